@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import Row, arguments, measure_pairs, show
-from phalanx.ps.table.rules import Adagrad, TableSpec
-from phalanx.ps.table.table import Table, make_table
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.table import RowTable, make_table
+from phalanx.ps.table.update_rules import Adagrad
 
 CASES = ("bytes", "pull", "push", "update")
 DIM, BATCH, BATCHES = 16, 16_384, 40
@@ -58,7 +59,7 @@ class Bench:
         self.plain = Plain(rows)
         self.out = np.empty((BATCH, DIM), np.float32)
 
-    def filled(self) -> Table:
+    def filled(self) -> RowTable:
         """Return a table with a row for every key."""
         table = make_table(TableSpec("bench", DIM, Adagrad(LR, eps=EPS)))
         for start in range(0, len(self.keys), BATCH):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, arguments, measure_pairs, show
-from phalanx.ps.wire import Connection, Listener, Reply, Request
+from phalanx.ps.wire import Connection, Listener, RpcReply, RpcRequest
 
 CASES = ("tiny", "pull", "push")
 SECRET = b"a secret of this benchmark"
@@ -35,12 +35,12 @@ def serve_ours(told: Any) -> None:
     """Answer with our listener."""
     rows = np.ones((KEYS, DIM), np.float32)
 
-    def answer(request: Request) -> Reply:
+    def answer(request: RpcRequest) -> RpcReply:
         if request.op != "pull":
-            return Reply()
+            return RpcReply()
         made = request.room.empty(rows.shape, np.float32)
         made[...] = rows
-        return Reply({}, [made])
+        return RpcReply({}, [made])
 
     listener = Listener("127.0.0.1:0", secret=SECRET, me="server 0", handler=answer)
     told.send(listener.endpoint)

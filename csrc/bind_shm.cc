@@ -106,7 +106,7 @@ void bind_shm(nb::module_& module) {
       .def("missing_from", &Group::missing_from, Free())
       .def("waited_for", &Group::waited_for, Free())
       .def("disagree", &Group::disagree, nb::arg("text"), Free())
-      .def("tend", &Group::tend, Free())
+      .def("progress", &Group::progress, Free())
       .def("close", &Group::close, Free())
       .def("set_timeout", &Group::set_timeout)
       .def_static("label_calls", &Group::label_calls, nb::arg("label"))

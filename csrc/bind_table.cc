@@ -1,14 +1,15 @@
 // Python's view of the table. No logic here: settings and arrays in, arrays out, the GIL released in between.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -39,21 +40,6 @@ void read(nb::handle settings, const char* field, T& into, More&&... more) {
   if constexpr (sizeof...(more) > 0) read(settings, more...);
 }
 
-phalanx::RuleSpec read_rule(nb::handle rule) {
-  using enum phalanx::RuleKind;
-  phalanx::RuleSpec spec;
-  spec.kind = kind_of<phalanx::RuleKind>(rule, {{"sgd", kSgd}, {"momentum", kMomentum}, {"adagrad", kAdagrad},
-                                                {"row_wise_adagrad", kRowWiseAdagrad}, {"adam", kAdam},
-                                                {"rmsprop", kRmsprop}, {"ftrl", kFtrl}});
-  std::pair betas(spec.first_beta, spec.second_beta);
-  read(rule, "lr", spec.lr, "weight_decay", spec.weight_decay, "momentum", spec.momentum, "dampening", spec.dampening,
-       "nesterov", spec.nesterov, "lr_decay", spec.lr_decay, "initial_accumulator_value", spec.initial_accumulator,
-       "decoupled", spec.decoupled, "alpha", spec.alpha, "eps", spec.eps, "beta", spec.beta, "l1", spec.l1, "l2",
-       spec.l2, "betas", betas);
-  std::tie(spec.first_beta, spec.second_beta) = betas;
-  return spec;
-}
-
 phalanx::InitSpec read_init(nb::handle init) {
   using enum phalanx::InitKind;
   phalanx::InitSpec spec;
@@ -78,11 +64,13 @@ phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t s
   read.salt = salt;
   read.seed = nb::cast<std::uint64_t>(spec.attr("seed"));
   read.dim = nb::cast<std::size_t>(spec.attr("dim"));
-  read.state = nb::cast<std::size_t>(layout.attr("state"));
   read.has_statistics = nb::cast<bool>(layout.attr("has_statistics"));
   read.is_bfloat16 = nb::cast<std::size_t>(layout.attr("value_bytes")) == 2;
   if (!spec.attr("max_bytes").is_none()) read.max_bytes = nb::cast<std::uint64_t>(spec.attr("max_bytes"));
-  read.rule = read_rule(spec.attr("rule"));
+  const nb::handle rule = spec.attr("rule");
+  read.rule = {nb::cast<std::string>(rule.attr("kind")),
+               nb::cast<std::map<std::string, double>>(rule.attr("numbers")())};
+  read.initial_state = nb::cast<std::vector<float>>(rule.attr("initial_state")(read.dim).attr("tolist")());
   read.init = read_init(spec.attr("init"));
   read.entry = read_entry(spec.attr("entry"));
   return read;
@@ -150,7 +138,7 @@ nb::object keys(const EmbeddingTable& table, int shard) {
 
 void bind_table(nb::module_& module) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.table.Table.")
+  nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.table.RowTable.")
       .def("__init__", &make, nb::arg("spec"), nb::arg("layout"), nb::arg("salt"))
       .def("pull", &pull, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("push", &push, nb::arg("keys").noconvert(), nb::arg("gradients").noconvert(), nb::arg("lr"),

@@ -45,20 +45,20 @@ Group::Sizes scaled(Group::Sizes counts, std::size_t width) {
 
 // Numbers the call and queues it under one hold of the lock, so that calls of several threads stay apart.
 template <class Make>
-Group::Op Group::call(Said said, Make steps_of) {
+Group::Op Group::call(CallSignature signature, Make task_of) {
   require_own_process();
   auto op = std::make_shared<Operation>();
-  op->kind = static_cast<Kind>(said.kind);
+  op->kind = static_cast<Kind>(signature.kind);
   op->label = label_of_calls();
-  const std::lock_guard held(lock_);
-  op->number = said.sequence = ++calls_made_;
+  const std::lock_guard guard(lock_);
+  op->number = signature.sequence = ++calls_made_;
   op->deadline = deadline();
-  if (!broken_ && region_.failure() != Failure::kNone) look_for_trouble(Clock::now());  // another rank's
+  if (!broken_ && region_.failure() != Failure::kNone) check_liveness(Clock::now());  // another rank's
   if (broken_) {
     finish(op, broken_);
     return op;
   }
-  op->steps = steps_of(said);
+  op->task = task_of(signature);
   calls_.push_back(op);
   advance();
   return op;
@@ -66,69 +66,69 @@ Group::Op Group::call(Said said, Make steps_of) {
 
 Group::Op Group::all_reduce(std::byte* data, std::size_t count, Type type, Reduce how) {
   const bool is_small = count * width_of(type) * static_cast<std::size_t>(region_.size()) <= kAtOnceBytes;
-  return call(said(Kind::kAllReduce, type, count, how), [&](const Said& said) {
-    return is_small ? reduce_at_once_steps(data, count, type, how, said) : all_reduce_steps(data, count, type, how, said);
+  return call(signature_of(Kind::kAllReduce, type, count, how), [&](const CallSignature& signature) {
+    return is_small ? reduce_at_once_task(data, count, type, how, signature) : all_reduce_task(data, count, type, how, signature);
   });
 }
 
 Group::Op Group::reduce_to(std::byte* data, std::size_t count, Type type, Reduce how, int root) {
-  return call(said(Kind::kReduce, type, count, how, root),
-              [&](const Said& said) { return reduce_to_steps(data, count, type, how, said); });
+  return call(signature_of(Kind::kReduce, type, count, how, root),
+              [&](const CallSignature& signature) { return reduce_to_task(data, count, type, how, signature); });
 }
 
 Group::Op Group::reduce_scatter(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how) {
-  return call(said(Kind::kReduceScatter, type, counts, how), [&](const Said& said) {
-    return reduce_scatter_steps(std::move(in), out, std::move(counts), type, how, said);
+  return call(signature_of(Kind::kReduceScatter, type, counts, how), [&](const CallSignature& signature) {
+    return reduce_scatter_task(std::move(in), out, std::move(counts), type, how, signature);
   });
 }
 
 Group::Op Group::all_gather(std::byte* in, Buffers out, Sizes counts, Type type) {
-  return call(said(Kind::kAllGather, type, counts), [&](const Said& said) {
-    return all_gather_steps(in, std::move(out), scaled(std::move(counts), width_of(type)), said);
+  return call(signature_of(Kind::kAllGather, type, counts), [&](const CallSignature& signature) {
+    return all_gather_task(in, std::move(out), scaled(std::move(counts), width_of(type)), signature);
   });
 }
 
 Group::Op Group::gather(std::byte* in, Buffers out, std::size_t count, Type type, int root) {
-  return call(said(Kind::kGather, type, count, Reduce::kSum, root),
-              [&](const Said& said) { return gather_steps(in, std::move(out), count * width_of(type), said); });
+  return call(signature_of(Kind::kGather, type, count, Reduce::kSum, root),
+              [&](const CallSignature& signature) { return gather_task(in, std::move(out), count * width_of(type), signature); });
 }
 
 Group::Op Group::scatter(Buffers in, std::byte* out, std::size_t count, Type type, int root) {
-  return call(said(Kind::kScatter, type, count, Reduce::kSum, root),
-              [&](const Said& said) { return scatter_steps(std::move(in), out, count * width_of(type), said); });
+  return call(signature_of(Kind::kScatter, type, count, Reduce::kSum, root),
+              [&](const CallSignature& signature) { return scatter_task(std::move(in), out, count * width_of(type), signature); });
 }
 
 Group::Op Group::broadcast(std::byte* data, std::size_t count, Type type, int root) {
-  return call(said(Kind::kBroadcast, type, count, Reduce::kSum, root),
-              [&](const Said& said) { return broadcast_steps(data, count * width_of(type), said); });
+  return call(signature_of(Kind::kBroadcast, type, count, Reduce::kSum, root),
+              [&](const CallSignature& signature) { return broadcast_task(data, count * width_of(type), signature); });
 }
 
 Group::Op Group::all_to_all(Buffers in, Sizes in_counts, Buffers out, Sizes out_counts, Type type) {
   const std::size_t width = width_of(type);
-  return call(said(Kind::kAllToAll, type, 0), [&](const Said& said) {
-    return all_to_all_steps(std::move(in), scaled(std::move(in_counts), width), std::move(out),
-                            scaled(std::move(out_counts), width), said);
+  return call(signature_of(Kind::kAllToAll, type, 0), [&](const CallSignature& signature) {
+    return all_to_all_task(std::move(in), scaled(std::move(in_counts), width), std::move(out),
+                            scaled(std::move(out_counts), width), signature);
   });
 }
 
 Group::Op Group::barrier() {
-  return call(said(Kind::kBarrier, Type::kUint8, 0), [&](const Said& said) { return barrier_steps(said); });
+  return call(signature_of(Kind::kBarrier, Type::kUint8, 0), [&](const CallSignature& signature) { return barrier_task(signature); });
 }
 
-Steps Group::barrier_steps(Said said) {
+CollectiveTask Group::barrier_task(CallSignature signature) {
   co_await writable();
-  enter(said);
+  enter(signature);
   co_await everyone_entered();
-  compare(said);
+  compare(signature);
   leave_round();
 }
 
-Steps Group::reduce_at_once_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said) {
+CollectiveTask Group::reduce_at_once_task(std::byte* data, std::size_t count, Type type, Reduce how, CallSignature signature) {
   co_await writable();
   move_bytes(slot(region_.rank()), data, count * width_of(type));
-  enter(said);
+  enter(signature);
   co_await everyone_entered();
-  compare(said);
+  compare(signature);
   std::vector<const std::byte*> parts;
   for (int r = 0; r < region_.size(); ++r) parts.push_back(slot(r));
   reduce(type, how, data, parts, count);
@@ -136,23 +136,23 @@ Steps Group::reduce_at_once_steps(std::byte* data, std::size_t count, Type type,
 }
 
 // Two rounds a chunk: every rank adds up one run of the chunk, then hands out the result.
-Steps Group::all_reduce_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said) {
+CollectiveTask Group::all_reduce_task(std::byte* data, std::size_t count, Type type, Reduce how, CallSignature signature) {
   const std::size_t width = width_of(type), chunk = kSlotBytes / width;
   const int rank = region_.rank(), size = region_.size();
   std::vector<const std::byte*> parts(static_cast<std::size_t>(size));
   for (std::size_t begin = 0; begin < count; begin += chunk) {
     const Cut cut(std::min(chunk, count - begin), size, width);
-    std::byte* const here = data + begin * width;
-    std::byte* const mine = here + cut.begin(rank) * width;
+    std::byte* const chunk_data = data + begin * width;
+    std::byte* const mine = chunk_data + cut.begin(rank) * width;
 
     co_await writable();
     for (int r = 0; r < size; ++r) {
       const std::size_t at = cut.begin(r) * width;
-      if (r != rank) move_bytes(slot(rank) + at, here + at, cut.size(r) * width);
+      if (r != rank) move_bytes(slot(rank) + at, chunk_data + at, cut.size(r) * width);
     }
-    enter(said);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
+    if (begin == 0) compare(signature);
     for (int r = 0; r < size; ++r)
       parts[static_cast<std::size_t>(r)] = r == rank ? mine : slot(r) + cut.begin(rank) * width;
     reduce(type, how, mine, parts, cut.size(rank));
@@ -160,37 +160,37 @@ Steps Group::all_reduce_steps(std::byte* data, std::size_t count, Type type, Red
 
     co_await writable();
     move_bytes(slot(rank), mine, cut.size(rank) * width);
-    enter(said);
+    enter(signature);
     co_await everyone_entered();
     for (int r = 0; r < size; ++r)
-      if (r != rank) move_bytes(here + cut.begin(r) * width, slot(r), cut.size(r) * width);
+      if (r != rank) move_bytes(chunk_data + cut.begin(r) * width, slot(r), cut.size(r) * width);
     leave_round();
   }
 }
 
-Steps Group::reduce_to_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said) {
+CollectiveTask Group::reduce_to_task(std::byte* data, std::size_t count, Type type, Reduce how, CallSignature signature) {
   const std::size_t width = width_of(type), chunk = kSlotBytes / width;
   const int rank = region_.rank();
   std::size_t begin = 0;
   do {
     const std::size_t n = part(count, begin, chunk);
-    std::byte* const here = data + begin * width;
+    std::byte* const chunk_data = data + begin * width;
     co_await writable();
-    if (rank != said.root) move_bytes(slot(rank), here, n * width);
-    enter(said);
+    if (rank != signature.root) move_bytes(slot(rank), chunk_data, n * width);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
-    if (rank == said.root) {
+    if (begin == 0) compare(signature);
+    if (rank == signature.root) {
       std::vector<const std::byte*> parts;
-      for (int r = 0; r < region_.size(); ++r) parts.push_back(r == rank ? here : slot(r));
-      reduce(type, how, here, parts, n);
+      for (int r = 0; r < region_.size(); ++r) parts.push_back(r == rank ? chunk_data : slot(r));
+      reduce(type, how, chunk_data, parts, n);
     }
     leave_round();
     begin += chunk;
   } while (begin < count);
 }
 
-Steps Group::reduce_scatter_steps(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how, Said said) {
+CollectiveTask Group::reduce_scatter_task(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how, CallSignature signature) {
   const int rank = region_.rank(), size = region_.size();
   const std::size_t width = width_of(type), share = slot_share(size), chunk = share / width;
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
@@ -202,9 +202,9 @@ Steps Group::reduce_scatter_steps(Buffers in, std::byte* out, Sizes counts, Type
       const std::size_t n = part(counts[r], begin, chunk);
       if (static_cast<int>(r) != rank) move_bytes(slot(rank) + r * share, in[r] + begin * width, n * width);
     }
-    enter(said);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
+    if (begin == 0) compare(signature);
     const std::size_t own = static_cast<std::size_t>(rank);
     for (std::size_t r = 0; r < in.size(); ++r)
       parts[r] = r == own ? in[r] + begin * width : slot(static_cast<int>(r)) + own * share;
@@ -215,16 +215,16 @@ Steps Group::reduce_scatter_steps(Buffers in, std::byte* out, Sizes counts, Type
   } while (begin < longest);
 }
 
-Steps Group::all_gather_steps(std::byte* in, Buffers out, Sizes bytes, Said said) {
+CollectiveTask Group::all_gather_task(std::byte* in, Buffers out, Sizes bytes, CallSignature signature) {
   const auto own = static_cast<std::size_t>(region_.rank());
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
   std::size_t begin = 0;
   do {
     co_await writable();
     move_bytes(slot(region_.rank()), in + begin, part(bytes[own], begin, kSlotBytes));
-    enter(said);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
+    if (begin == 0) compare(signature);
     for (std::size_t r = 0; r < out.size(); ++r) {
       const std::byte* const from = r == own ? in + begin : slot(static_cast<int>(r));
       move_bytes(out[r] + begin, from, part(bytes[r], begin, kSlotBytes));
@@ -234,61 +234,61 @@ Steps Group::all_gather_steps(std::byte* in, Buffers out, Sizes bytes, Said said
   } while (begin < longest);
 }
 
-Steps Group::gather_steps(std::byte* in, Buffers out, std::size_t bytes, Said said) {
+CollectiveTask Group::gather_task(std::byte* in, Buffers out, std::size_t bytes, CallSignature signature) {
   const int rank = region_.rank();
   std::size_t begin = 0;
   do {
     const std::size_t n = part(bytes, begin, kSlotBytes);
     co_await writable();
-    if (rank != said.root) move_bytes(slot(rank), in + begin, n);
-    enter(said);
+    if (rank != signature.root) move_bytes(slot(rank), in + begin, n);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
-    for (int r = 0; rank == said.root && r < region_.size(); ++r)
+    if (begin == 0) compare(signature);
+    for (int r = 0; rank == signature.root && r < region_.size(); ++r)
       move_bytes(out[static_cast<std::size_t>(r)] + begin, r == rank ? in + begin : slot(r), n);
     leave_round();
     begin += kSlotBytes;
   } while (begin < bytes);
 }
 
-Steps Group::scatter_steps(Buffers in, std::byte* out, std::size_t bytes, Said said) {
+CollectiveTask Group::scatter_task(Buffers in, std::byte* out, std::size_t bytes, CallSignature signature) {
   const int rank = region_.rank();
   const std::size_t share = slot_share(region_.size());
   std::size_t begin = 0;
   do {
     const std::size_t n = part(bytes, begin, share);
     co_await writable();
-    for (int r = 0; rank == said.root && r < region_.size(); ++r) {
+    for (int r = 0; rank == signature.root && r < region_.size(); ++r) {
       const auto to = static_cast<std::size_t>(r);
       move_bytes(r == rank ? out + begin : slot(rank) + to * share, in[to] + begin, n);
     }
-    enter(said);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
-    if (rank != said.root) move_bytes(out + begin, slot(said.root) + static_cast<std::size_t>(rank) * share, n);
+    if (begin == 0) compare(signature);
+    if (rank != signature.root) move_bytes(out + begin, slot(signature.root) + static_cast<std::size_t>(rank) * share, n);
     leave_round();
     begin += share;
   } while (begin < bytes);
 }
 
-Steps Group::broadcast_steps(std::byte* data, std::size_t bytes, Said said) {
+CollectiveTask Group::broadcast_task(std::byte* data, std::size_t bytes, CallSignature signature) {
   const int rank = region_.rank();
   std::size_t begin = 0;
   do {
     const std::size_t n = part(bytes, begin, kSlotBytes);
     co_await writable();
-    if (rank == said.root) move_bytes(slot(rank), data + begin, n);
-    enter(said);
+    if (rank == signature.root) move_bytes(slot(rank), data + begin, n);
+    enter(signature);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
-    if (rank != said.root) move_bytes(data + begin, slot(said.root), n);
+    if (begin == 0) compare(signature);
+    if (rank != signature.root) move_bytes(data + begin, slot(signature.root), n);
     leave_round();
     begin += kSlotBytes;
   } while (begin < bytes);
 }
 
 // Ranks do not know each other's sizes, so a round goes on as long as anybody has more to send.
-Steps Group::all_to_all_steps(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, Said said) {
+CollectiveTask Group::all_to_all_task(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, CallSignature signature) {
   const int rank = region_.rank(), size = region_.size();
   const auto own = static_cast<std::size_t>(rank);
   const std::size_t share = slot_share(size), piece = share - kNoteBytes;
@@ -301,9 +301,9 @@ Steps Group::all_to_all_steps(Buffers in, Sizes in_bytes, Buffers out, Sizes out
       std::memcpy(to, &in_bytes[r], sizeof in_bytes[r]);
       if (r != own) move_bytes(to + kNoteBytes, in[r] + begin, part(in_bytes[r], begin, piece));
     }
-    enter(said, longest > begin + piece);
+    enter(signature, longest > begin + piece);
     co_await everyone_entered();
-    if (begin == 0) compare(said);
+    if (begin == 0) compare(signature);
     has_more = false;
     for (std::size_t r = 0; r < out.size(); ++r) {
       const int from = static_cast<int>(r);
@@ -311,7 +311,7 @@ Steps Group::all_to_all_steps(Buffers in, Sizes in_bytes, Buffers out, Sizes out
       std::size_t bytes;
       std::memcpy(&bytes, sent, sizeof bytes);
       if (bytes != out_bytes[r])
-        throw Disagreement("In call " + std::to_string(said.sequence) + " of the group, all_to_all, " +
+        throw Disagreement("In call " + std::to_string(signature.sequence) + " of the group, all_to_all, " +
                            region_.name_of(from) + " sends " + std::to_string(bytes) + " bytes to " +
                            region_.name_of(rank) + ", which expects " + std::to_string(out_bytes[r]) +
                            ". Make the split sizes of both fit.");

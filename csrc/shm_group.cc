@@ -16,13 +16,13 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr Patience kOwnCores = {2e-6, 1e-3};
-constexpr Patience kSharedCores = {0, 5e-5};  // who yields takes turns from those who work
+constexpr WaitPolicy kOwnCores = {2e-6, 1e-3};
+constexpr WaitPolicy kSharedCores = {0, 5e-5};  // who yields takes turns from those who work
 
 constexpr int kSleepMs = 50;       // until a sleeper looks around again
 constexpr auto kLookEvery = 200ms;
 
-Patience patience_of(int ranks) {
+WaitPolicy wait_policy_of(int ranks) {
   cpu_set_t cores;
   if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return kSharedCores;
   return CPU_COUNT(&cores) >= ranks ? kOwnCores : kSharedCores;
@@ -47,15 +47,15 @@ const char* verb_of(Kind kind) {
 }
 
 // `all_reduce sum of 12 float32`
-std::string described(const Said& said) {
-  const auto kind = static_cast<Kind>(said.kind);
+std::string described(const CallSignature& signature) {
+  const auto kind = static_cast<Kind>(signature.kind);
   std::string text = verb_of(kind);
   if (kind == Kind::kBarrier) return text;
-  if (kind <= Kind::kReduceScatter) text += std::string(" ") + name_of(static_cast<Reduce>(said.reduce));
-  if (kind != Kind::kAllToAll) text += " of " + std::to_string(said.count);
-  text += std::string(" ") + name_of(static_cast<Type>(said.type));
-  if (kind == Kind::kReduce || kind == Kind::kGather) text += " to rank " + std::to_string(said.root);
-  if (kind == Kind::kBroadcast || kind == Kind::kScatter) text += " from rank " + std::to_string(said.root);
+  if (kind <= Kind::kReduceScatter) text += std::string(" ") + name_of(static_cast<Reduce>(signature.reduce));
+  if (kind != Kind::kAllToAll) text += " of " + std::to_string(signature.count);
+  text += std::string(" ") + name_of(static_cast<Type>(signature.type));
+  if (kind == Kind::kReduce || kind == Kind::kGather) text += " to rank " + std::to_string(signature.root);
+  if (kind == Kind::kBroadcast || kind == Kind::kScatter) text += " from rank " + std::to_string(signature.root);
   return text;
 }
 
@@ -83,7 +83,7 @@ Group::Group(int fd, int rank, int size, const std::string& name, double timeout
     : region_(fd, rank, size, name),
       mail_(region_),
       pid_(::getpid()),
-      patience_(patience_of(size)),
+      wait_policy_(wait_policy_of(size)),
       timeout_s_(timeout_s) {}
 
 Group::~Group() { close(); }
@@ -91,7 +91,7 @@ Group::~Group() { close(); }
 void Group::close() {
   if (::getpid() != pid_) return;  // a forked child ends nothing: the rank is its parent
   {
-    const std::lock_guard held(lock_);
+    const std::lock_guard guard(lock_);
     if (!broken_) fail_all(std::make_exception_ptr(std::runtime_error("the process group was ended before this was done")));
   }
   region_.ring(region_.rank());
@@ -99,53 +99,53 @@ void Group::close() {
   region_.ring_others();
 }
 
-Until Group::writable() {
+CounterReached Group::writable() {
   ++round_;
   return {&region_, &Member::left, round_ - 2};
 }
 
-void Group::enter(const Said& said, bool has_more) {
+void Group::enter(const CallSignature& signature, bool has_more) {
   Member& me = region_.me();
-  me.rounds[round_ & 1].said = said;
+  me.rounds[round_ & 1].signature = signature;
   me.rounds[round_ & 1].has_more = has_more;
-  if (said.label != 0) std::strncpy(me.rounds[round_ & 1].label, calls_.front()->label.c_str(), kLabelBytes - 1);
+  if (signature.label != 0) std::strncpy(me.rounds[round_ & 1].label, calls_.front()->label.c_str(), kLabelBytes - 1);
   me.entered.store(round_, std::memory_order_release);
   region_.ring_others();
 }
 
-Until Group::everyone_entered() const { return {&region_, &Member::entered, round_}; }
+CounterReached Group::everyone_entered() const { return {&region_, &Member::entered, round_}; }
 
 void Group::leave_round() {
   region_.me().left.store(round_, std::memory_order_release);
   region_.ring_others();
 }
 
-void Group::compare(const Said& said) const {
+void Group::compare(const CallSignature& signature) const {
   const auto text_of = [&](int rank) {
     const Member::Round& round = region_.member(rank).rounds[round_ & 1];
-    return phalanx::described(round.said) + (round.said.label != 0 ? std::string(" for ") + round.label : "");
+    return phalanx::described(round.signature) + (round.signature.label != 0 ? std::string(" for ") + round.label : "");
   };
   for (int r = 0; r < region_.size(); ++r) {
-    const Said& other = region_.member(r).rounds[round_ & 1].said;
-    if (other == said) continue;
+    const CallSignature& other = region_.member(r).rounds[round_ & 1].signature;
+    if (other == signature) continue;
     const std::string ours = text_of(region_.rank()), theirs = text_of(r);
-    throw Disagreement("In call " + std::to_string(said.sequence) + " of the group " +
+    throw Disagreement("In call " + std::to_string(signature.sequence) + " of the group " +
                        region_.name_of(region_.rank()) + " made " + ours + ", and " + region_.name_of(r) + " made " +
                        theirs + (ours == theirs ? " cut into parts of other lengths" : "") +
                        ". All ranks of a group must make the same calls in the same order." +
-                       (other.label != said.label ? kAdvice : ""));
+                       (other.label != signature.label ? kAdvice : ""));
   }
 }
 
-Said Group::said(Kind kind, Type type, std::size_t count, Reduce how, int root) {
+CallSignature Group::signature_of(Kind kind, Type type, std::size_t count, Reduce how, int root) {
   return {static_cast<std::uint32_t>(kind), static_cast<std::uint32_t>(type), static_cast<std::uint32_t>(how), root,
           count, 0, 0, digest_of(calls_label)};
 }
 
-Said Group::said(Kind kind, Type type, const Sizes& counts, Reduce how) {
-  Said said = this->said(kind, type, std::accumulate(counts.begin(), counts.end(), std::size_t{0}), how);
-  for (const std::size_t count : counts) said.parts = mix64(said.parts + count);
-  return said;
+CallSignature Group::signature_of(Kind kind, Type type, const Sizes& counts, Reduce how) {
+  CallSignature signature = this->signature_of(kind, type, std::accumulate(counts.begin(), counts.end(), std::size_t{0}), how);
+  for (const std::size_t count : counts) signature.parts = mix64(signature.parts + count);
+  return signature;
 }
 
 void Group::require_own_process() const {
@@ -164,9 +164,9 @@ Group::Op Group::post(Kind kind, std::byte* memory, std::size_t bytes, int peer,
   op->peer = peer;
   op->tag = tag;
   op->deadline = deadline();
-  const std::lock_guard held(lock_);
+  const std::lock_guard guard(lock_);
   op->number = ++messages_made_;
-  if (!broken_ && region_.failure() != Failure::kNone) look_for_trouble(Clock::now());  // another rank's
+  if (!broken_ && region_.failure() != Failure::kNone) check_liveness(Clock::now());  // another rank's
   if (broken_) {
     finish(op, broken_);
     return op;
@@ -204,17 +204,17 @@ void Group::fail_all(std::exception_ptr error) {
   announce_ends();
 }
 
-// Another thread of this rank may sleep on what has ended, or wait with `tend` until nobody else waits.
+// Another thread of this rank may sleep on what has ended, or wait with `progress` until nobody else waits.
 void Group::announce_ends() {
   region_.ring(region_.rank());
-  { const std::lock_guard held(way_lock_); }  // who has looked and not slept yet is asleep now, and is woken
+  { const std::lock_guard guard(way_lock_); }  // who has looked and not slept yet is asleep now, and is woken
   way_is_free_.notify_all();
 }
 
 void Group::advance() {
   bool has_ended = false;
   try {
-    while (!calls_.empty() && calls_.front()->steps.advance()) {
+    while (!calls_.empty() && calls_.front()->task.advance()) {
       finish(calls_.front(), nullptr);
       calls_.pop_front();
       has_ended = true;
@@ -245,16 +245,16 @@ bool Group::may_come_from(const Operation& message, int rank) const {
   return true;
 }
 
-void Group::look_at(const Op& op, Clock::time_point now) {
+void Group::check_operation(const Op& op, Clock::time_point now) {
   const bool is_message = op->kind >= Kind::kSend;
   for (int r = 0; r < region_.size(); ++r) {
     if (r == region_.rank()) continue;
-    if (is_message ? !may_come_from(*op, r) : op->steps.until().holds_for(r)) continue;
+    if (is_message ? !may_come_from(*op, r) : op->task.condition().holds_for(r)) continue;
     const bool is_late = now >= op->deadline;
     const std::string loss = region_.loss_of(r);
     if (loss.empty() && !is_late) continue;
     advance();  // It may have done its part before it was lost.
-    if (op->is_done.load(std::memory_order_acquire) || (!is_message && op->steps.until().holds_for(r))) return;
+    if (op->is_done.load(std::memory_order_acquire) || (!is_message && op->task.condition().holds_for(r))) return;
     const std::string what = described(op) + " on " + region_.name_of(region_.rank());
     if (!loss.empty()) throw PeerLost(what + " lost " + region_.name_of(r) + ": " + loss + ". Its log says why.");
     throw PeerLost(what + ": Timed out waiting for " + region_.name_of(r) +
@@ -262,14 +262,14 @@ void Group::look_at(const Op& op, Clock::time_point now) {
   }
 }
 
-void Group::look_for_trouble(Clock::time_point now) {
+void Group::check_liveness(Clock::time_point now) {
   looked_ = now;
   try {
     const Failure failure = region_.failure();  // read before its text, which is written before it
     if (failure == Failure::kDisagreement) throw Disagreement(region_.failure_text());
     if (failure == Failure::kLost) throw PeerLost(region_.failure_text());
-    if (!calls_.empty()) look_at(Op(calls_.front()), now);
-    for (const Op& op : mail_.pending()) look_at(op, now);
+    if (!calls_.empty()) check_operation(Op(calls_.front()), now);
+    for (const Op& op : mail_.pending()) check_operation(op, now);
   } catch (const PeerLost& error) {
     region_.fail(Failure::kLost, error.what());
     fail_all(std::current_exception());
@@ -280,7 +280,7 @@ void Group::look_for_trouble(Clock::time_point now) {
 
 bool Group::is_done_after_advance(const Op& op) {
   if (op->is_done.load(std::memory_order_acquire)) return true;
-  const std::lock_guard held(lock_);
+  const std::lock_guard guard(lock_);
   advance();
   return op->is_done.load(std::memory_order_acquire);
 }
@@ -293,8 +293,8 @@ void Group::sleep_on(const Op& op) {
   bool is_done = is_done_after_advance(op);
   if (!is_done) {
     const Clock::time_point now = Clock::now();
-    const std::lock_guard held(lock_);
-    if (now - looked_ > kLookEvery || now >= op->deadline || region_.failure() != Failure::kNone) look_for_trouble(now);
+    const std::lock_guard guard(lock_);
+    if (now - looked_ > kLookEvery || now >= op->deadline || region_.failure() != Failure::kNone) check_liveness(now);
     is_done = op->is_done.load(std::memory_order_acquire);
   }
   if (!is_done) region_.sleep(seen, kSleepMs);
@@ -303,7 +303,7 @@ void Group::sleep_on(const Op& op) {
 
 // An operation ends in time only if those before it do.
 void Group::shorten(const Op& op, Clock::time_point deadline) {
-  const std::lock_guard held(lock_);
+  const std::lock_guard guard(lock_);
   op->deadline = std::min(op->deadline, deadline);
   if (op->kind >= Kind::kSend) return;
   for (const Op& before : calls_)
@@ -316,7 +316,7 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
   const Clock::time_point start = Clock::now();
   const bool is_main_in_call = op->kind < Kind::kSend && is_main_thread();
   {
-    const std::lock_guard held(way_lock_);
+    const std::lock_guard guard(way_lock_);
     ++waiters_;
   }
   if (is_main_in_call) region_.me().main_waits.store(1, std::memory_order_release);
@@ -324,9 +324,9 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
   while (!(is_done = is_done_after_advance(op))) {
     const Clock::time_point now = Clock::now();
     const std::chrono::duration<double> waited = now - start;
-    if (waited.count() < patience_.spin_s) {
+    if (waited.count() < wait_policy_.spin_s) {
       for (int i = 0; i < 8; ++i) pause();
-    } else if (waited.count() < patience_.yield_s) {
+    } else if (waited.count() < wait_policy_.yield_s) {
       ::sched_yield();
     } else if (now < limit) {
       sleep_on(op);
@@ -335,7 +335,7 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
     }
   }
   if (is_main_in_call) region_.me().main_waits.store(0, std::memory_order_release);
-  const std::lock_guard held(way_lock_);
+  const std::lock_guard guard(way_lock_);
   if (--waiters_ == 0) way_is_free_.notify_all();
   return is_done;
 }
@@ -353,13 +353,13 @@ bool Group::ends_within(const Op& op, double patience_s) {
 }
 
 std::string Group::missing_from(const Op& op) {
-  const std::lock_guard held(lock_);
+  const std::lock_guard guard(lock_);
   if (op->is_done.load(std::memory_order_acquire)) return "";
   const bool is_message = op->kind >= Kind::kSend;
   const Op& first = is_message ? op : calls_.front();  // collectives end in order
   std::string names;
   for (int r = 0; r < region_.size(); ++r) {
-    if (r == region_.rank() || (is_message ? !may_come_from(*op, r) : first->steps.until().holds_for(r))) continue;
+    if (r == region_.rank() || (is_message ? !may_come_from(*op, r) : first->task.condition().holds_for(r))) continue;
     names += (names.empty() ? "" : ", ") + region_.name_of(r);
   }
   if (names.empty()) return "";
@@ -367,7 +367,7 @@ std::string Group::missing_from(const Op& op) {
 }
 
 std::string Group::waited_for() {
-  const std::lock_guard held(lock_);
+  const std::lock_guard guard(lock_);
   if (broken_ || !calls_.empty()) return "";
   const std::uint32_t entered = region_.me().entered.load(std::memory_order_acquire);
   for (int r = 0; r < region_.size(); ++r) {
@@ -375,24 +375,24 @@ std::string Group::waited_for() {
     const std::uint32_t its = other.entered.load(std::memory_order_acquire);
     if (other.main_waits.load(std::memory_order_acquire) == 0 || static_cast<std::int32_t>(its - entered) <= 0) continue;
     const Member::Round& round = other.rounds[its & 1];  // stays what it is: the next round needs this rank
-    return region_.name_of(r) + " waits in " + phalanx::described(round.said) +
-           (round.said.label != 0 ? std::string(" for ") + round.label : "");
+    return region_.name_of(r) + " waits in " + phalanx::described(round.signature) +
+           (round.signature.label != 0 ? std::string(" for ") + round.label : "");
   }
   return "";
 }
 
 void Group::disagree(const std::string& text) {
   region_.fail(Failure::kDisagreement, text);
-  const std::lock_guard held(lock_);
-  if (!broken_) look_for_trouble(Clock::now());
+  const std::lock_guard guard(lock_);
+  if (!broken_) check_liveness(Clock::now());
 }
 
-void Group::tend(const Op& op) {
+void Group::progress(const Op& op) {
   const auto is_done = [&] { return op->is_done.load(std::memory_order_acquire); };
   while (!is_done()) {
     {
-      std::unique_lock held(way_lock_);
-      way_is_free_.wait(held, [&] { return waiters_ == 0 || is_done(); });
+      std::unique_lock guard(way_lock_);
+      way_is_free_.wait(guard, [&] { return waiters_ == 0 || is_done(); });
     }
     if (!is_done()) sleep_on(op);
   }

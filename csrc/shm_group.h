@@ -1,6 +1,6 @@
 // Collectives and messages of the ranks of one group on one host, over a Region.
 //
-// Every call returns an Operation at once, moved as far as it goes without waiting; `wait` or `tend` bring it to its
+// Every call returns an Operation at once, moved as far as it goes without waiting; `wait` or `progress` bring it to its
 // end. Collectives are carried out in the order of the calls. A collective is made of rounds: every rank writes its
 // slot and says so (entered), waits until all have, reads what it wants, and says that too (left); slots are used in
 // turn, so a slot is written again only when all have left the round before the last. The first round of a collective
@@ -24,12 +24,12 @@
 #include "shm_operation.h"
 #include "shm_reduce.h"
 #include "shm_region.h"
-#include "shm_steps.h"
+#include "shm_task.h"
 
 namespace phalanx {
 
 // How long a rank waits before it sleeps.
-struct Patience {
+struct WaitPolicy {
   double spin_s;   // a yield costs little, and helps where ranks share a core
   double yield_s;  // then; after that a wake-up costs little beside what was waited
 };
@@ -78,7 +78,7 @@ class Group {
   // Ends the group on every rank: operations under way and later ones throw Disagreement with this text.
   void disagree(const std::string& text);
   // As `wait`, for a thread in the background: sleeps rather than spins, gives way to `wait`, and does not throw.
-  void tend(const Op& op);
+  void progress(const Op& op);
   // Ends this rank's part: the others are told, and operations under way fail with std::runtime_error. Nothing in a
   // forked child, which is no rank.
   void close();
@@ -87,29 +87,29 @@ class Group {
  private:
   using Clock = std::chrono::steady_clock;
 
-  Steps all_reduce_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said);
-  Steps reduce_at_once_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said);
-  Steps reduce_to_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said);
-  Steps reduce_scatter_steps(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how, Said said);
-  Steps all_gather_steps(std::byte* in, Buffers out, Sizes bytes, Said said);
-  Steps gather_steps(std::byte* in, Buffers out, std::size_t bytes, Said said);
-  Steps scatter_steps(Buffers in, std::byte* out, std::size_t bytes, Said said);
-  Steps broadcast_steps(std::byte* data, std::size_t bytes, Said said);
-  Steps all_to_all_steps(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, Said said);
-  Steps barrier_steps(Said said);
+  CollectiveTask all_reduce_task(std::byte* data, std::size_t count, Type type, Reduce how, CallSignature signature);
+  CollectiveTask reduce_at_once_task(std::byte* data, std::size_t count, Type type, Reduce how, CallSignature signature);
+  CollectiveTask reduce_to_task(std::byte* data, std::size_t count, Type type, Reduce how, CallSignature signature);
+  CollectiveTask reduce_scatter_task(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how, CallSignature signature);
+  CollectiveTask all_gather_task(std::byte* in, Buffers out, Sizes bytes, CallSignature signature);
+  CollectiveTask gather_task(std::byte* in, Buffers out, std::size_t bytes, CallSignature signature);
+  CollectiveTask scatter_task(Buffers in, std::byte* out, std::size_t bytes, CallSignature signature);
+  CollectiveTask broadcast_task(std::byte* data, std::size_t bytes, CallSignature signature);
+  CollectiveTask all_to_all_task(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, CallSignature signature);
+  CollectiveTask barrier_task(CallSignature signature);
 
   // The parts of a round, in this order.
-  Until writable();                       // co_await: this rank's slot of the next round is free
-  void enter(const Said& said, bool has_more = false);
-  Until everyone_entered() const;         // co_await
-  void compare(const Said& said) const;   // throws Disagreement
+  CounterReached writable();                       // co_await: this rank's slot of the next round is free
+  void enter(const CallSignature& signature, bool has_more = false);
+  CounterReached everyone_entered() const;         // co_await
+  void compare(const CallSignature& signature) const;   // throws Disagreement
   void leave_round();
   std::byte* slot(int rank) const { return region_.slot(rank, round_); }
 
-  Said said(Kind kind, Type type, std::size_t count, Reduce how = Reduce::kSum, int root = 0);
-  Said said(Kind kind, Type type, const Sizes& counts, Reduce how = Reduce::kSum);  // of a cut: one count for each rank
+  CallSignature signature_of(Kind kind, Type type, std::size_t count, Reduce how = Reduce::kSum, int root = 0);
+  CallSignature signature_of(Kind kind, Type type, const Sizes& counts, Reduce how = Reduce::kSum);  // of a cut: one count for each rank
   template <class Make>
-  Op call(Said said, Make steps_of);
+  Op call(CallSignature signature, Make task_of);
   Op post(Kind kind, std::byte* memory, std::size_t bytes, int peer, int tag);
   void require_own_process() const;
   Clock::time_point deadline() const;
@@ -119,8 +119,8 @@ class Group {
   void finish(const Op& op, std::exception_ptr error);
   void fail_all(std::exception_ptr error);
   void announce_ends();
-  void look_for_trouble(Clock::time_point now);
-  void look_at(const Op& op, Clock::time_point now);
+  void check_liveness(Clock::time_point now);
+  void check_operation(const Op& op, Clock::time_point now);
   bool may_come_from(const Operation& message, int rank) const;
   std::string described(const Op& op) const;
 
@@ -132,7 +132,7 @@ class Group {
   Region region_;
   Mail mail_;
   const int pid_;
-  const Patience patience_;
+  const WaitPolicy wait_policy_;
   std::atomic<double> timeout_s_;
 
   std::mutex lock_;

@@ -30,7 +30,7 @@ bool Mail::advance() {
   bool has_ended = false;
   for (int r = 0; r < region_.size() && sends_pending_ > 0; ++r) has_ended |= send_to(r);
   for (int r = 0; r < region_.size(); ++r)
-    if (is_wanted(r)) has_ended |= receive_from(r);
+    if (has_receiver(r)) has_ended |= receive_from(r);
   return has_ended;
 }
 
@@ -89,7 +89,7 @@ bool Mail::receive_from(int rank) {
   Inbox& inbox = inboxes_[static_cast<std::size_t>(rank)];
   Channel& channel = region_.channel(rank, region_.rank());
   bool has_ended = false, has_moved = false;
-  while (inbox.is_arriving || (is_wanted(rank) && open(rank))) {
+  while (inbox.is_arriving || (has_receiver(rank) && open(rank))) {
     const std::uint64_t at = channel.read.load(std::memory_order_relaxed);
     const std::uint64_t ready = channel.written.load(std::memory_order_acquire) - at;
     const std::uint64_t piece = std::min({inbox.left, ready, kPiece, kRingBytes - at % kRingBytes});
@@ -127,7 +127,7 @@ bool Mail::open(int rank) {
   channel.read.store(at + kLine, std::memory_order_release);
   inbox.left = envelope.bytes;
   inbox.is_arriving = true;
-  if (const Message message = wanted(rank, envelope.tag)) {
+  if (const Message message = matching_receive(rank, envelope.tag)) {
     std::erase(receives_, message);
     inbox.receiver = message;
     claim(message, rank, envelope.bytes);
@@ -141,25 +141,25 @@ bool Mail::open(int rank) {
   return true;
 }
 
-bool Mail::take_stored(const Message& asked) {
+bool Mail::take_stored(const Message& receive) {
   for (int r = 0; r < region_.size(); ++r) {
-    if (asked->peer != kAnyRank && asked->peer != r) continue;
+    if (receive->peer != kAnyRank && receive->peer != r) continue;
     Inbox& inbox = inboxes_[static_cast<std::size_t>(r)];
     const auto found = std::find_if(inbox.stored.begin(), inbox.stored.end(),
-                                    [&](const auto& stored) { return stored->tag == asked->tag; });
+                                    [&](const auto& stored) { return stored->tag == receive->tag; });
     if (found == inbox.stored.end()) continue;
     Stored& stored = **found;
-    claim(asked, r, stored.bytes.size());
+    claim(receive, r, stored.bytes.size());
     if (!stored.is_whole) {
       // Its last bytes are still to come: the rest goes where it is asked for.
-      const std::size_t here = stored.bytes.size() - inbox.left;
-      std::memcpy(asked->memory, stored.bytes.data(), here);
-      inbox.into = asked->memory + here;
-      inbox.receiver = asked;
+      const std::size_t arrived = stored.bytes.size() - inbox.left;
+      std::memcpy(receive->memory, stored.bytes.data(), arrived);
+      inbox.into = receive->memory + arrived;
+      inbox.receiver = receive;
       inbox.keeper = nullptr;
     } else {
-      std::copy(stored.bytes.begin(), stored.bytes.end(), asked->memory);
-      end(asked);
+      std::copy(stored.bytes.begin(), stored.bytes.end(), receive->memory);
+      end(receive);
     }
     inbox.stored.erase(found);
     return true;
@@ -168,13 +168,13 @@ bool Mail::take_stored(const Message& asked) {
 }
 
 // A message that is arriving goes on; the next one is opened only when somebody waits for this sender.
-bool Mail::is_wanted(int rank) const {
+bool Mail::has_receiver(int rank) const {
   if (inboxes_[static_cast<std::size_t>(rank)].is_arriving) return true;
   return std::any_of(receives_.begin(), receives_.end(),
                      [&](const Message& m) { return m->peer == kAnyRank || m->peer == rank; });
 }
 
-std::shared_ptr<Operation> Mail::wanted(int rank, std::int64_t tag) const {
+std::shared_ptr<Operation> Mail::matching_receive(int rank, std::int64_t tag) const {
   const auto found = std::find_if(receives_.begin(), receives_.end(), [&](const Message& m) {
     return (m->peer == kAnyRank || m->peer == rank) && m->tag == tag;
   });

@@ -56,9 +56,9 @@ class Mail {
   bool send_to(int rank);
   bool receive_from(int rank);
   bool open(int rank);                     // begins the next message of the ring
-  bool take_stored(const Message& asked);  // gives an asked message what waits for it
-  bool is_wanted(int rank) const;
-  Message wanted(int rank, std::int64_t tag) const;
+  bool take_stored(const Message& receive);  // gives an receive message what waits for it
+  bool has_receiver(int rank) const;
+  Message matching_receive(int rank, std::int64_t tag) const;
   void claim(const Message& message, int rank, std::uint64_t bytes) const;
   void end(const Message& message);
 

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "shm_region.h"
-#include "shm_steps.h"
+#include "shm_task.h"
 
 namespace phalanx {
 
@@ -24,7 +24,7 @@ struct Operation {
   Kind kind;
   std::uint64_t number;  // of the collective in its group, or of this rank's message
   std::chrono::steady_clock::time_point deadline;
-  Steps steps;  // of a collective
+  CollectiveTask task;  // of a collective
   std::string label;  // what it is for, as its rank says it
 
   // Of a message. `memory` must stay until the end.

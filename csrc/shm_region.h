@@ -32,13 +32,13 @@ inline constexpr std::size_t kRingBytes = std::size_t{256} << 10;
 inline constexpr std::size_t kLabelBytes = 192;
 
 // What a rank says of the collective it is in; ranks compare these before they touch data.
-struct Said {
+struct CallSignature {
   std::uint32_t kind, type, reduce;
   std::int32_t root;
   std::uint64_t count, sequence;
   std::uint64_t parts;  // a digest of how long each rank's part is, where they may differ
-  std::uint64_t label;  // a digest of what the call is for, 0 where nobody said
-  bool operator==(const Said&) const = default;
+  std::uint64_t label;  // a digest of what the call is for, 0 for none
+  bool operator==(const CallSignature&) const = default;
 };
 
 // Counters wrap, so they are compared by their difference.
@@ -52,7 +52,7 @@ struct Member {
   alignas(kLine) std::atomic<std::uint32_t> bell;
   std::atomic<std::uint32_t> sleeping;  // threads of this rank that wait for its bell
   struct alignas(kLine) Round {
-    Said said;
+    CallSignature signature;
     std::uint32_t has_more;
     char label[kLabelBytes];  // what the call is for, in words; read only where ranks disagree
   } rounds[2];

@@ -43,6 +43,7 @@ class Routed {
 }  // namespace
 
 EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed) {
+  make_rule(spec_.rule, 0);  // throws now what a push would
   for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_);
 }
 
@@ -85,8 +86,9 @@ void EmbeddingTable::pull(Keys keys, float* values) const {
 }
 
 std::uint64_t EmbeddingTable::push(Keys keys, const Gradients& gradients) {
+  const UpdateRule rule = make_rule(spec_.rule, gradients.lr);
   std::uint64_t dropped = 0;
-  change(keys, [&](Lane& lane, Slice& slice, Time time) { dropped += lane.push(slice, gradients, time); });
+  change(keys, [&](Lane& lane, Slice& slice, Time time) { dropped += lane.push(slice, gradients, rule, time); });
   dropped_ += dropped;
   return dropped;
 }

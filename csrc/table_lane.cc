@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "table_rules.h"
-
 namespace phalanx {
 namespace {
 
@@ -61,7 +59,7 @@ void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
     for (std::size_t k = 0; k < size; ++k) {
       const std::uint32_t number = slice.rows[first + k];
       rows[k] = number != Entry::kEmpty ? slab_.row(number) : nullptr;
-      if (rows[k] != nullptr) ask_for(rows[k], bytes);
+      if (rows[k] != nullptr) prefetch(rows[k], bytes);
     }
     for (std::size_t k = 0; k < size; ++k) use(first + k, rows[k]);
   }
@@ -73,7 +71,7 @@ void Lane::pull(Slice& slice, float* out) const {
     float* const values = out + slice.positions[i] * spec_.dim;
     if (row != nullptr) {
       load_values(row, spec_.is_bfloat16, values, spec_.dim);
-    } else if (spec_.entry.kind != EntryKind::kCount && welcomes(slice.hashes[i])) {
+    } else if (spec_.entry.kind != EntryKind::kCount && admits(slice.hashes[i])) {
       start_values(slice.hashes[i], values);
     } else {
       std::fill_n(values, spec_.dim, 0.0f);
@@ -81,9 +79,9 @@ void Lane::pull(Slice& slice, float* out) const {
   });
 }
 
-std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, Time time) {
+std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time) {
   const std::uint64_t dropped = admit(slice, gradients.counts, time);
-  with_rule(spec_.rule, gradients.lr, [&](const auto& rule) { train(slice, gradients, time, rule); });
+  std::visit([&](const auto& step) { train(slice, gradients, time, step); }, rule);
   return dropped;
 }
 
@@ -93,7 +91,7 @@ void Lane::train(const Slice& slice, const Gradients& gradients, Time time, cons
   each_row(slice, spec_.row_bytes(), [&](std::size_t i, std::byte* row) {
     // A lane takes every 16th gradient or so, in no order that the processor sees, and another process wrote them.
     if (i + kGradientsAhead < slice.positions.size()) {
-      ask_for(gradients.values + slice.positions[i + kGradientsAhead] * spec_.dim, spec_.dim * sizeof(float));
+      prefetch(gradients.values + slice.positions[i + kGradientsAhead] * spec_.dim, spec_.dim * sizeof(float));
     }
     if (row == nullptr) return;
     const std::size_t position = slice.positions[i];
@@ -108,8 +106,8 @@ void Lane::train(const Slice& slice, const Gradients& gradients, Time time, cons
     }
     if (spec_.has_statistics) {
       const float count = gradients.counts != nullptr ? static_cast<float>(gradients.counts[position]) : 1.0f;
-      state[spec_.state] += gradients.shows != nullptr ? gradients.shows[position] : count;
-      state[spec_.state + 1] += gradients.clicks != nullptr ? gradients.clicks[position] : 0.0f;
+      state[spec_.state()] += gradients.shows != nullptr ? gradients.shows[position] : count;
+      state[spec_.state() + 1] += gradients.clicks != nullptr ? gradients.clicks[position] : 0.0f;
     }
   });
 }
@@ -155,7 +153,7 @@ Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
       entry->row = Entry::kWaiting + static_cast<std::uint32_t>(seen);
       return entry;
     }
-  } else if (!welcomes(hash)) {
+  } else if (!admits(hash)) {
     return entry;
   }
   return with_row(entry, hash);
@@ -190,8 +188,8 @@ Entry* Lane::with_row(Entry* entry, std::uint64_t hash) {
   } else {
     starter_.fill(hash, reinterpret_cast<float*>(memory), spec_.dim);
   }
-  start_state(spec_, floats(memory));
-  if (spec_.has_statistics) std::fill_n(floats(memory) + spec_.state, 2, 0.0f);
+  std::copy(spec_.initial_state.begin(), spec_.initial_state.end(), floats(memory));
+  if (spec_.has_statistics) std::fill_n(floats(memory) + spec_.state(), 2, 0.0f);
   entry = occupied(entry, hash);
   entry->row = row;
   bump(rows_, 1);
@@ -208,7 +206,7 @@ void Lane::keep(std::byte* row, std::uint64_t hash, std::uint64_t tick, const fl
 }
 
 // Whether the entry policy lets an id in by what it is, not by how often it came.
-bool Lane::welcomes(std::uint64_t hash) const {
+bool Lane::admits(std::uint64_t hash) const {
   if (spec_.entry.kind != EntryKind::kProbability) return true;
   const std::uint64_t draw = mix64(starter_.number_of(hash) ^ kAdmission) >> 11;
   return static_cast<double>(draw) * 0x1p-53 < spec_.entry.probability;

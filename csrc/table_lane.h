@@ -15,6 +15,7 @@
 
 #include "table_index.h"
 #include "table_memory.h"
+#include "table_rules.h"
 #include "table_spec.h"
 #include "table_values.h"
 
@@ -79,7 +80,8 @@ class Lane {
   mutable std::mutex lock;
 
   void pull(Slice& slice, float* out) const;
-  std::uint64_t push(Slice& slice, const Gradients& gradients, Time time);  // returns how many were dropped
+  // Returns how many were dropped.
+  std::uint64_t push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time);
   void add(Slice& slice, const float* deltas, Time time);
   void assign(Slice& slice, const float* values, Time time);
 
@@ -120,7 +122,7 @@ class Lane {
   Entry* with_row(Entry* entry, std::uint64_t hash);
   void keep(std::byte* row, std::uint64_t hash, std::uint64_t tick, const float* values);
 
-  bool welcomes(std::uint64_t hash) const;
+  bool admits(std::uint64_t hash) const;
   void start_values(std::uint64_t hash, float* values) const;
   std::vector<Entry> in_order(int part) const;
   std::uint64_t drop(std::span<const Entry> entries);

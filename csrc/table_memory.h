@@ -10,7 +10,7 @@
 namespace phalanx {
 
 // Asks memory for the first lines of something that is used soon; the processor sees the rest coming.
-inline void ask_for(const void* start, std::size_t bytes) {
+inline void prefetch(const void* start, std::size_t bytes) {
   constexpr std::size_t kCacheLine = 64, kMost = 4 * kCacheLine;
   const auto* first = static_cast<const std::byte*>(start);
   for (std::size_t offset = 0; offset < std::min(bytes, kMost); offset += kCacheLine) {

@@ -1,4 +1,4 @@
-// The update rules, on one row: `w` values, `s` optimizer state, `g` gradient. Twin of ps/table/reference_rules.py.
+// The update rules, on one row: `w` values, `s` optimizer state, `g` gradient. Twin of ps/table/update_rules.py.
 //
 // They follow torch.optim on the rows that a push names; FTRL follows H. B. McMahan et al., "Ad Click Prediction: a
 // View from the Trenches", 2013, algorithm 1. Every operation is a float32 one in the order that the twin has too;
@@ -6,10 +6,11 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <stdexcept>
+#include <string>
+#include <variant>
 
 #include "table_spec.h"
 
@@ -20,7 +21,8 @@ using Values = float* __restrict;
 using Gradient = const float* __restrict;
 
 struct Sgd {
-  Sgd(const RuleSpec& spec, double rate) : lr(static_cast<float>(rate)), decay(static_cast<float>(spec.weight_decay)) {}
+  static constexpr const char* kKind = "sgd";
+  Sgd(const RuleSpec& spec, double rate) : lr(static_cast<float>(rate)), decay(static_cast<float>(spec["weight_decay"])) {}
   void operator()(Values w, Values, Gradient g, std::size_t dim) const {
     for (std::size_t j = 0; j < dim; ++j) w[j] -= lr * (decay != 0 ? g[j] + decay * w[j] : g[j]);
   }
@@ -28,10 +30,11 @@ struct Sgd {
 };
 
 struct Momentum {
+  static constexpr const char* kKind = "momentum";
   Momentum(const RuleSpec& spec, double rate)
-      : lr(static_cast<float>(rate)), decay(static_cast<float>(spec.weight_decay)),
-        momentum(static_cast<float>(spec.momentum)), share(static_cast<float>(1 - spec.dampening)),
-        dampens(spec.dampening != 0), nesterov(spec.nesterov) {}
+      : lr(static_cast<float>(rate)), decay(static_cast<float>(spec["weight_decay"])),
+        momentum(static_cast<float>(spec["momentum"])), share(static_cast<float>(1 - spec["dampening"])),
+        dampens(spec["dampening"] != 0), nesterov(spec["nesterov"] != 0) {}
   void operator()(Values w, Values s, Gradient g, std::size_t dim) const {
     const bool is_first = dampens && s[dim] == 0;  // the first gradient of a row is taken undampened
     if (dampens) s[dim] += 1;
@@ -47,9 +50,10 @@ struct Momentum {
 };
 
 struct Adagrad {
+  static constexpr const char* kKind = "adagrad";
   Adagrad(const RuleSpec& spec, double rate)
-      : lr(rate), lr_decay(spec.lr_decay), decay(static_cast<float>(spec.weight_decay)),
-        eps(static_cast<float>(spec.eps)) {}
+      : lr(rate), lr_decay(spec["lr_decay"]), decay(static_cast<float>(spec["weight_decay"])),
+        eps(static_cast<float>(spec["eps"])) {}
   void operator()(Values w, Values s, Gradient g, std::size_t dim) const {
     auto rate = static_cast<float>(lr);
     if (lr_decay != 0) {
@@ -67,7 +71,8 @@ struct Adagrad {
 };
 
 struct RowWiseAdagrad {
-  RowWiseAdagrad(const RuleSpec& spec, double rate) : lr(static_cast<float>(rate)), eps(static_cast<float>(spec.eps)) {}
+  static constexpr const char* kKind = "row_wise_adagrad";
+  RowWiseAdagrad(const RuleSpec& spec, double rate) : lr(static_cast<float>(rate)), eps(static_cast<float>(spec["eps"])) {}
   void operator()(Values w, Values s, Gradient g, std::size_t dim) const {
     double sum = 0;
     for (std::size_t j = 0; j < dim; ++j) sum += static_cast<double>(g[j]) * static_cast<double>(g[j]);
@@ -79,11 +84,12 @@ struct RowWiseAdagrad {
 };
 
 struct Adam {
+  static constexpr const char* kKind = "adam";
   Adam(const RuleSpec& spec, double rate)
-      : lr(rate), first(spec.first_beta), second(spec.second_beta), first_share(static_cast<float>(1 - first)),
+      : lr(rate), first(spec["betas.0"]), second(spec["betas.1"]), first_share(static_cast<float>(1 - first)),
         second_kept(static_cast<float>(second)), second_share(static_cast<float>(1 - second)),
-        eps(static_cast<float>(spec.eps)), decay(spec.decoupled ? 0 : static_cast<float>(spec.weight_decay)),
-        kept(spec.decoupled ? static_cast<float>(1 - rate * spec.weight_decay) : 1) {}
+        eps(static_cast<float>(spec["eps"])), decay(spec["decoupled"] != 0 ? 0 : static_cast<float>(spec["weight_decay"])),
+        kept(spec["decoupled"] != 0 ? static_cast<float>(1 - rate * spec["weight_decay"]) : 1) {}
   void operator()(Values w, Values s, Gradient g, std::size_t dim) const {
     Values mean = s;
     Values square = s + dim;
@@ -103,10 +109,11 @@ struct Adam {
 };
 
 struct Rmsprop {
+  static constexpr const char* kKind = "rmsprop";
   Rmsprop(const RuleSpec& spec, double rate)
-      : lr(static_cast<float>(rate)), decay(static_cast<float>(spec.weight_decay)),
-        kept(static_cast<float>(spec.alpha)), share(static_cast<float>(1 - spec.alpha)),
-        eps(static_cast<float>(spec.eps)) {}
+      : lr(static_cast<float>(rate)), decay(static_cast<float>(spec["weight_decay"])),
+        kept(static_cast<float>(spec["alpha"])), share(static_cast<float>(1 - spec["alpha"])),
+        eps(static_cast<float>(spec["eps"])) {}
   void operator()(Values w, Values s, Gradient g, std::size_t dim) const {
     for (std::size_t j = 0; j < dim; ++j) {
       const float gradient = decay != 0 ? g[j] + decay * w[j] : g[j];
@@ -118,9 +125,10 @@ struct Rmsprop {
 };
 
 struct Ftrl {
+  static constexpr const char* kKind = "ftrl";
   Ftrl(const RuleSpec& spec, double rate)
-      : alpha(static_cast<float>(rate)), beta(static_cast<float>(spec.beta)), l1(static_cast<float>(spec.l1)),
-        l2(static_cast<float>(spec.l2)) {}
+      : alpha(static_cast<float>(rate)), beta(static_cast<float>(spec["beta"])), l1(static_cast<float>(spec["l1"])),
+        l2(static_cast<float>(spec["l2"])) {}
   void operator()(Values w, Values s, Gradient g, std::size_t dim) const {
     Values z = s;
     Values n = s + dim;
@@ -137,27 +145,19 @@ struct Ftrl {
   float alpha, beta, l1, l2;
 };
 
-// Calls `use` with the rule that the settings name, at this learning rate.
-template <class Use>
-void with_rule(const RuleSpec& spec, double rate, Use use) {
-  switch (spec.kind) {
-    case RuleKind::kSgd: return use(Sgd(spec, rate));
-    case RuleKind::kMomentum: return use(Momentum(spec, rate));
-    case RuleKind::kAdagrad: return use(Adagrad(spec, rate));
-    case RuleKind::kRowWiseAdagrad: return use(RowWiseAdagrad(spec, rate));
-    case RuleKind::kAdam: return use(Adam(spec, rate));
-    case RuleKind::kRmsprop: return use(Rmsprop(spec, rate));
-    case RuleKind::kFtrl: return use(Ftrl(spec, rate));
-  }
-  throw std::logic_error("unknown rule");
-}
+using UpdateRule = std::variant<Sgd, Momentum, Adagrad, RowWiseAdagrad, Adam, Rmsprop, Ftrl>;
 
-// The optimizer state of a new row.
-inline void start_state(const TableSpec& spec, float* state) {
-  const bool accumulates = spec.rule.kind == RuleKind::kAdagrad || spec.rule.kind == RuleKind::kRowWiseAdagrad;
-  const bool counts = spec.rule.kind == RuleKind::kAdagrad && spec.rule.lr_decay != 0;
-  std::fill_n(state, spec.state, accumulates ? static_cast<float>(spec.rule.initial_accumulator) : 0.0f);
-  if (counts) state[spec.state - 1] = 0;
+// The rule that the settings name, at this learning rate. Throws std::invalid_argument where no struct has its kind, and
+// std::out_of_range where the settings lack a number that it reads.
+template <std::size_t kIndex = 0>
+UpdateRule make_rule(const RuleSpec& spec, double rate) {
+  if constexpr (kIndex < std::variant_size_v<UpdateRule>) {
+    using Rule = std::variant_alternative_t<kIndex, UpdateRule>;
+    if (spec.kind == Rule::kKind) return Rule(spec, rate);
+    return make_rule<kIndex + 1>(spec, rate);
+  } else {
+    throw std::invalid_argument("the native table has no update rule '" + spec.kind + "'");
+  }
 }
 
 }  // namespace phalanx

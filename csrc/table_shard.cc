@@ -21,7 +21,7 @@ std::uint64_t Lane::end_day(int part, Time time) {
   std::vector<Entry> gone;
   for (const Entry& entry : index_.places(part)) {
     if (!entry.has_row()) continue;
-    float* const show = floats(slab_.row(entry.row)) + spec_.state;
+    float* const show = floats(slab_.row(entry.row)) + spec_.state();
     float* const click = show + 1;
     *show *= policy.decay;
     *click *= policy.decay;
@@ -123,7 +123,7 @@ ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
   found.rows = std::make_unique_for_overwrite<float[]>(numbers.size() * width);
   float* out = found.rows.get();
   for (std::size_t i = 0; i < numbers.size(); ++i) {
-    if (i + kRowsAhead < numbers.size()) ask_for(slab_.row(numbers[i + kRowsAhead]), spec_.row_bytes());
+    if (i + kRowsAhead < numbers.size()) prefetch(slab_.row(numbers[i + kRowsAhead]), spec_.row_bytes());
     std::byte* const row = slab_.row(numbers[i]);
     load_values(row, spec_.is_bfloat16, out, spec_.dim);
     std::copy_n(floats(row), width - spec_.dim, out + spec_.dim);

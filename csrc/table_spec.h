@@ -1,34 +1,24 @@
-// The settings of a table as numbers. They come from Python, where they are checked (ps/table/rules.py, ps/table/row_layout.py).
+// The settings of a table as numbers. They come from Python, where they are checked (ps/table/rules.py, update_rules.py, row_layout.py).
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
 
 namespace phalanx {
 
-enum class RuleKind { kSgd, kMomentum, kAdagrad, kRowWiseAdagrad, kAdam, kRmsprop, kFtrl };
 enum class InitKind { kUniform, kNormal, kConstant };
 enum class EntryKind { kAny, kCount, kProbability, kShowClick };
 
-// One value per field that some rule has; a rule reads its own.
+// The settings of an update rule by name, as `UpdateRule.numbers` gives them; a rule reads its own.
 struct RuleSpec {
-  RuleKind kind = RuleKind::kSgd;
-  double lr = 0;
-  double weight_decay = 0;
-  double momentum = 0;
-  double dampening = 0;
-  bool nesterov = false;
-  double lr_decay = 0;
-  double initial_accumulator = 0;
-  double first_beta = 0;
-  double second_beta = 0;
-  bool decoupled = false;
-  double alpha = 0;
-  double eps = 0;
-  double beta = 0;
-  double l1 = 0;
-  double l2 = 0;
+  std::string kind;
+  std::map<std::string, double> numbers;
+
+  double operator[](const char* name) const { return numbers.at(name); }
 };
 
 struct InitSpec {
@@ -51,7 +41,7 @@ struct TableSpec {
   std::uint64_t salt = 0;
   std::uint64_t seed = 0;
   std::size_t dim = 0;
-  std::size_t state = 0;  // float32 columns of optimizer state
+  std::vector<float> initial_state;  // optimizer state of a new row
   bool has_statistics = false;
   bool is_bfloat16 = false;
   std::uint64_t max_bytes = 0;  // 0 for no limit
@@ -59,9 +49,10 @@ struct TableSpec {
   InitSpec init;
   EntrySpec entry;
 
+  std::size_t state() const { return initial_state.size(); }  // float32 columns of optimizer state
   std::size_t value_bytes() const { return is_bfloat16 ? (dim * 2 + 3) / 4 * 4 : dim * 4; }
-  std::size_t row_bytes() const { return value_bytes() + 4 * (state + (has_statistics ? 2 : 0)); }
-  std::size_t width() const { return dim + state + (has_statistics ? 2 : 0); }
+  std::size_t row_bytes() const { return value_bytes() + 4 * (state() + (has_statistics ? 2 : 0)); }
+  std::size_t width() const { return dim + state() + (has_statistics ? 2 : 0); }
 };
 
 }  // namespace phalanx

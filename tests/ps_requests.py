@@ -8,9 +8,10 @@ import numpy as np
 
 from phalanx.ps.server.changes import pack
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.base import Change
-from phalanx.ps.table.rules import SGD, Constant, TableSpec
-from phalanx.ps.wire.message import Reply, Request
+from phalanx.ps.stores.base import TableUpdate
+from phalanx.ps.table.rules import Constant, TableSpec
+from phalanx.ps.table.update_rules import SGD
+from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 SPEC = TableSpec(name="items", dim=2, rule=SGD(lr=1.0), init=Constant(0.0))
 
@@ -19,8 +20,8 @@ def keys(*ids: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(ids, np.int64)
 
 
-def gradient(ids: tuple[int, ...], value: float, *, table: str = "items", **fields: Any) -> Change:
-    return Change(table, keys(*ids), np.full((len(ids), 2), value, np.float32), **fields)
+def gradient(ids: tuple[int, ...], value: float, *, table: str = "items", **fields: Any) -> TableUpdate:
+    return TableUpdate(table, keys(*ids), np.full((len(ids), 2), value, np.float32), **fields)
 
 
 class FakeWorker:
@@ -31,21 +32,21 @@ class FakeWorker:
         self.client = 100 + worker if client is None else client
         self.seq = 0
 
-    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> Reply:
+    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> RpcReply:
         self.seq += 1
         number = self.seq if seq is None else seq
         return self.service.handle(
-            Request(op, meta, list(arrays), client=self.client, seq=number, peer=f"worker {self.worker}")
+            RpcRequest(op, meta, list(arrays), client=self.client, seq=number, peer=f"worker {self.worker}")
         )
 
     def declare(self, *specs: TableSpec, mode: str = "async", bound: int = 0, workers: int = 1) -> dict[str, Any]:
         meta = {"mode": mode, "bound": bound, "workers": workers, "worker": self.worker}
         return dict(self.call("declare", {"specs": [s.to_json() for s in specs or (SPEC,)], **meta}).meta)
 
-    def pull(self, *ids: int, step: int = 0, table: str = "items", keep: bool = False) -> Reply:
+    def pull(self, *ids: int, step: int = 0, table: str = "items", keep: bool = False) -> RpcReply:
         return self.call("pull", {"step": step, "tables": [[table, len(ids)]], "keep": keep}, [keys(*ids)])
 
-    def push(self, *changes: Change, step: int = 0, weight: float = 1.0, seq: int | None = None) -> dict[str, Any]:
+    def push(self, *changes: TableUpdate, step: int = 0, weight: float = 1.0, seq: int | None = None) -> dict[str, Any]:
         described, arrays = pack(changes)
         meta = {"step": step, "weight": weight, "changes": described}
         return dict(self.call("push", meta, arrays, seq=seq).meta)

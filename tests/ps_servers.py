@@ -24,7 +24,7 @@ from typing import Any
 import ranks
 from phalanx.cluster.role.role import Role
 from phalanx.ps.wire.connection import Connection
-from phalanx.ps.wire.message import Reply
+from phalanx.ps.wire.message import RpcReply
 from ps_requests import FakeWorker
 
 SECRET = bytes(range(32))
@@ -167,7 +167,7 @@ class Worker(FakeWorker):
             retry_s=retry_s,
         )
 
-    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> Reply:
+    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> RpcReply:
         return self.connection.call(op, meta, arrays, reply_bytes=1 << 16)
 
     def close(self) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from phalanx.ps.stores.base import Change, Want
-from phalanx.ps.table.rules import SGD, Constant, TableSpec
+from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.table.rules import Constant, TableSpec
+from phalanx.ps.table.update_rules import SGD
 
 DIM = 3
 LR = 0.1
@@ -133,9 +134,9 @@ def take_step(mode, worker):
     """Let a worker take its next step through a real mode."""
     step = mode.step
     keys = keys_of(worker, step)
-    (rows,) = mode.pull([Want("ids", keys)]).rows()
+    (rows,) = mode.pull([PullSpec("ids", keys)]).rows()
     values = np.array([gradient(worker, step, key, row) for key, row in zip(keys, rows, strict=True)], np.float32)
-    mode.push([Change("ids", keys, values)], weight=batch_rows(worker))
+    mode.push([TableUpdate("ids", keys, values)], weight=batch_rows(worker))
 
 
 def batch_rows(worker):
@@ -162,7 +163,7 @@ def simulate(simulation, schedule):
 
 def table_of(store, step=0):
     """Every row of the test's table, in the order of `EVERY_KEY`, after so many pushes of this worker."""
-    (rows,) = store.pull([Want("ids", EVERY_KEY)], step=step).rows()
+    (rows,) = store.pull([PullSpec("ids", EVERY_KEY)], step=step).rows()
     return rows
 
 

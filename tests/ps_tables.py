@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.table import Table
+from phalanx.ps.table.table import RowTable
 from phalanx.versions import HAS_NATIVE
 
 
-def native_table(spec: TableSpec) -> Table:
+def native_table(spec: TableSpec) -> RowTable:
     """Return the native table."""
     from phalanx.ps.table.native import NativeTable
 
@@ -29,7 +29,7 @@ TABLES = [
 ]
 
 
-def pulled(table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+def pulled(table: RowTable, keys: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the rows of ids, shape (n, dim)."""
     out = np.full((len(keys), table.spec.dim), np.nan, np.float32)
     table.pull(keys, out)

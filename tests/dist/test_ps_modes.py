@@ -10,8 +10,8 @@ import pytest
 import ps_simulator as sim
 from phalanx.comm import context
 from phalanx.comm.agreement import barrier
-from phalanx.ps.client.geo import Geo
-from phalanx.ps.client.consistency import HalfAsync, Mode
+from phalanx.ps.client.geo import GeoMode
+from phalanx.ps.client.consistency import HalfAsyncMode, ConsistencyMode
 from phalanx.ps.stores.remote import RemoteStore
 from ps_servers import SECRET, servers
 from ranks import run_ranks
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.dist
 SCHEDULE = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1]
 EVERY = 3
 MAKERS = {
-    "async": (lambda store, workers: Mode(store), sim.Async),
-    "half_async": (lambda store, workers: HalfAsync(store, steps=EVERY), lambda workers: sim.HalfAsync(workers, EVERY)),
+    "async": (lambda store, workers: ConsistencyMode(store), sim.Async),
+    "half_async": (lambda store, workers: HalfAsyncMode(store, steps=EVERY), lambda workers: sim.HalfAsync(workers, EVERY)),
     "geo": (
-        lambda store, workers: Geo(store, steps=EVERY, workers=workers),
+        lambda store, workers: GeoMode(store, steps=EVERY, workers=workers),
         lambda workers: sim.Geo(workers, EVERY),
     ),
 }
@@ -62,7 +62,7 @@ def test_rows_on_servers_are_those_of_the_simulator(mode, workers):
 
 def test_half_async_waits_until_its_sum_is_applied():
     with servers() as made:
-        mode = HalfAsync(store_of(made.endpoints, 0, 1), steps=2)
+        mode = HalfAsyncMode(store_of(made.endpoints, 0, 1), steps=2)
         mode.declare([sim.SPEC])
         counted = []
         for _ in range(4):
@@ -79,7 +79,7 @@ def test_half_async_waits_until_its_sum_is_applied():
 
 def train_in_sync(endpoints, steps):
     rank = context.init().rank
-    mode = Mode(store_of(endpoints, rank, len(steps), mode="sync"))
+    mode = ConsistencyMode(store_of(endpoints, rank, len(steps), mode="sync"))
     mode.declare([sim.SPEC])
     for _ in range(steps[rank]):
         sim.take_step(mode, rank)
@@ -113,7 +113,7 @@ def test_sync_is_one_process_on_the_global_batch_and_repeats_to_the_bit(steps):
 def train_beside_a_slow_worker(endpoints, steps):
     """Worker 1 takes one step for ten of worker 0's: it waits for a word of worker 0 before each of its own."""
     job = context.init()
-    mode = Mode(store_of(endpoints, job.rank, 2))
+    mode = ConsistencyMode(store_of(endpoints, job.rank, 2))
     mode.declare([sim.SPEC])
     store = job_store()
     for step in range(steps if job.rank == 0 else steps // 10):
@@ -146,7 +146,7 @@ def test_async_goes_on_beside_a_worker_ten_times_slower():
 def train_within_a_bound(endpoints, bound, steps):
     """Return how many steps behind the other worker was, at each pull that was answered."""
     job = context.init()
-    mode = Mode(store_of(endpoints, job.rank, 2, mode="bounded", bound=bound))
+    mode = ConsistencyMode(store_of(endpoints, job.rank, 2, mode="bounded", bound=bound))
     mode.declare([sim.SPEC])
     store = job_store()
     for worker in (0, 1):

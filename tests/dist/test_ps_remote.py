@@ -13,7 +13,7 @@ import ps_simulator as sim
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.base import TableUpdate, PullSpec
 from ps_servers import SECRET, servers
 
 pytestmark = pytest.mark.dist
@@ -27,7 +27,7 @@ def connected(endpoints, **about):
 def train(store, steps):
     for step in range(steps):
         store.push([], step=step)
-        store.pull([Want("ids", sim.EVERY_KEY)], step=step + 1).rows()
+        store.pull([PullSpec("ids", sim.EVERY_KEY)], step=step + 1).rows()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -37,13 +37,13 @@ def test_rows_are_read_as_they_were_written(count):
     with servers(count) as made:
         store = connected(made.endpoints)
         store.declare([sim.SPEC])
-        store.push([Change("ids", keys, values, kind="assign")])
+        store.push([TableUpdate("ids", keys, values, kind="assign")])
         for step in (1, 2):
-            pulled = store.pull([Want("ids", keys)], step=step)
+            pulled = store.pull([PullSpec("ids", keys)], step=step)
             np.testing.assert_array_equal(pulled.rows()[0], values)
             # What a pull returned is the caller's: later requests do not write over it.
             pulled.rows()[0][:] = -1.0
-            store.push([Change("ids", keys, np.zeros_like(values))], step=step)
+            store.push([TableUpdate("ids", keys, np.zeros_like(values))], step=step)
         assert store.report()["ids"].rows == len(keys)
         store.leave()
         store.close()
@@ -55,8 +55,8 @@ def test_a_push_of_200_mb_arrives():
     with servers() as made:
         store = connected(made.endpoints)
         store.declare([spec])
-        store.push([Change("wide", keys, np.ones((len(keys), 1024), np.float32))])
-        (rows,) = store.pull([Want("wide", keys[-3:])], step=1).rows()
+        store.push([TableUpdate("wide", keys, np.ones((len(keys), 1024), np.float32))])
+        (rows,) = store.pull([PullSpec("wide", keys[-3:])], step=1).rows()
         np.testing.assert_allclose(rows, sim.START - sim.LR)
         store.leave()
         store.close()
@@ -119,7 +119,7 @@ def test_what_two_servers_saved_three_load(tmp_path):
     with servers(2) as made:
         store = connected(made.endpoints)
         store.declare([sim.SPEC])
-        store.push([Change("ids", keys, values, kind="assign")])
+        store.push([TableUpdate("ids", keys, values, kind="assign")])
         store.save(tmp_path / "snapshot", {"epoch": 2})
         store.leave()
         store.close()
@@ -127,11 +127,11 @@ def test_what_two_servers_saved_three_load(tmp_path):
         store = connected(made.endpoints)
         assert store.load(tmp_path / "snapshot")["epoch"] == 2
         store.declare([sim.SPEC])
-        (rows,) = store.pull([Want("ids", keys)]).rows()
+        (rows,) = store.pull([PullSpec("ids", keys)]).rows()
         np.testing.assert_array_equal(rows, values)
-        store.push([Change("ids", keys, values)])
+        store.push([TableUpdate("ids", keys, values)])
         assert store.load(tmp_path / "snapshot", ["ids"])["epoch"] == 2
-        np.testing.assert_array_equal(store.pull([Want("ids", keys)], step=1).rows()[0], values)
+        np.testing.assert_array_equal(store.pull([PullSpec("ids", keys)], step=1).rows()[0], values)
         store.leave()
         store.close()
 
@@ -146,13 +146,13 @@ def test_training_goes_on_over_servers_that_are_killed_and_started_again(mode, t
             each.declare([sim.SPEC])
         for step in range(8):
             keys = sim.keys_of(0, step)
-            rows, expected = (each.pull([Want("ids", keys)], step=step).rows()[0] for each in (store, local))
+            rows, expected = (each.pull([PullSpec("ids", keys)], step=step).rows()[0] for each in (store, local))
             np.testing.assert_array_equal(rows, expected)
             if step == 2:
                 made[0].kill()
                 made[0].start()
             for each in (store, local):
-                each.push([Change("ids", keys, np.sin(rows))], step=step)
+                each.push([TableUpdate("ids", keys, np.sin(rows))], step=step)
             if step == 5:
                 made[1].kill()
                 made[1].start()

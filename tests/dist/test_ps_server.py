@@ -16,9 +16,9 @@ from phalanx.errors import ConfigError, PeerLostError
 from phalanx.ps.table.placement import owner_of, shard_of, table_salt
 from phalanx.ps.server.main import TICK_S
 from phalanx.ps.snapshot_lookup import Lookup
-from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.wire.message import Reply
+from phalanx.ps.wire.message import RpcReply
 from ps_requests import SPEC, gradient, keys
 from ps_servers import Server, Worker, servers
 
@@ -211,7 +211,7 @@ def test_no_server_waits_for_a_step_that_another_holds_back(tmp_path: Path) -> N
         class LastOfTheFirstRound:
             """Lets worker 1 begin its step, at server 1 first, when both servers are frozen."""
 
-            def call(self, op: str, meta: dict[str, Any]) -> Reply:
+            def call(self, op: str, meta: dict[str, Any]) -> RpcReply:
                 reply = coordinator[1].call(op, meta)
                 if not pushing:
                     pushing.append(in_background(second_worker))
@@ -238,7 +238,7 @@ def test_one_three_and_two_servers_continue_one_snapshot(tmp_path: Path) -> None
             save(workers, tmp_path / str(day), {"day": day})
             close([workers])
     assert values(tmp_path / "2", np.array([0, 99, 1000, 1099, 2000, 2099])) == [-4.0, -4.0, -1.0, -1.0, -1.0, -1.0]
-    assert read(tmp_path / "2").manifest.rows == {"items": 300}
+    assert open_snapshot(tmp_path / "2").manifest.rows == {"items": 300}
 
 
 def test_load_by_operation_and_a_delta_on_it(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_base_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
         state = tmp_path / "0"
         assert worker.call("report", {}).meta["log_bytes"] > 0
         base = wait_for(lambda: [p for p in state.glob("base-*") if not p.name.endswith(".part")])
-        assert read(base[0]).manifest.rows == {"items": 2000}
+        assert open_snapshot(base[0]).manifest.rows == {"items": 2000}
         worker.push(gradient((7,), 1.0), step=20)
         worker.close()
         server.kill()

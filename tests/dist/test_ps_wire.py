@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PeerLostError, PlanError
-from phalanx.ps.wire import Connection, Handler, Listener, Reply, Request
-from phalanx.ps.wire.segments import Lease
+from phalanx.ps.wire import Connection, Handler, Listener, RpcReply, RpcRequest
+from phalanx.ps.wire.segments import SegmentLease
 from wiring import SECRET, connected, serving, tcp_only
 
 pytestmark = pytest.mark.dist
 
 
-def answer(request: Request) -> Reply:
+def answer(request: RpcRequest) -> RpcReply:
     match request.op:
         case "echo":
-            return Reply(request.meta, request.arrays)
+            return RpcReply(request.meta, request.arrays)
         case "who":
-            return Reply({"client": request.client, "seq": request.seq, "peer": request.peer})
+            return RpcReply({"client": request.client, "seq": request.seq, "peer": request.peer})
         case "rows":
             made = request.room.empty((request.meta["n"], 16), np.float32)
             made[...] = np.arange(request.meta["n"], dtype=np.float32)[:, None]
-            return Reply({}, [made])
+            return RpcReply({}, [made])
         case "sum":
-            return Reply({"sums": [int(array.sum()) for array in request.arrays]})
+            return RpcReply({"sums": [int(array.sum()) for array in request.arrays]})
         case "plan":
             raise PlanError("that plan does not fit. Choose another.")
         case _:
@@ -88,7 +88,7 @@ def test_a_reply_made_in_the_room_lies_in_the_clients_own_memory():
         owner = rows
         while isinstance(owner, np.ndarray):
             owner = owner.base
-        assert isinstance(owner, Lease)
+        assert isinstance(owner, SegmentLease)
 
 
 def test_a_kept_reply_is_not_overwritten_by_later_ones():
@@ -161,7 +161,7 @@ def test_a_closed_connection_says_so():
 def test_a_server_that_ends_is_an_error_at_once_naming_all():
     both_sent = threading.Event()
 
-    def block(request: Request) -> Reply:
+    def block(request: RpcRequest) -> RpcReply:
         both_sent.wait(10)
         listener.stop()
         raise OSError("gone")
@@ -183,11 +183,11 @@ def test_an_answer_that_waits_for_others_is_not_late_while_they_live(caplog, mon
     monkeypatch.setattr("phalanx.ps.wire.connection._SAY_S", 0.0)
     caplog.set_level("INFO", "phalanx.ps.wire")
 
-    def slow(request: Request) -> Reply:
+    def slow(request: RpcRequest) -> RpcReply:
         for _ in range(8):
             threading.Event().wait(0.1)  # longer in all than the client waits for one that is silent
             request.still("worker 1 (at step 3)", request.op == "here")
-        return Reply()
+        return RpcReply()
 
     with both(slow, timeout_s=0.5) as connection:
         first, second = connection.send("here", {}), connection.send("here", {})
@@ -201,14 +201,14 @@ def test_an_answer_that_waits_for_others_is_not_late_while_they_live(caplog, mon
 def test_a_client_that_goes_while_its_answer_waits_is_noticed():
     gone, entered = threading.Event(), threading.Event()
 
-    def slow(request: Request) -> Reply:
+    def slow(request: RpcRequest) -> RpcReply:
         entered.set()
         with pytest.raises(ClosedError, match="worker 1 went while server 0 waited for worker 1"):
             wait_for_ever(request)
         gone.set()
-        return Reply()
+        return RpcReply()
 
-    def wait_for_ever(request: Request) -> None:
+    def wait_for_ever(request: RpcRequest) -> None:
         while True:
             request.still("worker 1", True)
             threading.Event().wait(0.01)
@@ -223,9 +223,9 @@ def test_a_client_that_goes_while_its_answer_waits_is_noticed():
 def test_send_waits_while_too_much_is_unanswered():
     go, sent = threading.Event(), threading.Event()
 
-    def slow(request: Request) -> Reply:
+    def slow(request: RpcRequest) -> RpcReply:
         go.wait(10)
-        return Reply()
+        return RpcReply()
 
     def push_another() -> None:
         connection.send("push", {}, [np.zeros(4000)]).result()
@@ -244,7 +244,7 @@ def test_send_waits_while_too_much_is_unanswered():
 def test_a_caller_may_change_its_arrays_once_send_returned(way):
     go = threading.Event()
 
-    def slow(request: Request) -> Reply:
+    def slow(request: RpcRequest) -> RpcReply:
         go.wait(10)
         return answer(request)
 
@@ -262,11 +262,11 @@ def test_a_request_in_shared_memory_survives_a_second_loss_on_a_link_without_any
 
     def handler(request):
         sums.append(int(request.arrays[0].sum()))
-        monkeypatch.setattr("phalanx.ps.wire.segments.Pool.lease", lambda pool, size: None)
+        monkeypatch.setattr("phalanx.ps.wire.segments.SegmentPool.lease", lambda pool, size: None)
         if len(sums) < 3:
             for session in listener._running().values():
                 session.channel.interrupt()
-        return Reply()
+        return RpcReply()
 
     with serving(handler) as listener, connected(listener, retry_s=20.0) as connection:
         connection.call("push", {}, [np.ones(10_000, np.int64)])
@@ -279,7 +279,7 @@ def test_an_answer_that_memory_cannot_hold_is_an_error_and_no_wait(monkeypatch, 
         raise MemoryError
 
     with serving(answer) as listener, connected(listener, retry_s=retry_s) as connection:
-        monkeypatch.setattr("phalanx.ps.wire.pending.Incoming", refuse)
+        monkeypatch.setattr("phalanx.ps.wire.pending.PayloadReader", refuse)
         with pytest.raises(PeerLostError, match="MemoryError"):
             connection.call("rows", {"n": 10})
 
@@ -296,7 +296,7 @@ def test_requests_of_all_clients_share_one_budget(monkeypatch):
     monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
     inside, go = threading.Event(), threading.Event()
 
-    def hold(request: Request) -> Reply:
+    def hold(request: RpcRequest) -> RpcReply:
         inside.set()
         go.wait(10)
         return answer(request)
@@ -352,7 +352,7 @@ def test_one_that_waits_reads_its_answer_itself_and_leaves_the_thread_alone(monk
 
 def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monkeypatch):
     monkeypatch.setattr("phalanx.ps.wire.reader._IDLE_S", 60.0)
-    monkeypatch.setattr("phalanx.ps.wire.segments.Pool.lease", lambda pool, size: None)
+    monkeypatch.setattr("phalanx.ps.wire.segments.SegmentPool.lease", lambda pool, size: None)
     rows = np.arange(1_000_000)
     with both(max_unanswered_bytes=1 << 30) as connection:
         pending = [connection.send("echo", {}, [rows]) for _ in range(6)]

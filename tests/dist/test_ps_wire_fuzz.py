@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.ps.wire import Connection, Reply, Request, frame
+from phalanx.ps.wire import Connection, RpcReply, RpcRequest, frame
 from phalanx.ps.wire import secret as handshake
 from phalanx.ps.wire.channel import Channel, UnixChannel
-from phalanx.ps.wire.frame import Kind
-from phalanx.ps.wire.receive import Budget
-from phalanx.ps.wire.segments import Segment
-from phalanx.ps.wire.session import Session, Terms
+from phalanx.ps.wire.frame import FrameKind
+from phalanx.ps.wire.receive import MemoryBudget
+from phalanx.ps.wire.segments import SharedSegment
+from phalanx.ps.wire.session import Session, ServerConfig
 from open_files import no_descriptor_left
 from wiring import SECRET, connected, serving
 
@@ -33,8 +33,8 @@ BOUND_BYTES = 24 << 20
 """Two chunks of a payload and what numpy and Python need around them."""
 
 
-def answer(request: Request) -> Reply:
-    return Reply({"bytes": sum(array.nbytes for array in request.arrays)}, request.arrays[:1])
+def answer(request: RpcRequest) -> RpcReply:
+    return RpcReply({"bytes": sum(array.nbytes for array in request.arrays)}, request.arrays[:1])
 
 
 class Admitted(Session):
@@ -49,9 +49,9 @@ class Victim:
 
     def __init__(self, kind: type[Session]) -> None:
         self.kind = kind
-        self.budget = Budget(64 << 20)
+        self.budget = MemoryBudget(64 << 20)
         nothing, never = (lambda client: None), threading.Event()
-        self.terms = Terms(SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, never, nothing, nothing)
+        self.terms = ServerConfig(SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, never, nothing, nothing)
 
     def feed(self, data: bytes, descriptor: int | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -69,15 +69,15 @@ def request(content: object, payload: bytes = b"", flags: int = 0, claimed: int 
     """Return a frame whose header and object are sound, whatever they say."""
     raw = json.dumps(content).encode()
     length = len(payload) if claimed is None else claimed
-    head = struct.pack("<4sHBBQQIQ", frame.MAGIC, 1, Kind.REQUEST, flags, 1, 1, len(raw), length)
+    head = struct.pack("<4sHBBQQIQ", frame.MAGIC, 1, FrameKind.REQUEST, flags, 1, 1, len(raw), length)
     checksum = struct.pack("<I", zlib.crc32(raw, zlib.crc32(head)))
     return head + checksum + raw + payload
 
 
 def sound(arrays: list[frame.Array]) -> bytes:
     layout = frame.layout_of(arrays)
-    content = {"op": "pull", "meta": {"step": 1}, "arrays": layout.described()}
-    head = frame.encode(Kind.REQUEST, 0, 1, 1, content, layout.payload_bytes)
+    content = {"op": "pull", "meta": {"step": 1}, "arrays": layout.describe()}
+    head = frame.encode(FrameKind.REQUEST, 0, 1, 1, content, layout.payload_bytes)
     return head + b"".join(frame.chunks(layout, arrays))
 
 
@@ -140,7 +140,7 @@ def test_5000_broken_frames_hold_no_memory_thread_or_descriptor(kind):
 
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
-    victim, shared = Victim(Admitted), Segment(1, 1 << 16)
+    victim, shared = Victim(Admitted), SharedSegment(1, 1 << 16)
     assert shared.descriptor is not None
     with no_descriptor_left():
         for flags in (0, frame.SHARED, frame.NEW_SEGMENT, frame.SHARED | frame.NEW_SEGMENT):

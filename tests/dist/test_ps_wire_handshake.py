@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.ps.wire import Connection, Listener, Reply, Request
+from phalanx.ps.wire import Connection, Listener, RpcReply, RpcRequest
 from phalanx.ps.wire import secret as handshake
 from phalanx.ps.wire.tls import Certificate
 from wiring import SECRET, connected, serving, tcp_only
@@ -22,8 +22,8 @@ from wiring import SECRET, connected, serving, tcp_only
 pytestmark = pytest.mark.dist
 
 
-def answer(request: Request) -> Reply:
-    return Reply(request.meta, request.arrays)
+def answer(request: RpcRequest) -> RpcReply:
+    return RpcReply(request.meta, request.arrays)
 
 
 @pytest.fixture

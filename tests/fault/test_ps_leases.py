@@ -12,7 +12,7 @@ from phalanx.data.ctr.queue import QueueDataset
 from phalanx.data.ctr.slot_files import list_files
 from phalanx.data.ctr.slots import SlotSchema
 from phalanx.data.stream.file_sources import LeasedFiles
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.base import PullSpec, TableUpdate
 from phalanx.ps.stores.remote import RemoteStore
 from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC
@@ -50,8 +50,8 @@ def test_every_row_is_trained_once_in_each_epoch(tmp_path: Path, logs: Path, mon
             for dense, *_ in dataset:
                 ids = dense[:, 0].numpy().astype(np.int64)
                 handed_out[worker].update(ids.tolist())
-                store.pull([Want(SPEC.name, ids)], step=step).rows()
-                store.push([Change(SPEC.name, ids, np.ones((len(ids), SPEC.dim), np.float32))], step=step)
+                store.pull([PullSpec(SPEC.name, ids)], step=step).rows()
+                store.push([TableUpdate(SPEC.name, ids, np.ones((len(ids), SPEC.dim), np.float32))], step=step)
                 step += 1
                 progress.one()
         store.leave()
@@ -61,7 +61,7 @@ def test_every_row_is_trained_once_in_each_epoch(tmp_path: Path, logs: Path, mon
         kill_while(made, FILES * ROWS * EPOCHS // BATCH // WORKERS, 4, 3, train)
         store = RemoteStore(made.endpoints, secret=SECRET, worker=0, workers=WORKERS, mode="async")
         store.declare([SPEC])
-        (rows,) = store.pull([Want(SPEC.name, np.arange(FILES * ROWS))]).rows()
+        (rows,) = store.pull([PullSpec(SPEC.name, np.arange(FILES * ROWS))]).rows()
         store.close()
     assert sum(handed_out, Counter()) == Counter(dict.fromkeys(range(FILES * ROWS), EPOCHS))
     assert set(rows.ravel().tolist()) == {-float(EPOCHS)}

@@ -12,12 +12,13 @@ import pytest
 
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.snapshot_lookup import Lookup
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.base import PullSpec, TableUpdate
 from phalanx.ps.stores.remote import RemoteStore
-from phalanx.ps.table.rules import Adagrad, Normal, TableSpec
+from phalanx.ps.table.rules import Normal, TableSpec
+from phalanx.ps.table.update_rules import Adagrad
 from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC, FakeWorker, gradient
 from ps_servers import SECRET, Server, Worker, servers
@@ -58,7 +59,7 @@ def undisturbed(steps: int) -> bytes:
         for n, worker in enumerate(workers):
             ids = ids_of(n, step)
             rows = worker.pull(*ids, step=step, table="rows").arrays[0]
-            worker.push(Change("rows", ids, gradients(rows, n, step)), step=step, weight=n + 1)
+            worker.push(TableUpdate("rows", ids, gradients(rows, n, step)), step=step, weight=n + 1)
     return workers[0].pull(*range(200), step=steps, table="rows").arrays[0].tobytes()
 
 
@@ -72,10 +73,10 @@ def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(tmp_path: Pa
         remote.declare([TABLE])
         for step in range(steps):
             ids = ids_of(worker, step)
-            (rows,) = remote.pull([Want("rows", ids)], step=step).rows()
-            remote.push([Change("rows", ids, gradients(rows, worker, step))], step=step, weight=worker + 1)
+            (rows,) = remote.pull([PullSpec("rows", ids)], step=step).rows()
+            remote.push([TableUpdate("rows", ids, gradients(rows, worker, step))], step=step, weight=worker + 1)
             progress.one()
-        (rows,) = remote.pull([Want("rows", np.arange(200))], step=steps).rows()
+        (rows,) = remote.pull([PullSpec("rows", np.arange(200))], step=steps).rows()
         final[worker] = rows.tobytes()
         remote.close()
 
@@ -96,8 +97,8 @@ def test_async_applies_what_it_acknowledged_and_nothing_twice(
         remote.declare([SPEC])
         for step in range(steps):
             ids = ids_of(worker, step)
-            remote.pull([Want("items", ids)], step=step).rows()
-            remote.push([Change("items", ids, np.ones((len(ids), 2), np.float32))], step=step)
+            remote.pull([PullSpec("items", ids)], step=step).rows()
+            remote.push([TableUpdate("items", ids, np.ones((len(ids), 2), np.float32))], step=step)
             progress.one()
         remote.flush()
         remote.close()
@@ -107,7 +108,7 @@ def test_async_applies_what_it_acknowledged_and_nothing_twice(
         kill_while(made, steps, kills, 2, train)
         remote = store(made.endpoints, 0, "async")
         remote.declare([SPEC])
-        rows = remote.pull([Want("items", np.arange(200))]).rows()[0][:, 0]
+        rows = remote.pull([PullSpec("items", np.arange(200))]).rows()[0][:, 0]
         pushed = remote.report()["items"].pushed
         remote.close()
     expected = np.zeros(200, np.float32)
@@ -143,7 +144,7 @@ def test_a_server_killed_in_a_save_leaves_the_snapshot_before(tmp_path: Path) ->
         server.start()
         thread.join(60)
         assert "started again since. Save again" in str(failed[0])
-        assert read(where).extra() == {"n": 0}
+        assert open_snapshot(where).extra() == {"n": 0}
         assert Lookup(where).rows("items", np.array([7]))[0, 0] == -1.0
         # The save that is asked for again is whole, and nothing of the others stays.
         save([worker], where, {"n": 2})
@@ -171,7 +172,7 @@ def test_a_full_disk_refuses_pushes_and_saves_and_both_go_on_after(tmp_path: Pat
         limit_file_size(server, 50)
         with pytest.raises(BackendError, match=r"bytes free: File too large\. The snapshot that was there stays"):
             save([worker], where, {"n": 1})
-        assert read(where).extra() == {"n": 0}
+        assert open_snapshot(where).extra() == {"n": 0}
         limit_file_size(server, resource.RLIM_INFINITY)
         worker.push(gradient(many, 1.0), step=1)
         save([worker], where, {"n": 2})

@@ -13,11 +13,11 @@ from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.ps import SGD, Constant, SparseEmbedding
-from phalanx.ps.client.consistency import Async, HalfAsync, Mode
-from phalanx.ps.client.geo import Geo
+from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode
+from phalanx.ps.client.geo import GeoMode
 from phalanx.ps.client.prefetch import prefetch
 from phalanx.ps.client.table_client import current
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.base import PullSpec, TableUpdate
 from phalanx.ps.stores.local import LocalStore
 
 KEYS = np.array([4, 9], np.int64)
@@ -47,30 +47,32 @@ def made(make):
 
 
 def test_a_pull_takes_what_was_asked_ahead_and_reads_no_newer_row():
-    mode = made(Async)
-    mode.ahead([Want("ids", KEYS)])
-    mode.push([Change("ids", KEYS, np.ones((2, sim.DIM), np.float32))])
-    np.testing.assert_array_equal(mode.pull([Want("ids", KEYS.copy())]).rows()[0], sim.START)
-    np.testing.assert_allclose(mode.pull([Want("ids", KEYS)]).rows()[0], sim.START - sim.LR)
+    mode = made(AsyncMode)
+    mode.prefetch([PullSpec("ids", KEYS)])
+    mode.push([TableUpdate("ids", KEYS, np.ones((2, sim.DIM), np.float32))])
+    np.testing.assert_array_equal(mode.pull([PullSpec("ids", KEYS.copy())]).rows()[0], sim.START)
+    np.testing.assert_allclose(mode.pull([PullSpec("ids", KEYS)]).rows()[0], sim.START - sim.LR)
     assert mode.store.asked == [("pull", [[4, 9]]), ("push", 0), ("pull", [[4, 9]])]
 
 
 def test_a_pull_asks_for_what_was_not_asked_ahead():
-    mode = made(Async)
+    mode = made(AsyncMode)
     mode.declare([dataclasses.replace(sim.SPEC, name="more")])
-    mode.ahead([Want("ids", KEYS), Want("not there yet", KEYS)])
+    mode.prefetch([PullSpec("ids", KEYS), PullSpec("not there yet", KEYS)])
     for table in ("ids", "more"):
-        mode.push([Change(table, KEYS, np.ones((2, sim.DIM), np.float32))])
-    first, second = mode.pull([Want("more", OTHERS), Want("ids", KEYS)]).rows()
+        mode.push([TableUpdate(table, KEYS, np.ones((2, sim.DIM), np.float32))])
+    first, second = mode.pull([PullSpec("more", OTHERS), PullSpec("ids", KEYS)]).rows()
     assert [keys for what, keys in mode.store.asked if what == "pull"] == [[[4, 9]], [[1, 4]]]
     np.testing.assert_allclose(first[:, 0], [sim.START, sim.START - sim.LR])
     np.testing.assert_array_equal(second, sim.START)
 
 
-@pytest.mark.parametrize("make", [Mode, lambda s: HalfAsync(s, steps=2), lambda s: Geo(s, steps=2, workers=1)])
+@pytest.mark.parametrize(
+    "make", [ConsistencyMode, lambda s: HalfAsyncMode(s, steps=2), lambda s: GeoMode(s, steps=2, workers=1)]
+)
 def test_modes_that_promise_newer_rows_ask_nothing_ahead(make):
     mode = made(make)
-    mode.ahead([Want("ids", KEYS)])
+    mode.prefetch([PullSpec("ids", KEYS)])
     assert mode.store.asked == []
 
 
@@ -79,7 +81,7 @@ def train(batches, opened=None):
     embedding = SparseEmbedding(2, optimizer=SGD(lr=0.5), init=Constant(1.0), name="ids")
     attachment = current()
     store = Recording()
-    attachment._mode = (opened or Mode)(store)
+    attachment._mode = (opened or ConsistencyMode)(store)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
     shares = []
 
@@ -94,7 +96,7 @@ def train(batches, opened=None):
         shares.append(context.current().batch.rows)
         embedding(ids).sum().backward()
         optimizer.step()
-    (rows,) = store.pull([Want("ids", np.array([1, 2, 3], np.int64))]).rows()
+    (rows,) = store.pull([PullSpec("ids", np.array([1, 2, 3], np.int64))]).rows()
     return rows, store.asked[:-1], shares
 
 
@@ -102,7 +104,7 @@ BATCHES = [torch.tensor(ids) for ids in ([1, 2], [2, 2, 3], [1], [3, 1])]
 
 
 def test_batches_come_in_order_with_their_shares_and_rows_are_asked_before_the_step_ahead():
-    _, asked, shares = train(BATCHES, Async)
+    _, asked, shares = train(BATCHES, AsyncMode)
     assert shares == [1, 2, 3, 4]
     pulls = [keys for what, (keys,) in ((w, k) for w, k in asked if w == "pull")]
     # The table is made by the first lookup; what the first batches need is asked when they come.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
-from phalanx.ps.server.clocks import Clocks, ServerMode, checked_worker
+from phalanx.ps.server.clocks import Clocks, ServerMode, check_worker
 from phalanx.ps.server.main import Absence
-from phalanx.ps.server.write_freeze import Gate
+from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
 from phalanx.ps.stores.leases import Leases
 
@@ -211,14 +211,14 @@ def test_clocks_come_back_from_json_without_the_open_step() -> None:
 @pytest.mark.parametrize("worker", [2, -1, "0"])
 def test_a_worker_of_another_job_is_refused(worker: object) -> None:
     with pytest.raises(ConfigError, match="workers 0 to 1"):
-        checked_worker(worker, 2)
+        check_worker(worker, 2)
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------
 
 
 def test_a_freeze_holds_changes_until_it_is_let_go() -> None:
-    gate = Gate()
+    gate = WriteFreeze()
     gate.freeze("a", seconds=60)
 
     def change() -> None:
@@ -227,14 +227,14 @@ def test_a_freeze_holds_changes_until_it_is_let_go() -> None:
 
     waiter = Waiter(change)
     assert waiter.waits
-    with gate.still("a"):
+    with gate.while_frozen("a"):
         pass
     gate.resume("a")
     waiter.end()
 
 
 def test_a_freeze_lets_through_what_other_servers_have_already() -> None:
-    gate = Gate()
+    gate = WriteFreeze()
     gate.freeze("a", 60, steps=[3, LEFT])
     with gate.change(0, 2):
         pass
@@ -248,17 +248,17 @@ def test_a_freeze_lets_through_what_other_servers_have_already() -> None:
 
 def test_a_freeze_ends_at_its_deadline() -> None:
     now = [0.0]
-    gate = Gate(clock=lambda: now[0])
+    gate = WriteFreeze(clock=lambda: now[0])
     gate.freeze("a", seconds=10)
     now[0] = 10.0
     with gate.change():
         pass
-    with pytest.raises(BackendError, match=r"moment of snapshot a is over.*Save again"), gate.still("a"):
+    with pytest.raises(BackendError, match=r"moment of snapshot a is over.*Save again"), gate.while_frozen("a"):
         pass
 
 
 def test_two_snapshots_at_once_are_refused() -> None:
-    gate = Gate()
+    gate = WriteFreeze()
     gate.freeze("a", 60)
     with pytest.raises(ConfigError, match="while snapshot a begins"):
         gate.freeze("b", 60)
@@ -272,8 +272,8 @@ def test_files_are_leased_once_and_those_of_a_dead_worker_again() -> None:
     files = ["a", "b", "c"]
     assert leases.lease(0, 0, files)["file"] == "a"
     assert leases.lease(1, 0, files)["file"] == "b"
-    leases.done(0, "a", 100, end=True)
-    leases.done(0, "b", 40, end=False)
+    leases.record_progress(0, "a", 100, end=True)
+    leases.record_progress(0, "b", 40, end=False)
     assert leases.lease(0, 0, files)["file"] == "c"
     assert leases.lease(0, 0, files) == {"file": None, "offset": 0, "left": 2}
     leases.release(1)
@@ -283,7 +283,7 @@ def test_files_are_leased_once_and_those_of_a_dead_worker_again() -> None:
 def test_leases_come_back_from_json() -> None:
     leases = Leases()
     leases.lease(0, 3, ["a", "b"])
-    leases.done(3, "a", 7, end=False)
+    leases.record_progress(3, "a", 7, end=False)
     same, fresh = Leases(), Leases()
     same.restore(leases.to_json(), holders=True)
     fresh.restore(leases.to_json(), holders=False)
@@ -300,4 +300,4 @@ def test_workers_must_mean_the_same_files() -> None:
     with pytest.raises(ConfigError, match="another order"):
         leases.check(0, ["b", "a"])
     with pytest.raises(ConfigError, match="does not hold"):
-        leases.check_done(1, 0, "a", 1)
+        leases.check_progress(1, 0, "a", 1)

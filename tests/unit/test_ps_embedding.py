@@ -292,8 +292,8 @@ def test_one_lookup_for_all_features(monkeypatch):
     optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
     ids = [torch.tensor([1, 2]), torch.tensor([[1, 1], [3, 4]]), torch.tensor([2, 9])]
     pulls = []
-    pull = table_client.Attachment.pull
-    monkeypatch.setattr(table_client.Attachment, "pull", lambda self, wants: pulls.append(wants) or pull(self, wants))
+    pull = table_client.TableClient.pull
+    monkeypatch.setattr(table_client.TableClient, "pull", lambda self, wants: pulls.append(wants) or pull(self, wants))
     found = ps.lookup([(users, ids[0]), (items, ids[1]), (users, ids[2])])
     assert [[(h.table, keys.tolist()) for h, keys in wants] for wants in pulls] == [
         [("users", [1, 2, 9]), ("items", [1, 3, 4])]

@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as arrays_of
 
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.ps.wire import frame
-from phalanx.ps.wire.frame import FrameError, Kind
-from phalanx.ps.wire.link import Link
-from phalanx.ps.wire.message import Room
+from phalanx.ps.wire.frame import FrameError, FrameKind
+from phalanx.ps.wire.link import ServerLink
+from phalanx.ps.wire.message import ReplyBuffer
 from phalanx.ps.wire.pending import Pending
 
 SHAPES = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
@@ -22,7 +22,7 @@ ARRAYS = st.lists(
 U64 = st.integers(0, 2**64 - 1)
 
 
-def joined(layout: frame.Layout, arrays: list[frame.Array]) -> frame.Bytes:
+def joined(layout: frame.PayloadLayout, arrays: list[frame.Array]) -> frame.Bytes:
     """Put the chunks of a payload together as a receiver does, each checked."""
     wire = b"".join(frame.chunks(layout, arrays))
     out, at = [], 0
@@ -39,7 +39,7 @@ def joined(layout: frame.Layout, arrays: list[frame.Array]) -> frame.Bytes:
 @given(ARRAYS)
 def test_arrays_come_out_of_a_payload_as_they_went_in(arrays):
     layout = frame.layout_of(arrays)
-    described = frame.layout_from([[name, list(shape)] for name, shape in layout.described()])
+    described = frame.layout_from([[name, list(shape)] for name, shape in layout.describe()])
     assert described == layout
     for got, sent in zip(described.read(joined(layout, arrays)), arrays, strict=True):
         assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
@@ -63,7 +63,7 @@ def test_a_payload_is_cut_into_checked_chunks_across_arrays(monkeypatch):
         assert np.array_equal(got, sent)
 
 
-@given(st.sampled_from(Kind), U64, U64, st.integers(0, frame.LARGEST_PAYLOAD))
+@given(st.sampled_from(FrameKind), U64, U64, st.integers(0, frame.LARGEST_PAYLOAD))
 def test_a_header_comes_out_as_it_went_in(kind, client, seq, payload_bytes):
     raw = frame.encode(kind, frame.SHARED, client, seq, {"op": "é"}, payload_bytes)
     head, rest = raw[: frame.HEADER_BYTES], raw[frame.HEADER_BYTES :]
@@ -72,7 +72,7 @@ def test_a_header_comes_out_as_it_went_in(kind, client, seq, payload_bytes):
     assert frame.decode_object(head, rest) == {"op": "é"}
 
 
-WHOLE = frame.encode(Kind.REQUEST, 0, 1, 2, {"op": "pull", "x": 1}, 0)
+WHOLE = frame.encode(FrameKind.REQUEST, 0, 1, 2, {"op": "pull", "x": 1}, 0)
 
 
 @given(st.integers(0, 8 * len(WHOLE) - 1))
@@ -120,7 +120,7 @@ def test_arrays_described_wrongly_are_refused(described):
 @pytest.mark.parametrize("raw", [b"[1]", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b"null"])
 def test_an_object_must_be_a_json_object(raw, monkeypatch):
     monkeypatch.setattr(frame.json, "dumps", lambda content, separators: raw.decode("latin-1"))
-    whole = frame.encode(Kind.REQUEST, 0, 1, 1, {}, 0)
+    whole = frame.encode(FrameKind.REQUEST, 0, 1, 1, {}, 0)
     with pytest.raises(FrameError, match=r"not (a )?JSON"):
         frame.decode_object(whole[:40], whole[40:])
 
@@ -133,23 +133,25 @@ def test_a_type_that_does_not_travel_is_named_with_those_that_do():
 def test_an_object_too_large_to_travel_is_refused(monkeypatch):
     monkeypatch.setattr(frame, "LARGEST_OBJECT", 100)
     with pytest.raises(ConfigError, match=r"a JSON object of \d+ bytes cannot be sent; send at most 100\."):
-        frame.encode(Kind.REPLY, 0, 0, 0, {"long": "x" * 100}, 0)
+        frame.encode(FrameKind.REPLY, 0, 0, 0, {"long": "x" * 100}, 0)
 
 
 def test_a_shared_reply_to_a_request_that_was_given_up_has_no_memory():
     pending = Pending("pull", {}, [], 64, lambda pending: pytest.fail("nobody waits"))
     pending.settle(PeerLostError("it did not answer in time"))
-    header = frame.Header(Kind.REPLY, frame.SHARED, 0, 1, 0, 8)
+    header = frame.Header(FrameKind.REPLY, frame.SHARED, 0, 1, 0, 8)
     with pytest.raises(FrameError, match="memory it does not have"):
-        pending.read_outcome(Link(None, "", None), header, {"arrays": [["int64", [1]]], "at": 0}, "server 0", None)
+        pending.read_outcome(
+            ServerLink(None, "", None), header, {"arrays": [["int64", [1]]], "at": 0}, "server 0", None
+        )
 
 
 def test_a_room_gives_memory_in_the_order_of_a_payload_until_it_is_full():
     memory = np.zeros(256, np.uint8)
-    room = Room(memory)
+    room = ReplyBuffer(memory)
     first, second = room.empty(3, np.int64), room.empty((2, 4), np.float32)
     assert (first.shape, second.shape, second.dtype) == ((3,), (2, 4), np.float32)
     layout = frame.layout_of([first, second])
     assert [place.ctypes.data for place in layout.read(memory)] == [first.ctypes.data, second.ctypes.data]
     assert not np.shares_memory(room.empty(100, np.float64), memory)
-    assert not np.shares_memory(Room(None).empty(1, np.uint8), memory)
+    assert not np.shares_memory(ReplyBuffer(None).empty(1, np.uint8), memory)

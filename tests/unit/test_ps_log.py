@@ -14,9 +14,9 @@ import pytest
 from phalanx.errors import BackendError, ConfigError, DataError
 from phalanx.ps.server.log import Log, replay, segments
 from phalanx.ps.server.recovery import Recovery
-from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.saving import SnapshotService
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.state import State
+from phalanx.ps.server.state import ServerState
 from phalanx.ps.snapshot.records import pack, read_records
 from ps_requests import FakeWorker, gradient
 
@@ -180,7 +180,7 @@ def test_a_full_disk_refuses_the_record_and_keeps_the_log(tmp_path: Path) -> Non
 def served(directory: Path, workers: int = 1, mode: str = "async") -> tuple[Service, list[FakeWorker]]:
     """Return a service as a restart finds it, and its workers, which number their requests on."""
     service = Service()
-    recovery = Recovery(service, Saving(service), directory)
+    recovery = Recovery(service, SnapshotService(service), directory)
     recovery.recover("a job")
     fakes = [FakeWorker(service, worker) for worker in range(workers)]
     if service.state.clocks is None:
@@ -223,7 +223,7 @@ def test_pushes_of_the_open_step_outlive_their_process_and_leave_its_answers_alo
     anew.declare(mode="sync", workers=2)
     leased = anew.call("lease", {"epoch": 0, "files": ["a", "b"]}).meta
     # As a base snapshot has it: the state, and then the pushes that are in no table.
-    restored = State()
+    restored = ServerState()
     restored.restore(service.state.to_json())
     for entry in service.state.pending():
         restored.apply(entry)
@@ -267,7 +267,7 @@ def test_the_state_of_another_job_is_moved_aside(
     _, (worker,) = served(tmp_path / "0")
     worker.push(gradient((1,), 1.0), step=0)
     service = Service()
-    assert not Recovery(service, Saving(service), tmp_path / "0").recover("another job")
+    assert not Recovery(service, SnapshotService(service), tmp_path / "0").recover("another job")
     assert service.state.clocks is None
     assert "state of another job; it is now in" in caplog.text
     assert (tmp_path / "0.previous" / "job").read_text() == "a job"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ps.server.snapshot_check import BEGUN, Matching
+from phalanx.ps.server.snapshot_check import BEGUN, SnapshotTableCheck
 from phalanx.ps.table.rules import TableSpec
 from ps_requests import SPEC
 
@@ -28,7 +28,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_same_tables_are_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
-    matching = Matching(DAY1, tables("user", "item", "dense/0"))
+    matching = SnapshotTableCheck(DAY1, tables("user", "item", "dense/0"))
     matching.see(tables("user").values(), 0)
     matching.see(tables("user", "item", "dense/0").values(), BEGUN)
     matching.end()
@@ -36,7 +36,7 @@ def test_the_same_tables_are_nothing_to_warn_of(caplog: pytest.LogCaptureFixture
 
 
 def test_a_renamed_table_is_named_on_both_sides_and_once(caplog: pytest.LogCaptureFixture) -> None:
-    matching = Matching(DAY1, tables("users", "item"))
+    matching = SnapshotTableCheck(DAY1, tables("users", "item"))
     for steps in (0, BEGUN - 1):
         matching.see(tables("user", "item").values(), steps)
     (said,) = warnings(caplog)
@@ -50,7 +50,7 @@ def test_a_renamed_table_is_named_on_both_sides_and_once(caplog: pytest.LogCaptu
 
 
 def test_a_run_of_few_steps_hears_it_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    matching = Matching(DAY1, tables("user"))
+    matching = SnapshotTableCheck(DAY1, tables("user"))
     matching.end()
     assert warnings(caplog) == [], "no worker came"
     matching.see(tables("dense/0").values(), 1)
@@ -62,7 +62,7 @@ def test_a_run_of_few_steps_hears_it_at_its_end(caplog: pytest.LogCaptureFixture
 
 
 def test_of_tables_that_were_asked_for_by_name_only_those_count(caplog: pytest.LogCaptureFixture) -> None:
-    matching = Matching(DAY1, tables("user", "item"), ["user"])
+    matching = SnapshotTableCheck(DAY1, tables("user", "item"), ["user"])
     matching.see(tables("shop").values(), BEGUN)
     (said,) = warnings(caplog)
     assert "table 'user' of /models/day1 is not used" in said

@@ -12,11 +12,12 @@ import torch
 
 import ps_simulator as sim
 from phalanx.errors import BackendError, ConfigError
-from phalanx.ps.client.consistency import Async, HalfAsync, Mode, summed
-from phalanx.ps.client.geo import Geo
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode, sum_updates
+from phalanx.ps.client.geo import GeoMode
+from phalanx.ps.stores.base import PullSpec, TableUpdate
 from phalanx.ps.stores.local import LocalStore
-from phalanx.ps.table.rules import FTRL, Adagrad, CountFilter
+from phalanx.ps.table.rules import CountFilter
+from phalanx.ps.table.update_rules import FTRL, Adagrad
 
 SCHEDULE = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1]
 
@@ -49,7 +50,7 @@ def made(make, workers=1):
 
 
 def test_async_applies_each_push_as_it_comes():
-    store, modes = made(Mode, workers=2)
+    store, modes = made(ConsistencyMode, workers=2)
     sim.run(modes, SCHEDULE)
     expected = sim.simulate(sim.Async(2), SCHEDULE)
     np.testing.assert_allclose(sim.table_of(store), sim.rows_of(expected), atol=1e-6)
@@ -58,7 +59,7 @@ def test_async_applies_each_push_as_it_comes():
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 50])
 def test_half_async_sends_the_sum_of_its_steps(steps):
-    store, modes = made(lambda store: HalfAsync(store, steps=steps), workers=2)
+    store, modes = made(lambda store: HalfAsyncMode(store, steps=steps), workers=2)
     sim.run(modes, SCHEDULE)
     expected = sim.simulate(sim.HalfAsync(2, steps), SCHEDULE)
     np.testing.assert_allclose(sim.table_of(store), sim.rows_of(expected), atol=1e-6)
@@ -67,7 +68,7 @@ def test_half_async_sends_the_sum_of_its_steps(steps):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 50])
 def test_geo_sends_how_far_its_copy_moved(steps):
-    store, modes = made(lambda store: Geo(store, steps=steps, workers=2), workers=2)
+    store, modes = made(lambda store: GeoMode(store, steps=steps, workers=2), workers=2)
     sim.run(modes, SCHEDULE)
     expected = sim.simulate(sim.Geo(2, steps), SCHEDULE)
     np.testing.assert_allclose(sim.table_of(store), sim.rows_of(expected), atol=1e-6)
@@ -76,7 +77,7 @@ def test_geo_sends_how_far_its_copy_moved(steps):
 
 @pytest.mark.parametrize("steps", [1, 4, 7])
 def test_geo_pushes_once_per_window_and_once_for_the_rest(steps):
-    store, (mode,) = made(lambda store: Geo(store, steps=steps, workers=1))
+    store, (mode,) = made(lambda store: GeoMode(store, steps=steps, workers=1))
     sim.run([mode], [0] * 7)
     assert mode.step == 7
     assert [step for step, _ in store.pushes] == list(range(math.ceil(7 / steps)))
@@ -84,15 +85,20 @@ def test_geo_pushes_once_per_window_and_once_for_the_rest(steps):
 
 
 def test_geo_reads_a_row_once_per_window():
-    store, (mode,) = made(lambda store: Geo(store, steps=2, workers=1))
+    store, (mode,) = made(lambda store: GeoMode(store, steps=2, workers=1))
     keys = np.array([3, 4], np.int64)
     for _ in range(4):
-        mode.pull([Want("ids", keys)])
-        mode.push([Change("ids", keys, np.ones((2, sim.DIM), np.float32))])
+        mode.pull([PullSpec("ids", keys)])
+        mode.push([TableUpdate("ids", keys, np.ones((2, sim.DIM), np.float32))])
     assert store.pulls == [[2], [2]]
 
 
-IDENTITIES = [Mode, Async, lambda store: HalfAsync(store, steps=1), lambda store: Geo(store, steps=1, workers=1)]
+IDENTITIES = [
+    ConsistencyMode,
+    AsyncMode,
+    lambda store: HalfAsyncMode(store, steps=1),
+    lambda store: GeoMode(store, steps=1, workers=1),
+]
 
 
 @pytest.mark.parametrize("make", IDENTITIES)
@@ -117,9 +123,9 @@ def test_the_learning_rate_of_a_push_acts_in_every_mode():
     for make in IDENTITIES:
         store, (mode,) = made(make)
         keys = np.array([1], np.int64)
-        mode.push([Change("ids", keys, np.ones((1, sim.DIM), np.float32), lr=0.25)])
+        mode.push([TableUpdate("ids", keys, np.ones((1, sim.DIM), np.float32), lr=0.25)])
         mode.finish()
-        (rows,) = store.pull([Want("ids", keys)]).rows()
+        (rows,) = store.pull([PullSpec("ids", keys)]).rows()
         np.testing.assert_allclose(rows, sim.START - 0.25, atol=1e-6)
 
 
@@ -136,13 +142,15 @@ def test_finish_leaves_once_and_an_empty_step_counts(make):
 def test_first_values_are_in_place_at_once_and_are_no_step(make):
     store, (mode,) = made(make)
     keys, values = np.array([8], np.int64), np.full((1, sim.DIM), 2.0, np.float32)
-    mode.assign([Change("ids", keys, values, kind="assign")])
-    np.testing.assert_array_equal(store.pull([Want("ids", keys)]).rows()[0], values)
-    np.testing.assert_array_equal(mode.pull([Want("ids", keys)]).rows()[0], values)
+    mode.assign([TableUpdate("ids", keys, values, kind="assign")])
+    np.testing.assert_array_equal(store.pull([PullSpec("ids", keys)]).rows()[0], values)
+    np.testing.assert_array_equal(mode.pull([PullSpec("ids", keys)]).rows()[0], values)
     assert (mode.step, mode.pushes) == (0, 1)
 
 
-@pytest.mark.parametrize("make", [*IDENTITIES, lambda s: HalfAsync(s, steps=9), lambda s: Geo(s, steps=9, workers=1)])
+@pytest.mark.parametrize(
+    "make", [*IDENTITIES, lambda s: HalfAsyncMode(s, steps=9), lambda s: GeoMode(s, steps=9, workers=1)]
+)
 def test_after_a_load_rows_are_those_of_the_snapshot_and_nothing_of_before_is_sent(make, tmp_path):
     store, (mode,) = made(make)
     sim.take_step(mode, 0)
@@ -151,19 +159,19 @@ def test_after_a_load_rows_are_those_of_the_snapshot_and_nothing_of_before_is_se
     saved = sim.table_of(store)
     sim.take_step(mode, 0)
     assert mode.load(tmp_path)["step"] == 1
-    np.testing.assert_array_equal(mode.pull([Want("ids", sim.EVERY_KEY)]).rows()[0], saved)
+    np.testing.assert_array_equal(mode.pull([PullSpec("ids", sim.EVERY_KEY)]).rows()[0], saved)
     mode.finish()
     np.testing.assert_array_equal(sim.table_of(store), saved)
 
 
 def test_a_sum_of_steps_adds_counts_shows_and_clicks():
     ones = np.ones((2, 1), np.float32)
-    first = Change("ids", np.array([5, 6]), ones, counts=np.array([2, 1], np.uint32))
-    second = Change(
+    first = TableUpdate("ids", np.array([5, 6]), ones, counts=np.array([2, 1], np.uint32))
+    second = TableUpdate(
         "ids", np.array([6, 7]), 2 * ones, lr=0.5, counts=np.array([3, 4], np.uint32), clicks=np.array([1, 0], "f4")
     )
-    other = Change("more", np.array([1]), ones[:1])
-    total, alone = summed([first, other, second])
+    other = TableUpdate("more", np.array([1]), ones[:1])
+    total, alone = sum_updates([first, other, second])
     by_key = dict(
         zip(
             total.keys.tolist(),
@@ -187,14 +195,16 @@ def test_geo_wants_sgd_unless_another_rule_is_asked_for(caplog, phalanx_propagat
     with pytest.raises(
         ValueError, match=r"table 'ids' uses 'adagrad'.*Use SGD, or allow it: a_sync_configs = .*local_optimizer"
     ):
-        Geo(LocalStore(), steps=2, workers=2).declare([spec])
+        GeoMode(LocalStore(), steps=2, workers=2).declare([spec])
     with caplog.at_level(logging.WARNING):
-        Geo(LocalStore(), steps=2, workers=2, local_optimizer=True).declare([spec])
+        GeoMode(LocalStore(), steps=2, workers=2, local_optimizer=True).declare([spec])
     assert "trains with 'adagrad' on each worker" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "make", [lambda store: Geo(store, steps=2, workers=1), lambda store: HalfAsync(store, steps=2)], ids=["geo", "half"]
+    "make",
+    [lambda store: GeoMode(store, steps=2, workers=1), lambda store: HalfAsyncMode(store, steps=2)],
+    ids=["geo", "half"],
 )
 def test_steps_that_were_refused_are_sent_with_the_next(make, monkeypatch):
     store = CountingStore()
@@ -220,13 +230,15 @@ def test_geo_refuses_what_a_replica_cannot_do():
         ({"rule": FTRL(lr=0.1)}, "FTRL.*Use SGD"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Geo(LocalStore(), steps=2, workers=2, local_optimizer=True).declare([dataclasses.replace(sim.SPEC, **part)])
+            GeoMode(LocalStore(), steps=2, workers=2, local_optimizer=True).declare(
+                [dataclasses.replace(sim.SPEC, **part)]
+            )
 
 
 def test_geo_with_a_local_optimizer_keeps_its_state_over_windows():
     spec = dataclasses.replace(sim.SPEC, rule=Adagrad(lr=0.1))
     one, two = LocalStore(), LocalStore()
-    geo, plain = Geo(one, steps=3, workers=1, local_optimizer=True), Mode(two)
+    geo, plain = GeoMode(one, steps=3, workers=1, local_optimizer=True), ConsistencyMode(two)
     for mode in (geo, plain):
         mode.declare([spec])
         sim.run([mode], [0] * 10)

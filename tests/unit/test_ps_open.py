@@ -12,16 +12,16 @@ from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
 from phalanx.ps.client import connect
-from phalanx.ps.client.consistency import Async, HalfAsync, Mode
-from phalanx.ps.client.geo import Geo
+from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode
+from phalanx.ps.client.geo import GeoMode
 from phalanx.ps.stores.local import LocalStore
 
 PUSHES = {
-    "sync": (Push(mode="sync"), Mode, "sync", 0),
-    "async": (Push(mode="async"), Async, "async", 0),
-    "bounded": (Push(mode="bounded", steps=4), Mode, "bounded", 4),
-    "half_async": (Push(mode="half_async", steps=4), HalfAsync, "async", 0),
-    "geo": (Push(mode="geo", steps=4), Geo, "async", 0),
+    "sync": (Push(mode="sync"), ConsistencyMode, "sync", 0),
+    "async": (Push(mode="async"), AsyncMode, "async", 0),
+    "bounded": (Push(mode="bounded", steps=4), ConsistencyMode, "bounded", 4),
+    "half_async": (Push(mode="half_async", steps=4), HalfAsyncMode, "async", 0),
+    "geo": (Push(mode="geo", steps=4), GeoMode, "async", 0),
 }
 SERVERS = ("127.0.0.1:1", "127.0.0.1:2")
 
@@ -47,7 +47,7 @@ def asked(monkeypatch):
 def test_each_mode_asks_the_servers_for_what_they_have_to_wait_for(name, asked, monkeypatch):
     push, kind, mode, bound = PUSHES[name]
     monkeypatch.setenv("PHALANX_SERVER_RETRY_S", "60")
-    opened = connect.open_mode(context(rank=1, world_size=2, server_endpoints=SERVERS, secret=b"s" * 32), push)
+    opened = connect.open_consistency(context(rank=1, world_size=2, server_endpoints=SERVERS, secret=b"s" * 32), push)
     assert type(opened) is kind
     ((endpoints, about),) = asked
     assert endpoints == SERVERS
@@ -58,7 +58,7 @@ def test_each_mode_asks_the_servers_for_what_they_have_to_wait_for(name, asked, 
 @pytest.mark.parametrize("name", list(PUSHES))
 def test_alone_and_without_servers_tables_are_here(name, caplog, phalanx_propagates):
     with caplog.at_level(logging.INFO):
-        opened = connect.open_mode(context(), PUSHES[name][0])
+        opened = connect.open_consistency(context(), PUSHES[name][0])
     assert isinstance(opened.store, LocalStore)
     assert "in this process; nothing is stale" in caplog.text
 
@@ -88,12 +88,12 @@ def test_several_workers_need_a_server():
     with pytest.raises(
         ConfigError, match=r"no parameter server. Launch with `phalanx run --server_num 1 --worker_num 3"
     ):
-        connect.open_mode(context(world_size=3), Push(mode="async"))
+        connect.open_consistency(context(world_size=3), Push(mode="async"))
 
 
 def test_a_job_without_a_secret_is_told_to_set_one():
     with pytest.raises(ConfigError, match=r"PHALANX_JOB_SECRET is not set.*openssl rand -hex 32"):
-        connect.open_mode(context(server_endpoints=("10.0.0.1:6170", "127.0.0.1:6170")), Push(mode="async"))
+        connect.open_consistency(context(server_endpoints=("10.0.0.1:6170", "127.0.0.1:6170")), Push(mode="async"))
 
 
 def test_on_loopback_the_secret_is_this_users_own(tmp_path, monkeypatch):
@@ -108,4 +108,4 @@ def test_on_loopback_the_secret_is_this_users_own(tmp_path, monkeypatch):
 def test_a_wrong_number_of_seconds_is_named(text, asked, monkeypatch):
     monkeypatch.setenv("PHALANX_SERVER_RETRY_S", text)
     with pytest.raises(ConfigError, match=f"PHALANX_SERVER_RETRY_S must be a number of seconds, found '{text}'"):
-        connect.open_mode(context(server_endpoints=SERVERS, secret=b"s" * 32), Push(mode="async"))
+        connect.open_consistency(context(server_endpoints=SERVERS, secret=b"s" * 32), Push(mode="async"))

@@ -12,10 +12,10 @@ import pytest
 import ps_simulator as sim
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.base import PullSpec, TableUpdate
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore
-from phalanx.ps.wire.message import Request
+from phalanx.ps.wire.message import RpcRequest
 
 
 class DirectConnection:
@@ -30,7 +30,7 @@ class DirectConnection:
 
     def send(self, op, meta, arrays=(), reply_bytes=0):
         self.asked.append((op, dict(meta), len(arrays)))
-        request = Request(op, dict(meta), [a.copy() for a in arrays], self.client, next(self.seq), self.me)
+        request = RpcRequest(op, dict(meta), [a.copy() for a in arrays], self.client, next(self.seq), self.me)
         try:
             reply = self.service.handle(request)
         except PhalanxError as error:
@@ -84,9 +84,9 @@ VALUES = np.arange(120, dtype=np.float32).reshape(40, 3)
 @pytest.mark.parametrize("servers", [1, 3])
 def test_rows_come_back_in_the_order_of_the_keys_whoever_owns_them(servers):
     services, store = made(servers)
-    store.push([Change("ids", KEYS, VALUES, kind="assign")])
+    store.push([TableUpdate("ids", KEYS, VALUES, kind="assign")])
     for order in (KEYS, KEYS[::-1].copy(), np.array([7, 31], np.int64), KEYS[:0]):
-        (rows,) = store.pull([Want("ids", order)], step=1).rows()
+        (rows,) = store.pull([PullSpec("ids", order)], step=1).rows()
         np.testing.assert_array_equal(rows, VALUES[order])
     assert sum(service.state.tables.tables["ids"].rows for service in services) == len(KEYS)
     assert all(service.state.tables.tables["ids"].rows for service in services)
@@ -95,12 +95,12 @@ def test_rows_come_back_in_the_order_of_the_keys_whoever_owns_them(servers):
 @pytest.mark.parametrize("servers", [1, 3])
 def test_a_push_names_the_pull_that_brought_its_keys(servers):
     _, store = made(servers)
-    pulled = store.pull([Want("ids", KEYS)])
-    store.pull([Want("ids", KEYS[:2])]).rows()
+    pulled = store.pull([PullSpec("ids", KEYS)])
+    store.pull([PullSpec("ids", KEYS[:2])]).rows()
     pulled.rows()
-    store.push([Change("ids", KEYS.copy(), VALUES)])
-    store.push([Change("ids", KEYS[::-1].copy(), VALUES[::-1].copy())], step=1)
-    (rows,) = store.pull([Want("ids", KEYS)], step=2).rows()
+    store.push([TableUpdate("ids", KEYS.copy(), VALUES)])
+    store.push([TableUpdate("ids", KEYS[::-1].copy(), VALUES[::-1].copy())], step=1)
+    (rows,) = store.pull([PullSpec("ids", KEYS)], step=2).rows()
     np.testing.assert_allclose(rows, sim.START - 2 * sim.LR * VALUES, rtol=1e-6)
     for of_server in asked(store, "push"):
         first, second = (meta["changes"][0]["pull"] for meta in of_server)
@@ -112,11 +112,13 @@ def test_a_push_names_the_pull_that_brought_its_keys(servers):
 def test_each_change_of_a_push_names_the_pull_of_its_own_keys(servers):
     _, store = made(servers)
     store.declare([dataclasses.replace(sim.SPEC, name="dense", dense=40)])
-    store.pull([Want("dense", KEYS)]).rows()
-    store.pull([Want("ids", KEYS)]).rows()
-    store.push([Change("ids", KEYS, VALUES), Change("dense", KEYS, VALUES), Change("ids", KEYS[:3], VALUES[:3])])
-    store.push([Change("ids", KEYS, VALUES)], step=1)
-    (rows,) = store.pull([Want("ids", KEYS)], step=2).rows()
+    store.pull([PullSpec("dense", KEYS)]).rows()
+    store.pull([PullSpec("ids", KEYS)]).rows()
+    store.push(
+        [TableUpdate("ids", KEYS, VALUES), TableUpdate("dense", KEYS, VALUES), TableUpdate("ids", KEYS[:3], VALUES[:3])]
+    )
+    store.push([TableUpdate("ids", KEYS, VALUES)], step=1)
+    (rows,) = store.pull([PullSpec("ids", KEYS)], step=2).rows()
     np.testing.assert_allclose(rows[3:], sim.START - 2 * sim.LR * VALUES[3:], rtol=1e-6)
     for of_server in asked(store, "push"):
         named = [[change["pull"] is not None for change in meta["changes"]] for meta in of_server]
@@ -125,12 +127,12 @@ def test_each_change_of_a_push_names_the_pull_of_its_own_keys(servers):
 
 def test_a_server_that_forgot_the_pull_gets_the_keys():
     (service,), store = made()
-    pulled = store.pull([Want("ids", KEYS)])
+    pulled = store.pull([PullSpec("ids", KEYS)])
     pulled.rows()
     for client in service.state.clients._clients.values():
         client.kept.clear()
-    store.push([Change("ids", KEYS, VALUES)])
-    late = store.pull([Want("ids", KEYS)], step=1)
+    store.push([TableUpdate("ids", KEYS, VALUES)])
+    late = store.pull([PullSpec("ids", KEYS)], step=1)
     np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
     assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
 
@@ -144,12 +146,12 @@ def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost(monkeypatch):
         raise BackendError("the disk is full")
 
     monkeypatch.setattr(service, "_accept", full)
-    store.push([Change("ids", KEYS, VALUES)])
+    store.push([TableUpdate("ids", KEYS, VALUES)])
     with pytest.raises(BackendError, match="full"):
-        store.pull([Want("ids", KEYS)], step=1).rows()
-    (rows,) = store.pull([Want("ids", KEYS)], step=1).rows()
+        store.pull([PullSpec("ids", KEYS)], step=1).rows()
+    (rows,) = store.pull([PullSpec("ids", KEYS)], step=1).rows()
     np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES, rtol=1e-6)
-    store.push([Change("ids", KEYS, VALUES)], step=1)
+    store.push([TableUpdate("ids", KEYS, VALUES)], step=1)
     store.flush()
     assert service.state.clocks.steps == [2]
 
@@ -158,12 +160,12 @@ def test_several_tables_travel_in_one_request_and_idle_servers_are_not_asked():
     _, store = made(3)
     store.declare([dataclasses.replace(sim.SPEC, name="more", dim=2)])
     one = np.array([5], np.int64)
-    first, second = store.pull([Want("ids", KEYS), Want("more", one)]).rows()
+    first, second = store.pull([PullSpec("ids", KEYS), PullSpec("more", one)]).rows()
     assert (first.shape, second.shape) == ((40, 3), (1, 2))
     assert [len(pulls) for pulls in asked(store, "pull")] == [1, 1, 1]
-    store.pull([Want("more", one)]).rows()
+    store.pull([PullSpec("more", one)]).rows()
     assert sum(len(pulls) for pulls in asked(store, "pull")) == 4
-    store.push([Change("ids", one, VALUES[:1], counts=np.array([3], np.uint32))])
+    store.push([TableUpdate("ids", one, VALUES[:1], counts=np.array([3], np.uint32))])
     store.flush()
     assert [len(pushes) for pushes in asked(store, "push")] == [1, 1, 1]
     assert store.report()["ids"].pushed == 1
@@ -177,8 +179,8 @@ def test_a_restarted_worker_goes_on_where_the_servers_are():
     store._connections[0].call("push", {"step": 3, "weight": 1.0, "changes": []})
     again = remote(services)
     again.declare([sim.SPEC])
-    again.push([Change("ids", KEYS, VALUES)], step=0)
-    (rows,) = again.pull([Want("ids", KEYS)], step=1).rows()
+    again.push([TableUpdate("ids", KEYS, VALUES)], step=0)
+    (rows,) = again.pull([PullSpec("ids", KEYS)], step=1).rows()
     np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES, rtol=1e-6)
     assert [service.state.clocks.steps for service in services] == [[5], [5]]
 
@@ -191,7 +193,7 @@ def test_servers_and_this_process_agree_on_every_row():
         keys = sim.keys_of(0, step)
         values = VALUES[: len(keys)] + step
         for each in (store, local):
-            each.push([Change("ids", keys, values, counts=np.ones(len(keys), np.uint32))], step=step)
+            each.push([TableUpdate("ids", keys, values, counts=np.ones(len(keys), np.uint32))], step=step)
     np.testing.assert_array_equal(sim.table_of(store), sim.table_of(local))
     ours, theirs = store.report()["ids"], local.report()["ids"]
     assert (ours.rows, ours.pushed) == (theirs.rows, theirs.pushed)
@@ -201,7 +203,7 @@ def test_servers_and_this_process_agree_on_every_row():
 def test_leases_are_those_of_the_first_server():
     services, store = made(2)
     assert store.lease(0, ["a", "b"]) == ("a", 0, 2)
-    store.done(0, "a", 10)
+    store.report_progress(0, "a", 10)
     assert store.lease(0, ["a", "b"]) == ("b", 0, 1)
     assert store.lease(0, ["a", "b"]) == (None, 0, 1)
     assert not services[1].state.leases.to_json()
@@ -210,7 +212,7 @@ def test_leases_are_those_of_the_first_server():
 def test_an_unknown_table_is_named_before_anything_is_sent():
     _, store = made()
     with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
-        store.pull([Want("idz", KEYS)])
+        store.pull([PullSpec("idz", KEYS)])
     assert asked(store, "pull") == [[]]
 
 
@@ -236,23 +238,23 @@ def test_rows_come_with_the_answer_to_a_push(servers):
     services, store = made(servers)
     store.declare([dataclasses.replace(sim.SPEC, name="dense", dense=40)])
     few = KEYS[::5].copy()
-    pulled = store.push([Change("ids", KEYS, VALUES)], then=[Want("dense", few), Want("ids", few)])
+    pulled = store.push([TableUpdate("ids", KEYS, VALUES)], then=[PullSpec("dense", few), PullSpec("ids", few)])
     dense, rows = pulled.rows()
     np.testing.assert_array_equal(dense, np.full((8, 3), sim.START, np.float32))
     np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES[::5], rtol=1e-6)
     assert asked(store, "pull") == [[]] * servers
     assert store.push([], step=1).rows() == []
     with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
-        store.push([Change("ids", KEYS, VALUES)], step=2, then=[Want("idz", few)])
+        store.push([TableUpdate("ids", KEYS, VALUES)], step=2, then=[PullSpec("idz", few)])
     assert [service.state.clocks.steps for service in services] == [[2]] * servers
 
 
 def test_rows_come_with_a_push_that_is_sent_again(monkeypatch):
     (service,), store = made()
-    store.pull([Want("ids", KEYS)]).rows()
+    store.pull([PullSpec("ids", KEYS)]).rows()
     for client in service.state.clients._clients.values():
         client.kept.clear()
-    pulled = store.push([Change("ids", KEYS, VALUES)], then=[Want("ids", KEYS[:2])])
+    pulled = store.push([TableUpdate("ids", KEYS, VALUES)], then=[PullSpec("ids", KEYS[:2])])
     np.testing.assert_allclose(pulled.rows()[0], sim.START - sim.LR * VALUES[:2], rtol=1e-6)
     assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
     accept = service._accept
@@ -262,7 +264,7 @@ def test_rows_come_with_a_push_that_is_sent_again(monkeypatch):
         raise BackendError("the disk is full")
 
     monkeypatch.setattr(service, "_accept", full)
-    pulled = store.push([Change("ids", KEYS, VALUES)], step=1, then=[Want("ids", KEYS[:2])])
+    pulled = store.push([TableUpdate("ids", KEYS, VALUES)], step=1, then=[PullSpec("ids", KEYS[:2])])
     with pytest.raises(BackendError, match="full"):
         pulled.rows()
     np.testing.assert_allclose(pulled.rows()[0], sim.START - 2 * sim.LR * VALUES[:2], rtol=1e-6)

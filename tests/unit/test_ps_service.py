@@ -15,8 +15,9 @@ from phalanx.ps.server.changes import pack
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import Absence, watch
 from phalanx.ps.server.service import Service
-from phalanx.ps.table.rules import SGD, Adagrad, TableSpec
-from phalanx.ps.wire.message import Reply
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.update_rules import SGD, Adagrad
+from phalanx.ps.wire.message import RpcReply
 from ps_requests import SPEC, FakeWorker, gradient, keys
 
 
@@ -112,7 +113,7 @@ def test_sync_rows_asked_with_a_push_come_when_the_step_is_complete() -> None:
     described, arrays = pack([gradient((1,), 1.0)])
     got: list[float] = []
 
-    def push_and_read(meta: dict[str, Any]) -> Reply:
+    def push_and_read(meta: dict[str, Any]) -> RpcReply:
         return one.call("push", meta, [*arrays, keys(1, 2)], seq=2)
 
     meta = {"step": 0, "weight": 1.0, "changes": described, "then": [["items", 2]]}

@@ -14,17 +14,18 @@ import torch
 from open_files import no_descriptor_left
 from phalanx.errors import BackendError, ConfigError, DataError
 from phalanx.ps.server.copy_process import CopyProcess
-from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.saving import SnapshotService
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.holder import Holder
-from phalanx.ps.snapshot.read import Source, read
+from phalanx.ps.snapshot.holder import SnapshotParticipant
+from phalanx.ps.snapshot.read import SnapshotSource, open_snapshot
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.snapshot_lookup import Lookup
-from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.base import PullSpec, TableUpdate
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.table.placement import SHARDS, shards_owned
-from phalanx.ps.table.rules import SGD, Adagrad, Constant, CountFilter, Normal, ShowClick, TableSpec
-from phalanx.ps.table.table import Table, make_table, read_rows
+from phalanx.ps.table.rules import Constant, CountFilter, Normal, ShowClick, TableSpec
+from phalanx.ps.table.table import RowTable, make_table, read_rows
+from phalanx.ps.table.update_rules import SGD, Adagrad
 from ps_requests import FakeWorker
 
 ADS = TableSpec(name="ads", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=0.1), seed=3)
@@ -33,7 +34,7 @@ SHOWS = TableSpec(name="shows", dim=2, rule=SGD(lr=0.1), entry=ShowClick())
 ODD_IDS = np.array([0, -1, 2**63 - 1, -(2**63), 7, 123456789], np.int64)
 
 
-def trained(*specs: TableSpec, ids: np.ndarray[Any, Any] = ODD_IDS) -> dict[str, Table]:
+def trained(*specs: TableSpec, ids: np.ndarray[Any, Any] = ODD_IDS) -> dict[str, RowTable]:
     tables = {}
     for spec in specs:
         table = tables[spec.name] = make_table(spec)
@@ -42,20 +43,20 @@ def trained(*specs: TableSpec, ids: np.ndarray[Any, Any] = ODD_IDS) -> dict[str,
     return tables
 
 
-def push(table: Table, ids: np.ndarray[Any, Any], value: float) -> None:
+def push(table: RowTable, ids: np.ndarray[Any, Any], value: float) -> None:
     gradients = np.outer(np.linspace(1, 2, len(ids)), np.full(table.spec.dim, value)).astype(np.float32)
     table.push(np.ascontiguousarray(ids), gradients)
 
 
-def pulled(table: Table, ids: np.ndarray[Any, Any] = ODD_IDS) -> np.ndarray[Any, Any]:
+def pulled(table: RowTable, ids: np.ndarray[Any, Any] = ODD_IDS) -> np.ndarray[Any, Any]:
     return read_rows(table, np.ascontiguousarray(ids))
 
 
-def loaded(directory: Path, spec: TableSpec, servers: int = 1) -> list[Table]:
-    return [Source(directory).table(spec, shards_owned(server, servers)) for server in range(servers)]
+def loaded(directory: Path, spec: TableSpec, servers: int = 1) -> list[RowTable]:
+    return [SnapshotSource(directory).table(spec, shards_owned(server, servers)) for server in range(servers)]
 
 
-def same(one: Table, two: Table) -> bool:
+def same(one: RowTable, two: RowTable) -> bool:
     for shard in range(SHARDS):
         a, b = one.export(shard), two.export(shard)
         for name in ("keys", "rows", "waiting_keys", "waiting_counts"):
@@ -67,7 +68,7 @@ def same(one: Table, two: Table) -> bool:
 @pytest.mark.parametrize("spec", [ADS, USERS, SHOWS], ids=lambda s: s.name)
 def test_a_table_comes_back_with_its_state(tmp_path: Path, spec: TableSpec) -> None:
     tables = trained(spec)
-    manifest = save_local(Holder(tables, range(SHARDS)), tmp_path, {"epoch": 3})
+    manifest = save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {"epoch": 3})
     (table,) = loaded(tmp_path, spec)
     assert same(tables[spec.name], table)
     assert manifest.rows == {spec.name: tables[spec.name].rows}
@@ -75,13 +76,13 @@ def test_a_table_comes_back_with_its_state(tmp_path: Path, spec: TableSpec) -> N
     push(tables[spec.name], ODD_IDS, 1.0)
     push(table, ODD_IDS, 1.0)
     np.testing.assert_array_equal(pulled(tables[spec.name]), pulled(table))
-    assert read(tmp_path).extra() == {"epoch": 3}
+    assert open_snapshot(tmp_path).extra() == {"epoch": 3}
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_any_number_of_servers_loads_a_snapshot(tmp_path: Path, servers: int) -> None:
     tables = trained(ADS, ids=np.arange(200))
-    save_local(Holder(tables, range(SHARDS)), tmp_path, {})
+    save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {})
     parts = loaded(tmp_path, ADS, servers)
     keys = [np.concatenate([part.keys(s) for s in range(SHARDS)]) for part in parts]
     assert sorted(np.concatenate(keys).tolist()) == list(range(200))
@@ -90,25 +91,25 @@ def test_any_number_of_servers_loads_a_snapshot(tmp_path: Path, servers: int) ->
 
 def test_several_tables_share_a_shard_file_and_load_by_name(tmp_path: Path) -> None:
     tables = trained(ADS, SHOWS)
-    save_local(Holder(tables, range(SHARDS)), tmp_path, {})
+    save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {})
     store = LocalStore()
     store.load(tmp_path, ["ads"])
     store.declare([ADS, SHOWS])
     assert {name: table.rows for name, table in store.report().items()} == {"ads": len(ODD_IDS), "shows": 0}
     with pytest.raises(ConfigError, match=r"table 'add' of .* holds \['ads', 'shows'\]. Did you mean 'ads'"):
-        Source(tmp_path, ["add"])
+        SnapshotSource(tmp_path, ["add"])
 
 
 def test_a_delta_holds_what_changed_and_reads_on_its_base(tmp_path: Path) -> None:
     tables = trained(ADS, ids=np.arange(300))
-    holder = Holder(tables, range(SHARDS))
+    holder = SnapshotParticipant(tables, range(SHARDS))
     save_local(holder, tmp_path / "base", {"day": 1})
     push(tables["ads"], np.array([5, 1000, 1001]), 1.0)
     manifest = save_local(holder, tmp_path / "delta", {"day": 2}, "delta")
     assert manifest.rows == {"ads": 3}
     (table,) = loaded(tmp_path / "delta", ADS)
     assert same(table, tables["ads"])
-    assert read(tmp_path / "delta").extra() == {"day": 2}
+    assert open_snapshot(tmp_path / "delta").extra() == {"day": 2}
     ids = np.array([5, 1000, 7, 55555])
     np.testing.assert_array_equal(Lookup(tmp_path / "delta").rows("ads", ids), pulled(tables["ads"], ids))
 
@@ -116,7 +117,7 @@ def test_a_delta_holds_what_changed_and_reads_on_its_base(tmp_path: Path) -> Non
 def test_a_delta_forgets_rows_that_went(tmp_path: Path) -> None:
     spec = TableSpec(name="shows", dim=2, rule=SGD(lr=0.1), entry=ShowClick(drop_below=0.15))
     tables = trained(spec, ids=np.arange(50))
-    holder = Holder(tables, range(SHARDS))
+    holder = SnapshotParticipant(tables, range(SHARDS))
     save_local(holder, tmp_path / "base", {})
     assert tables["shows"].shrink() == 25
     save_local(holder, tmp_path / "delta", {}, "delta")
@@ -127,7 +128,7 @@ def test_a_delta_forgets_rows_that_went(tmp_path: Path) -> None:
 
 def test_a_delta_of_a_table_that_came_later_is_whole(tmp_path: Path) -> None:
     tables = trained(ADS)
-    holder = Holder(tables, range(SHARDS))
+    holder = SnapshotParticipant(tables, range(SHARDS))
     save_local(holder, tmp_path / "base", {})
     tables.update(trained(SHOWS))
     save_local(holder, tmp_path / "delta", {}, "delta")
@@ -138,7 +139,7 @@ def test_a_delta_of_a_table_that_came_later_is_whole(tmp_path: Path) -> None:
 
 def test_a_delta_needs_its_full_snapshot(tmp_path: Path) -> None:
     tables = trained(ADS)
-    holder = Holder(tables, range(SHARDS))
+    holder = SnapshotParticipant(tables, range(SHARDS))
     with pytest.raises(ConfigError, match=r"no full snapshot.*mode 'full' first"):
         save_local(holder, tmp_path / "delta", {}, "delta")
     save_local(holder, tmp_path / "base", {})
@@ -147,7 +148,7 @@ def test_a_delta_needs_its_full_snapshot(tmp_path: Path) -> None:
     save_local(holder, tmp_path / "delta", {}, "delta")
     save_local(holder, tmp_path / "base", {})
     with pytest.raises(DataError, match=r"changes since save .* now holds save .* Put the full snapshot back"):
-        read(tmp_path / "delta")
+        open_snapshot(tmp_path / "delta")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_delta_needs_its_full_snapshot(tmp_path: Path) -> None:
 )
 def test_lookup_serves_what_training_pulls(tmp_path: Path, mode: str, within: float) -> None:
     tables = trained(ADS, USERS)
-    save_local(Holder(tables, range(SHARDS)), tmp_path, {}, mode)
+    save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {}, mode)
     lookup = Lookup(tmp_path)
     ids = np.concatenate([ODD_IDS, [99, 99, 7]])  # unknown, and repeated
     for name, table in tables.items():
@@ -169,7 +170,7 @@ def test_lookup_serves_what_training_pulls(tmp_path: Path, mode: str, within: fl
 
 def test_training_can_begin_from_a_serving_export(tmp_path: Path) -> None:
     tables = trained(ADS)
-    save_local(Holder(tables, range(SHARDS)), tmp_path, {}, "serving")
+    save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {}, "serving")
     (table,) = loaded(tmp_path, ADS)
     np.testing.assert_array_equal(pulled(table), pulled(tables["ads"]))
 
@@ -178,7 +179,7 @@ def test_another_rule_takes_the_values_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
 ) -> None:
     tables = trained(ADS)
-    save_local(Holder(tables, range(SHARDS)), tmp_path, {})
+    save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {})
     (table,) = loaded(tmp_path, TableSpec(name="ads", dim=4, rule=SGD(lr=1.0), init=Constant()))
     np.testing.assert_array_equal(pulled(table), pulled(tables["ads"]))
     assert "optimizer state begins anew" in caplog.text
@@ -189,7 +190,7 @@ def test_another_rule_takes_the_values_and_says_so(
 def test_text_parts_are_the_table(tmp_path: Path) -> None:
     tables = trained(ADS, ids=np.arange(40))
     for server in range(2):
-        save_local(Holder(tables, shards_owned(server, 2), server), tmp_path / str(server), {}, "text")
+        save_local(SnapshotParticipant(tables, shards_owned(server, 2), server), tmp_path / str(server), {}, "text")
     lines = [line.split("\t") for n in range(2) for line in (tmp_path / str(n) / f"part-{n}").read_text().splitlines()]
     ids = np.array([int(line[1]) for line in lines])
     assert sorted(ids.tolist()) == list(range(40))
@@ -197,13 +198,13 @@ def test_text_parts_are_the_table(tmp_path: Path) -> None:
     values = np.array([line[2].split() for line in lines], np.float32)
     np.testing.assert_array_equal(values, pulled(tables["ads"], ids))
     with pytest.raises(ConfigError, match="text export, which is not read back"):
-        read(tmp_path / "0")
+        open_snapshot(tmp_path / "0")
 
 
 def test_text_does_not_overwrite_other_files(tmp_path: Path) -> None:
     (tmp_path / "part-0").write_text("training data")
     with pytest.raises(ConfigError, match=r"other files named part-\*"):
-        save_local(Holder(trained(ADS), range(SHARDS)), tmp_path, {}, "text")
+        save_local(SnapshotParticipant(trained(ADS), range(SHARDS)), tmp_path, {}, "text")
     assert (tmp_path / "part-0").read_text() == "training data"
 
 
@@ -213,19 +214,19 @@ def test_extra_holds_tensors_numbers_and_optimizer_state(tmp_path: Path) -> None
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     extra = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7, "note": None}
-    save_local(Holder({}, range(SHARDS)), tmp_path, extra)
-    back = read(tmp_path).extra()
+    save_local(SnapshotParticipant({}, range(SHARDS)), tmp_path, extra)
+    back = open_snapshot(tmp_path).extra()
     assert back["step"] == 7
     assert back["note"] is None
     torch.testing.assert_close(back["model"], dict(extra["model"]))
     optimizer.load_state_dict(back["optimizer"])
     with pytest.raises(ConfigError, match=r"Asked to save extra.a.1, which is a object"):
-        save_local(Holder({}, range(SHARDS)), tmp_path, {"a": [1, object()]})
+        save_local(SnapshotParticipant({}, range(SHARDS)), tmp_path, {"a": [1, object()]})
 
 
 def test_a_save_replaces_the_one_before_and_leaves_nothing_of_it(tmp_path: Path) -> None:
     tables = trained(ADS)
-    holder = Holder(tables, range(SHARDS))
+    holder = SnapshotParticipant(tables, range(SHARDS))
     save_local(holder, tmp_path, {"t": torch.ones(1)})
     first = set(tmp_path.iterdir())
     manifest = save_local(holder, tmp_path, {"t": torch.zeros(1)})
@@ -237,27 +238,27 @@ def test_a_save_replaces_the_one_before_and_leaves_nothing_of_it(tmp_path: Path)
 
 def test_a_save_that_failed_leaves_the_one_before(tmp_path: Path) -> None:
     tables = trained(ADS)
-    holder = Holder(tables, range(SHARDS))
+    holder = SnapshotParticipant(tables, range(SHARDS))
     save_local(holder, tmp_path, {"day": 1})
     before = sorted(tmp_path.iterdir())
     push(tables["ads"], np.array([77]), 1.0)
     with pytest.raises(ConfigError, match="Asked to save"):
         save_local(holder, tmp_path, {"day": object()})
     assert sorted(tmp_path.iterdir()) == before
-    assert read(tmp_path).extra() == {"day": 1}
+    assert open_snapshot(tmp_path).extra() == {"day": 1}
 
 
 # --- files that are not what was written -----------------------------------------------------------------------------
 
 
 def one_shard(tmp_path: Path) -> Path:
-    save_local(Holder(trained(ADS, ids=np.array([1])), range(SHARDS)), tmp_path, {})
+    save_local(SnapshotParticipant(trained(ADS, ids=np.array([1])), range(SHARDS)), tmp_path, {})
     (path,) = tmp_path.glob("shard-*")
     return path
 
 
 def load_all(tmp_path: Path) -> None:
-    Source(tmp_path).table(ADS, range(SHARDS))
+    SnapshotSource(tmp_path).table(ADS, range(SHARDS))
 
 
 def flip_bit(path: Path, place: int) -> None:
@@ -289,15 +290,15 @@ def test_a_load_that_fails_changes_nothing_neither_here_nor_on_a_server(tmp_path
     path = one_shard(tmp_path)
     flip_bit(path, -1)
     service = Service()
-    Saving(service)
+    SnapshotService(service)
     worker, local = FakeWorker(service), LocalStore()
     worker.declare(USERS)
     local.declare([USERS, ADS])
-    local.push([Change("ads", ODD_IDS, np.ones((len(ODD_IDS), 4), np.float32))])
-    before = local.pull([Want("ads", ODD_IDS)]).rows()[0]
+    local.push([TableUpdate("ads", ODD_IDS, np.ones((len(ODD_IDS), 4), np.float32))])
+    before = local.pull([PullSpec("ads", ODD_IDS)]).rows()[0]
     with pytest.raises(DataError, match=str(path)):
         local.load(tmp_path)
-    np.testing.assert_array_equal(local.pull([Want("ads", ODD_IDS)]).rows()[0], before)
+    np.testing.assert_array_equal(local.pull([PullSpec("ads", ODD_IDS)]).rows()[0], before)
     worker.declare(ADS)
     with pytest.raises(DataError, match=str(path)):
         worker.call("load", {"directory": str(tmp_path)})
@@ -305,10 +306,12 @@ def test_a_load_that_fails_changes_nothing_neither_here_nor_on_a_server(tmp_path
 
 
 def test_a_load_keeps_the_counts_of_all_tables(tmp_path: Path) -> None:
-    save_local(Holder(trained(ADS, USERS), range(SHARDS)), tmp_path, {})
+    save_local(SnapshotParticipant(trained(ADS, USERS), range(SHARDS)), tmp_path, {})
     store = LocalStore()
     store.declare([ADS, USERS])
-    store.push([Change(spec.name, ODD_IDS, np.ones((len(ODD_IDS), spec.dim), np.float32)) for spec in (ADS, USERS)])
+    store.push(
+        [TableUpdate(spec.name, ODD_IDS, np.ones((len(ODD_IDS), spec.dim), np.float32)) for spec in (ADS, USERS)]
+    )
     store.load(tmp_path)
     assert [report.pushed for report in store.report().values()] == [len(ODD_IDS)] * 2
     assert [report.dropped for report in store.report().values()] == [0, len(ODD_IDS)]
@@ -320,21 +323,21 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     value = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**value, "schema": 2}))
     with pytest.raises(DataError, match=r"schema 2.*this version reads schema 1"):
-        read(tmp_path)
+        open_snapshot(tmp_path)
     manifest.write_text(json.dumps({**value, "files": 3}))
     with pytest.raises(DataError, match="not the manifest of a snapshot"):
-        read(tmp_path)
+        open_snapshot(tmp_path)
     manifest.write_text("{")
     with pytest.raises(DataError, match=r"manifest.json is broken at byte 1"):
-        read(tmp_path)
+        open_snapshot(tmp_path)
     manifest.unlink()
     with pytest.raises(ConfigError, match=r"no snapshot in .*a save that ended"):
-        read(tmp_path)
+        open_snapshot(tmp_path)
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode 'fulll'; modes: full, delta, .* Did you mean 'full'"):
-        save_local(Holder({}, range(SHARDS)), tmp_path, {}, "fulll")
+        save_local(SnapshotParticipant({}, range(SHARDS)), tmp_path, {}, "fulll")
 
 
 def test_a_system_that_makes_no_copy_is_an_error_and_leaves_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

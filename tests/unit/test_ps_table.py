@@ -10,23 +10,12 @@ import pytest
 
 from phalanx.errors import ConfigError, DataError
 from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
-from phalanx.ps.table.rules import (
-    FTRL,
-    SGD,
-    Adagrad,
-    Adam,
-    Constant,
-    CountFilter,
-    Normal,
-    Probability,
-    ShowClick,
-    TableSpec,
-    Uniform,
-)
-from phalanx.ps.table.table import Table
+from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, TableSpec, Uniform
+from phalanx.ps.table.table import RowTable
+from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam
 from ps_tables import TABLES, pulled
 
-Make = Callable[[TableSpec], Table]
+Make = Callable[[TableSpec], RowTable]
 pytestmark = pytest.mark.parametrize("table_of", TABLES)
 
 PLAIN = TableSpec("t", 4, SGD(1.0))
@@ -41,7 +30,7 @@ def shard_of_key(key: int, name: str = "t") -> int:
     return int(shard_of(np.array([key], np.int64), table_salt(name))[0])
 
 
-def copy(table: Table, table_of: Make) -> Table:
+def copy(table: RowTable, table_of: Make) -> RowTable:
     other = table_of(table.spec)
     for shard in range(SHARDS):
         if table.keys(shard).size or table.export(shard).waiting_keys.size:

@@ -13,23 +13,9 @@ from numpy.typing import NDArray
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
 from phalanx.ps.table.reference import RENUMBER_AT, ReferenceTable
-from phalanx.ps.table.rules import (
-    FTRL,
-    SGD,
-    Adagrad,
-    Adam,
-    Constant,
-    CountFilter,
-    Momentum,
-    Normal,
-    Probability,
-    RMSprop,
-    RowWiseAdagrad,
-    ShowClick,
-    TableSpec,
-    Uniform,
-)
-from phalanx.ps.table.table import Table
+from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, TableSpec, Uniform
+from phalanx.ps.table.table import RowTable
+from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad
 from phalanx.versions import HAS_NATIVE
 from ps_tables import native_table
 
@@ -88,7 +74,7 @@ def calls(draw: st.DrawFn, dim: int) -> Call:
     )
 
 
-def apply(table: Table, call: Call) -> tuple[Table, object]:
+def apply(table: RowTable, call: Call) -> tuple[RowTable, object]:
     if call.kind == "push":
         return table, table.push(call.keys, call.values, call.lr, call.counts, call.shows, call.clicks)
     if call.kind == "add":
@@ -100,7 +86,7 @@ def apply(table: Table, call: Call) -> tuple[Table, object]:
     return table, getattr(table, call.kind)()
 
 
-def moved(table: Table) -> Table:
+def moved(table: RowTable) -> RowTable:
     other = type(table)(table.spec)  # type: ignore[call-arg]
     for shard in SHARDS_USED:
         other.restore(shard, table.export(shard))
@@ -124,7 +110,7 @@ def assert_same_columns(a: Columns, b: Columns, tolerance: float) -> None:
             assert getattr(left, "dtype", None) == getattr(right, "dtype", None), field.name
 
 
-def assert_same_tables(a: Table, b: Table, tolerance: float) -> None:
+def assert_same_tables(a: RowTable, b: RowTable, tolerance: float) -> None:
     for name in ("rows", "tick", "pushed", "dropped", "evicted"):
         assert getattr(a, name) == getattr(b, name), name
     since = a.tick // 2
@@ -140,8 +126,8 @@ def assert_same_tables(a: Table, b: Table, tolerance: float) -> None:
 
 
 def play(data: st.DataObject, spec: TableSpec, tolerance: float) -> None:
-    ours: Table = native_table(spec)
-    oracle: Table = ReferenceTable(spec)
+    ours: RowTable = native_table(spec)
+    oracle: RowTable = ReferenceTable(spec)
     for call in data.draw(st.lists(calls(spec.dim), max_size=12)):
         ours, got = apply(ours, call)
         oracle, expected = apply(oracle, call)
@@ -173,7 +159,7 @@ def test_native_and_reference_agree_where_the_c_library_counts(data, dim, rule, 
 @pytest.mark.parametrize("ahead", [3, 2**31, 2**33])
 def test_ticks_are_renumbered_alike_when_32_bits_run_out(ahead: int) -> None:
     spec = TableSpec("t", 2, SGD(0.1), entry=ShowClick(drop_below=0, unseen_days=3))
-    tables: list[Table] = [native_table(spec), ReferenceTable(spec)]
+    tables: list[RowTable] = [native_table(spec), ReferenceTable(spec)]
     keys = np.array(IDS, np.int64)
     shard = SHARDS_USED[0]
     for table in tables:
@@ -191,7 +177,7 @@ def test_ticks_are_renumbered_alike_when_32_bits_run_out(ahead: int) -> None:
 
 def test_many_ids_agree_through_growth_and_eviction() -> None:
     spec = TableSpec("t", 3, Adagrad(0.1), max_bytes=300_000)
-    tables: list[Table] = [native_table(spec), ReferenceTable(spec)]
+    tables: list[RowTable] = [native_table(spec), ReferenceTable(spec)]
     rng = np.random.default_rng(0)
     for _ in range(12):
         keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 1000))

@@ -8,8 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.ps.table.rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad, Rule, TableSpec, Uniform
-from phalanx.ps.table.table import Table
+import phalanx.ps
+from phalanx.ps.table.rules import TableSpec, Uniform
+from phalanx.ps.table.table import RowTable
+from phalanx.ps.table.update_rules import (
+    FTRL,
+    RULES,
+    SGD,
+    Adagrad,
+    Adam,
+    Momentum,
+    RMSprop,
+    RowWiseAdagrad,
+    Rule,
+    UpdateRule,
+)
+from phalanx.versions import HAS_NATIVE
 from ps_tables import TABLES, pulled
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -45,6 +59,9 @@ CASES: list[tuple[Rule, Optimizer]] = [
     ),
 ]
 
+WITHOUT_TORCH_TWIN = {RowWiseAdagrad, FTRL}
+"""Rules that have a test of their own below."""
+
 KEYS = np.array([0, -1, 2**63 - 1, -(2**63), 12345], np.int64)
 
 
@@ -52,9 +69,26 @@ def gradients(step: int) -> np.ndarray:
     return np.random.default_rng(step).normal(size=(ROWS, DIM)).astype(np.float32)
 
 
+@pytest.mark.parametrize("rule_class", RULES)
+def test_every_rule_is_public_tested_and_native(rule_class: type[UpdateRule]) -> None:
+    assert getattr(phalanx.ps, rule_class.__name__) is rule_class, "name it in phalanx/ps/__init__.py"
+    assert rule_class in WITHOUT_TORCH_TWIN | {type(rule) for rule, _ in CASES}, "add a row to CASES"
+    rule: Rule = rule_class(lr=0.1)  # type: ignore[assignment,call-arg]
+    rows = []
+    for make in (param.values[0] for param in TABLES if not param.marks or HAS_NATIVE):
+        table = make(
+            TableSpec("t", DIM, rule, Uniform(0.5))
+        )  # raises where csrc/table_rules.h has no struct of the kind
+        for step in range(STEPS):
+            table.push(KEYS, gradients(step))
+        rows.append(pulled(table, KEYS))
+    for other in rows[1:]:
+        np.testing.assert_allclose(other, rows[0], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("table_of", TABLES)
 @pytest.mark.parametrize(("rule", "optimizer"), CASES, ids=lambda value: getattr(value, "kind", ""))
-def test_rows_follow_torch(table_of: Callable[[TableSpec], Table], rule: Rule, optimizer: Optimizer) -> None:
+def test_rows_follow_torch(table_of: Callable[[TableSpec], RowTable], rule: Rule, optimizer: Optimizer) -> None:
     table = table_of(TableSpec("t", DIM, rule, Uniform(0.5)))
     weight = torch.tensor(pulled(table, KEYS), requires_grad=True)
     stepper = optimizer([weight])
@@ -68,7 +102,7 @@ def test_rows_follow_torch(table_of: Callable[[TableSpec], Table], rule: Rule, o
 
 
 @pytest.mark.parametrize("table_of", TABLES)
-def test_row_wise_adagrad_sums_the_mean_square_of_the_row(table_of: Callable[[TableSpec], Table]) -> None:
+def test_row_wise_adagrad_sums_the_mean_square_of_the_row(table_of: Callable[[TableSpec], RowTable]) -> None:
     rule = RowWiseAdagrad(0.1, initial_accumulator_value=0.2, eps=1e-6)
     table = table_of(TableSpec("t", DIM, rule, Uniform(0.5)))
     weight = pulled(table, KEYS).astype(np.float64)
@@ -84,7 +118,7 @@ def test_row_wise_adagrad_sums_the_mean_square_of_the_row(table_of: Callable[[Ta
 @pytest.mark.parametrize("table_of", TABLES)
 @pytest.mark.parametrize(("beta", "l1", "l2"), [(1.0, 0.0, 0.0), (0.5, 0.3, 0.0), (1.0, 0.2, 0.4)])
 def test_ftrl_follows_algorithm_1_of_its_paper(
-    table_of: Callable[[TableSpec], Table], beta: float, l1: float, l2: float
+    table_of: Callable[[TableSpec], RowTable], beta: float, l1: float, l2: float
 ) -> None:
     alpha = 0.1
     table = table_of(TableSpec("t", DIM, FTRL(alpha, beta, l1, l2), Uniform(0.5)))
@@ -102,7 +136,7 @@ def test_ftrl_follows_algorithm_1_of_its_paper(
 
 
 @pytest.mark.parametrize("table_of", TABLES)
-def test_adam_counts_the_updates_of_each_row(table_of: Callable[[TableSpec], Table]) -> None:
+def test_adam_counts_the_updates_of_each_row(table_of: Callable[[TableSpec], RowTable]) -> None:
     table = table_of(TableSpec("t", DIM, Adam(0.01), Uniform(0.5)))
     rows = [torch.tensor(row, requires_grad=True) for row in pulled(table, KEYS)]
     steppers = [torch.optim.Adam([row], 0.01) for row in rows]
@@ -117,7 +151,7 @@ def test_adam_counts_the_updates_of_each_row(table_of: Callable[[TableSpec], Tab
 
 
 @pytest.mark.parametrize("table_of", TABLES)
-def test_small_steps_are_not_lost_in_bfloat16(table_of: Callable[[TableSpec], Table]) -> None:
+def test_small_steps_are_not_lost_in_bfloat16(table_of: Callable[[TableSpec], RowTable]) -> None:
     table = table_of(TableSpec("t", 64, SGD(1e-4), Uniform(0), dtype="bfloat16"))
     keys = np.array([1], np.int64)
     table.assign(keys, np.ones((1, 64), np.float32))

@@ -310,7 +310,7 @@ class Server:
         self.taken.update(free[:1])
         return (free[0], self.rows.get(free[0], 0), len(free)) if free else (None, 0, 0)
 
-    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+    def report_progress(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
         self.calls.append((Path(file).name, offset, end))
         self.rows[file] = offset
 

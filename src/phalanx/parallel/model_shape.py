@@ -14,8 +14,9 @@ from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Table
 
 if TYPE_CHECKING:  # a job without tables does not wait for what they need
-    from phalanx.ps.client.parameter import Handle
-    from phalanx.ps.table.rules import Entry, Rule
+    from phalanx.ps.client.parameter import TableParameter
+    from phalanx.ps.table.rules import EntryPolicy
+    from phalanx.ps.table.update_rules import Rule
 
 
 def is_module_held(tensor: Tensor) -> bool:
@@ -46,7 +47,7 @@ def stages_over(params: Iterable[Tensor]) -> tuple[Group, ...]:
     return tuple(dict.fromkeys(groups[param] for param in params if param in groups)) if groups else ()
 
 
-def is_handle(param: Tensor) -> TypeGuard[Handle]:
+def is_handle(param: Tensor) -> TypeGuard[TableParameter]:
     """Return whether a parameter stands for a table."""
     return getattr(param, "is_table", False)
 
@@ -77,11 +78,11 @@ def shape_of(model: nn.Module) -> ModelShape:
     )
 
 
-def _table(name: str, handle: Handle) -> Table:
-    """Return the table that a handle stands for, named after its module where nobody named it."""
-    module, settings = name.rpartition(".")[0], handle.settings
+def _table(name: str, parameter: TableParameter) -> Table:
+    """Return the table that a parameter stands for, named after its module where nobody named it."""
+    module, settings = name.rpartition(".")[0], parameter.settings
     return Table(
-        name=handle.table or default_table_name(module),
+        name=parameter.table or default_table_name(module),
         module=module,
         dim=settings.dim,
         optimizer=_words(settings.optimizer),
@@ -95,7 +96,7 @@ def default_table_name(module: str) -> str:
     return module or "embedding"
 
 
-def _words(value: Rule | Entry | None) -> str | None:
+def _words(value: Rule | EntryPolicy | None) -> str | None:
     """Return a rule or policy as a person would write it: `adagrad(lr=0.05)`."""
     if value is None:
         return None

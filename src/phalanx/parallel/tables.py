@@ -23,17 +23,17 @@ from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Average
 from phalanx.ps.client import table_client
 from phalanx.ps.client.connect import secret_of
-from phalanx.ps.client.table_client import Attachment
+from phalanx.ps.client.table_client import TableClient
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
-from phalanx.ps.snapshot.read import read
-from phalanx.ps.stores.base import Store
+from phalanx.ps.snapshot.read import open_snapshot
+from phalanx.ps.stores.base import TableStore
 from phalanx.ps.stores.local import LocalStore
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.ps")
 
 
-def tables_of(context: Context, strategy: DistributedStrategy) -> Attachment:
+def tables_of(context: Context, strategy: DistributedStrategy) -> TableClient:
     """Return what ties this worker to its tables.
 
     Args:
@@ -75,7 +75,7 @@ def save(directory: Path, mode: str) -> None:
 
     Args:
         directory: Folder of the snapshot.
-        mode: As `Store.save` takes it.
+        mode: As `TableStore.save` takes it.
 
     Raises:
         ConfigError: If the folder cannot be made, or a job without servers holds a model in parts.
@@ -105,7 +105,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     """
     check_not_alone("fleet.load")
     tables = table_client.current()
-    extra: dict[str, Any] = read(directory).extra()
+    extra: dict[str, Any] = open_snapshot(directory).extra()
     # Nobody may go on training while another still loads, nor may a second load undo what was trained.
     agree("load", [str(directory), list(names) if names is not None else None])
     has_tables = _has_tables(tables)
@@ -135,18 +135,18 @@ def shrink() -> int:
     if context_of.current().rank or not _has_tables(tables):
         return 0
     tables.mode.flush()
-    return sum(tables.mode.store.shrink(name) for name in tables.claims.tables)
+    return sum(tables.mode.store.shrink(name) for name in tables.registry.tables)
 
 
-def _has_tables(tables: Attachment) -> bool:
+def _has_tables(tables: TableClient) -> bool:
     """Return whether there may be a table: in a job of several workers without servers, whether a model has one."""
     role = tables.context.role
-    if role.worker_num == 1 or role.server_endpoints or tables.claims.tables:
+    if role.worker_num == 1 or role.server_endpoints or tables.registry.tables:
         return True
     return any(is_handle(param) for model in distributed_models() for param in model.parameters())
 
 
-def _store_of(tables: Attachment, call: str) -> Store:
+def _store_of(tables: TableClient, call: str) -> TableStore:
     """Return what holds this job's tables; where there is none, an empty one beside which models are saved."""
     if _has_tables(tables):
         return tables.mode.store

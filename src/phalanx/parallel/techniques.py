@@ -38,22 +38,22 @@ def attach_tables(plan: Plan, model: nn.Module) -> None:
     rules = {name: plan.rule_for(name) for name, _ in model.named_parameters()}
     push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
     dense = any(isinstance(rule.place, Server) and rule.place.table == DENSE for rule in plan.params)
-    attachment = table_client.current()
+    client = table_client.current()
     session.is_in_table = table_client.holds
-    attachment.configure(push, dense=dense)
+    client.configure(push, dense=dense)
     for name, param in model.named_parameters():
         location = rules[name].place
         if is_handle(param):
             assert isinstance(location, Server)
-            attachment.claims.name(param, location.table)
+            client.registry.name(param, location.table)
         elif isinstance(location, Server) and location.table != DENSE:
             from phalanx.ps.placed_embedding import place_embedding  # imports torch's compiler
 
             embedding = owner_of(name, model)
             assert isinstance(embedding, nn.Embedding)
-            place_embedding(embedding, location.table, attachment)
+            place_embedding(embedding, location.table, client)
         else:
-            attachment.place(param, on_servers=isinstance(location, Server))
+            client.place(param, on_servers=isinstance(location, Server))
 
 
 def reduce_gradients(

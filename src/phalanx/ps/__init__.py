@@ -9,21 +9,8 @@ from phalanx.lazy import lazy_names
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
     from phalanx.ps.client.prefetch import prefetch
     from phalanx.ps.embedding import SparseEmbedding, lookup
-    from phalanx.ps.table.rules import (
-        FTRL,
-        SGD,
-        Adagrad,
-        Adam,
-        Constant,
-        CountFilter,
-        Momentum,
-        Normal,
-        Probability,
-        RMSprop,
-        RowWiseAdagrad,
-        ShowClick,
-        Uniform,
-    )
+    from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, Uniform
+    from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad
 
 __all__ = [
     "FTRL",

@@ -11,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ps.client.parameter import Handle, TableSettings, shared_handle
-from phalanx.ps.features import Feature, Found, read
-from phalanx.ps.table.rules import SGD, Entry, Init, Rule, Uniform
+from phalanx.ps.client.parameter import TableParameter, TableSettings, shared_parameter
+from phalanx.ps.features import Feature, FeatureRows, read_features
+from phalanx.ps.table.rules import EntryPolicy, Init, Uniform
+from phalanx.ps.table.update_rules import SGD, Rule
 
 Combiner = Literal["sum", "mean"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
@@ -47,13 +48,13 @@ class SparseEmbedding(nn.Module):
         ConfigError: If an argument cannot work, or a table of this name has other settings.
     """
 
-    handle: Handle
+    handle: TableParameter
 
     def __init__(
         self,
         dim: int,
         *,
-        entry: Entry | None = None,
+        entry: EntryPolicy | None = None,
         optimizer: Rule | None = None,
         init: Init | None = None,
         combiner: Combiner | None = None,
@@ -69,7 +70,7 @@ class SparseEmbedding(nn.Module):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype of rows must be torch.float32 or torch.bfloat16, found {dtype!r}.")
         self.combiner = combiner
-        self.settings = _checked(
+        self.settings = _check_settings(
             dim=dim,
             optimizer=optimizer,
             entry=entry,
@@ -100,13 +101,13 @@ class SparseEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
-        said = {"name": self.handle.table, "combiner": self.combiner, "optimizer": self.settings.optimizer}
-        return ", ".join([str(self.settings.dim), *(f"{k}={v!r}" for k, v in said.items() if v is not None)])
+        fields = {"name": self.handle.table, "combiner": self.combiner, "optimizer": self.settings.optimizer}
+        return ", ".join([str(self.settings.dim), *(f"{k}={v!r}" for k, v in fields.items() if v is not None)])
 
     def _connect(self, name: str | None) -> None:
-        self.handle = shared_handle(name, self.settings)
+        self.handle = shared_parameter(name, self.settings)
         # Imports torch's compiler, as every torch optimizer does when it is made.
-        self._read: Callable[[Sequence[Feature]], list[Found]] = torch.compiler.disable(read)
+        self._read: Callable[[Sequence[Feature]], list[FeatureRows]] = torch.compiler.disable(read_features)
 
     def _check(self, ids: Tensor, offsets: Tensor | None) -> None:
         if offsets is not None and self.combiner is None:
@@ -120,14 +121,14 @@ class SparseEmbedding(nn.Module):
                 f"found shape {tuple(ids.shape)} {'without' if offsets is None else 'with'} offsets."
             )
 
-    def _pooled(self, found: Found, offsets: Tensor | None) -> Tensor:
+    def _pooled(self, feature: FeatureRows, offsets: Tensor | None) -> Tensor:
         if self.combiner is None:
-            return F.embedding(found.index, found.rows, padding_idx=found.padding)
+            return F.embedding(feature.index, feature.rows, padding_idx=feature.padding)
         if offsets is not None:
-            offsets = offsets.to(found.index.device)
-        return F.embedding_bag(found.index, found.rows, offsets, mode=self.combiner, padding_idx=found.padding)
+            offsets = offsets.to(feature.index.device)
+        return F.embedding_bag(feature.index, feature.rows, offsets, mode=self.combiner, padding_idx=feature.padding)
 
-    # Rows are in snapshots of the servers, not in state_dict; the handle has nothing to save.
+    # Rows are in snapshots of the servers, not in state_dict; the parameter has nothing to save.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None: ...
 
     def _load_from_state_dict(self, *_args: Any) -> None: ...
@@ -155,32 +156,32 @@ def lookup(features: Sequence[tuple[SparseEmbedding, Tensor]]) -> list[Tensor]:
         module._check(ids, None)
     if not features:
         return []
-    found = features[0][0]._read([Feature(module.handle, ids) for module, ids in features])
-    return [module._pooled(f, None) for (module, _), f in zip(features, found, strict=True)]
+    feature_rows = features[0][0]._read([Feature(module.handle, ids) for module, ids in features])
+    return [module._pooled(f, None) for (module, _), f in zip(features, feature_rows, strict=True)]
 
 
 _settings: dict[str, TypeAdapter[Any]] = {
     "optimizer": TypeAdapter(Rule | None),
-    "entry": TypeAdapter(Entry | None),
+    "entry": TypeAdapter(EntryPolicy | None),
     "init": TypeAdapter(Init),
 }
 
 
-def _checked(**settings: Any) -> TableSettings:
+def _check_settings(**settings: Any) -> TableSettings:
     """Return the settings, checked as a table's specification checks them."""
     for name, kind in _settings.items():
         try:
             kind.validate_python(settings[name])
         except ValidationError:
-            known = {"optimizer": "phalanx.ps.Adagrad(0.05)", "entry": "phalanx.ps.CountFilter(10)"}
+            examples = {"optimizer": "phalanx.ps.Adagrad(0.05)", "entry": "phalanx.ps.CountFilter(10)"}
             raise ConfigError(
-                f"SparseEmbedding({name}=) takes a value such as {known.get(name, 'phalanx.ps.Uniform(0.01)')}, found "
-                f"{settings[name]!r}."
+                f"SparseEmbedding({name}=) takes a value such as {examples.get(name, 'phalanx.ps.Uniform(0.01)')}, "
+                f"found {settings[name]!r}."
             ) from None
-    made = TableSettings(**settings)
+    checked = TableSettings(**settings)
     try:
-        made.spec("checked", made.optimizer or SGD(lr=0.0))
+        checked.spec("checked", checked.optimizer or SGD(lr=0.0))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"SparseEmbedding({first['loc'][0]}={first['input']!r}): {first['msg']}.") from None
-    return made
+    return checked

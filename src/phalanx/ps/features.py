@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.client.parameter import Handle, Occurrences
-from phalanx.ps.client.table_client import Attachment, current
+from phalanx.ps.client.parameter import TableParameter, UniqueKeys
+from phalanx.ps.client.table_client import TableClient, current
 from phalanx.ps.stores.base import Keys, Rows
 from phalanx.ps.stores.dedup import unique
 
@@ -22,7 +22,7 @@ from phalanx.ps.stores.dedup import unique
 class Feature:
     """Ids of one feature, and the table they are looked up in."""
 
-    handle: Handle
+    parameter: TableParameter
     ids: Tensor
     """Any shape, any integer dtype."""
 
@@ -31,7 +31,7 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FeatureRows:
     """Rows of one feature."""
 
     rows: Tensor
@@ -44,53 +44,53 @@ class Found:
     """The row of the padding id, if it occurs."""
 
 
-def read(features: Sequence[Feature]) -> list[Found]:
+def read_features(features: Sequence[Feature]) -> list[FeatureRows]:
     """Read the rows of all features, with one request for each server.
 
     Args:
         features: Features of any tables; those of one table are read together.
 
     Returns:
-        One entry per feature. Gradients that reach its rows go to the handle of the table.
+        One entry per feature. Gradients that reach its rows go to the parameter of the table.
     """
-    attachment = current()
-    by_table: dict[Handle, list[int]] = {}
+    client = current()
+    by_table: dict[TableParameter, list[int]] = {}
     for position, feature in enumerate(features):
-        by_table.setdefault(feature.handle, []).append(position)
-    asked = [_Asked(handle, [features[p] for p in positions]) for handle, positions in by_table.items()]
-    arrays = attachment.pull([(a.handle, a.seen.keys) for a in asked])
-    found: dict[int, Found] = {}
-    for a, rows, positions in zip(asked, arrays, by_table.values(), strict=True):
-        found |= zip(positions, a.found(rows, attachment), strict=True)
-    return [found[position] for position in range(len(features))]
+        by_table.setdefault(feature.parameter, []).append(position)
+    lookups = [_TableLookup(parameter, [features[p] for p in positions]) for parameter, positions in by_table.items()]
+    arrays = client.pull([(lookup.parameter, lookup.seen.keys) for lookup in lookups])
+    feature_rows: dict[int, FeatureRows] = {}
+    for lookup, rows, positions in zip(lookups, arrays, by_table.values(), strict=True):
+        feature_rows |= zip(positions, lookup.split(rows, client), strict=True)
+    return [feature_rows[position] for position in range(len(features))]
 
 
-class _Asked:
+class _TableLookup:
     """The unique ids that several features ask of one table."""
 
-    def __init__(self, handle: Handle, features: list[Feature]) -> None:
-        self.handle = handle
+    def __init__(self, parameter: TableParameter, features: list[Feature]) -> None:
+        self.parameter = parameter
         self._features = features
         keys, self._inverse, counts = unique([keys_of(feature.ids) for feature in features])
-        self.seen = Occurrences(keys, counts, self._clicks(len(keys)))
+        self.seen = UniqueKeys(keys, counts, self._clicks(len(keys)))
 
-    def found(self, rows: Rows, attachment: Attachment) -> list[Found]:
+    def split(self, rows: Rows, client: TableClient) -> list[FeatureRows]:
         """Return the rows as each feature sees them."""
-        handle, padding = self.handle, self._padding()
+        parameter, padding = self.parameter, self._padding()
         if padding is not None:
             rows[padding] = 0.0
-        leaf = torch.from_numpy(rows).to(handle.device, handle.dtype)
-        if torch.is_grad_enabled() and handle.requires_grad:
+        leaf = torch.from_numpy(rows).to(parameter.device, parameter.dtype)
+        if torch.is_grad_enabled() and parameter.requires_grad:
             leaf.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(partial(_hand_over, attachment, handle, self.seen, padding))
+            leaf.register_post_accumulate_grad_hook(partial(_accumulate, client, parameter, self.seen, padding))
         sizes = [feature.ids.numel() for feature in self._features]
-        index = torch.from_numpy(self._inverse).to(handle.device).split(sizes)
-        return [Found(leaf, i.view(f.ids.shape), padding) for f, i in zip(self._features, index, strict=True)]
+        index = torch.from_numpy(self._inverse).to(parameter.device).split(sizes)
+        return [FeatureRows(leaf, i.view(f.ids.shape), padding) for f, i in zip(self._features, index, strict=True)]
 
     def _padding(self) -> int | None:
-        if self.handle.settings.padding_idx is None:
+        if self.parameter.settings.padding_idx is None:
             return None
-        places = np.flatnonzero(self.seen.keys == self.handle.settings.padding_idx)
+        places = np.flatnonzero(self.seen.keys == self.parameter.settings.padding_idx)
         return int(places[0]) if len(places) else None
 
     def _clicks(self, size: int) -> NDArray[np.float32] | None:
@@ -103,16 +103,18 @@ class _Asked:
         return np.bincount(self._inverse, weights=np.concatenate(each), minlength=size).astype(np.float32)
 
 
-def _hand_over(attachment: Attachment, handle: Handle, seen: Occurrences, padding: int | None, leaf: Tensor) -> None:
-    """Move the gradient of looked-up rows to the handle, without the row of the padding id."""
+def _accumulate(
+    client: TableClient, parameter: TableParameter, seen: UniqueKeys, padding: int | None, leaf: Tensor
+) -> None:
+    """Move the gradient of looked-up rows to the table parameter, without the row of the padding id."""
     gradient, leaf.grad = leaf.grad, None
     assert gradient is not None
     if padding is not None:
-        kept = np.delete(np.arange(len(seen.keys)), padding)
-        clicks = None if seen.clicks is None else seen.clicks[kept]
-        seen = Occurrences(seen.keys[kept], seen.counts[kept], clicks)
-        gradient = gradient[torch.from_numpy(kept).to(gradient.device)]
-    attachment.add(handle, seen, gradient)
+        others = np.delete(np.arange(len(seen.keys)), padding)
+        clicks = None if seen.clicks is None else seen.clicks[others]
+        seen = UniqueKeys(seen.keys[others], seen.counts[others], clicks)
+        gradient = gradient[torch.from_numpy(others).to(gradient.device)]
+    client.add(parameter, seen, gradient)
 
 
 def keys_of(ids: Tensor) -> Keys:

@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import PlanError
-from phalanx.ps.client.parameter import Handle, TableSettings
-from phalanx.ps.client.table_client import Attachment, current
-from phalanx.ps.features import Feature, read
+from phalanx.ps.client.parameter import TableParameter, TableSettings
+from phalanx.ps.client.table_client import TableClient, current
+from phalanx.ps.features import Feature, read_features
 from phalanx.ps.table.rules import Constant
 
 
-def place_embedding(module: nn.Embedding, name: str, attachment: Attachment) -> None:
-    """Move the rows of an embedding into a table, in place. Its weight keeps its identity and becomes a handle.
+def place_embedding(module: nn.Embedding, name: str, client: TableClient) -> None:
+    """Move an embedding's rows into a table, in place. Its weight keeps its identity and becomes a `TableParameter`.
 
     Args:
         module: The embedding; optimizers may hold its weight already.
         name: Name of the table.
-        attachment: What ties this process to its tables.
+        client: What ties this process to its tables.
 
     Raises:
         PlanError: If the module changes or weighs its rows in a way a table does not.
@@ -35,8 +35,8 @@ def place_embedding(module: nn.Embedding, name: str, attachment: Attachment) -> 
     weight = module.weight
     values = weight.detach().to("cpu", torch.float32).clone()
     weight.data = weight.data.new_empty(0, module.embedding_dim)
-    weight.__class__ = Handle
-    assert isinstance(weight, Handle)
+    weight.__class__ = TableParameter
+    assert isinstance(weight, TableParameter)
     weight.become(
         TableSettings(
             dim=module.embedding_dim,
@@ -49,8 +49,8 @@ def place_embedding(module: nn.Embedding, name: str, attachment: Attachment) -> 
             padding_idx=module.padding_idx,
         )
     )
-    attachment.claims.name(weight, name)
-    attachment.claims.start_from(weight, values)
+    client.registry.name(weight, name)
+    client.registry.start_from(weight, values)
     module.__class__ = PlacedEmbedding
 
 
@@ -68,20 +68,20 @@ class PlacedEmbedding(nn.Embedding):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         ids = torch.arange(self.num_embeddings)
-        (rows,) = current().pull([(_handle_of(self), ids.numpy())])
+        (rows,) = current().pull([(_table_parameter(self), ids.numpy())])
         destination[prefix + "weight"] = torch.from_numpy(rows).to(self.weight.device, self.weight.dtype)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         missing: list[str] = more[2]
         key = prefix + "weight"
         if key in state_dict:
-            current().claims.start_from(_handle_of(self), state_dict[key].to("cpu", torch.float32))
+            current().registry.start_from(_table_parameter(self), state_dict[key].to("cpu", torch.float32))
         else:
             missing.append(key)
 
 
-def _handle_of(module: PlacedEmbedding) -> Handle:
-    assert isinstance(module.weight, Handle)
+def _table_parameter(module: PlacedEmbedding) -> TableParameter:
+    assert isinstance(module.weight, TableParameter)
     return module.weight
 
 
@@ -90,8 +90,8 @@ def _read(module: PlacedEmbedding, ids: Tensor) -> Tensor:
         raise IndexError(
             f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {module.num_embeddings} rows."
         )
-    (found,) = read([Feature(_handle_of(module), ids)])
-    return F.embedding(found.index, found.rows, padding_idx=found.padding)
+    (rows,) = read_features([Feature(_table_parameter(module), ids)])
+    return F.embedding(rows.index, rows.rows, padding_idx=rows.padding)
 
 
 _look_up = torch.compiler.disable(_read)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.ps.snapshot.read import Snapshot, read
+from phalanx.ps.snapshot.read import Snapshot, open_snapshot
 from phalanx.ps.stores.base import Keys, Rows
 from phalanx.ps.table.placement import SHARDS
-from phalanx.ps.table.table import Table, make_table, read_rows
+from phalanx.ps.table.table import RowTable, make_table, read_rows
 
 
 class Lookup:
@@ -25,7 +25,7 @@ class Lookup:
     """
 
     def __init__(self, directory: Path | str) -> None:
-        self.snapshot = read(directory)
+        self.snapshot = open_snapshot(directory)
         self._tables = {name: _Rows(self.snapshot, name) for name in self.snapshot.tables}
 
     def extra(self) -> dict[str, Any]:
@@ -55,13 +55,13 @@ class _Rows:
         order = np.argsort(keys)
         self._keys, self._values = keys[order], values[order]
         # An empty table knows what an id without a row reads as.
-        self._unmade: Table = make_table(spec)
+        self._unmade: RowTable = make_table(spec)
 
     def at(self, ids: Keys) -> Rows:
         out = np.empty((len(ids), self._values.shape[1]), np.float32)
         places = np.searchsorted(self._keys, ids)
-        found = places < len(self._keys)
-        found[found] = self._keys[places[found]] == ids[found]
-        out[found] = self._values[places[found]]
-        out[~found] = read_rows(self._unmade, np.ascontiguousarray(ids[~found]))
+        is_saved = places < len(self._keys)
+        is_saved[is_saved] = self._keys[places[is_saved]] == ids[is_saved]
+        out[is_saved] = self._values[places[is_saved]]
+        out[~is_saved] = read_rows(self._unmade, np.ascontiguousarray(ids[~is_saved]))
         return out

@@ -29,7 +29,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.checks.consistency import make_consistent
 from phalanx.parallel.session import distributed_models
 from phalanx.parallel.stateful import SavedState, saved_state_of
-from phalanx.ps.snapshot.dense import packed, unpacked
+from phalanx.ps.snapshot.dense import pack_tree, unpack_tree
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -117,7 +117,7 @@ def load_optimizer_file(path: Path, optimizer: Optimizer) -> None:
     load_optimizer(optimizer, view, states[0], file[0].groups())
     for name, entry in _rank_independent_state(optimizer).items():
         if name in file[0].kept:
-            entry.source.load_state_dict(unpacked(file[0].kept[name], {}))
+            entry.source.load_state_dict(unpack_tree(file[0].kept[name], {}))
         else:
             logger.warning("%s has no state %r, which is reset", path, name)
 
@@ -153,7 +153,7 @@ class _OptimizerFileReader:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the options and parameters of the groups."""
-        groups: list[dict[str, Any]] = unpacked(self._note["groups"], {})
+        groups: list[dict[str, Any]] = unpack_tree(self._note["groups"], {})
         return [group | {"params": [self._name[name] for name in group["params"]]} for group in groups]
 
     def state(
@@ -245,7 +245,7 @@ def _rank_independent_state(optimizer: Optimizer) -> dict[str, SavedState]:
 
 def _without_tensors(value: object, where: str) -> Any:
     tensors: dict[str, Any] = {}
-    tree = packed(value, where, tensors)
+    tree = pack_tree(value, where, tensors)
     if tensors:
         raise ConfigError(
             f"{next(iter(tensors))} of the optimizer is a tensor, which one file of an optimizer has no place for. "

@@ -13,7 +13,7 @@ from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.file import TensorFile
 from phalanx.checkpoint.tensors.local import RANKS, rank_name
 from phalanx.errors import InternalError
-from phalanx.ps.snapshot.dense import unpacked
+from phalanx.ps.snapshot.dense import unpack_tree
 
 
 class CheckpointReader:
@@ -52,7 +52,7 @@ class CheckpointReader:
 
     def values(self, rank: int, word: str) -> Any:
         """Return one of the values of a saved rank, with the tensors in it."""
-        return unpacked(self.manifest.values[rank][word], _RankTensors(self, rank))
+        return unpack_tree(self.manifest.values[rank][word], _RankTensors(self, rank))
 
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._files:

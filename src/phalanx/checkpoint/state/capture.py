@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part
-from phalanx.ps.snapshot.dense import packed
+from phalanx.ps.snapshot.dense import pack_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def capture(training: TrainingState, extra: Mapping[str, Any] | None = None) -> 
     if extra is not None:
         values["extra"] = dict(extra)
     tensors: dict[str, Tensor] = {}
-    tree = packed(values, "values", tensors)
+    tree = pack_tree(values, "values", tensors)
     local_tensors |= {
         rank_name(view.rank, name): local_tensor(name, local_part(tensor)) for name, tensor in tensors.items()
     }

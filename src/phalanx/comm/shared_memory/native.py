@@ -39,4 +39,4 @@ class Native:
 
     def tend(self, operation: Any, /) -> None:
         """Wait for the end in the background; does not raise."""
-        self._core.tend(operation)
+        self._core.progress(operation)

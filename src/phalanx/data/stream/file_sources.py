@@ -129,13 +129,13 @@ class SplitFiles:
 
 
 class LeaseStore(Protocol):
-    """What `LeasedFiles` asks; a job's `phalanx.ps.stores.base.Store` is one."""
+    """What `LeasedFiles` asks; a job's `phalanx.ps.stores.base.TableStore` is one."""
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
         """Return a file that nobody reads (or None), the rows of it that are done, and how many files are left."""
         ...
 
-    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+    def report_progress(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
         """Report the rows of a leased file that were trained on, and whether these were all."""
         ...
 
@@ -178,7 +178,7 @@ class LeasedFiles:
         """Report what was trained on, where there is enough of it."""
         for file, (epoch, rows, is_finished) in list(self._handed_out.items()):
             if is_finished or rows - self._reported[file] >= REPORT_ROWS:
-                self._store.done(epoch, file, rows, end=is_finished)
+                self._store.report_progress(epoch, file, rows, end=is_finished)
                 self._reported[file] = rows
                 del self._handed_out[file]
 

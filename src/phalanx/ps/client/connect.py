@@ -13,16 +13,18 @@ from phalanx.cluster.runtime_folder import own_secret
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
-from phalanx.ps.client.consistency import Async, HalfAsync, Mode
-from phalanx.ps.client.geo import Geo
-from phalanx.ps.stores.base import Store
+from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode
+from phalanx.ps.client.geo import GeoMode
+from phalanx.ps.stores.base import TableStore
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore, ServerMode
 
 logger = logging.getLogger("phalanx.ps")
 
 
-def open_mode(context: Context, push: Push, *, dense: Literal["servers", "workers"] = "servers") -> Mode:
+def open_consistency(
+    context: Context, push: Push, *, dense: Literal["servers", "workers"] = "servers"
+) -> ConsistencyMode:
     """Connect to the job's servers, or hold the tables here when the job is this one process; log what holds then.
 
     Args:
@@ -89,7 +91,7 @@ def secret_of(role: Role) -> bytes:
     )
 
 
-def tell_unused(role: Role, *, failed: bool, connect_s: float) -> None:
+def report_unused(role: Role, *, failed: bool, connect_s: float) -> None:
     """Tell the servers that this worker ends and has used no table: they need not wait for it.
 
     Args:
@@ -109,7 +111,7 @@ def tell_unused(role: Role, *, failed: bool, connect_s: float) -> None:
         store.close()
 
 
-def _store(role: Role, push: Push) -> Store:
+def _store(role: Role, push: Push) -> TableStore:
     if not role.server_endpoints:
         if role.worker_num > 1:
             raise ConfigError(
@@ -134,11 +136,11 @@ def _remote(role: Role, mode: ServerMode | None, bound: int, connect_s: float = 
     )
 
 
-def _mode(store: Store, push: Push, workers: int) -> Mode:
+def _mode(store: TableStore, push: Push, workers: int) -> ConsistencyMode:
     steps = push.steps or 1
     if push.mode == "half_async":
-        return HalfAsync(store, steps=steps)
+        return HalfAsyncMode(store, steps=steps)
     if push.mode == "geo":
-        return Geo(store, steps=steps, workers=workers, local_optimizer=push.local_optimizer)
+        return GeoMode(store, steps=steps, workers=workers, local_optimizer=push.local_optimizer)
     # Without servers there is nothing to wait for, so nothing is read ahead.
-    return Async(store) if push.mode == "async" and isinstance(store, RemoteStore) else Mode(store)
+    return AsyncMode(store) if push.mode == "async" and isinstance(store, RemoteStore) else ConsistencyMode(store)

@@ -1,8 +1,8 @@
 """What a worker does at a pull and at a push, in each training mode.
 
-`Mode` itself sends every step as it is: sync and bounded staleness, which differ in what the servers wait for. `Async`
-may also read ahead, `HalfAsync` sends the sum of several steps, `phalanx.ps.client.geo.Geo` trains a replica. The exact
-definitions are in `docs/design/parameter-server.md`.
+`ConsistencyMode` itself sends every step unchanged: sync and bounded staleness (SSP), which differ in what the servers
+wait for. `AsyncMode` may also prefetch, `HalfAsyncMode` sends the sum of several steps, `phalanx.ps.client.geo.GeoMode`
+trains a replica. The exact definitions are in `docs/design/parameter-server.md`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.ps.stores.base import Change, Pulled, Rows, Store, Want
+from phalanx.ps.stores.base import PendingRows, PullSpec, Rows, TableStore, TableUpdate
 from phalanx.ps.stores.dedup import merge
 from phalanx.ps.table.rules import TableSpec
 
-MOST_AHEAD = 64
+MAX_PREFETCHED = 64
 """Tables' parts that are remembered of pulls ahead; older ones that no pull took are dropped."""
 
 
-class Mode:
+class ConsistencyMode:
     """Sends each step's gradients as one push. One thread of one worker uses a mode."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStore) -> None:
         self.store = store
         """The tables; for reports, shrinking and snapshots, which no mode changes."""
 
@@ -45,18 +45,18 @@ class Mode:
         """
         self.store.declare(specs)
 
-    def pull(self, wants: Sequence[Want]) -> Pulled:
+    def pull(self, pull_specs: Sequence[PullSpec]) -> PendingRows:
         """Ask for the rows that the next step computes with; `rows()` of what comes back waits for them."""
-        return self.store.pull(wants, step=self.pushes)
+        return self.store.pull(pull_specs, step=self.pushes)
 
-    def ahead(self, wants: Sequence[Want]) -> None:
+    def prefetch(self, pull_specs: Sequence[PullSpec]) -> None:
         """Say which rows a later step will pull. Only async mode asks for them now: the others promise newer rows."""
 
-    def push(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
+    def push(self, updates: Sequence[TableUpdate], weight: float = 1.0, then: Sequence[PullSpec] = ()) -> PendingRows:
         """End an optimizer step. Every step must end, with an empty list where there is nothing to send.
 
         Args:
-            changes: Gradients, at most one entry per table.
+            updates: Gradients, at most one entry per table.
             weight: Rows of the batch that the gradients are the mean of; sync mode averages by it.
             then: Rows to read as a pull of the next step would find them, without a request for it where that is
                 possible.
@@ -64,20 +64,20 @@ class Mode:
         Returns:
             The rows of `then`.
         """
-        pulled = self._send(changes, weight, then)
+        pulled = self._send(updates, weight, then)
         self.step += 1
         return pulled
 
-    def assign(self, changes: Sequence[Change]) -> None:
+    def assign(self, updates: Sequence[TableUpdate]) -> None:
         """Give rows their first values; returns once they are in place.
 
         It is no optimizer step, but in sync mode it is one push, so every worker calls it, with an empty list where
         another worker gives the values.
 
         Args:
-            changes: Changes of kind `assign`.
+            updates: Changes of kind `assign`.
         """
-        self._send(changes)
+        self._send(updates)
         self.store.flush()
 
     def flush(self) -> None:
@@ -85,7 +85,7 @@ class Mode:
         self.store.flush()
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
-        """Replace rows by those of a snapshot; what this worker holds back is dropped. See `Store.load`."""
+        """Replace rows by those of a snapshot; what this worker holds back is dropped. See `TableStore.load`."""
         self._forget()
         return self.store.load(directory, names)
 
@@ -100,118 +100,118 @@ class Mode:
     def _forget(self) -> None:
         """Drop rows and changes that this worker holds."""
 
-    def _send(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
-        pulled = self.store.push(changes, step=self.pushes, weight=weight, then=then)
+    def _send(self, updates: Sequence[TableUpdate], weight: float = 1.0, then: Sequence[PullSpec] = ()) -> PendingRows:
+        pulled = self.store.push(updates, step=self.pushes, weight=weight, then=then)
         self.pushes += 1
         return pulled
 
 
-class Async(Mode):
+class AsyncMode(ConsistencyMode):
     """Sends each step as it is, and takes rows that were asked for ahead: they lack the steps taken since."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStore) -> None:
         super().__init__(store)
         self._names: set[str] = set()
-        self._asked: deque[_Ahead] = deque(maxlen=MOST_AHEAD)
+        self._prefetched: deque[_PulledTable] = deque(maxlen=MAX_PREFETCHED)
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
-        """Make these tables. See `Mode.declare`."""
+        """Make these tables. See `ConsistencyMode.declare`."""
         super().declare(specs)
         self._names |= {spec.name for spec in specs}
 
-    def ahead(self, wants: Sequence[Want]) -> None:
+    def prefetch(self, pull_specs: Sequence[PullSpec]) -> None:
         """Ask for the rows of a later step; a pull of the same keys then takes them. Skips tables not declared yet."""
-        known = [want for want in wants if want.table in self._names]
-        if known:
-            pulled = self.store.pull(known, step=self.pushes)
-            self._asked.extend(_Ahead(want, pulled, place) for place, want in enumerate(known))
+        declared = [pull_spec for pull_spec in pull_specs if pull_spec.table in self._names]
+        if declared:
+            pulled = self.store.pull(declared, step=self.pushes)
+            self._prefetched.extend(_PulledTable(pull_spec, pulled, index) for index, pull_spec in enumerate(declared))
 
-    def pull(self, wants: Sequence[Want]) -> Pulled:
-        """Take the rows that were asked for ahead, and ask for the others. See `Mode.pull`."""
-        found = [self._take(want) for want in wants]
-        if not any(found):
-            return super().pull(wants)
-        others = [want for want, ahead in zip(wants, found, strict=True) if ahead is None]
+    def pull(self, pull_specs: Sequence[PullSpec]) -> PendingRows:
+        """Take the rows that were asked for ahead, and ask for the others. See `ConsistencyMode.pull`."""
+        prefetched = [self._take(pull_spec) for pull_spec in pull_specs]
+        if not any(prefetched):
+            return super().pull(pull_specs)
+        others = [pull_spec for pull_spec, prefetch in zip(pull_specs, prefetched, strict=True) if prefetch is None]
         fresh = super().pull(others) if others else None
-        rest = iter(_Ahead(want, fresh, place) for place, want in enumerate(others) if fresh)
-        return _Gathered([ahead or next(rest) for ahead in found])
+        rest = iter(_PulledTable(pull_spec, fresh, index) for index, pull_spec in enumerate(others) if fresh)
+        return _CombinedRows([prefetch or next(rest) for prefetch in prefetched])
 
     def _forget(self) -> None:
-        self._asked.clear()
+        self._prefetched.clear()
 
-    def _take(self, want: Want) -> _Ahead | None:
-        for ahead in self._asked:
-            if ahead.want.table == want.table and np.array_equal(ahead.want.keys, want.keys):
-                self._asked.remove(ahead)
-                return ahead
+    def _take(self, pull_spec: PullSpec) -> _PulledTable | None:
+        for prefetch in self._prefetched:
+            if prefetch.pull_spec.table == pull_spec.table and np.array_equal(prefetch.pull_spec.keys, pull_spec.keys):
+                self._prefetched.remove(prefetch)
+                return prefetch
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ahead:
+class _PulledTable:
     """One table's part of a pull."""
 
-    want: Want
-    pulled: Pulled
-    place: int
+    pull_spec: PullSpec
+    pulled: PendingRows
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
+class _CombinedRows:
     """Parts of several pulls."""
 
-    parts: list[_Ahead]
+    parts: list[_PulledTable]
 
     def rows(self) -> list[Rows]:
         """Wait and return the rows of each part."""
-        return [part.pulled.rows()[part.place] for part in self.parts]
+        return [part.pulled.rows()[part.index] for part in self.parts]
 
 
-class HalfAsync(Mode):
+class HalfAsyncMode(ConsistencyMode):
     """Adds up the gradients of several own steps, sends the sum as one push and waits until it is applied."""
 
-    def __init__(self, store: Store, *, steps: int) -> None:
+    def __init__(self, store: TableStore, *, steps: int) -> None:
         super().__init__(store)
         self._steps = steps
-        self._held: list[Sequence[Change]] = []
+        self._unsent: list[Sequence[TableUpdate]] = []
 
-    def push(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
-        """End an optimizer step; every `steps`-th sends the sum. See `Mode.push`."""
+    def push(self, updates: Sequence[TableUpdate], weight: float = 1.0, then: Sequence[PullSpec] = ()) -> PendingRows:
+        """End an optimizer step; every `steps`-th sends the sum. See `ConsistencyMode.push`."""
         self.step += 1
-        self._held.append(changes)
-        if len(self._held) >= self._steps:
+        self._unsent.append(updates)
+        if len(self._unsent) >= self._steps:
             self.flush()
         return self.pull(then)
 
     def flush(self) -> None:
         """Send the steps held back, if any, and wait until they are applied."""
-        if self._held:
-            self._send(summed([change for changes in self._held for change in changes]))
+        if self._unsent:
+            self._send(sum_updates([update for updates in self._unsent for update in updates]))
             self._forget()
         self.store.flush()
 
     def _forget(self) -> None:
-        self._held.clear()
+        self._unsent.clear()
 
 
-def summed(changes: Sequence[Change]) -> list[Change]:
+def sum_updates(updates: Sequence[TableUpdate]) -> list[TableUpdate]:
     """Return one change per table: gradients, counts, shows and clicks added up per id, at the last learning rate."""
-    tables: dict[str, list[Change]] = {}
-    for change in changes:
-        tables.setdefault(change.table, []).append(change)
+    tables: dict[str, list[TableUpdate]] = {}
+    for update in updates:
+        tables.setdefault(update.table, []).append(update)
     return [_sum_of(of_table) for of_table in tables.values()]
 
 
-def _sum_of(changes: list[Change]) -> Change:
-    last = changes[-1]
-    if len(changes) == 1:
+def _sum_of(updates: list[TableUpdate]) -> TableUpdate:
+    last = updates[-1]
+    if len(updates) == 1:
         return last
     dim = last.values.shape[1]
     has_statistics = last.shows is not None or last.clicks is not None
     # Counts up to 2**24 are exact in float32.
-    columns = [_columns(c, has_statistics) for c in changes]
-    keys, total = merge([c.keys for c in changes], columns, [1.0] * len(changes))
-    return Change(
+    columns = [_columns(c, has_statistics) for c in updates]
+    keys, total = merge([c.keys for c in updates], columns, [1.0] * len(updates))
+    return TableUpdate(
         table=last.table,
         keys=keys,
         values=np.ascontiguousarray(total[:, :dim]),
@@ -222,12 +222,12 @@ def _sum_of(changes: list[Change]) -> Change:
     )
 
 
-def _columns(change: Change, has_statistics: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def _columns(update: TableUpdate, has_statistics: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """Return values, counts and (where the table keeps them) shows and clicks side by side, one line per id."""
-    counts = np.ones(len(change.keys), np.float32) if change.counts is None else change.counts
-    columns = [change.values, counts]
+    counts = np.ones(len(update.keys), np.float32) if update.counts is None else update.counts
+    columns = [update.values, counts]
     if has_statistics:
         # What a table assumes when it is not told: every occurrence a show, none a click.
-        columns += [counts if change.shows is None else change.shows]
-        columns += [np.zeros(len(counts), np.float32) if change.clicks is None else change.clicks]
+        columns += [counts if update.shows is None else update.shows]
+        columns += [np.zeros(len(counts), np.float32) if update.clicks is None else update.clicks]
     return np.column_stack(columns).astype(np.float32, copy=False)

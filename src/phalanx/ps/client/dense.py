@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from phalanx.comm.agreement import agree
 from phalanx.errors import ConfigError
 from phalanx.plan.rules.servers import DENSE, DENSE_WIDTH
-from phalanx.ps.client.consistency import Mode
-from phalanx.ps.stores.base import Change, Keys, Pulled, Rows, Want
+from phalanx.ps.client.consistency import ConsistencyMode
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows, TableUpdate
 from phalanx.ps.table.from_torch_optimizer import rule_of
-from phalanx.ps.table.rules import Constant, Rule, TableSpec
+from phalanx.ps.table.rules import Constant, TableSpec
+from phalanx.ps.table.update_rules import Rule
 
 
 class DenseTable:
@@ -44,7 +45,7 @@ class DenseTable:
                 )
         self.name, self.params = name, list(params)
         ends = np.cumsum([_rows_of(param) for param in params])
-        self._places = [(int(end) - _rows_of(param), int(end)) for param, end in zip(params, ends, strict=True)]
+        self._spans = [(int(end) - _rows_of(param), int(end)) for param, end in zip(params, ends, strict=True)]
         self._keys: Keys = np.arange(ends[-1], dtype=np.int64)
 
     @property
@@ -56,33 +57,33 @@ class DenseTable:
         """Return the table's specification."""
         return TableSpec(name=self.name, dim=DENSE_WIDTH, rule=rule, init=Constant(0.0), dense=self.rows)
 
-    def want(self) -> Want:
+    def pull_spec(self) -> PullSpec:
         """Return what to pull to have every value."""
-        return Want(self.name, self._keys)
+        return PullSpec(self.name, self._keys)
 
     @torch.no_grad()
     def read(self, rows: Rows) -> None:
         """Copy pulled rows into the parameters."""
         flat = torch.from_numpy(rows).view(-1)
-        for param, (row, _) in zip(self.params, self._places, strict=True):
+        for param, (row, _) in zip(self.params, self._spans, strict=True):
             begin = row * DENSE_WIDTH
             param.copy_(flat[begin : begin + param.numel()].view(param.shape))
 
-    def values(self) -> Change:
+    def values(self) -> TableUpdate:
         """Return the parameters' values as an assignment."""
-        return Change(self.name, self._keys, _as_rows([p.detach() for p in self.params]), kind="assign")
+        return TableUpdate(self.name, self._keys, _as_rows([p.detach() for p in self.params]), kind="assign")
 
-    def hand_out(self, lr: float) -> Change | None:
+    def take_update(self, lr: float) -> TableUpdate | None:
         """Return the gradients of the parameters that have one and clear them; None when none has."""
-        found = [(p.grad, place) for p, place in zip(self.params, self._places, strict=True) if p.grad is not None]
-        if not found:
+        gradients = [(p.grad, span) for p, span in zip(self.params, self._spans, strict=True) if p.grad is not None]
+        if not gradients:
             return None
         for param in self.params:
             param.grad = None
         keys = self._keys
-        if len(found) < len(self.params):
-            keys = np.concatenate([self._keys[begin:end] for _, (begin, end) in found])
-        return Change(self.name, keys, _as_rows([gradient for gradient, _ in found]), lr=lr)
+        if len(gradients) < len(self.params):
+            keys = np.concatenate([self._keys[begin:end] for _, (begin, end) in gradients])
+        return TableUpdate(self.name, keys, _as_rows([gradient for gradient, _ in gradients]), lr=lr)
 
 
 def _rows_of(param: Tensor) -> int:
@@ -122,23 +123,23 @@ class DenseParameters:
         self._of: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = weakref.WeakKeyDictionary()
         self._made = 0
 
-    def add(self, optimizer: Optimizer, is_wanted: Callable[[Tensor], bool]) -> list[nn.Parameter]:
+    def add(self, optimizer: Optimizer, on_servers: Callable[[Tensor], bool]) -> list[nn.Parameter]:
         """Make a table for each group of an optimizer; returns the parameters in them.
 
         Args:
             optimizer: The optimizer.
-            is_wanted: Whether a parameter lives on servers.
+            on_servers: Whether a parameter lives on servers.
         """
         groups = []
         for settings in optimizer.param_groups:
-            if params := [param for param in settings["params"] if is_wanted(param)]:
+            if params := [param for param in settings["params"] if on_servers(param)]:
                 groups.append(_Group(DenseTable(f"{DENSE}/{self._made}", params), settings))
             self._made += 1
         if groups:
             self._of[optimizer] = groups
         return [param for group in groups for param in group.table.params]
 
-    def start(self, optimizer: Optimizer, mode: Mode, *, is_first: bool, is_again: bool) -> None:
+    def start(self, optimizer: Optimizer, mode: ConsistencyMode, *, is_first: bool, is_again: bool) -> None:
         """Give all workers the servers' values: of a snapshot or a restart, else those of the first worker.
 
         Collective over the workers, except for one that was started again.
@@ -152,12 +153,12 @@ class DenseParameters:
         groups = self._of[optimizer]
         mode.declare([group.table.spec(rule_of(optimizer, group.settings)) for group in groups])
         if not is_again:
-            held = mode.store.report() if is_first else {}
-            mode.assign([g.table.values() for g in groups if is_first and not held[g.table.name].rows])
+            reports = mode.store.report() if is_first else {}
+            mode.assign([g.table.values() for g in groups if is_first and not reports[g.table.name].rows])
             agree("dense tables", [len(group.table.params) for group in groups])
-        self.take(optimizer, mode.pull(self.wants(optimizer)))
+        self.take(optimizer, mode.pull(self.pull_specs(optimizer)))
 
-    def give(self, mode: Mode, saved: Mapping[str, TableSpec], *, is_first: bool) -> None:
+    def give(self, mode: ConsistencyMode, saved: Mapping[str, TableSpec], *, is_first: bool) -> None:
         """Give the servers the parameters' values where a snapshot that they loaded has no table of theirs.
 
         Collective over the workers; the first worker's values count.
@@ -173,24 +174,24 @@ class DenseParameters:
             mode.assign([table.values() for table in lacking if is_first])
             agree("dense tables of a snapshot without them", [table.name for table in lacking])
 
-    def hand_out(self, optimizer: Optimizer) -> list[Change]:
+    def take_update(self, optimizer: Optimizer) -> list[TableUpdate]:
         """Return the gradients of what an optimizer steps, and clear them."""
         groups = self._of.get(optimizer, [])
-        return [change for group in groups if (change := group.table.hand_out(group.lr))]
+        return [update for group in groups if (update := group.table.take_update(group.lr))]
 
-    def wants(self, optimizer: Optimizer) -> list[Want]:
+    def pull_specs(self, optimizer: Optimizer) -> list[PullSpec]:
         """Return what to pull to have every parameter that an optimizer steps."""
-        return [group.table.want() for group in self._of.get(optimizer, [])]
+        return [group.table.pull_spec() for group in self._of.get(optimizer, [])]
 
-    def take(self, optimizer: Optimizer, pulled: Pulled) -> None:
-        """Copy the rows of `wants` into the parameters."""
+    def take(self, optimizer: Optimizer, pulled: PendingRows) -> None:
+        """Copy the rows of `pull_specs` into the parameters."""
         for group, rows in zip(self._of[optimizer], pulled.rows(), strict=True):
             group.table.read(rows)
 
-    def read(self, mode: Mode) -> None:
+    def read(self, mode: ConsistencyMode) -> None:
         """Read all parameters from the servers."""
         for optimizer in self._of:
-            self.take(optimizer, mode.pull(self.wants(optimizer)))
+            self.take(optimizer, mode.pull(self.pull_specs(optimizer)))
 
     def __contains__(self, param: object) -> bool:
         return any(param is p for groups in self._of.values() for group in groups for p in group.table.params)

@@ -22,7 +22,7 @@ from phalanx.comm.store import JobStore
 logger = logging.getLogger("phalanx.ps")
 
 
-class Drift:
+class DesyncCheck:
     """Compares dense parameters after 1, 2, 4, 8, ... steps. Nobody waits: each look is at what was said at the last.
 
     Args:
@@ -55,11 +55,11 @@ class Drift:
         if self._rank == 0 and steps > 1 and not self._has_warned:
             self._compare(store, f"dense/{number}/{steps // 2}", steps // 2)
 
-    def _compare(self, store: JobStore, place: str, steps: int) -> None:
-        keys = [f"{place}/{rank}" for rank in range(self._workers)]
+    def _compare(self, store: JobStore, prefix: str, steps: int) -> None:
+        keys = [f"{prefix}/{rank}" for rank in range(self._workers)]
         # Absent only where a worker made fewer steps, which is no longer the same training either.
-        found = [store.get(key) if store.has([key]) else "" for key in keys]
-        if differ := [rank for rank, value in enumerate(found) if value != found[0]]:
+        digests = [store.get(key) if store.has([key]) else "" for key in keys]
+        if differ := [rank for rank, value in enumerate(digests) if value != digests[0]]:
             self._has_warned = True
             logger.warning(
                 "dense parameters must be the same on all workers, and after step %d those of workers %s are not those "

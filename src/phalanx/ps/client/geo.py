@@ -14,19 +14,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from phalanx.errors import ConfigError
-from phalanx.ps.client.consistency import Mode
-from phalanx.ps.stores.base import Change, Keys, Pulled, Ready, Rows, Store, Want
+from phalanx.ps.client.consistency import ConsistencyMode
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ReadyRows, Rows, TableStore, TableUpdate
 from phalanx.ps.stores.dedup import unique
-from phalanx.ps.table.rules import SGD, Constant, TableSpec
+from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.table import make_table, read_rows
+from phalanx.ps.table.update_rules import SGD
 
 logger = logging.getLogger("phalanx.ps")
 
 
-class Geo(Mode):
+class GeoMode(ConsistencyMode):
     """Trains replicas, and sends their difference every `steps` steps and at the end: ceil(steps / k) pushes."""
 
-    def __init__(self, store: Store, *, steps: int, workers: int, local_optimizer: bool = False) -> None:
+    def __init__(self, store: TableStore, *, steps: int, workers: int, local_optimizer: bool = False) -> None:
         super().__init__(store)
         self._steps = steps
         self._workers = workers
@@ -35,7 +36,7 @@ class Geo(Mode):
         self._in_window = 0
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
-        """Make these tables and their replicas. See `Mode.declare`.
+        """Make these tables and their replicas. See `ConsistencyMode.declare`.
 
         Raises:
             ConfigError: If the rule of a table is not SGD and `local_optimizer` was not given, or the table has an
@@ -48,25 +49,25 @@ class Geo(Mode):
             if spec.name not in self._replicas:
                 self._replicas[spec.name] = _Replica(spec)
 
-    def pull(self, wants: Sequence[Want]) -> Pulled:
+    def pull(self, pull_specs: Sequence[PullSpec]) -> PendingRows:
         """Read the rows that were not touched in this window yet, and return those of the replica."""
-        self._read(wants)
-        return Ready([self._replicas[want.table].rows(want.keys) for want in wants])
+        self._read(pull_specs)
+        return ReadyRows([self._replicas[pull_spec.table].rows(pull_spec.keys) for pull_spec in pull_specs])
 
-    def push(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
-        """End an optimizer step on the replica; every `steps`-th sends the difference. See `Mode.push`."""
+    def push(self, updates: Sequence[TableUpdate], weight: float = 1.0, then: Sequence[PullSpec] = ()) -> PendingRows:
+        """End an optimizer step on the replica; every `steps`-th sends the difference. See `ConsistencyMode.push`."""
         self.step += 1
         self._in_window += 1
-        self._read([Want(change.table, change.keys) for change in changes])
-        for change in changes:
-            self._replicas[change.table].train(change)
+        self._read([PullSpec(update.table, update.keys) for update in updates])
+        for update in updates:
+            self._replicas[update.table].train(update)
         if self._in_window >= self._steps:
             self._end_window()
         return self.pull(then)
 
-    def assign(self, changes: Sequence[Change]) -> None:
-        """Give rows their first values. See `Mode.assign`."""
-        super().assign(changes)
+    def assign(self, updates: Sequence[TableUpdate]) -> None:
+        """Give rows their first values. See `ConsistencyMode.assign`."""
+        super().assign(updates)
         self._forget()
 
     def flush(self) -> None:
@@ -75,17 +76,20 @@ class Geo(Mode):
             self._end_window()
         self.store.flush()
 
-    def _read(self, wants: Sequence[Want]) -> None:
-        first = [Want(want.table, self._replicas[want.table].unread(want.keys)) for want in wants]
-        first = [want for want in first if len(want.keys)]
+    def _read(self, pull_specs: Sequence[PullSpec]) -> None:
+        first = [
+            PullSpec(pull_spec.table, self._replicas[pull_spec.table].unread(pull_spec.keys))
+            for pull_spec in pull_specs
+        ]
+        first = [pull_spec for pull_spec in first if len(pull_spec.keys)]
         if first:
             arrived = self.store.pull(first, step=self.pushes).rows()
-            for want, rows in zip(first, arrived, strict=True):
-                self._replicas[want.table].learn(want.keys, rows)
+            for pull_spec, rows in zip(first, arrived, strict=True):
+                self._replicas[pull_spec.table].learn(pull_spec.keys, rows)
 
     def _end_window(self) -> None:
         differences = [replica.difference(self._workers) for replica in self._replicas.values()]
-        self._send([change for change in differences if len(change.keys)])
+        self._send([update for update in differences if len(update.keys)])
         self._forget()
 
     def _forget(self) -> None:
@@ -99,7 +103,7 @@ class _Replica:
 
     def __init__(self, spec: TableSpec) -> None:
         self._name, self._dim = spec.name, spec.dim
-        self._is_stateless = spec.rule.kind == "sgd"
+        self._is_stateless = spec.rule.state_columns(spec.dim) == 0
         self._copy = make_table(dataclasses.replace(spec, entry=None, dtype="float32", max_bytes=None))
         # A row read in this window is `[base | 1]` here; any other id reads as zeros.
         self._base = make_table(
@@ -120,16 +124,16 @@ class _Replica:
         """Return the copy's rows, shape (n, dim)."""
         return read_rows(self._copy, keys)
 
-    def train(self, change: Change) -> None:
+    def train(self, update: TableUpdate) -> None:
         """Apply gradients to the copy with the table's rule."""
-        self._copy.push(change.keys, change.values, change.lr, None, None, None)
-        self._trained.append(change.keys)
+        self._copy.push(update.keys, update.values, update.lr, None, None, None)
+        self._trained.append(update.keys)
 
-    def difference(self, workers: int) -> Change:
+    def difference(self, workers: int) -> TableUpdate:
         """Return (copy - base) / workers of the rows trained in this window."""
         keys, _, _ = unique(self._trained)
         moved = self.rows(keys) - read_rows(self._base, keys)[:, : self._dim]
-        return Change(self._name, keys, moved / np.float32(workers), kind="delta")
+        return TableUpdate(self._name, keys, moved / np.float32(workers), kind="delta")
 
     def forget(self) -> None:
         """Begin a window. Optimizer state of a rule that has some stays with its rows."""
@@ -140,24 +144,24 @@ class _Replica:
 
 
 def _check(spec: TableSpec, local_optimizer: bool) -> None:
-    rule = spec.rule.kind
+    rule, has_state = spec.rule.kind, spec.rule.state_columns(spec.dim) > 0
     if spec.entry is not None:
         raise ConfigError(
             f"table {spec.name!r} has the entry policy {spec.entry.kind!r}, and geo mode trains replicas, where no "
             "server can count occurrences. Use async mode, or drop `entry=`."
         )
-    if rule == "ftrl":
+    if not spec.rule.supports_deltas:
         raise ConfigError(
-            f"table {spec.name!r} uses FTRL, whose rows follow from sums of gradients; geo mode adds differences of "
-            "rows. Use SGD, or another mode."
+            f"table {spec.name!r} uses {type(spec.rule).__name__}, whose rows follow from sums of gradients; geo mode "
+            "adds differences of rows. Use SGD, or another mode."
         )
-    if rule != "sgd" and not local_optimizer:
+    if has_state and not local_optimizer:
         raise ConfigError(
             f"table {spec.name!r} uses {rule!r}, and geo mode trains with SGD: it adds differences of rows, while "
             'optimizer state stays with each worker. Use SGD, or allow it: a_sync_configs = {"k_steps": ..., '
             '"local_optimizer": True}.'
         )
-    if rule != "sgd":
+    if has_state:
         logger.warning(
             "geo: table %r trains with %r on each worker; its optimizer state stays with the worker.", spec.name, rule
         )

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ps.stores.base import Change, Keys
+from phalanx.ps.stores.base import Keys, TableUpdate
 from phalanx.ps.stores.dedup import unique
-from phalanx.ps.table.rules import Entry, Init, Rule, TableSpec
+from phalanx.ps.table.rules import EntryPolicy, Init, TableSpec
+from phalanx.ps.table.update_rules import Rule
 
 Counts = NDArray[np.uint32]
 Clicks = NDArray[np.float32]
@@ -29,11 +30,11 @@ Clicks = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """What a `SparseEmbedding` says of its table; the rule may follow the optimizer that holds the handle."""
+    """What a `SparseEmbedding` says of its table; the rule may follow the optimizer that holds the parameter."""
 
     dim: int
     optimizer: Rule | None
-    entry: Entry | None
+    entry: EntryPolicy | None
     init: Init
     dtype: Literal["float32", "bfloat16"]
     seed: int
@@ -55,7 +56,7 @@ class TableSettings:
 
 
 @dataclass(slots=True)
-class Occurrences:
+class UniqueKeys:
     """Which ids one lookup read, and how often; all of shape (n,)."""
 
     keys: Keys
@@ -66,7 +67,7 @@ class Occurrences:
     """Clicks per id; none when None."""
 
 
-class Handle(nn.Parameter):
+class TableParameter(nn.Parameter):
     """Stands for one table; modules that name the same table share it.
 
     Args:
@@ -80,10 +81,10 @@ class Handle(nn.Parameter):
     table: str | None
     """Name of the table; None until it is given, or follows from the module's place in the model."""
 
-    _seen: Occurrences | None
+    _seen: UniqueKeys | None
 
-    def __new__(cls, settings: TableSettings) -> Handle:
-        """Make the handle of a table without a name."""
+    def __new__(cls, settings: TableSettings) -> TableParameter:
+        """Make the parameter of a table without a name."""
         self = super().__new__(cls, torch.empty(0, settings.dim))
         self.become(settings)
         return self
@@ -92,7 +93,7 @@ class Handle(nn.Parameter):
         """Stand for a table that has no name yet."""
         self.settings, self.table, self._seen = settings, None, None
 
-    def __deepcopy__(self, memo: object) -> Handle:
+    def __deepcopy__(self, memo: object) -> TableParameter:
         return self  # rows are not copied: a copy of a model reads and trains the same table
 
     @property
@@ -100,22 +101,22 @@ class Handle(nn.Parameter):
         """The table's name for messages."""
         return repr(self.table) if self.table else "without a name"
 
-    def collect(self, seen: Occurrences, gradient: Tensor) -> None:
+    def collect(self, seen: UniqueKeys, gradient: Tensor) -> None:
         """Add the gradient of the rows of one lookup to `.grad`.
 
         Args:
             seen: The ids.
-            gradient: Shape (n, dim), dtype and device of the handle.
+            gradient: Shape (n, dim), dtype and device of the parameter.
         """
         # zero_grad(set_to_none=False) leaves zeros: gradients dropped all the same.
         if self._seen is not None and self.grad is not None and self.grad.any():
-            seen, gradient = _merged((self._seen, self.grad), (seen, gradient))
+            seen, gradient = _merge_gradients((self._seen, self.grad), (seen, gradient))
         self._seen, self.grad = seen, None
         self.data = gradient.new_zeros(()).expand_as(gradient)
         self.grad = gradient
 
-    def hand_out(self, lr: float | None) -> Change | None:
-        """Return what `.grad` holds as a change of the table and empty the handle; None when there is nothing."""
+    def take_update(self, lr: float | None) -> TableUpdate | None:
+        """Return what `.grad` holds as a change of the table and empty the parameter; None when there is nothing."""
         seen, gradient = self._seen, self.grad
         self._seen = self.grad = None
         if self.shape[0]:
@@ -124,66 +125,66 @@ class Handle(nn.Parameter):
             return None
         assert self.table is not None
         values = gradient.detach().to("cpu", torch.float32).contiguous().numpy()
-        return Change(self.table, seen.keys, values, lr=lr, counts=seen.counts, clicks=seen.clicks)
+        return TableUpdate(self.table, seen.keys, values, lr=lr, counts=seen.counts, clicks=seen.clicks)
 
 
-def _merged(first: tuple[Occurrences, Tensor], second: tuple[Occurrences, Tensor]) -> tuple[Occurrences, Tensor]:
+def _merge_gradients(first: tuple[UniqueKeys, Tensor], second: tuple[UniqueKeys, Tensor]) -> tuple[UniqueKeys, Tensor]:
     seen, gradient = (first[0], second[0]), torch.cat([first[1], second[1]])
     keys, inverse, _ = unique([s.keys for s in seen])
     where = torch.from_numpy(inverse).to(gradient.device)
     total = gradient.new_zeros(len(keys), gradient.shape[1]).index_add_(0, where, gradient)
-    counts = _added([s.counts for s in seen], inverse, len(keys)).astype(np.uint32)
+    counts = _sum_by_key([s.counts for s in seen], inverse, len(keys)).astype(np.uint32)
     clicks = None
     if any(s.clicks is not None for s in seen):
         each = [np.zeros(len(s.keys), np.float32) if s.clicks is None else s.clicks for s in seen]
-        clicks = _added(each, inverse, len(keys)).astype(np.float32)
-    return Occurrences(keys, counts, clicks), total
+        clicks = _sum_by_key(each, inverse, len(keys)).astype(np.float32)
+    return UniqueKeys(keys, counts, clicks), total
 
 
-def _added(values: list[Counts] | list[Clicks], inverse: Keys, size: int) -> NDArray[Any]:
+def _sum_by_key(values: list[Counts] | list[Clicks], inverse: Keys, size: int) -> NDArray[Any]:
     return np.bincount(inverse, weights=np.concatenate(values), minlength=size)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
-_named: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
+_named: weakref.WeakValueDictionary[str, TableParameter] = weakref.WeakValueDictionary()
 
 
-def shared_handle(name: str | None, settings: TableSettings) -> Handle:
-    """Return the handle of the table of this name, made now if there is none; without a name always a new one.
+def shared_parameter(name: str | None, settings: TableSettings) -> TableParameter:
+    """Return the parameter of the table of this name, made now if there is none; without a name always a new one.
 
     Raises:
         ConfigError: If the table exists with other settings; names the first that differs.
     """
-    known = _named.get(name) if name else None
-    if known is None:
-        handle = Handle(settings)
+    parameter = _named.get(name) if name else None
+    if parameter is None:
+        parameter = TableParameter(settings)
         if name:
-            give_name(handle, name)
-        return handle
+            give_name(parameter, name)
+        return parameter
     for field in fields(settings):
-        have, asked = getattr(known.settings, field.name), getattr(settings, field.name)
-        if have != asked:
+        actual, expected = getattr(parameter.settings, field.name), getattr(settings, field.name)
+        if actual != expected:
             raise ConfigError(
-                f"SparseEmbedding(name={name!r}) was made with {field.name}={have!r} and is now asked with "
-                f"{field.name}={asked!r}. Tables of one name are one table: use the same settings, or another name."
+                f"SparseEmbedding(name={name!r}) was made with {field.name}={actual!r} and is now asked with "
+                f"{field.name}={expected!r}. Tables of one name are one table: use the same settings, or another name."
             )
-    return known
+    return parameter
 
 
-def give_name(handle: Handle, name: str) -> None:
-    """Name the table of a handle.
+def give_name(parameter: TableParameter, name: str) -> None:
+    """Name the table of a parameter.
 
     Raises:
         ConfigError: If another table has this name.
     """
-    if _named.get(name, handle) is not handle:
+    if _named.get(name, parameter) is not parameter:
         raise ConfigError(
             f"there is a table {name!r} in this process already, of another model. Give one of them another name: "
             "SparseEmbedding(..., name=...)."
         )
-    handle.table = name
-    _named[name] = handle
+    parameter.table = name
+    _named[name] = parameter
 
 
 def free_name(taken: Container[str]) -> str:

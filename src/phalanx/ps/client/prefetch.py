@@ -9,11 +9,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.client.consistency import Mode
+from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.table_client import current
 from phalanx.ps.embedding import SparseEmbedding
 from phalanx.ps.features import keys_of
-from phalanx.ps.stores.base import Keys, Want
+from phalanx.ps.stores.base import Keys, PullSpec
 from phalanx.ps.stores.dedup import unique
 
 Batch = TypeVar("Batch")
@@ -37,10 +37,10 @@ def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth:
     """
     if depth < 1:
         raise ConfigError(f"prefetch reads at least 1 batch ahead, found depth={depth}. Use the loader itself instead.")
-    attachment = current()
-    batches, waiting = attachment.context.batches, deque[Batch]()
+    client = current()
+    batches, waiting = client.context.batches, deque[Batch]()
     for batch in loader:
-        _ask(attachment.mode, ids(batch))
+        _ask(client.mode, ids(batch))
         waiting.append(batch)
         if len(waiting) > depth:
             batches.use(waiting[0])
@@ -50,9 +50,9 @@ def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth:
         yield waiting.popleft()
 
 
-def _ask(mode: Mode, lookups: Lookups) -> None:
+def _ask(mode: ConsistencyMode, lookups: Lookups) -> None:
     by_table: dict[str, list[Keys]] = {}
     for module, tensor in lookups:
         if module.handle.table is not None:
             by_table.setdefault(module.handle.table, []).append(keys_of(tensor))
-    mode.ahead([Want(table, unique(keys)[0]) for table, keys in by_table.items()])
+    mode.prefetch([PullSpec(table, unique(keys)[0]) for table, keys in by_table.items()])

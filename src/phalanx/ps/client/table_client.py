@@ -29,14 +29,14 @@ from phalanx.comm.batches import row_weight_of
 from phalanx.comm.context import Context
 from phalanx.errors import ClosedError, ConfigError, PhalanxError
 from phalanx.plan.value import Push
-from phalanx.ps.client.connect import open_mode, tell_unused
-from phalanx.ps.client.consistency import Mode
+from phalanx.ps.client.connect import open_consistency, report_unused
+from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.dense import DenseParameters
-from phalanx.ps.client.desync_check import Drift
-from phalanx.ps.client.parameter import Handle, Occurrences
-from phalanx.ps.client.registry import Claims
+from phalanx.ps.client.desync_check import DesyncCheck
+from phalanx.ps.client.parameter import TableParameter, UniqueKeys
+from phalanx.ps.client.registry import TableRegistry
 from phalanx.ps.snapshot.manifest import read_manifest
-from phalanx.ps.stores.base import Change, Keys, Pulled, Rows, Want
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows, TableUpdate
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -48,7 +48,7 @@ LAST_WORDS_S = 5.0
 """Longest that a process which ends tries to reach a server that it never used."""
 
 
-class Attachment:
+class TableClient:
     """This process's part in training tables.
 
     Args:
@@ -68,19 +68,19 @@ class Attachment:
         self.since = time.time()
         """When this process began to use tables."""
 
-        self._mode: Mode | None = None
-        self.claims = Claims(context, lambda: self.mode)
+        self._mode: ConsistencyMode | None = None
+        self.registry = TableRegistry(context, lambda: self.mode)
         """Tables of ids, and who trains them."""
 
         self._hooks: list[Any] = []
         self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
-        self._drift = Drift(context.rank, context.world_size)
-        self._arriving: Pulled | None = None
+        self._drift = DesyncCheck(context.rank, context.world_size)
+        self._arriving: PendingRows | None = None
         """The dense parameters that come with the answer to the last push."""
 
         self._is_finished = False
-        self._has_told = False
+        self._has_reported = False
         """Whether the servers know that this worker used no table."""
 
         self._has_warned = False
@@ -88,7 +88,7 @@ class Attachment:
         """The parameter that got the first gradient since the last step."""
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> ConsistencyMode:
         """The training mode, opened now if need be.
 
         Raises:
@@ -96,7 +96,7 @@ class Attachment:
         """
         if self._mode is None:
             where: Literal["servers", "workers"] = "servers" if self.dense else "workers"
-            self._mode = open_mode(self.context, self.push, dense=where)
+            self._mode = open_consistency(self.context, self.push, dense=where)
         return self._mode
 
     def configure(self, push: Push, *, dense: bool) -> None:
@@ -119,29 +119,33 @@ class Attachment:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def pull(self, wants: Sequence[tuple[Handle, Keys]]) -> list[Rows]:
+    def pull(self, pull_specs: Sequence[tuple[TableParameter, Keys]]) -> list[Rows]:
         """Return the rows of unique ids, shape (n, dim) each, as of this worker's step."""
         self._end_dropped_step()
-        for handle, _ in wants:
-            self.claims.use(handle)
-        if not self.claims.optimizers and not self._hooks:
+        for parameter, _ in pull_specs:
+            self.registry.use(parameter)
+        if not self.registry.optimizers and not self._hooks:
             self._hook_every_optimizer()
-        known = [Want(str(handle.table), keys) for handle, keys in wants if self.claims.is_made(handle)]
-        rows = iter(self.mode.pull(known).rows() if known else [])
+        declared = [
+            PullSpec(str(parameter.table), keys)
+            for parameter, keys in pull_specs
+            if self.registry.is_declared(parameter)
+        ]
+        rows = iter(self.mode.pull(declared).rows() if declared else [])
         return [
-            next(rows) if self.claims.is_made(handle) else self.claims.initial_rows(handle, keys)
-            for handle, keys in wants
+            next(rows) if self.registry.is_declared(parameter) else self.registry.initial_rows(parameter, keys)
+            for parameter, keys in pull_specs
         ]
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def add(self, handle: Handle, seen: Occurrences, gradient: Tensor) -> None:
-        """Add the gradient of looked-up rows to a handle; called during backward."""
+    def add(self, parameter: TableParameter, seen: UniqueKeys, gradient: Tensor) -> None:
+        """Add the gradient of looked-up rows to a parameter; called during backward."""
         factor = self._gain()
         if factor == 0.0:
             return
-        self._open_step(handle)
-        handle.collect(seen, gradient if factor == 1.0 else gradient * factor)
+        self._open_step(parameter)
+        parameter.collect(seen, gradient if factor == 1.0 else gradient * factor)
 
     def _gain(self) -> float:
         """Return the factor of this rank's gradients that makes their mean over the workers the global one."""
@@ -155,14 +159,18 @@ class Attachment:
         Raises:
             ConfigError: If a table has a gradient and no update rule.
         """
-        is_new = optimizer not in self.claims.optimizers
-        self.claims.optimizers.add(optimizer)
-        if wrong := self.claims.unclaimed():
+        is_new = optimizer not in self.registry.optimizers
+        self.registry.optimizers.add(optimizer)
+        if wrong := self.registry.missing_rule():
             self._complain(wrong, may_be_early=is_new)
-        handles = self.claims.held_by(optimizer)
-        changes = [*self.claims.changes_of(handles), *self._dense.hand_out(optimizer)]
-        if changes or self._dense.steps(optimizer) or any(self.claims.holder_of(handle) for handle in handles):
-            self._arriving = self._send(changes, self._dense.wants(optimizer))
+        parameters = self.registry.parameters_of(optimizer)
+        updates = [*self.registry.updates_of(parameters), *self._dense.take_update(optimizer)]
+        if (
+            updates
+            or self._dense.steps(optimizer)
+            or any(self.registry.optimizer_of(parameter) for parameter in parameters)
+        ):
+            self._arriving = self._send(updates, self._dense.pull_specs(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Take the dense parameters as the servers have them after the push, or see that workers keep them equal."""
@@ -186,11 +194,11 @@ class Attachment:
             self._has_warned = True
             logger.warning("so far %s", wrong)
 
-    def _send(self, changes: Sequence[Change], then: Sequence[Want]) -> Pulled:
+    def _send(self, updates: Sequence[TableUpdate], then: Sequence[PullSpec]) -> PendingRows:
         if self._is_finished:
             raise ClosedError("an optimizer stepped after stop_worker(). Stop after the last step.")
-        if all(_is_finite(change) for change in changes):
-            pulled = self.mode.push(changes, then=then)
+        if all(_is_finite(update) for update in updates):
+            pulled = self.mode.push(updates, then=then)
         else:
             pulled = self._skip("a gradient is not finite", then)
         if self._opener is not None and self._opener.grad is None:
@@ -208,7 +216,7 @@ class Attachment:
             self._opener = None
             self._skip("its gradients were dropped before the optimizer stepped")
 
-    def _skip(self, why: str, then: Sequence[Want] = ()) -> Pulled:
+    def _skip(self, why: str, then: Sequence[PullSpec] = ()) -> PendingRows:
         self.skipped += 1
         if self.skipped & (self.skipped - 1) == 0:
             logger.warning("step %d sent nothing to the tables: %s (%d so far)", self.mode.step, why, self.skipped)
@@ -225,7 +233,7 @@ class Attachment:
 
         Collective when dense parameters live on servers: worker 0's values become those of all.
         """
-        self.claims.optimizers.add(optimizer)
+        self.registry.optimizers.add(optimizer)
         self._unhook()
         params = self._dense.add(optimizer, self._lives_on_servers)
         if params:
@@ -243,7 +251,7 @@ class Attachment:
         self._dense.read(self.mode)
 
     def _lives_on_servers(self, param: Tensor) -> bool:
-        is_dense = not isinstance(param, Handle) and param.requires_grad
+        is_dense = not isinstance(param, TableParameter) and param.requires_grad
         return is_dense and bool(self._places.get(param, self.dense))
 
     def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
@@ -271,7 +279,7 @@ class Attachment:
         A table that no optimizer has claimed when it is read then keeps the rule it was saved with.
         """
         saved = read_manifest(directory).tables
-        self.claims.loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
+        self.registry.loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
         self.mode.load(directory, names if self.context.rank == 0 else [])
 
     def finish(self) -> None:
@@ -281,14 +289,14 @@ class Attachment:
         if self._mode is not None:
             self._mode.finish()
         else:
-            self._tell_unused(failed=False, connect_s=60.0)
+            self._report_unused(failed=False, connect_s=60.0)
 
-    def _tell_unused(self, *, failed: bool, connect_s: float) -> None:
+    def _report_unused(self, *, failed: bool, connect_s: float) -> None:
         """Let servers that wait for this worker's tables know that none will come."""
         role = self.context.role
-        if not self._has_told and role.is_worker and role.server_endpoints:
-            self._has_told = True
-            tell_unused(role, failed=failed, connect_s=connect_s)
+        if not self._has_reported and role.is_worker and role.server_endpoints:
+            self._has_reported = True
+            report_unused(role, failed=failed, connect_s=connect_s)
 
     def close(self) -> None:
         """Let go of the tables at the end of the process.
@@ -299,7 +307,7 @@ class Attachment:
         # Our launcher sees a failure by itself.
         if self._mode is None and not (failed and self.context.role.launcher == "phalanx"):
             try:
-                self._tell_unused(failed=failed, connect_s=LAST_WORDS_S)
+                self._report_unused(failed=failed, connect_s=LAST_WORDS_S)
             except PhalanxError as error:
                 logger.warning("could not tell the servers that this worker ends: %s", error)
         if not failed and self._mode is not None:
@@ -307,29 +315,29 @@ class Attachment:
         if self._mode is not None:
             self._mode.store.close()
         self._mode = None
-        self.claims.close()
+        self.registry.close()
 
 
-def _is_finite(change: Change) -> bool:
+def _is_finite(update: TableUpdate) -> bool:
     # A sum is as good as a look at every value, and takes no memory.
-    return math.isfinite(float(torch.from_numpy(change.values).sum()))
+    return math.isfinite(float(torch.from_numpy(update.values).sum()))
 
 
 # --- this process's own ---------------------------------------------------------------------------------------------
 
-_current: Attachment | None = None
+_current: TableClient | None = None
 
 
-def current() -> Attachment:
-    """Return this process's attachment, made for the job's Context at the first call."""
+def current() -> TableClient:
+    """Return this process's client, made for the job's Context at the first call."""
     global _current
     context = context_of.init()
     if _current is None or _current.context is not context:
-        _current = Attachment(context)
+        _current = TableClient(context)
         atexit.register(_current.close)
     return _current
 
 
 def holds(param: Tensor) -> bool:
     """Return whether the gradient of this parameter goes to a table."""
-    return isinstance(param, Handle) or (_current is not None and param in _current._dense)
+    return isinstance(param, TableParameter) or (_current is not None and param in _current._dense)

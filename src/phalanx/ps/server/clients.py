@@ -14,7 +14,7 @@ KEPT_PULLS = 16
 """Pulls per client whose keys are remembered; an older one's push must bring its keys."""
 
 
-class Client:
+class ClientState:
     """One worker's process."""
 
     def __init__(self, worker: int) -> None:
@@ -49,15 +49,15 @@ class Client:
                 keys.pop(change["table"], None)
 
 
-class Clients:
+class ClientStates:
     """The clients of one server by number. A worker's newest process is the one that counts."""
 
     def __init__(self) -> None:
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, ClientState] = {}
         # Never the number of a pull before a restart, whose keys are gone.
         self._pulls = itertools.count(random.SystemRandom().getrandbits(40) << 12)
 
-    def __getitem__(self, client: int) -> Client:
+    def __getitem__(self, client: int) -> ClientState:
         try:
             return self._clients[client]
         except KeyError:
@@ -66,19 +66,19 @@ class Clients:
                 "A worker declares its tables first; end the older process."
             ) from None
 
-    def get(self, client: int) -> Client | None:
+    def get(self, client: int) -> ClientState | None:
         """Return a client that declared tables, or None."""
         return self._clients.get(client)
 
-    def of(self, client: int, worker: int) -> tuple[Client, bool]:
+    def of(self, client: int, worker: int) -> tuple[ClientState, bool]:
         """Return a worker's client, and whether it takes the place of an earlier process of that worker."""
-        known = self._clients.get(client)
-        if known is not None:
-            return known, False
+        existing = self._clients.get(client)
+        if existing is not None:
+            return existing, False
         earlier = [number for number, c in self._clients.items() if c.worker == worker]
         for number in earlier:
             del self._clients[number]
-        self._clients[client] = Client(worker)
+        self._clients[client] = ClientState(worker)
         return self._clients[client], bool(earlier)
 
     def newest(self, worker: int) -> int:
@@ -99,5 +99,5 @@ class Clients:
     def restore(self, value: list[dict[str, Any]]) -> None:
         """Take over what `to_json` returned."""
         for entry in value:
-            client = self._clients[entry["client"]] = Client(entry["worker"])
+            client = self._clients[entry["client"]] = ClientState(entry["worker"])
             client.last, client.reply = entry["last"], entry["reply"]

@@ -157,10 +157,10 @@ class Clocks:
             return list(self._pushed)
 
     @property
-    def taken(self) -> list[int]:
+    def applied_steps(self) -> list[int]:
         """Pushes of each worker that are in the tables; in mode `sync` those of complete steps."""
         with self._changed:
-            return self._taken()
+            return self._applied_steps()
 
     @property
     def reached(self) -> list[int]:
@@ -232,7 +232,7 @@ class Clocks:
                 "mode": self.mode,
                 "workers": self.workers,
                 "bound": self.bound,
-                "pushed": self._taken(),
+                "pushed": self._applied_steps(),
                 "live": sorted(self._live),
                 "version": self._version,
             }
@@ -254,14 +254,14 @@ class Clocks:
     def _complete(self) -> int:
         return min((self._pushed[w] for w in self._live), default=max(self._pushed))
 
-    def _taken(self) -> list[int]:
+    def _applied_steps(self) -> list[int]:
         return [min(p, self._version) if self.mode == "sync" else p for p in self._pushed]
 
     def _reached(self) -> list[int]:
         return [pushed if worker in self._live else LEFT for worker, pushed in enumerate(self._pushed)]
 
-    def _wait_for_all(self, needed: int, come: Callable[[], bool], still: Still) -> None:
-        while not self._wait(come, PULSE_S):
+    def _wait_for_all(self, needed: int, is_reached: Callable[[], bool], still: Still) -> None:
+        while not self._wait(is_reached, PULSE_S):
             with self._changed:
                 behind = [worker for worker in sorted(self._live) if self._pushed[worker] < needed]
                 gone = [worker for worker in behind if worker not in self._here]
@@ -271,9 +271,9 @@ class Clocks:
     def _name(self, worker: int, gone: Sequence[int]) -> str:
         return f"worker {worker} (at step {self._pushed[worker]}{', not connected' if worker in gone else ''})"
 
-    def _wait(self, come: Callable[[], bool], seconds: float) -> bool:
+    def _wait(self, is_reached: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
-            has_come = self._changed.wait_for(lambda: come() or self._end is not None, seconds)
+            has_come = self._changed.wait_for(lambda: is_reached() or self._end is not None, seconds)
             self._raise_end()
             return has_come
 
@@ -289,7 +289,7 @@ class Clocks:
         )
 
 
-def checked_worker(worker: object, workers: int) -> int:
+def check_worker(worker: object, workers: int) -> int:
     """Return the number of a worker.
 
     Raises:

@@ -10,7 +10,7 @@ from phalanx.ps.snapshot.records import Array, Record
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """One checked request."""
 
     op: str
@@ -24,11 +24,11 @@ class Entry:
         return {"op": self.op, "client": self.client, "seq": self.seq, "meta": self.meta}
 
     @classmethod
-    def of(cls, record: Record) -> Entry:
+    def of(cls, record: Record) -> LogEntry:
         """Return the entry in a record."""
         meta = record.meta
         return cls(meta["op"], meta["client"], meta["seq"], meta["meta"], record.arrays)
 
-    def owned(self) -> Entry:
+    def owned(self) -> LogEntry:
         """Return the entry with arrays of its own, to be kept after its request is answered."""
         return replace(self, arrays=[array.copy() for array in self.arrays])

@@ -19,9 +19,9 @@ from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
-from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.saving import SnapshotService
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_check import Matching
+from phalanx.ps.server.snapshot_check import SnapshotTableCheck
 from phalanx.ps.wire.address import listening_sockets
 from phalanx.ps.wire.listener import Listener
 
@@ -75,7 +75,7 @@ def run(
     is_watched = restarts or role.launcher == "phalanx"
     absence = Absence(math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or ABSENCE_S)
     service = Service(role.rank, role.world_size)
-    saving = Saving(service)
+    saving = SnapshotService(service)
     if load is not None:
         saving.add_source(Path(load), names)
     recovery = _recovery(service, saving, directory, role.job_id, log_bytes)
@@ -138,7 +138,7 @@ class Absence:
 
 
 def watch(
-    service: Service, recovery: Recovery | None, grace_s: float, matching: Matching | None, absence: Absence
+    service: Service, recovery: Recovery | None, grace_s: float, matching: SnapshotTableCheck | None, absence: Absence
 ) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
@@ -162,15 +162,15 @@ def watch(
                 if recovery is not None:
                     recovery.tick()
             if time.monotonic() - reported >= REPORT_S:
-                reported, said = time.monotonic(), summary(service)
-                if said != last:
-                    logger.info("%s", said)
-                last = said
+                reported, line = time.monotonic(), summary(service)
+                if line != last:
+                    logger.info("%s", line)
+                last = line
     if service.failure is not None:
         raise service.failure
 
 
-def _compare_tables(service: Service, matching: Matching | None, *, has_ended: bool = False) -> None:
+def _compare_tables(service: Service, matching: SnapshotTableCheck | None, *, has_ended: bool = False) -> None:
     clocks = service.state.clocks
     if matching is None or clocks is None:
         return
@@ -203,8 +203,10 @@ def summary(service: Service) -> str:
     )
 
 
-def _recovery(service: Service, saving: Saving, given: str | Path | None, job: str, log_bytes: int) -> Recovery | None:
-    directory = given or os.environ.get("PHALANX_SERVER_DIR", "").strip()
+def _recovery(
+    service: Service, saving: SnapshotService, directory: str | Path | None, job: str, log_bytes: int
+) -> Recovery | None:
+    directory = directory or os.environ.get("PHALANX_SERVER_DIR", "").strip()
     if not directory:
         return None
     recovery = Recovery(service, saving, Path(directory), _durability(), log_bytes=log_bytes)
@@ -212,19 +214,19 @@ def _recovery(service: Service, saving: Saving, given: str | Path | None, job: s
     return recovery
 
 
-def _matching(service: Service, names: Sequence[str] | None) -> Matching | None:
+def _matching(service: Service, names: Sequence[str] | None) -> SnapshotTableCheck | None:
     """Return what compares the tables of workers with the folder; None where that is another's or was done before."""
     if service.state.server != 0 or service.state.clocks is not None:
         return None
     snapshot = service.state.sources[0].snapshot
-    return Matching(snapshot.directory, snapshot.tables, names)
+    return SnapshotTableCheck(snapshot.directory, snapshot.tables, names)
 
 
 def _durability() -> Durability:
     value = os.environ.get("PHALANX_SERVER_DURABILITY", "").strip() or "process"
-    for known in get_args(Durability):
-        if value == known:
-            return known  # type: ignore[no-any-return]
+    for durability in get_args(Durability):
+        if value == durability:
+            return durability  # type: ignore[no-any-return]
     raise RoleError(f"PHALANX_SERVER_DURABILITY must be process or disk, found {value!r}. Correct it or unset it.")
 
 

@@ -19,13 +19,13 @@ from typing import Any
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
 from phalanx.ps.server.copy_process import CopyProcess
-from phalanx.ps.server.entry import Entry
+from phalanx.ps.server.entry import LogEntry
 from phalanx.ps.server.log import Durability, Log, replay
-from phalanx.ps.server.saving import Saving, finished
+from phalanx.ps.server.saving import SnapshotService, finish_copy
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.manifest import File, Manifest, write_manifest
-from phalanx.ps.snapshot.read import read
-from phalanx.ps.snapshot.write import Job
+from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest, write_manifest
+from phalanx.ps.snapshot.read import open_snapshot
+from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.table.rules import TableSpec
 
 logger = logging.getLogger("phalanx.ps")
@@ -46,7 +46,7 @@ class Recovery:
     def __init__(
         self,
         service: Service,
-        saving: Saving,
+        saving: SnapshotService,
         directory: Path,
         durability: Durability = "process",
         *,
@@ -74,7 +74,7 @@ class Recovery:
         segment = self._load_base()
         count = 0
         for record in replay(self.directory, segment):
-            self._service.state.apply(Entry.of(record))
+            self._service.state.apply(LogEntry.of(record))
             count += 1
         self._service.log = Log(self.directory, self._durability)
         self._service.write_base = self.write_base
@@ -140,7 +140,7 @@ class Recovery:
         bases = sorted(path for path in self.directory.glob("base-*") if path.suffix != ".part")
         if not bases:
             return 0
-        snapshot = read(bases[-1])
+        snapshot = open_snapshot(bases[-1])
         state = snapshot.manifest.extra
         self._service.state.restore(state)
         for table in self._service.state.tables.tables.values():
@@ -160,7 +160,7 @@ class Recovery:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
                 self._copy = self._saving.copy(
-                    Job(part, "00000000", "full", service.state.shards, service.state.server)
+                    WriteRequest(part, "00000000", "full", service.state.shards, service.state.server)
                 )
                 self._state, self._tables = state, dict(service.state.tables.specs)
         except OSError as e:
@@ -170,9 +170,9 @@ class Recovery:
         copy, self._copy = self._copy, None
         assert copy is not None
         try:
-            written = finished(self._part, copy)
-            files = {number: File(*facts) for number, facts in written["files"].items()}
-            manifest = Manifest("00000000", "full", self._tables, written["rows"], files, self._state)
+            written = finish_copy(self._part, copy)
+            files = {number: SnapshotFile(*facts) for number, facts in written["files"].items()}
+            manifest = SnapshotManifest("00000000", "full", self._tables, written["rows"], files, self._state)
             write_manifest(self._part, manifest)
             self._part.rename(self._part.with_suffix(""))
             sync_directory(self.directory)

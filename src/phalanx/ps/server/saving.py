@@ -11,16 +11,16 @@ from phalanx.errors import ConfigError
 from phalanx.files import sync_file_system
 from phalanx.ps.server.copy_process import CopyProcess, give_up_without
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.holder import Holder
-from phalanx.ps.snapshot.read import Source
+from phalanx.ps.snapshot.holder import SnapshotParticipant
+from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.save import disk_error
-from phalanx.ps.snapshot.write import Job, write
-from phalanx.ps.wire.message import Reply, Request
+from phalanx.ps.snapshot.write import WriteRequest, write
+from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 _REMEMBERED = 4
 
 
-class Saving:
+class SnapshotService:
     """Answers the operations of snapshots for a service.
 
     Args:
@@ -29,13 +29,13 @@ class Saving:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.holder = Holder(service.state.tables.tables, service.state.shards, service.state.server)
+        self.holder = SnapshotParticipant(service.state.tables.tables, service.state.shards, service.state.server)
         self._copies: dict[str, tuple[Path, CopyProcess]] = {}
-        service.state.loaded = self._loaded
+        service.state.loaded = self._remember_load
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
             service.offer(op.__name__, op)
 
-    def freeze(self, request: Request) -> Reply:
+    def freeze(self, request: RpcRequest) -> RpcReply:
         """Hold changes back, but those below `steps`; with `wait` until those came. Returns how far each worker is."""
         service, meta = self._service, request.meta
         asking = service.state.clients.get(request.client)
@@ -43,29 +43,29 @@ class Saving:
         service.gate.freeze(meta["token"], meta["seconds"], steps)
         if service.state.clocks is not None and meta.get("wait"):
             service.state.clocks.wait_steps(steps, meta["seconds"])
-        return Reply(
+        return RpcReply(
             {
                 "steps": service.state.clocks.reached if service.state.clocks else [],
                 "mode": service.state.clocks.mode if service.state.clocks else None,
                 "worker": asking.worker if asking else None,
-                "pushed": service.state.clocks.taken if service.state.clocks else [],
+                "pushed": service.state.clocks.applied_steps if service.state.clocks else [],
                 "fulls": self.holder.fulls,
                 "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
                 "leases": service.state.leases.to_json(),
             }
         )
 
-    def snapshot(self, request: Request) -> Reply:
+    def snapshot(self, request: RpcRequest) -> RpcReply:
         """Fork a copy that writes this server's part."""
         service, save = self._service, request.meta["save"]
-        with service.gate.still(request.meta["token"]):
+        with service.gate.while_frozen(request.meta["token"]):
             job = self.holder.job(request.meta)
             self._copies[save] = job.directory, self.copy(job)
             while len(self._copies) > _REMEMBERED:
                 del self._copies[next(iter(self._copies))]
-        return Reply()
+        return RpcReply()
 
-    def copy(self, job: Job) -> CopyProcess:
+    def copy(self, job: WriteRequest) -> CopyProcess:
         """Fork a copy that writes a job. Nothing may change the tables meanwhile."""
         tables, parent = self._service.state.tables, os.getpid()
 
@@ -76,48 +76,48 @@ class Saving:
             except OSError as e:
                 raise disk_error(job.directory, e) from e
 
-        with tables.held():
+        with tables.hold():
             return CopyProcess(work)
 
-    def resume(self, request: Request) -> Reply:
+    def resume(self, request: RpcRequest) -> RpcReply:
         """Let changes go on."""
         self._service.gate.resume(request.meta["token"])
-        return Reply()
+        return RpcReply()
 
-    def saved(self, request: Request) -> Reply:
+    def saved(self, request: RpcRequest) -> RpcReply:
         """Say whether this server's part is written, and what; waits a little for it."""
         save = request.meta["save"]
         if save not in self._copies:
             raise ConfigError(f"This server writes no snapshot {save}: it was started again since. Save again.")
         directory, copy = self._copies[save]
         if not copy.wait(request.meta["wait_s"]):
-            return Reply({"done": False})
-        return Reply({"done": True, "result": finished(directory, copy)})
+            return RpcReply({"done": False})
+        return RpcReply({"done": True, "result": finish_copy(directory, copy)})
 
-    def load(self, request: Request) -> Reply:
+    def load(self, request: RpcRequest) -> RpcReply:
         """Replace rows by those of a snapshot, now and in tables declared later."""
         service, names = self._service, request.meta.get("names")
-        source = Source(Path(request.meta["directory"]), names)
+        source = SnapshotSource(Path(request.meta["directory"]), names)
         with service.gate.change():
-            wanted = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
+            specs = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
             # All are read before the first is put in place: a broken file changes nothing.
-            for table in [source.table(spec, service.state.shards) for spec in wanted]:
-                service.state.tables.put(table)
-                self._loaded(source, table.spec.name)
+            for table in [source.table(spec, service.state.shards) for spec in specs]:
+                service.state.tables.add(table)
+                self._remember_load(source, table.spec.name)
             service.state.sources.append(source)
             if names is None and service.state.server == 0:
                 service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
             service.state.unlogged = True
         service.write_unlogged()
-        return Reply({"rows": {name: service.state.tables.tables[name].rows for name in (s.name for s in wanted)}})
+        return RpcReply({"rows": {name: service.state.tables.tables[name].rows for name in (s.name for s in specs)}})
 
-    def leases(self, request: Request) -> Reply:
+    def leases(self, request: RpcRequest) -> RpcReply:
         """Return which files were read how far."""
-        return Reply({"leases": self._service.state.leases.to_json()})
+        return RpcReply({"leases": self._service.state.leases.to_json()})
 
     def add_source(self, directory: Path, names: Sequence[str] | None) -> None:
         """Fill tables that are declared from now on with what a snapshot has of them."""
-        self._service.state.sources.append(Source(directory, names))
+        self._service.state.sources.append(SnapshotSource(directory, names))
 
     def wait(self) -> None:
         """Wait until every snapshot under way is written."""
@@ -135,14 +135,14 @@ class Saving:
         for directory, names in value["sources"]:
             self.add_source(Path(directory), names)
 
-    def _loaded(self, source: Source, name: str) -> None:
+    def _remember_load(self, source: SnapshotSource, name: str) -> None:
         """Note that a table is now as a snapshot has it, so that a delta can be made on that."""
         manifest = source.snapshot.manifest
         if manifest.mode == "full":
             self.holder.remember(manifest.save, source.snapshot.directory.absolute(), [name])
 
 
-def finished(directory: Path, copy: CopyProcess) -> dict[str, Any]:
+def finish_copy(directory: Path, copy: CopyProcess) -> dict[str, Any]:
     """Make what a copy wrote durable, and return what it was.
 
     The copy itself does not: as long as it lives, each page that a push changes here has to be copied first.

@@ -19,15 +19,15 @@ import numpy as np
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.server import changes
-from phalanx.ps.server.clients import Client
+from phalanx.ps.server.clients import ClientState
 from phalanx.ps.server.clocks import Clocks
-from phalanx.ps.server.entry import Entry
+from phalanx.ps.server.entry import LogEntry
 from phalanx.ps.server.log import Log
-from phalanx.ps.server.state import State
-from phalanx.ps.server.write_freeze import Gate
+from phalanx.ps.server.state import ServerState
+from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
-from phalanx.ps.stores.base import Keys, Rows, named
-from phalanx.ps.wire.message import Reply, Request
+from phalanx.ps.stores.base import Keys, Rows, get_table
+from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -41,8 +41,8 @@ class Service:
     """
 
     def __init__(self, server: int = 0, servers: int = 1) -> None:
-        self.state = State(server, servers)
-        self.gate = Gate()
+        self.state = ServerState(server, servers)
+        self.gate = WriteFreeze()
         self.log: Log | None = None
         self.stopped = threading.Event()
         self.failure: PhalanxError | None = None
@@ -53,14 +53,14 @@ class Service:
 
         self._open: Counter[int] = Counter()
         self._opening = threading.Lock()
-        self._answers: dict[str, Callable[[Request], Reply]] = {
+        self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
             "pull": self._pull,
             "push": self._push,
             "report": self._report,
             **dict.fromkeys(("declare", "leave", "shrink", "lease", "done"), self._change),
         }
 
-    def handle(self, request: Request) -> Reply:
+    def handle(self, request: RpcRequest) -> RpcReply:
         """Answer one request; may wait as long as the mode says.
 
         Raises:
@@ -79,7 +79,7 @@ class Service:
                 raise
             raise ConfigError(f"The request {request.op!r} is malformed: {e!r}. Send what the protocol says.") from e
 
-    def offer(self, op: str, answer: Callable[[Request], Reply]) -> None:
+    def offer(self, op: str, answer: Callable[[RpcRequest], RpcReply]) -> None:
         """Answer one more operation."""
         self._answers[op] = answer
 
@@ -89,15 +89,15 @@ class Service:
         """Note that a connection of a client opened."""
         with self._opening:
             self._open[client] += 1
-            if (known := self.state.clients.get(client)) and self.state.clocks:
-                self.state.clocks.connect(known.worker)
+            if (state := self.state.clients.get(client)) and self.state.clocks:
+                self.state.clocks.connect(state.worker)
 
     def disconnected(self, client: int) -> None:
         """Note that a connection of a client closed. A client that connects again may do so before this is seen."""
         with self._opening:
             self._open -= Counter({client: 1})
-            if (known := self.state.clients.get(client)) and self.state.clocks and client not in self._open:
-                self.state.clocks.disconnect(known.worker, time.monotonic())
+            if (state := self.state.clients.get(client)) and self.state.clocks and client not in self._open:
+                self.state.clocks.disconnect(state.worker, time.monotonic())
 
     @property
     def is_connected(self) -> bool:
@@ -107,32 +107,32 @@ class Service:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def _pull(self, request: Request) -> Reply:
+    def _pull(self, request: RpcRequest) -> RpcReply:
         client, clocks = self._client(request)
         step = request.meta["step"]
         if step > clocks.next_step(client.worker):
             # Its own push is not here: refused, or its keys were asked for again. Waiting would block that push.
-            return Reply({"need_push": clocks.next_step(client.worker)})
+            return RpcReply({"need_push": clocks.next_step(client.worker)})
         clocks.wait(step, request.still)
         names = [name for name, _ in request.meta["tables"]]
         rows = self._rows(request, names, request.arrays)
         if not request.meta.get("keep") or len(set(names)) < len(names):
-            return Reply({}, rows)
+            return RpcReply({}, rows)
         number = self.state.clients.next_pull()
         client.keep(number, {name: keys.copy() for name, keys in zip(names, request.arrays, strict=True)})
-        return Reply({"pull_id": number}, rows)
+        return RpcReply({"pull_id": number}, rows)
 
-    def _rows(self, request: Request, names: Sequence[str], keys: Sequence[Keys]) -> list[Rows]:
+    def _rows(self, request: RpcRequest, names: Sequence[str], keys: Sequence[Keys]) -> list[Rows]:
         """Return the rows of the keys of each table, in the client's memory if that has room."""
-        specs, found = self.state.tables.specs, []
+        specs, rows = self.state.tables.specs, []
         for name, of_table in zip(names, keys, strict=True):
-            found.append(request.room.empty((len(of_table), named(specs, name).dim), np.float32))
-            self.state.tables.pull(name, of_table, found[-1])
-        return found
+            rows.append(request.room.empty((len(of_table), get_table(specs, name).dim), np.float32))
+            self.state.tables.pull(name, of_table, rows[-1])
+        return rows
 
-    def _report(self, request: Request) -> Reply:
+    def _report(self, request: RpcRequest) -> RpcReply:
         clocks = self.state.clocks
-        return Reply(
+        return RpcReply(
             {
                 "tables": self.state.tables.report(),
                 "mode": clocks.mode if clocks else None,
@@ -144,19 +144,19 @@ class Service:
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
-    def _push(self, request: Request) -> Reply:
+    def _push(self, request: RpcRequest) -> RpcReply:
         """Take a push, and read what is asked with it as a pull of the next step would."""
         names = [name for name, _ in request.meta.get("then", ())]
         for name in names:
-            named(self.state.tables.specs, name)
+            get_table(self.state.tables.specs, name)
         pushed = len(request.arrays) - len(names)
         reply = self._take(replace(request, arrays=request.arrays[:pushed]))
         if not names or "need_keys" in reply.meta:
             return reply
         self.state.known_clocks().wait(request.meta["step"] + 1, request.still)
-        return Reply(reply.meta, self._rows(request, names, request.arrays[pushed:]))
+        return RpcReply(reply.meta, self._rows(request, names, request.arrays[pushed:]))
 
-    def _take(self, request: Request) -> Reply:
+    def _take(self, request: RpcRequest) -> RpcReply:
         client, clocks = self._client(request)
         step = request.meta["step"]
         clocks.check()
@@ -174,7 +174,7 @@ class Service:
             position = self.log.position if self.log else 0
         return self._durable(reply, position)
 
-    def _take_new(self, request: Request, client: Client, due: int) -> dict[str, Any]:
+    def _take_new(self, request: RpcRequest, client: ClientState, due: int) -> dict[str, Any]:
         meta = request.meta
         if meta["step"] > due and not client.owes_keys:
             raise ConfigError(
@@ -187,19 +187,19 @@ class Service:
         pushed = changes.unpack(meta, request.arrays, client.kept)
         described, arrays = changes.pack(pushed)
         body = {"step": meta["step"], "weight": float(meta.get("weight", 1.0)), "changes": described}
-        reply = self._accept(Entry("push", request.client, request.seq, body, arrays))
+        reply = self._accept(LogEntry("push", request.client, request.seq, body, arrays))
         client.owes_keys = False
         client.forget(meta["changes"])
         return reply
 
-    def _change(self, request: Request) -> Reply:
-        known = self._known(request)
+    def _change(self, request: RpcRequest) -> RpcReply:
+        client = self._find_client(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
-        with self.gate.change(known.worker if known else -1, leaving):
-            known = self._known(request)
-            reply = self._again(known, request.seq) if known else None
+        with self.gate.change(client.worker if client else -1, leaving):
+            client = self._find_client(request)
+            reply = self._again(client, request.seq) if client else None
             if reply is None:
-                reply = self._accept(Entry(request.op, request.client, request.seq, request.meta, request.arrays))
+                reply = self._accept(LogEntry(request.op, request.client, request.seq, request.meta, request.arrays))
             position = self.log.position if self.log else 0
         if request.op == "declare":
             self._meet(request.client)
@@ -212,13 +212,13 @@ class Service:
             self.write_base()
             self.state.unlogged = False
 
-    def _again(self, client: Client, seq: int) -> dict[str, Any] | None:
+    def _again(self, client: ClientState, seq: int) -> dict[str, Any] | None:
         """Return the answer to a request that was done before, None for a new one."""
         if seq > client.last:
             return None
         return client.reply if seq == client.last else {"again": True}
 
-    def _accept(self, entry: Entry) -> dict[str, Any]:
+    def _accept(self, entry: LogEntry) -> dict[str, Any]:
         if self.stopped.is_set():
             raise ClosedError("This server is stopping. Start the job again to go on.")
         self.state.check(entry)
@@ -231,13 +231,13 @@ class Service:
                 InternalError(f"A checked {entry.op!r} failed: {e!r}. This server stops; please report it.")
             ) from e
 
-    def _durable(self, reply: dict[str, Any], position: int) -> Reply:
+    def _durable(self, reply: dict[str, Any], position: int) -> RpcReply:
         try:
             if self.log is not None:
                 self.log.sync(position)
         except BackendError as e:
             raise self._failed(e) from None
-        return Reply(reply)
+        return RpcReply(reply)
 
     def _failed(self, error: PhalanxError) -> PhalanxError:
         self.failure = self.failure or error
@@ -246,7 +246,7 @@ class Service:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _known(self, request: Request) -> Client | None:
+    def _find_client(self, request: RpcRequest) -> ClientState | None:
         """Return who asks; None for a process that declares its first tables."""
         clients = self.state.clients
         return clients.get(request.client) if request.op == "declare" else clients[request.client]
@@ -257,5 +257,5 @@ class Service:
             if client in self._open and self.state.clocks:
                 self.state.clocks.connect(self.state.clients[client].worker)
 
-    def _client(self, request: Request) -> tuple[Client, Clocks]:
+    def _client(self, request: RpcRequest) -> tuple[ClientState, Clocks]:
         return self.state.clients[request.client], self.state.known_clocks()

@@ -15,18 +15,18 @@ BEGUN = 10
 """Steps of every worker after which a table that nobody declared counts as not used."""
 
 
-class Matching:
+class SnapshotTableCheck:
     """Compares the tables of a folder with those that workers declare. One thread.
 
     Args:
         directory: The folder.
         saved: Its tables.
-        asked: Those that servers were to take from it; all when None.
+        names: Those that servers were to take from it; all when None.
     """
 
-    def __init__(self, directory: Path, saved: Mapping[str, TableSpec], asked: Iterable[str] | None = None) -> None:
-        self._directory, self._takes_all = directory, asked is None
-        self._saved = {name: saved[name] for name in (saved if asked is None else asked)}
+    def __init__(self, directory: Path, saved: Mapping[str, TableSpec], names: Iterable[str] | None = None) -> None:
+        self._directory, self._takes_all = directory, names is None
+        self._saved = {name: saved[name] for name in (saved if names is None else names)}
         self._declared: dict[str, TableSpec] = {}
         self._has_ended = False
 
@@ -49,13 +49,13 @@ class Matching:
             if name not in self._declared:
                 self._warn(spec, f"of {self._directory} is not used: no worker has one of this name", self._declared)
 
-    def _warn(self, spec: TableSpec, found: str, others: Mapping[str, TableSpec]) -> None:
+    def _warn(self, spec: TableSpec, reason: str, others: Mapping[str, TableSpec]) -> None:
         if spec.dense:
             # Numbered by optimizers, so no other name is meant.
             logger.warning(
                 "dense table '%s' %s. fleet.load(%r) on the workers loads dense parameters wherever they live.",
                 spec.name,
-                found,
+                reason,
                 str(self._directory),
             )
             return
@@ -63,7 +63,7 @@ class Matching:
         logger.warning(
             "table '%s' %s, only %s.%s Give tables the names they were saved with.",
             spec.name,
-            found,
+            reason,
             ", ".join(map(repr, names)) or "none",
             did_you_mean(spec.name, names),
         )

@@ -14,23 +14,22 @@ from pydantic import ValidationError
 
 from phalanx.errors import ConfigError
 from phalanx.ps.server import changes
-from phalanx.ps.server.clients import Clients
-from phalanx.ps.server.clocks import Clocks, checked_worker
-from phalanx.ps.server.entry import Entry
-from phalanx.ps.server.sync_step import Steps
-from phalanx.ps.snapshot.read import Source
-from phalanx.ps.stores.base import named
+from phalanx.ps.server.clients import ClientStates
+from phalanx.ps.server.clocks import Clocks, check_worker
+from phalanx.ps.server.entry import LogEntry
+from phalanx.ps.server.sync_step import SyncStepBuffer
+from phalanx.ps.snapshot.read import SnapshotSource
+from phalanx.ps.stores.base import get_table
 from phalanx.ps.stores.leases import Leases
-from phalanx.ps.stores.local import check_same
-from phalanx.ps.stores.tables import Tables
+from phalanx.ps.stores.tables import TableSet
 from phalanx.ps.table.placement import shards_owned
-from phalanx.ps.table.rules import TableSpec, table_spec
-from phalanx.ps.table.table import Table, make_table
+from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
+from phalanx.ps.table.table import RowTable, make_table
 
 logger = logging.getLogger("phalanx.ps")
 
 
-class State:
+class ServerState:
     """Tables, clocks, clients and leases of one server.
 
     Args:
@@ -41,38 +40,38 @@ class State:
     def __init__(self, server: int = 0, servers: int = 1) -> None:
         self.server = server
         self.shards = shards_owned(server, servers)
-        self.tables = Tables()
-        self.clients = Clients()
+        self.tables = TableSet()
+        self.clients = ClientStates()
         self.clocks: Clocks | None = None
         self.leases = Leases()
-        self.sources: list[Source] = []
+        self.sources: list[SnapshotSource] = []
         """Snapshots that fill tables as they are declared; a later one goes first."""
 
-        self.loaded: Callable[[Source, str], None] = lambda source, table: None
+        self.loaded: Callable[[SnapshotSource, str], None] = lambda source, table: None
         """Called when a table was filled."""
 
         self.unlogged = False
         """Whether tables were filled by what the log does not hold, so that a base snapshot has to."""
 
-        self._prepared: dict[str, Table] = {}
-        self._steps = Steps()
-        self._applies: dict[str, Callable[[Entry], dict[str, Any]]] = {
+        self._prepared: dict[str, RowTable] = {}
+        self._steps = SyncStepBuffer()
+        self._applies: dict[str, Callable[[LogEntry], dict[str, Any]]] = {
             "declare": self._declare,
             "push": self._push,
             "leave": self._leave,
             "shrink": self._shrink,
             "lease": self._lease,
-            "done": self._done,
+            "done": self._progress,
         }
-        self._checks: dict[str, Callable[[Entry], None]] = {
+        self._checks: dict[str, Callable[[LogEntry], None]] = {
             "declare": self._check_declare,
             "push": self._check_push,
             "shrink": self._check_shrink,
             "lease": self._check_lease,
-            "done": self._check_done,
+            "done": self._check_progress,
         }
 
-    def check(self, entry: Entry) -> None:
+    def check(self, entry: LogEntry) -> None:
         """Check that an entry can be applied; after that it does not fail.
 
         Raises:
@@ -82,7 +81,7 @@ class State:
         if check := self._checks.get(entry.op):
             check(entry)
 
-    def apply(self, entry: Entry) -> dict[str, Any]:
+    def apply(self, entry: LogEntry) -> dict[str, Any]:
         """Do what a checked entry says, as it comes or from the log, and return the answer."""
         reply = self._applies[entry.op](entry)
         client = self.clients[entry.client]
@@ -100,7 +99,7 @@ class State:
             raise ConfigError("This server holds no tables yet. Declare them first.")
         return self.clocks
 
-    def build(self, spec: TableSpec) -> Table:
+    def build(self, spec: TableSpec) -> RowTable:
         """Return a new table, filled by the latest source that has it.
 
         Raises:
@@ -112,12 +111,15 @@ class State:
 
     # --- to and from files -------------------------------------------------------------------------------------------
 
-    def pending(self) -> list[Entry]:
+    def pending(self) -> list[LogEntry]:
         """Return the pushes of a step that is not complete; they are in no table yet.
 
         Each is its worker's, whose process may be another by now, and has no number: that request was answered.
         """
-        return [replace(entry, client=self.clients.newest(worker), seq=0) for worker, entry in self._steps.held()]
+        return [
+            replace(entry, client=self.clients.newest(worker), seq=0)
+            for worker, entry in self._steps.updates_by_worker()
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return what is not in the tables."""
@@ -132,7 +134,7 @@ class State:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `to_json` returned; puts empty tables."""
         for spec in state["specs"]:
-            self.tables.put(make_table(_spec(spec)))
+            self.tables.add(make_table(_spec(spec)))
         self.tables.count_from(state["counts"])
         self.clients.restore(state["clients"])
         self.clocks = Clocks.from_json(state["clocks"]) if state["clocks"] else None
@@ -140,27 +142,27 @@ class State:
 
     # --- operations --------------------------------------------------------------------------------------------------
 
-    def _check_declare(self, entry: Entry) -> None:
+    def _check_declare(self, entry: LogEntry) -> None:
         meta = entry.meta
         if meta["mode"] not in ("sync", "async", "bounded", None):
             raise ConfigError(f"Asked servers for mode {meta['mode']!r}; modes: sync, async, bounded.")
-        checked_worker(meta["worker"], meta["workers"])
+        check_worker(meta["worker"], meta["workers"])
         if self.clocks is not None:
             is_either_open = meta["mode"] is None or self.clocks.mode is None
             for field in ("workers",) if is_either_open else ("mode", "bound", "workers"):
-                have, want = getattr(self.clocks, field), meta.get(field) or (0 if field == "bound" else None)
-                if have != want:
+                actual, expected = getattr(self.clocks, field), meta.get(field) or (0 if field == "bound" else None)
+                if actual != expected:
                     raise ConfigError(
-                        f"Worker {meta['worker']} asks for {field}={want!r}, but this job's servers run with "
-                        f"{field}={have!r}, as the first worker asked. Give every worker the same strategy."
+                        f"Worker {meta['worker']} asks for {field}={expected!r}, but this job's servers run with "
+                        f"{field}={actual!r}, as the first worker asked. Give every worker the same strategy."
                     )
         for spec in map(_spec, meta["specs"]):
             if spec.name in self.tables.specs:
-                check_same(self.tables.specs[spec.name], spec)
+                check_same_spec(self.tables.specs[spec.name], spec)
             else:
                 self._prepared[spec.name] = self.build(spec)
 
-    def _declare(self, entry: Entry) -> dict[str, Any]:
+    def _declare(self, entry: LogEntry) -> dict[str, Any]:
         meta = entry.meta
         if self.clocks is None:
             self.clocks = Clocks(None, meta["workers"])
@@ -173,15 +175,15 @@ class State:
         self.clocks.join(client.worker)
         for spec in map(_spec, meta["specs"]):
             if spec.name not in self.tables.specs:
-                self.tables.put(self._prepared.pop(spec.name) if spec.name in self._prepared else self.build(spec))
+                self.tables.add(self._prepared.pop(spec.name) if spec.name in self._prepared else self.build(spec))
                 self._note_source(spec.name)
                 logger.info("server %d: table %s, dim %d, %s", self.server, spec.name, spec.dim, spec.rule)
         return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
 
-    def _check_push(self, entry: Entry) -> None:
+    def _check_push(self, entry: LogEntry) -> None:
         changes.check(changes.unpack(entry.meta, entry.arrays), entry.meta["weight"], self.tables.specs)
 
-    def _push(self, entry: Entry) -> dict[str, Any]:
+    def _push(self, entry: LogEntry) -> dict[str, Any]:
         worker, clocks = self.clients[entry.client].worker, self.known_clocks()
         if entry.meta["step"] < clocks.next_step(worker):
             return {}  # written again at the head of a segment, beside the first time
@@ -201,7 +203,7 @@ class State:
             clocks.apply(clocks.version + 1)
         return dropped
 
-    def _leave(self, entry: Entry) -> dict[str, Any]:
+    def _leave(self, entry: LogEntry) -> dict[str, Any]:
         worker, clocks = self.clients[entry.client].worker, self.known_clocks()
         clocks.leave(worker)
         self.leases.release(worker)
@@ -209,29 +211,29 @@ class State:
             self._complete(clocks)
         return {}
 
-    def _check_shrink(self, entry: Entry) -> None:
-        named(self.tables.specs, entry.meta["table"])
+    def _check_shrink(self, entry: LogEntry) -> None:
+        get_table(self.tables.specs, entry.meta["table"])
 
-    def _shrink(self, entry: Entry) -> dict[str, Any]:
+    def _shrink(self, entry: LogEntry) -> dict[str, Any]:
         return {"rows": self.tables.shrink(entry.meta["table"])}
 
-    def _check_lease(self, entry: Entry) -> None:
+    def _check_lease(self, entry: LogEntry) -> None:
         self.leases.check(entry.meta["epoch"], entry.meta["files"])
 
-    def _lease(self, entry: Entry) -> dict[str, Any]:
+    def _lease(self, entry: LogEntry) -> dict[str, Any]:
         worker = self.clients[entry.client].worker
         return self.leases.lease(worker, entry.meta["epoch"], entry.meta["files"])
 
-    def _check_done(self, entry: Entry) -> None:
+    def _check_progress(self, entry: LogEntry) -> None:
         worker = self.clients[entry.client].worker
-        self.leases.check_done(worker, entry.meta["epoch"], entry.meta["file"], entry.meta["offset"])
+        self.leases.check_progress(worker, entry.meta["epoch"], entry.meta["file"], entry.meta["offset"])
 
-    def _done(self, entry: Entry) -> dict[str, Any]:
+    def _progress(self, entry: LogEntry) -> dict[str, Any]:
         meta = entry.meta
-        self.leases.done(meta["epoch"], meta["file"], meta["offset"], end=meta.get("end", True))
+        self.leases.record_progress(meta["epoch"], meta["file"], meta["offset"], end=meta.get("end", True))
         return {}
 
-    def _source_of(self, name: str) -> Source | None:
+    def _source_of(self, name: str) -> SnapshotSource | None:
         return next((source for source in reversed(self.sources) if name in source.names), None)
 
     def _note_source(self, name: str) -> None:

@@ -22,7 +22,7 @@ class _Freeze:
     """Changes below these steps, by worker, still pass, so that every server stops at the same ones."""
 
 
-class Gate:
+class WriteFreeze:
     """Lets changes through one at a time, and holds them back during a freeze.
 
     A freeze ends by itself at its deadline, so that a coordinator that died cannot stop training for good.
@@ -41,14 +41,14 @@ class Gate:
     def change(self, worker: int = -1, step: int = 0) -> Iterator[None]:
         """Be the only change meanwhile; waits while a freeze holds this worker's step back."""
         with self._changed:
-            while self._busy or self._held(worker, step):
-                self._changed.wait(self._left())
+            while self._busy or self._is_held_back(worker, step):
+                self._changed.wait(self._seconds_left())
             self._busy = True
         with self._turn():
             yield
 
     @contextmanager
-    def still(self, token: str) -> Iterator[None]:
+    def while_frozen(self, token: str) -> Iterator[None]:
         """Be inside the freeze that `token` began, while nothing changes.
 
         Raises:
@@ -89,7 +89,7 @@ class Gate:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """End being busy, as `change` and `still` began it."""
+        """End being busy, as `change` and `while_frozen` began it."""
         try:
             yield
         finally:
@@ -97,7 +97,7 @@ class Gate:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _held(self, worker: int, step: int) -> bool:
+    def _is_held_back(self, worker: int, step: int) -> bool:
         if not self._is_frozen() or self._freeze is None:
             return False
         return not (0 <= worker < len(self._freeze.steps) and step < self._freeze.steps[worker])
@@ -109,5 +109,5 @@ class Gate:
             self._changed.notify_all()
         return self._freeze is not None
 
-    def _left(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         return None if self._freeze is None else max(0.0, self._freeze.until - self._clock())

@@ -10,19 +10,19 @@ from typing import Any
 
 from phalanx.errors import ConfigError, DataError
 from phalanx.files import sync_file
-from phalanx.ps.snapshot.manifest import File, Manifest
+from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest
 
 _TENSOR, _ITEMS, _TUPLE = "$tensor", "$items", "$tuple"
 
 
-def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tuple[Any, File | None]:
+def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tuple[Any, SnapshotFile | None]:
     """Write the tensors of a tree of dicts, lists and tuples, and return the rest of it as JSON, and the file.
 
     Raises:
         ConfigError: If the tree holds something that is neither JSON nor a tensor; names where.
     """
     tensors: dict[str, Any] = {}
-    value = packed(dict(extra), "extra", tensors)
+    value = pack_tree(dict(extra), "extra", tensors)
     if not tensors:
         return value, None
     from safetensors.torch import save as as_bytes
@@ -33,10 +33,10 @@ def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tupl
     with path.open("wb") as file:
         file.write(data)
         sync_file(file)
-    return value, File(path.name, len(data), zlib.crc32(data))
+    return value, SnapshotFile(path.name, len(data), zlib.crc32(data))
 
 
-def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
+def read_extra(directory: Path, manifest: SnapshotManifest) -> dict[str, Any]:
     """Return the tree that `write_extra` took.
 
     Raises:
@@ -51,11 +51,11 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
         if zlib.crc32(data) != manifest.dense.checksum:
             raise DataError(f"{path} is broken: its bytes do not have the checksum of the manifest. Take another copy.")
         tensors = load(data)
-    value: dict[str, Any] = unpacked(manifest.extra, tensors)
+    value: dict[str, Any] = unpack_tree(manifest.extra, tensors)
     return value
 
 
-def packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
+def pack_tree(value: object, where: str, tensors: dict[str, Any]) -> Any:
     """Return a tree of dicts, lists and tuples as JSON.
 
     Args:
@@ -74,11 +74,13 @@ def packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
         return {_TENSOR: where}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: packed(v, f"{where}.{key}", tensors) for key, v in value.items()}
+            return {key: pack_tree(v, f"{where}.{key}", tensors) for key, v in value.items()}
         # Optimizers number their state: JSON has no such keys.
-        return {_ITEMS: [[packed(k, where, tensors), packed(v, f"{where}.{k}", tensors)] for k, v in value.items()]}
+        return {
+            _ITEMS: [[pack_tree(k, where, tensors), pack_tree(v, f"{where}.{k}", tensors)] for k, v in value.items()]
+        }
     if isinstance(value, list | tuple):
-        parts = [packed(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
+        parts = [pack_tree(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -87,21 +89,21 @@ def packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
     )
 
 
-def unpacked(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the tree that `packed` took.
+def unpack_tree(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the tree that `pack_tree` took.
 
     Args:
-        value: What `packed` returned.
+        value: What `pack_tree` returned.
         tensors: The tensors, by name.
     """
     if isinstance(value, list):
-        return [unpacked(v, tensors) for v in value]
+        return [unpack_tree(v, tensors) for v in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _ITEMS in value:
-        return {unpacked(k, tensors): unpacked(v, tensors) for k, v in value[_ITEMS]}
+        return {unpack_tree(k, tensors): unpack_tree(v, tensors) for k, v in value[_ITEMS]}
     if _TUPLE in value:
-        return tuple(unpacked(v, tensors) for v in value[_TUPLE])
-    return {key: unpacked(v, tensors) for key, v in value.items()}
+        return tuple(unpack_tree(v, tensors) for v in value[_TUPLE])
+    return {key: unpack_tree(v, tensors) for key, v in value.items()}

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.ps.snapshot.manifest import check_mode
-from phalanx.ps.snapshot.write import Job
-from phalanx.ps.table.table import Table
+from phalanx.ps.snapshot.write import WriteRequest
+from phalanx.ps.table.table import RowTable
 
 _REMEMBERED = 4
 
 
-class Holder:
+class SnapshotParticipant:
     """A server's tables, or those of a process without servers.
 
     Args:
@@ -22,11 +22,11 @@ class Holder:
         part: Number of this holder.
     """
 
-    def __init__(self, tables: Mapping[str, Table], shards: Sequence[int], part: int = 0) -> None:
+    def __init__(self, tables: Mapping[str, RowTable], shards: Sequence[int], part: int = 0) -> None:
         self.tables, self._shards, self._part = tables, shards, part
         self._fulls: dict[str, dict[str, Any]] = {}
 
-    def job(self, meta: Mapping[str, Any]) -> Job:
+    def job(self, meta: Mapping[str, Any]) -> WriteRequest:
         """Return what to write now.
 
         Args:
@@ -35,7 +35,7 @@ class Holder:
         mode = check_mode(meta["mode"])
         ticks = self._fulls[meta["base"]]["ticks"] if mode == "delta" else {}
         since = {name: ticks[name] for name in meta["base_tables"]} if mode == "delta" else {}
-        job = Job(Path(meta["directory"]), meta["save"], mode, self._shards, self._part, since)
+        job = WriteRequest(Path(meta["directory"]), meta["save"], mode, self._shards, self._part, since)
         if mode == "full":
             self.remember(meta["save"], meta["directory"], self.tables)
         return job
@@ -43,8 +43,8 @@ class Holder:
     def remember(self, save: str, directory: str | Path, names: Any) -> None:
         """Note that these tables are now as a full snapshot has them."""
         ticks = {name: self.tables[name].tick for name in names}
-        known = self._fulls.pop(save, {"ticks": {}})
-        self._fulls[save] = {"directory": str(directory), "ticks": {**known["ticks"], **ticks}}
+        previous = self._fulls.pop(save, {"ticks": {}})
+        self._fulls[save] = {"directory": str(directory), "ticks": {**previous["ticks"], **ticks}}
         while len(self._fulls) > _REMEMBERED:
             del self._fulls[next(iter(self._fulls))]
 

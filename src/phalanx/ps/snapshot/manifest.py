@@ -15,15 +15,15 @@ from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.rules import TableSpec
 
 MANIFEST = "manifest.json"
-Mode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+SnapshotMode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]
+MODES: tuple[SnapshotMode, ...] = get_args(SnapshotMode)
 HASH = "mix64 (Stafford 13) of id ^ blake2b-64(table); top 10 bits"
 
 _frozen = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, config=_frozen)
-class File:
+class SnapshotFile:
     """A file of a snapshot."""
 
     name: str
@@ -33,7 +33,7 @@ class File:
 
 
 @dataclass(frozen=True, config=_frozen)
-class Base:
+class BaseSnapshot:
     """The full snapshot that a delta changes."""
 
     save: str
@@ -45,21 +45,21 @@ class Base:
 
 
 @dataclass(frozen=True, config=_frozen)
-class Manifest:
+class SnapshotManifest:
     """What a snapshot holds."""
 
     save: str
     """Name of this save; part of its files' names, so that saving again into a folder overwrites none of them."""
 
-    mode: Mode
+    mode: SnapshotMode
     tables: dict[str, TableSpec]
     rows: dict[str, int]
-    files: dict[str, File]
+    files: dict[str, SnapshotFile]
     """By number of virtual shard, or of server for text."""
 
     extra: Any
-    base: Base | None = None
-    dense: File | None = None
+    base: BaseSnapshot | None = None
+    dense: SnapshotFile | None = None
     leases: dict[str, Any] | None = None
     steps: list[int] | None = None
     """Pushes of each worker at that moment."""
@@ -70,28 +70,28 @@ class Manifest:
     schema: int = 1
 
 
-_manifest: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+_manifest: TypeAdapter[SnapshotManifest] = TypeAdapter(SnapshotManifest)
 
 
-def check_mode(mode: str) -> Mode:
+def check_mode(mode: str) -> SnapshotMode:
     """Return the mode of a save.
 
     Raises:
         ConfigError: If it is none.
     """
-    for known in MODES:
-        if mode == known:
-            return known
+    for valid in MODES:
+        if mode == valid:
+            return valid
     raise ConfigError(f"Asked for a snapshot of mode {mode!r}; modes: {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Path, manifest: SnapshotManifest) -> None:
     """Put a manifest in place of the one there, in one step and durably."""
     text = json.dumps(_manifest.dump_python(manifest, mode="json"), indent=1)
     write_atomically(directory / MANIFEST, text, temporary=directory / f"{MANIFEST}.{manifest.save}")
 
 
-def read_manifest(directory: Path, *, whole: bool = True) -> Manifest:
+def read_manifest(directory: Path, *, whole: bool = True) -> SnapshotManifest:
     """Return the manifest of a snapshot.
 
     Args:
@@ -110,7 +110,7 @@ def read_manifest(directory: Path, *, whole: bool = True) -> Manifest:
             f"There is no snapshot in {directory}: {MANIFEST} is missing, which a save writes last. Give the folder of "
             "a save that ended."
         ) from None
-    value = _parsed(path, text)
+    value = _parse(path, text)
     try:
         manifest = _manifest.validate_python(value)
     except ValidationError as e:
@@ -120,29 +120,29 @@ def read_manifest(directory: Path, *, whole: bool = True) -> Manifest:
     return manifest
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parse(path: Path, text: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(f"{path} is broken at byte {e.pos}: {e.msg}. Take another copy of the snapshot.") from e
-    found = (value.get("schema"), value.get("shards"), value.get("hash")) if isinstance(value, dict) else (None,) * 3
-    if found != (1, SHARDS, HASH):
+    versions = (value.get("schema"), value.get("shards"), value.get("hash")) if isinstance(value, dict) else (None,) * 3
+    if versions != (1, SHARDS, HASH):
         raise DataError(
-            f"{path} has schema {found[0]}, {found[1]} shards by {found[2]!r}; this version reads schema 1, {SHARDS} "
-            f"shards by {HASH!r}. Read it with the version that wrote it."
+            f"{path} has schema {versions[0]}, {versions[1]} shards by {versions[2]!r}; this version reads schema 1, "
+            f"{SHARDS} shards by {HASH!r}. Read it with the version that wrote it."
         )
     return value
 
 
-def _check_files(directory: Path, manifest: Manifest) -> None:
+def _check_files(directory: Path, manifest: SnapshotManifest) -> None:
     for file in [*manifest.files.values(), *([manifest.dense] if manifest.dense else [])]:
         try:
-            found = (directory / file.name).stat().st_size
+            size = (directory / file.name).stat().st_size
         except FileNotFoundError:
             raise DataError(
                 f"{directory / file.name} is missing, which {MANIFEST} names. Copy the whole folder."
             ) from None
-        if found != file.bytes:
+        if size != file.bytes:
             raise DataError(
-                f"{directory / file.name} ends at byte {found}, it was written with {file.bytes}. Take another copy."
+                f"{directory / file.name} ends at byte {size}, it was written with {file.bytes}. Take another copy."
             )

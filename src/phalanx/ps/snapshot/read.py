@@ -12,20 +12,20 @@ import numpy as np
 
 from phalanx.errors import ConfigError, DataError, did_you_mean
 from phalanx.ps.snapshot.dense import read_extra
-from phalanx.ps.snapshot.manifest import Manifest, read_manifest
+from phalanx.ps.snapshot.manifest import SnapshotManifest, read_manifest
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.row_layout import layout_of
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.table import Table, make_table
+from phalanx.ps.table.table import RowTable, make_table
 
 _log = logging.getLogger("phalanx.ps")
 
 
 class Snapshot:
-    """A snapshot in a folder. See `read`."""
+    """A snapshot in a folder. See `open_snapshot`."""
 
-    def __init__(self, directory: Path, manifest: Manifest, base: Snapshot | None) -> None:
+    def __init__(self, directory: Path, manifest: SnapshotManifest, base: Snapshot | None) -> None:
         self.directory, self.manifest, self._base = directory, manifest, base
 
     @property
@@ -76,7 +76,7 @@ class Snapshot:
             raise DataError(f"{e} Take another copy of the snapshot.") from e
         return None
 
-    def fill(self, table: Table, shards: Iterable[int]) -> int:
+    def fill(self, table: RowTable, shards: Iterable[int]) -> int:
         """Put a table's rows of these shards into an empty table, and return how many there were.
 
         Optimizer state comes along where the table's rule and statistics are those of the snapshot; otherwise values
@@ -101,7 +101,7 @@ class Snapshot:
         return count
 
 
-def read(directory: Path | str) -> Snapshot:
+def open_snapshot(directory: Path | str) -> Snapshot:
     """Open a snapshot, with its base if it is a delta.
 
     Raises:
@@ -114,7 +114,7 @@ def read(directory: Path | str) -> Snapshot:
         raise ConfigError(f"{directory} holds a text export, which is not read back. Load a snapshot of another mode.")
     if manifest.base is None:
         return Snapshot(directory, manifest, None)
-    base = read(directory / manifest.base.directory)
+    base = open_snapshot(directory / manifest.base.directory)
     if base.manifest.save != manifest.base.save:
         raise DataError(
             f"{directory} holds the changes since save {manifest.base.save}, but {base.directory} now holds save "
@@ -162,22 +162,22 @@ def _over(before: Columns, changed: Columns) -> Columns:
     gone = np.concatenate([changed.keys, changed.waiting_keys])
     rows, waiting = ~np.isin(before.keys, gone), ~np.isin(before.waiting_keys, gone)
 
-    def joined(name: str, kept: Array) -> Array:
-        return np.concatenate([getattr(before, name)[kept], getattr(changed, name)])
+    def merge_column(name: str, is_kept: Array) -> Array:
+        return np.concatenate([getattr(before, name)[is_kept], getattr(changed, name)])
 
     return replace(
         changed,
-        keys=joined("keys", rows),
-        ticks=joined("ticks", rows),
-        rows=joined("rows", rows),
-        waiting_keys=joined("waiting_keys", waiting),
-        waiting_ticks=joined("waiting_ticks", waiting),
-        waiting_counts=joined("waiting_counts", waiting),
+        keys=merge_column("keys", rows),
+        ticks=merge_column("ticks", rows),
+        rows=merge_column("rows", rows),
+        waiting_keys=merge_column("waiting_keys", waiting),
+        waiting_ticks=merge_column("waiting_ticks", waiting),
+        waiting_counts=merge_column("waiting_counts", waiting),
         whole=True,
     )
 
 
-def _has_state(manifest: Manifest, spec: TableSpec) -> bool:
+def _has_state(manifest: SnapshotManifest, spec: TableSpec) -> bool:
     """Whether a snapshot's rows are whole rows of a table with this specification.
 
     Raises:
@@ -203,7 +203,7 @@ def _has_state(manifest: Manifest, spec: TableSpec) -> bool:
     return same
 
 
-class Source:
+class SnapshotSource:
     """A snapshot that fills tables as they are declared.
 
     Args:
@@ -216,13 +216,13 @@ class Source:
     """
 
     def __init__(self, directory: Path | str, names: Sequence[str] | None = None) -> None:
-        self.snapshot = read(directory)
+        self.snapshot = open_snapshot(directory)
         self.names = set(self.snapshot.tables if names is None else names)
         self.snapshot.check_names(self.names)
 
-    def table(self, spec: TableSpec, shards: Iterable[int]) -> Table:
+    def table(self, spec: TableSpec, shards: Iterable[int]) -> RowTable:
         """Return a new table with these shards' rows; see `Snapshot.fill`."""
-        made = make_table(spec)
-        rows = self.snapshot.fill(made, shards)
+        table = make_table(spec)
+        rows = self.snapshot.fill(table, shards)
         _log.info("table %s: %d rows loaded from %s", spec.name, rows, self.snapshot.directory)
-        return made
+        return table

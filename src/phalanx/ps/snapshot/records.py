@@ -46,8 +46,8 @@ class Record:
 class TornRecordError(DataError):
     """A file ends inside a record: its writer was stopped, or the file was cut."""
 
-    def __init__(self, path: Path, offset: int, found: str) -> None:
-        super().__init__(f"{path} ends inside the record that begins at byte {offset}: {found}.")
+    def __init__(self, path: Path, offset: int, reason: str) -> None:
+        super().__init__(f"{path} ends inside the record that begins at byte {offset}: {reason}.")
         self.offset = offset
 
 
@@ -67,12 +67,12 @@ def pack(meta: dict[str, Any], arrays: Sequence[Array]) -> list[bytes | memoryvi
     return [_MAGIC + struct.pack("<I", zlib.crc32(checked)) + checked, text, *views]
 
 
-def read_records(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda meta: True) -> Iterator[Record]:
+def read_records(path: Path, is_wanted: Callable[[dict[str, Any]], bool] = lambda meta: True) -> Iterator[Record]:
     """Yield the records of a file; their arrays are the caller's.
 
     Args:
         path: The file.
-        wanted: Says by a record's JSON whether to read its arrays; others are passed over, unchecked.
+        is_wanted: Says by a record's JSON whether to read its arrays; others are passed over, unchecked.
 
     Raises:
         TornRecordError: If the file ends inside a record.
@@ -81,26 +81,26 @@ def read_records(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda m
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while file.tell() < size:
-            record = _read(file, path, size, wanted)
+            record = _read(file, path, size, is_wanted)
             if record is not None:
                 yield record
 
 
-def _read(file: io.BufferedReader, path: Path, size: int, wanted: Callable[[dict[str, Any]], bool]) -> Record | None:
+def _read(file: io.BufferedReader, path: Path, size: int, is_wanted: Callable[[dict[str, Any]], bool]) -> Record | None:
     offset = file.tell()
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise TornRecordError(path, offset, f"{len(header)} of {_HEADER.size} bytes of its header are there")
     magic, checksum, text_bytes, array_bytes, text_checksum, array_checksum = _HEADER.unpack(header)
     if magic != _MAGIC or zlib.crc32(header[8:]) != checksum:
-        broken(path, offset, "there is no record's header")
+        raise_broken(path, offset, "there is no record's header")
     end = offset + _HEADER.size + text_bytes + array_bytes
     if end > size:
         raise TornRecordError(path, offset, f"it is {end - offset} bytes long, {size - offset} are there")
     text = file.read(text_bytes)
     _check(text, text_checksum, path, offset, at_end=end == size)
     meta = json.loads(text)
-    if not wanted(meta):
+    if not is_wanted(meta):
         file.seek(end)
         return None
     body = np.empty(array_bytes, np.uint8)
@@ -110,12 +110,12 @@ def _read(file: io.BufferedReader, path: Path, size: int, wanted: Callable[[dict
 
 
 def _check(data: bytes | Array, expected: int, path: Path, offset: int, *, at_end: bool) -> None:
-    found = zlib.crc32(data)  # type: ignore[arg-type]
-    if found == expected:
+    checksum = zlib.crc32(data)  # type: ignore[arg-type]
+    if checksum == expected:
         return
     if at_end:
         raise TornRecordError(path, offset, "its bytes do not have its checksum")
-    broken(path, offset, f"its checksum is {expected:08x}, its bytes have {found:08x}")
+    raise_broken(path, offset, f"its checksum is {expected:08x}, its bytes have {checksum:08x}")
 
 
 def _split(body: Array, layout: list[tuple[str, list[int]]], path: Path, offset: int) -> list[Array]:
@@ -123,22 +123,22 @@ def _split(body: Array, layout: list[tuple[str, list[int]]], path: Path, offset:
     for name, shape in layout:
         dtype = _DTYPES.get(name)
         if dtype is None:
-            broken(path, offset, f"it holds an array of {name!r}")
+            raise_broken(path, offset, f"it holds an array of {name!r}")
         count = int(np.prod(shape)) * dtype.itemsize
         # A copy, because a column must begin at a multiple of its item size to be read by native code.
         arrays.append(body[at : at + count].copy().view(dtype).reshape(shape))
         at += count
     if at != len(body):
-        broken(path, offset, f"its arrays take {at} bytes, it has {len(body)}")
+        raise_broken(path, offset, f"its arrays take {at} bytes, it has {len(body)}")
     return arrays
 
 
-def broken(path: Path, offset: int, found: str) -> NoReturn:
+def raise_broken(path: Path, offset: int, reason: str) -> NoReturn:
     """Raise the error of a file that does not hold what was written.
 
     Raises:
         DataError: Always.
     """
     raise DataError(
-        f"{path} is broken at byte {offset}: {found}. A disk or a copy damaged it; take another copy of the file."
+        f"{path} is broken at byte {offset}: {reason}. A disk or a copy damaged it; take another copy of the file."
     )

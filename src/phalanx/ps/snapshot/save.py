@@ -21,11 +21,19 @@ from typing import Any, Protocol
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.files import sync_file_system
 from phalanx.ps.snapshot.dense import write_extra
-from phalanx.ps.snapshot.holder import Holder
-from phalanx.ps.snapshot.manifest import MANIFEST, Base, File, Manifest, check_mode, read_manifest, write_manifest
+from phalanx.ps.snapshot.holder import SnapshotParticipant
+from phalanx.ps.snapshot.manifest import (
+    MANIFEST,
+    BaseSnapshot,
+    SnapshotFile,
+    SnapshotManifest,
+    check_mode,
+    read_manifest,
+    write_manifest,
+)
 from phalanx.ps.snapshot.write import write
 from phalanx.ps.table.rules import TableSpec, table_spec
-from phalanx.ps.wire.message import Reply
+from phalanx.ps.wire.message import RpcReply
 
 FREEZE_S = 10.0
 """Longest that changes are held back."""
@@ -43,12 +51,12 @@ _log = logging.getLogger("phalanx.ps")
 class Caller(Protocol):
     """A way to ask one holder of tables: a `Connection`, for one."""
 
-    def call(self, op: str, meta: Mapping[str, Any]) -> Reply:
+    def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
         """Send a request and wait for its reply."""
         ...
 
 
-def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], mode: str = "full") -> Manifest:
+def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], mode: str = "full") -> SnapshotManifest:
     """Write a snapshot of all tables at one moment, and what goes with them.
 
     One process calls it; training goes on while the files are written.
@@ -69,25 +77,25 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
         BackendError: If a file system does not take the files; the snapshot that was there stays.
         PeerLostError: If a holder is gone.
     """
-    asked, name = check_mode(mode), secrets.token_hex(4)
+    checked_mode, name = check_mode(mode), secrets.token_hex(4)
     directory = Path(directory).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"Asked to save to {directory}: {e.strerror}. Give a folder that can be made.") from e
-    before = _before(directory, asked)
+    before = _before(directory, checked_mode)
     started = time.monotonic()
     try:
-        states, base = _cut(calls, name, directory, asked)
+        states, base = _freeze_and_fork(calls, name, directory, checked_mode)
         frozen_s = time.monotonic() - started
         value, dense = write_extra(directory, name, extra)
         written = [_result(call, name) for call in calls]
-        manifest = Manifest(
+        manifest = SnapshotManifest(
             save=name,
-            mode=asked,
+            mode=checked_mode,
             tables=_specs(states),
             rows={t: sum(w["rows"].get(t, 0) for w in written) for t in _specs(states)},
-            files={number: File(*facts) for w in written for number, facts in w["files"].items()},
+            files={number: SnapshotFile(*facts) for w in written for number, facts in w["files"].items()},
             extra=value,
             base=base,
             dense=dense,
@@ -110,7 +118,9 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     return manifest
 
 
-def _cut(calls: Sequence[Caller], name: str, directory: Path, mode: str) -> tuple[list[dict[str, Any]], Base | None]:
+def _freeze_and_fork(
+    calls: Sequence[Caller], name: str, directory: Path, mode: str
+) -> tuple[list[dict[str, Any]], BaseSnapshot | None]:
     """Hold all changes back, begin the snapshot everywhere, and let go; returns each holder's state."""
     freeze = {"token": name, "seconds": FREEZE_S}
     with ExitStack() as stack:
@@ -123,8 +133,8 @@ def _cut(calls: Sequence[Caller], name: str, directory: Path, mode: str) -> tupl
             # A worker may have to get past one server before it can reach its step on another: none waits before all
             # let the steps through.
             for wait in (False, True):
-                asked = {**freeze, "steps": furthest, "wait": wait}
-                states = [dict(call.call("freeze", asked).meta) for call in calls]
+                freeze_until = {**freeze, "steps": furthest, "wait": wait}
+                states = [dict(call.call("freeze", freeze_until).meta) for call in calls]
         base = _base(states, directory) if mode == "delta" else None
         request = {"token": name, "directory": str(directory), "save": name, "mode": mode}
         for call in calls:
@@ -166,18 +176,18 @@ def _specs(states: Sequence[Mapping[str, Any]]) -> dict[str, TableSpec]:
     return {spec.name: spec for spec in map(table_spec, states[0]["specs"])}
 
 
-def _base(states: Sequence[Mapping[str, Any]], directory: Path) -> Base:
+def _base(states: Sequence[Mapping[str, Any]], directory: Path) -> BaseSnapshot:
     """Return the newest full snapshot that every holder took part in and that is still there."""
-    known = [{save: (where, names) for save, where, names in state["fulls"]} for state in states]
-    for save, (where, names) in known[0].items():
-        shared = set(names).intersection(*(of_holder.get(save, ("", ()))[1] for of_holder in known))
-        if all(save in of_holder for of_holder in known) and _holds(Path(where), save):
+    fulls = [{save: (where, names) for save, where, names in state["fulls"]} for state in states]
+    for save, (where, names) in fulls[0].items():
+        shared = set(names).intersection(*(of_holder.get(save, ("", ()))[1] for of_holder in fulls))
+        if all(save in of_holder for of_holder in fulls) and _holds(Path(where), save):
             if Path(where) == directory:
                 raise ConfigError(
                     f"Asked for a delta in {directory}, which holds the full snapshot it is made on. Give it a folder "
                     "of its own; reading it takes both."
                 )
-            return Base(save, os.path.relpath(where, directory), sorted(shared))
+            return BaseSnapshot(save, os.path.relpath(where, directory), sorted(shared))
     raise ConfigError(
         "Asked for a delta, but this job has no full snapshot that it could be made on. Save with mode 'full' first."
     )
@@ -187,7 +197,7 @@ def _holds(directory: Path, save: str) -> bool:
     return (directory / MANIFEST).exists() and read_manifest(directory, whole=False).save == save
 
 
-def _check_here(directory: Path, manifest: Manifest) -> None:
+def _check_here(directory: Path, manifest: SnapshotManifest) -> None:
     for file in manifest.files.values():
         if not (directory / file.name).exists():
             raise ConfigError(
@@ -223,25 +233,27 @@ def _sweep(directory: Path, unwanted: Callable[[str], bool]) -> None:
 class LocalCalls:
     """Answers a save in the process that holds the tables, without a copy of it."""
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: SnapshotParticipant) -> None:
         self._holder = holder
         self._result: dict[str, Any] = {}
 
-    def call(self, op: str, meta: Mapping[str, Any]) -> Reply:
+    def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
         """Answer one request of `save`."""
         if op == "freeze":
             specs = [table.spec.to_json() for table in self._holder.tables.values()]
-            return Reply({"steps": [], "fulls": self._holder.fulls, "specs": specs})
+            return RpcReply({"steps": [], "fulls": self._holder.fulls, "specs": specs})
         if op == "snapshot":
             try:
                 self._result = write(self._holder.job(meta), self._holder.tables)
                 sync_file_system(Path(meta["directory"]))
             except OSError as e:
                 raise disk_error(Path(meta["directory"]), e) from e
-        return Reply({"done": True, "result": self._result} if op == "saved" else {})
+        return RpcReply({"done": True, "result": self._result} if op == "saved" else {})
 
 
-def save_local(holder: Holder, directory: Path, extra: Mapping[str, object], mode: str = "full") -> Manifest:
+def save_local(
+    holder: SnapshotParticipant, directory: Path, extra: Mapping[str, object], mode: str = "full"
+) -> SnapshotManifest:
     """Write a snapshot of the tables in this process. See `save`."""
     return save([LocalCalls(holder)], directory, extra, mode)
 

@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from phalanx.files import open_atomically
-from phalanx.ps.snapshot.manifest import Mode
+from phalanx.ps.snapshot.manifest import SnapshotMode
 from phalanx.ps.snapshot.records import Array, pack
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.initializers import nearest_bfloat16
-from phalanx.ps.table.table import Table
+from phalanx.ps.table.table import RowTable
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriteRequest:
     """What to write where."""
 
     directory: Path
     save: str
-    mode: Mode
+    mode: SnapshotMode
     shards: Sequence[int]
     part: int = 0
     """Number of this holder of tables; names its text file."""
@@ -34,7 +34,9 @@ class Job:
     """For a delta: by table, the tick at the base snapshot; a table that is missing is written in full."""
 
 
-def write(job: Job, tables: Mapping[str, Table], check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def write(
+    job: WriteRequest, tables: Mapping[str, RowTable], check: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Write the files of a snapshot; `sync_file_system` then makes them durable.
 
     Args:
@@ -67,7 +69,7 @@ Facts = tuple[str, int, int]
 
 
 def _shard_files(
-    job: Job, tables: Mapping[str, Table], rows: dict[str, int], check: Callable[[], None]
+    job: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
 ) -> Iterable[tuple[str, Facts]]:
     for shard in job.shards:
         check()
@@ -81,14 +83,16 @@ def _shard_files(
             yield str(shard), _write_shard(job.directory / f"shard-{shard:04d}-{job.save}.bin", records)
 
 
-def _says_something(columns: Columns, job: Job, name: str) -> bool:
+def _says_something(columns: Columns, job: WriteRequest, name: str) -> bool:
     """Whether a shard has to be written: an empty one only where a base snapshot says otherwise."""
     if len(columns.keys) or len(columns.waiting_keys):
         return True
     return columns.whole and job.mode == "delta" and name in job.since
 
 
-def encode(table: str, shard: int, columns: Columns, mode: Mode, dim: int) -> tuple[dict[str, Any], list[Array]]:
+def encode(
+    table: str, shard: int, columns: Columns, mode: SnapshotMode, dim: int
+) -> tuple[dict[str, Any], list[Array]]:
     """Return a table's part of a shard as a record; `read.decode` is the inverse."""
     meta = {"table": table, "shard": shard, "tick": columns.tick, "whole": columns.whole, "format": mode}
     if mode in ("full", "delta"):
@@ -116,7 +120,9 @@ def _write_shard(path: Path, records: Iterable[tuple[dict[str, Any], list[Array]
         return path.name, file.tell(), checksum
 
 
-def _write_text(job: Job, tables: Mapping[str, Table], rows: dict[str, int], check: Callable[[], None]) -> Facts:
+def _write_text(
+    job: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
+) -> Facts:
     path = job.directory / f"part-{job.part}"
     size = checksum = 0
     with open_atomically(path, temporary=path.with_name(f"{path.name}.{job.save}")) as file:

@@ -19,7 +19,7 @@ _Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class PullSpec:
     """Rows asked of one table."""
 
     table: str
@@ -28,7 +28,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TableUpdate:
     """Gradients, deltas or values for rows of one table."""
 
     table: str
@@ -52,16 +52,16 @@ class Change:
     clicks: NDArray[np.float32] | None = None
 
 
-class Pulled(Protocol):
+class PendingRows(Protocol):
     """A pull under way."""
 
     def rows(self) -> list[Rows]:
-        """Wait and return one (n, dim) array per `Want`, in its order. The arrays are the caller's."""
+        """Wait and return one (n, dim) array per `PullSpec`, in its order. The arrays are the caller's."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyRows:
     """A pull that has come."""
 
     arrays: list[Rows]
@@ -86,7 +86,7 @@ class TableReport:
     evicted: int
 
 
-class Store(Protocol):
+class TableStore(Protocol):
     """Tables, wherever they are. One thread of one worker uses a store."""
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
@@ -97,22 +97,22 @@ class Store(Protocol):
         """
         ...
 
-    def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
+    def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Ask for rows. Reading changes nothing: an id without a row reads as what it would start from.
 
         Args:
-            wants: One entry per table.
+            pull_specs: One entry per table.
             step: Pushes this worker has made so far; sync and bounded modes wait by it.
         """
         ...
 
     def push(
-        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
-    ) -> Pulled:
+        self, updates: Sequence[TableUpdate], *, step: int = 0, weight: float = 1.0, then: Sequence[PullSpec] = ()
+    ) -> PendingRows:
         """Send one step's changes; returns once they are on their way, `flush` waits for the acknowledgement.
 
         Args:
-            changes: Any number of tables; an empty list still ends the step in sync mode.
+            updates: Any number of tables; an empty list still ends the step in sync mode.
             step: The number of this push, from 0.
             weight: Rows of the batch the gradients are the mean of; sync mode averages by it.
             then: Rows to read with the answer, as a pull of the next step would find them.
@@ -154,7 +154,7 @@ class Store(Protocol):
         """
         ...
 
-    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+    def report_progress(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
         """Report how far a leased file was read and trained on; `end` says whether that was all of it."""
         ...
 
@@ -180,7 +180,7 @@ class Store(Protocol):
         ...
 
 
-def named(tables: Mapping[str, _Table], name: str) -> _Table:
+def get_table(tables: Mapping[str, _Table], name: str) -> _Table:
     """Return what is kept of the table of this name.
 
     Raises:

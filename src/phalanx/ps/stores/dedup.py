@@ -43,9 +43,9 @@ def unique_numpy(ids: Sequence[Keys]) -> tuple[Keys, Places, NDArray[np.uint32]]
     flat = np.concatenate([np.empty(0, np.int64), *(part.reshape(-1) for part in ids)])
     ordered, first, inverse, counts = np.unique(flat, return_index=True, return_inverse=True, return_counts=True)
     order = np.argsort(first)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    return ordered[order], place[inverse], counts[order].astype(np.uint32)
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order))
+    return ordered[order], ranks[inverse], counts[order].astype(np.uint32)
 
 
 def merge(keys: Sequence[Keys], values: Sequence[Rows], weights: Sequence[float]) -> tuple[Keys, Rows]:

@@ -25,12 +25,12 @@ class Leases:
             raise ConfigError(f"files of a lease must be a list of names, found {files!r}.")
         for file in files:
             _require("files", file, str)
-        known = self._epochs.get(epoch)
-        if known is None or list(known.offsets) == list(files):
+        progress = self._epochs.get(epoch)
+        if progress is None or list(progress.offsets) == list(files):
             return
-        differing = sorted(set(known.offsets) ^ set(files))
+        differing = sorted(set(progress.offsets) ^ set(files))
         raise ConfigError(
-            f"Asked for files of epoch {epoch} from a list of {len(files)}; another worker gave {len(known.offsets)}"
+            f"Asked for files of epoch {epoch} from a list of {len(files)}; another worker gave {len(progress.offsets)}"
             + (f"; {differing[0]!r} is in one of them only." if differing else " in another order.")
             + " Give every worker the same list."
         )
@@ -53,7 +53,7 @@ class Leases:
                 return {"file": file, "offset": state.offsets[file], "left": len(state.offsets) - len(state.done)}
         return {"file": None, "offset": 0, "left": len(state.offsets) - len(state.done)}
 
-    def done(self, epoch: int, file: str, offset: int, *, end: bool) -> None:
+    def record_progress(self, epoch: int, file: str, offset: int, *, end: bool) -> None:
         """Note how far a file was read and trained on, and whether that was all of it."""
         state = self._epochs[epoch]
         state.offsets[file] = offset
@@ -61,7 +61,7 @@ class Leases:
             state.done.add(file)
             state.holders.pop(file, None)
 
-    def check_done(self, worker: int, epoch: int, file: str, offset: int) -> None:
+    def check_progress(self, worker: int, epoch: int, file: str, offset: int) -> None:
         """Check that a worker holds the file it reports on.
 
         Raises:

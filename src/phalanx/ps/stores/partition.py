@@ -1,4 +1,4 @@
-"""Dealing ids, and what belongs to them, over the servers that own them."""
+"""Partition ids, and the arrays that belong to them, over the servers that own them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class KeyPartition:
     """Which of n ids go to which server."""
 
     keys: list[Keys]
@@ -30,8 +30,8 @@ class Deal:
     """Where each server's positions begin, and the last one's end."""
 
     @classmethod
-    def of(cls, keys: Keys, salt: int, servers: int) -> Deal:
-        """Return the deal of a table's ids over so many servers."""
+    def of(cls, keys: Keys, salt: int, servers: int) -> KeyPartition:
+        """Return the partition of a table's ids over so many servers."""
         if servers == 1:
             return cls([keys], None, [0, len(keys)])
         order, offsets = split_by_owner(keys, salt, servers)
@@ -45,7 +45,7 @@ class Deal:
         ordered = array.take(self.order, axis=0)
         return [ordered[start:end] for start, end in pairwise(self.offsets)]
 
-    def joined(self, parts: Mapping[int, Rows], dim: int) -> Rows:
+    def merge(self, parts: Mapping[int, Rows], dim: int) -> Rows:
         """Return rows in the order of the ids, shape (n, dim), from each server's part by its rank."""
         if self.order is None and parts:
             return parts[0]

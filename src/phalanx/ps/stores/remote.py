@@ -12,15 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.stores.base import Change, Keys, Pulled, TableReport, Want, named
-from phalanx.ps.stores.partition import Deal
-from phalanx.ps.stores.requests import NamedPull, PulledAfter, PullRequest, PushRequest, Shares, dealt, header
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, TableReport, TableUpdate, get_table
+from phalanx.ps.stores.partition import KeyPartition
+from phalanx.ps.stores.requests import (
+    NamedPull,
+    PartitionedPull,
+    PulledAfter,
+    PullRequest,
+    PushRequest,
+    header,
+    split_update,
+)
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
-from phalanx.ps.wire.message import Reply
+from phalanx.ps.wire.message import RpcReply
 
 ServerMode = Literal["sync", "async", "bounded"]
 
@@ -29,7 +37,7 @@ KEPT_PULLS = 8
 
 
 class RemoteStore:
-    """A `Store` over servers.
+    """A `TableStore` over servers.
 
     Args:
         endpoints: `host:port` of every server, by rank.
@@ -86,29 +94,29 @@ class RemoteStore:
             raise
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
-        """Make tables on every server. See `Store.declare`."""
+        """Make tables on every server. See `TableStore.declare`."""
         replies = self._call_all("declare", {**self._about, "specs": [spec.to_json() for spec in specs]})
         if self._first_step is None:
             self._first_step = self._go_on_from([int(reply.meta["step"]) for reply in replies])
         for spec in specs:
             self._tables[spec.name] = _Table(spec)
 
-    def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
-        """Send one request to every server that owns any of the keys. See `Store.pull`."""
-        pull = PullRequest(wants, self._shares(wants), self.flush)
+    def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
+        """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
+        pull = PullRequest(pull_specs, self._shares(pull_specs), self.flush)
         pull.send(self._connections, self._number(step))
-        if wants:
+        if pull_specs:
             self._kept.append(pull.named)
         return pull
 
     def push(
-        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
-    ) -> Pulled:
-        """Send one request to every server, also an empty one: it ends this worker's step there. See `Store.push`."""
+        self, updates: Sequence[TableUpdate], *, step: int = 0, weight: float = 1.0, then: Sequence[PullSpec] = ()
+    ) -> PendingRows:
+        """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
-        pulls = [self._take_pull(change) for change in changes]
-        about, headers = {"step": self._number(step), "weight": weight}, [header(change) for change in changes]
-        parts = [dealt(change, self._deal(change.table, change.keys)) for change in changes]
+        pulls = [self._take_pull(update) for update in updates]
+        about, headers = {"step": self._number(step), "weight": weight}, [header(update) for update in updates]
+        parts = [split_update(update, self._partition(update.table, update.keys)) for update in updates]
         shares = self._shares(then)
         for rank, connection in enumerate(self._connections):
             push = PushRequest(connection, about, headers, [of_change[rank] for of_change in parts], shares.of(rank))
@@ -117,7 +125,7 @@ class RemoteStore:
         return PulledAfter(list(self._unanswered), shares, self.flush)
 
     def flush(self) -> None:
-        """Wait until the pushes on their way are acknowledged. See `Store.flush`.
+        """Wait until the pushes on their way are acknowledged. See `TableStore.flush`.
 
         A push that a server refused, because its disk is full for one, is sent again by the next call.
         """
@@ -126,12 +134,12 @@ class RemoteStore:
             del self._unanswered[0]
 
     def leave(self) -> None:
-        """Say that this worker pushes no more. See `Store.leave`."""
+        """Say that this worker pushes no more. See `TableStore.leave`."""
         self.flush()
         self._call_all("leave", {})
 
     def report(self) -> dict[str, TableReport]:
-        """Return counts by table name, summed over servers. See `Store.report`."""
+        """Return counts by table name, summed over servers. See `TableStore.report`."""
         self.flush()
         of_servers = [reply.meta["tables"] for reply in self._call_all("report", {})]
         fields = TableReport.__slots__
@@ -141,42 +149,42 @@ class RemoteStore:
         }
 
     def shrink(self, table: str) -> int:
-        """End a day on every server. See `Store.shrink`."""
+        """End a day on every server. See `TableStore.shrink`."""
         self.flush()
         return sum(int(reply.meta["rows"]) for reply in self._call_all("shrink", {"table": table}))
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
-        """Return this worker's next file of an epoch. See `Store.lease`."""
+        """Return this worker's next file of an epoch. See `TableStore.lease`."""
         meta = self._connections[0].call("lease", {"epoch": epoch, "files": list(files)}).meta
         return meta["file"], int(meta["offset"]), int(meta["left"])
 
-    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
-        """Report progress on a leased file. See `Store.done`."""
+    def report_progress(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        """Report progress on a leased file. See `TableStore.report_progress`."""
         self.flush()
         self._connections[0].call("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
-        """Write a snapshot of all servers at one moment. See `Store.save`."""
+        """Write a snapshot of all servers at one moment. See `TableStore.save`."""
         self.flush()
         save(self._connections, directory, extra, mode)
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
-        """Let every server read its part of a snapshot. See `Store.load`."""
+        """Let every server read its part of a snapshot. See `TableStore.load`."""
         self.flush()
         about = {"directory": str(directory.absolute()), "names": None if names is None else list(names)}
         self._call_all("load", about)
-        return read(directory).extra()
+        return open_snapshot(directory).extra()
 
     def close(self) -> None:
-        """Close the connections. See `Store.close`."""
+        """Close the connections. See `TableStore.close`."""
         for connection in self._connections:
             connection.close()
 
-    def _take_pull(self, change: Change) -> Mapping[int, int]:
+    def _take_pull(self, update: TableUpdate) -> Mapping[int, int]:
         """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
         for pull in reversed(self._kept):
-            if pull.has_keys_of(change):
-                del pull.keys[change.table]
+            if pull.has_keys_of(update):
+                del pull.keys[update.table]
                 return pull.ids
         return {}
 
@@ -184,17 +192,19 @@ class RemoteStore:
         """Return what the servers call this push of ours."""
         return step + (self._first_step or 0)
 
-    def _shares(self, wants: Sequence[Want]) -> Shares:
-        dims = [named(self._tables, want.table).dim for want in wants]
-        return Shares(wants, [self._deal(want.table, want.keys) for want in wants], dims)
+    def _shares(self, pull_specs: Sequence[PullSpec]) -> PartitionedPull:
+        dims = [get_table(self._tables, pull_spec.table).dim for pull_spec in pull_specs]
+        return PartitionedPull(
+            pull_specs, [self._partition(pull_spec.table, pull_spec.keys) for pull_spec in pull_specs], dims
+        )
 
-    def _deal(self, name: str, keys: Keys) -> Deal:
-        table = named(self._tables, name)
+    def _partition(self, name: str, keys: Keys) -> KeyPartition:
+        table = get_table(self._tables, name)
         if table.last is None or table.last[0] is not keys:
-            table.last = keys, Deal.of(keys, table.salt, len(self._connections))
+            table.last = keys, KeyPartition.of(keys, table.salt, len(self._connections))
         return table.last[1]
 
-    def _call_all(self, op: str, meta: Mapping[str, Any]) -> list[Reply]:
+    def _call_all(self, op: str, meta: Mapping[str, Any]) -> list[RpcReply]:
         pending = [connection.send(op, meta) for connection in self._connections]
         return [p.result() for p in pending]
 
@@ -211,5 +221,5 @@ class _Table:
 
     def __init__(self, spec: TableSpec) -> None:
         self.dim, self.salt = spec.dim, table_salt(spec.name)
-        self.last: tuple[Keys, Deal] | None = None
+        self.last: tuple[Keys, KeyPartition] | None = None
         """The keys dealt last: those of a step's push are mostly those of its pull."""

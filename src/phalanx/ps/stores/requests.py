@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.ps.stores.base import Change, Keys, Rows, Want
-from phalanx.ps.stores.partition import Array, Deal
+from phalanx.ps.stores.base import Keys, PullSpec, Rows, TableUpdate
+from phalanx.ps.stores.partition import Array, KeyPartition
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.pending import Pending
 
@@ -26,14 +26,14 @@ class NamedPull:
     ids: dict[int, int] = field(default_factory=dict)
     """What each server calls the pull, by the server's rank; known once the rows are."""
 
-    def has_keys_of(self, change: Change) -> bool:
+    def has_keys_of(self, update: TableUpdate) -> bool:
         """Return whether a change can name this pull."""
-        known = self.keys.get(change.table)
-        return bool(self.ids) and known is not None and (known is change.keys or np.array_equal(known, change.keys))
+        keys = self.keys.get(update.table)
+        return bool(self.ids) and keys is not None and (keys is update.keys or np.array_equal(keys, update.keys))
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ServerPull:
     """What is asked of one server."""
 
     tables: list[tuple[str, int]]
@@ -47,31 +47,31 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class PartitionedPull:
     """Rows that are asked of several servers."""
 
-    wants: Sequence[Want]
+    pull_specs: Sequence[PullSpec]
     """What is asked."""
 
-    deals: Sequence[Deal]
-    """Which server owns which keys, per want."""
+    partitions: Sequence[KeyPartition]
+    """Which server owns which keys, per table."""
 
     dims: Sequence[int]
-    """Values per row, per want."""
+    """Values per row, per table."""
 
-    def of(self, rank: int) -> Share | None:
+    def of(self, rank: int) -> ServerPull | None:
         """Return what is asked of a server; None where it has none of the keys."""
-        keys = [deal.keys[rank] for deal in self.deals]
+        keys = [partition.keys[rank] for partition in self.partitions]
         if not any(map(len, keys)):
             return None
-        tables = [(want.table, len(k)) for want, k in zip(self.wants, keys, strict=True)]
-        return Share(tables, keys, sum(4 * dim * len(k) + 64 for k, dim in zip(keys, self.dims, strict=True)))
+        tables = [(pull_spec.table, len(k)) for pull_spec, k in zip(self.pull_specs, keys, strict=True)]
+        return ServerPull(tables, keys, sum(4 * dim * len(k) + 64 for k, dim in zip(keys, self.dims, strict=True)))
 
-    def joined(self, answers: Mapping[int, Sequence[Array]]) -> list[Rows]:
-        """Return one (n, dim) array per want, from what each server answered by its rank."""
+    def merge(self, answers: Mapping[int, Sequence[Array]]) -> list[Rows]:
+        """Return one (n, dim) array per table, from what each server answered by its rank."""
         return [
-            deal.joined({rank: arrays[i] for rank, arrays in answers.items()}, dim)
-            for i, (deal, dim) in enumerate(zip(self.deals, self.dims, strict=True))
+            partition.merge({rank: arrays[i] for rank, arrays in answers.items()}, dim)
+            for i, (partition, dim) in enumerate(zip(self.partitions, self.dims, strict=True))
         ]
 
 
@@ -79,17 +79,17 @@ class PullRequest:
     """A pull under way on several servers.
 
     Args:
-        wants: What is asked.
+        pull_specs: What is asked.
         shares: The same by server.
         before: Called before the rows are read; the answers to earlier pushes have come when those to this pull have,
             and an error among them comes first.
     """
 
-    def __init__(self, wants: Sequence[Want], shares: Shares, before: Callable[[], None]) -> None:
+    def __init__(self, pull_specs: Sequence[PullSpec], shares: PartitionedPull, before: Callable[[], None]) -> None:
         self._shares, self._before = shares, before
-        self._asked: dict[int, tuple[Connection, dict[str, Any], Share, Pending]] = {}
+        self._sent: dict[int, tuple[Connection, dict[str, Any], ServerPull, Pending]] = {}
         self._rows: list[Rows] | None = None
-        self.named = NamedPull({want.table: want.keys for want in wants})
+        self.named = NamedPull({pull_spec.table: pull_spec.keys for pull_spec in pull_specs})
 
     def send(self, connections: Sequence[Connection], step: int) -> None:
         """Ask every server that owns some of the keys."""
@@ -97,18 +97,18 @@ class PullRequest:
             if share := self._shares.of(rank):
                 meta = {"step": step, "tables": share.tables, "keep": True}
                 pending = connection.send("pull", meta, share.keys, reply_bytes=share.reply_bytes)
-                self._asked[rank] = connection, meta, share, pending
+                self._sent[rank] = connection, meta, share, pending
 
     def rows(self) -> list[Rows]:
-        """Wait and return one (n, dim) array per `Want`."""
+        """Wait and return one (n, dim) array per `PullSpec`."""
         if self._rows is None:
             self._before()
-            self._rows = self._shares.joined({rank: self._answer(rank) for rank in self._asked})
-            self._asked.clear()
+            self._rows = self._shares.merge({rank: self._answer(rank) for rank in self._sent})
+            self._sent.clear()
         return self._rows
 
     def _answer(self, rank: int) -> Sequence[Array]:
-        connection, meta, share, pending = self._asked[rank]
+        connection, meta, share, pending = self._sent[rank]
         reply = pending.result()
         if "need_push" in reply.meta:
             # A push before this pull had to be sent again, and came behind it.
@@ -134,7 +134,7 @@ class PushRequest:
         about: Mapping[str, Any],
         headers: Sequence[Mapping[str, Any]],
         parts: Sequence[list[Array]],
-        then: Share | None,
+        then: ServerPull | None,
     ) -> None:
         self._connection, self._about, self._headers, self._parts = connection, about, headers, parts
         self._then = then
@@ -144,10 +144,10 @@ class PushRequest:
 
     def send(self, pulls: Sequence[int | None]) -> None:
         """Send the push; a change that names the pull its keys came with goes without them."""
-        changes = [{**header, "pull": pull} for header, pull in zip(self._headers, pulls, strict=True)]
+        updates = [{**header, "pull": pull} for header, pull in zip(self._headers, pulls, strict=True)]
         parts = zip(self._parts, pulls, strict=True)
         arrays = [array for part, pull in parts for array in part[0 if pull is None else 1 :]]
-        meta, then = {**self._about, "changes": changes}, self._then
+        meta, then = {**self._about, "changes": updates}, self._then
         if then is None:
             self._pending = self._connection.send("push", meta, arrays)
         else:
@@ -176,24 +176,24 @@ class PulledAfter:
         flush: Waits for the answers.
     """
 
-    def __init__(self, pushes: Sequence[PushRequest], shares: Shares, flush: Callable[[], None]) -> None:
+    def __init__(self, pushes: Sequence[PushRequest], shares: PartitionedPull, flush: Callable[[], None]) -> None:
         self._pushes, self._shares, self._flush = pushes, shares, flush
 
     def rows(self) -> list[Rows]:
-        """Wait and return one (n, dim) array per `Want`."""
+        """Wait and return one (n, dim) array per `PullSpec`."""
         self._flush()
         answers = {rank: push.arrays for rank, push in enumerate(self._pushes) if push.arrays is not None}
-        return self._shares.joined(answers)
+        return self._shares.merge(answers)
 
 
-def header(change: Change) -> dict[str, Any]:
+def header(update: TableUpdate) -> dict[str, Any]:
     """Return what a push says of a change beside its arrays."""
-    columns = {column: True for column in _COLUMNS if getattr(change, column) is not None}
-    return {"table": change.table, "kind": change.kind, "lr": change.lr, **columns}
+    columns = {column: True for column in _COLUMNS if getattr(update, column) is not None}
+    return {"table": update.table, "kind": update.kind, "lr": update.lr, **columns}
 
 
-def dealt(change: Change, deal: Deal) -> list[list[Array]]:
+def split_update(update: TableUpdate, partition: KeyPartition) -> list[list[Array]]:
     """Return the arrays of a change by server, the keys first."""
-    columns = [getattr(change, column) for column in _COLUMNS]
-    arrays = [deal.parts(array) for array in (change.values, *columns) if array is not None]
-    return [list(of_server) for of_server in zip(deal.keys, *arrays, strict=True)]
+    columns = [getattr(update, column) for column in _COLUMNS]
+    arrays = [partition.parts(array) for array in (update.values, *columns) if array is not None]
+    return [list(of_server) for of_server in zip(partition.keys, *arrays, strict=True)]

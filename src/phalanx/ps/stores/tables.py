@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from phalanx.ps.stores.base import Change, Keys, Rows
+from phalanx.ps.stores.base import Keys, Rows, TableUpdate
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.table import Table
+from phalanx.ps.table.table import RowTable
 
 _COUNTS = ("pushed", "dropped", "evicted")
 
 
-class Tables:
+class TableSet:
     """Tables by name. Pulls may run beside each other and beside a change; one thread at a time changes."""
 
     def __init__(self) -> None:
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, RowTable] = {}
         self._guards: dict[str, AbstractContextManager[Any]] = {}
         self._counted: dict[str, list[int]] = {}
 
@@ -28,7 +28,7 @@ class Tables:
         """Specifications by name, in the order the tables were made."""
         return {name: table.spec for name, table in self.tables.items()}
 
-    def put(self, table: Table) -> None:
+    def add(self, table: RowTable) -> None:
         """Add a table, in place of the one of its name if there is one."""
         name = table.spec.name
         if name in self.tables:
@@ -45,10 +45,10 @@ class Tables:
         with self._guards[name]:
             self.tables[name].pull(keys, out)
 
-    def apply(self, change: Change) -> int:
+    def apply(self, update: TableUpdate) -> int:
         """Apply a change and return how many gradients were dropped."""
-        with self._guards[change.table]:
-            return _apply(self.tables[change.table], change)
+        with self._guards[update.table]:
+            return _apply(self.tables[update.table], update)
 
     def shrink(self, name: str) -> int:
         """End a day of a table and return how many rows went."""
@@ -56,7 +56,7 @@ class Tables:
             return self.tables[name].shrink()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Keep every call out of every table, to fork; the child calls `release` before it reads."""
         with ExitStack() as stack:
             for name, table in self.tables.items():
@@ -95,12 +95,12 @@ class Tables:
         self._counted = {name: list(c) for name, c in counts.items()}
 
 
-def _apply(table: Table, change: Change) -> int:
+def _apply(table: RowTable, update: TableUpdate) -> int:
     """Apply one change to a table and return how many gradients were dropped."""
-    if change.kind == "delta":
-        table.add(change.keys, change.values)
+    if update.kind == "delta":
+        table.add(update.keys, update.values)
         return 0
-    if change.kind == "assign":
-        table.assign(change.keys, change.values)
+    if update.kind == "assign":
+        table.assign(update.keys, update.values)
         return 0
-    return table.push(change.keys, change.values, change.lr, change.counts, change.shows, change.clicks)
+    return table.push(update.keys, update.values, update.lr, update.counts, update.shows, update.clicks)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from phalanx.errors import ConfigError, DataError
 from phalanx.ps.table.placement import SHARDS, shard_of
-from phalanx.ps.table.rules import FTRL, TableSpec
+from phalanx.ps.table.rules import TableSpec
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -32,7 +32,7 @@ class Columns:
     """Tick of the table at the last change of each row, shape (n,)."""
 
     rows: NDArray[np.float32]
-    """Shape (n, width): values, optimizer state, show and click, as `Layout` says."""
+    """Shape (n, width): values, optimizer state, show and click, as `RowLayout` says."""
 
     waiting_keys: NDArray[np.int64]
     """Ids that an entry filter counts and that have no row yet, shape (m,)."""
@@ -85,8 +85,11 @@ def check_push(spec: TableSpec, n: int, lr: float | None, columns: Sequence[NDAr
             )
     if lr is not None and not (0 <= lr < float("inf")):
         raise ConfigError(f"Asked table '{spec.name}' to learn at rate {lr}. Give a number of at least 0.")
-    if lr == 0 and isinstance(spec.rule, FTRL):
-        raise ConfigError(f"Asked table '{spec.name}' to learn at rate 0, by which FTRL divides. Give more than 0.")
+    if lr == 0 and spec.rule.divides_by_lr:
+        raise ConfigError(
+            f"Asked table '{spec.name}' to learn at rate 0, by which {type(spec.rule).__name__} divides. Give "
+            "more than 0."
+        )
 
 
 def check_columns(spec: TableSpec, salt: int, shard: int, columns: Columns, width: int) -> None:

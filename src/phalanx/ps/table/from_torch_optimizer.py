@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
-from phalanx.ps.table.rules import SGD, Adagrad, Adam, Momentum, RMSprop, Rule
+from phalanx.ps.table.update_rules import SGD, Adagrad, Adam, Momentum, RMSprop, Rule
 
 Group = Mapping[str, Any]
 
@@ -52,8 +52,8 @@ def rule_of(optimizer: Optimizer, group: Group) -> Rule:
 def _alike(rule: type[Any], group: Group, **others: object) -> Rule:
     """Return a rule with the options that the optimizer calls by the same names, and with `others`."""
     same = {field.name: group[field.name] for field in dataclasses.fields(rule) if field.name in group}
-    made: Rule = rule(**{**same, "lr": SENT, **others})
-    return made
+    built: Rule = rule(**{**same, "lr": SENT, **others})
+    return built
 
 
 def _sgd(group: Group) -> Rule:

@@ -53,7 +53,7 @@ def nearest_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the values rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     carry = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return _cut(values, bits, carry)
+    return _truncate(values, bits, carry)
 
 
 def stochastic_bfloat16(values: NDArray[np.float32], numbers: Words, tick: int) -> NDArray[np.float32]:
@@ -69,10 +69,10 @@ def stochastic_bfloat16(values: NDArray[np.float32], numbers: Words, tick: int) 
     dim = values.shape[1]
     streams = mix64((numbers ^ np.uint64(ROUNDING)) + np.uint64(tick * GOLDEN & WORD))
     quarters = words(streams, -(-dim // 4)).astype("<u8", copy=False).view("<u2")
-    return _cut(values, np.ascontiguousarray(values).view(np.uint32), quarters[:, :dim].astype(np.uint32))
+    return _truncate(values, np.ascontiguousarray(values).view(np.uint32), quarters[:, :dim].astype(np.uint32))
 
 
-def _cut(values: NDArray[np.float32], bits: NDArray[np.uint32], carry: NDArray[np.uint32]) -> NDArray[np.float32]:
+def _truncate(values: NDArray[np.float32], bits: NDArray[np.uint32], carry: NDArray[np.uint32]) -> NDArray[np.float32]:
     finite = (bits & np.uint32(0x7F800000)) != 0x7F800000
     # An infinity is cut as it is; a NaN keeps a bit that says so.
     rest = np.where(np.isnan(values), bits | np.uint32(0x00400000), bits)

@@ -15,7 +15,7 @@ from phalanx.ps.table.rules import TableSpec
 
 
 class NativeTable(EmbeddingTable):
-    """See `phalanx.ps.table.table.Table`; the calling thread works in `csrc/table.h`, without the GIL."""
+    """See `phalanx.ps.table.table.RowTable`; the calling thread works in `csrc/table.h`, without the GIL."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec, self.layout = spec, layout_of(spec)

@@ -46,7 +46,7 @@ def owner_of(shards: NDArray[np.int64], servers: int) -> NDArray[np.int64]:
 
 
 def shards_owned(server: int, servers: int) -> range:
-    """Return the shards of one server, as `owner_of` deals them.
+    """Return the shards of one server, as `owner_of` assigns them.
 
     Raises:
         ConfigError: If there are fewer than 1 or more than 1024 servers.

@@ -9,7 +9,6 @@ from phalanx.data.sampling.hash64 import mix_one
 from phalanx.ps.table.arrays import Columns, Keys, Rows, check_columns, check_push, check_rows, check_shard
 from phalanx.ps.table.initializers import admitted, initial_values, nearest_bfloat16, row_numbers, stochastic_bfloat16
 from phalanx.ps.table.placement import SHARDS, mixed, shard_of, table_salt
-from phalanx.ps.table.reference_rules import initial_state, update
 from phalanx.ps.table.row_layout import INDEX_BYTES, layout_of
 from phalanx.ps.table.rules import CountFilter, Probability, ShowClick, TableSpec
 
@@ -22,7 +21,7 @@ KEEP_TICKS = 2**31
 
 
 class ReferenceTable:
-    """See `phalanx.ps.table.table.Table`. One thread at a time."""
+    """See `phalanx.ps.table.table.RowTable`. One thread at a time."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec, self.layout = spec, layout_of(spec)
@@ -50,26 +49,26 @@ class ReferenceTable:
         """Read rows; changes nothing."""
         check_rows(self.spec, keys, out, "a place for rows")
         slots = self._find(keys)
-        found = slots >= 0
-        out[found] = self._rows[slots[found], : self.spec.dim]
-        out[~found] = self._unmade(keys[~found])
+        has_row = slots >= 0
+        out[has_row] = self._rows[slots[has_row], : self.spec.dim]
+        out[~has_row] = self._unmade(keys[~has_row])
 
     def export(self, shard: int, since: int = 0) -> Columns:
         """Return a shard's rows, or those changed after tick `since`."""
         check_shard(shard)
-        held = self._shards[shard]
-        whole = since == 0 or since < max(held.swept, self._oldest)
-        keys = [key for key in held.in_order(self._salt) if whole or held.ticks[key] > since]
-        rows = [key for key in keys if key in held.slots]
-        waiting = [key for key in keys if key in held.waiting]
+        state = self._shards[shard]
+        whole = since == 0 or since < max(state.swept, self._oldest)
+        keys = [key for key in state.in_order(self._salt) if whole or state.ticks[key] > since]
+        rows = [key for key in keys if key in state.slots]
+        waiting = [key for key in keys if key in state.waiting]
         return Columns(
             keys=np.array(rows, np.int64),
-            ticks=np.array([held.ticks[key] for key in rows], np.uint64),
-            rows=self._rows[[held.slots[key] for key in rows]].reshape(len(rows), self.layout.width),
+            ticks=np.array([state.ticks[key] for key in rows], np.uint64),
+            rows=self._rows[[state.slots[key] for key in rows]].reshape(len(rows), self.layout.width),
             waiting_keys=np.array(waiting, np.int64),
-            waiting_ticks=np.array([held.ticks[key] for key in waiting], np.uint64),
-            waiting_counts=np.array([held.waiting[key] for key in waiting], np.uint32),
-            days=np.array(held.days, np.uint64),
+            waiting_ticks=np.array([state.ticks[key] for key in waiting], np.uint64),
+            waiting_counts=np.array([state.waiting[key] for key in waiting], np.uint32),
+            days=np.array(state.days, np.uint64),
             tick=self.tick,
             whole=whole,
         )
@@ -77,8 +76,8 @@ class ReferenceTable:
     def keys(self, shard: int) -> Keys:
         """Return the ids of a shard that have a row, ordered by hash."""
         check_shard(shard)
-        held = self._shards[shard]
-        return np.array([key for key in held.in_order(self._salt) if key in held.slots], np.int64)
+        state = self._shards[shard]
+        return np.array([key for key in state.in_order(self._salt) if key in state.slots], np.int64)
 
     # --- changing ---------------------------------------------------------------------------------------------------
 
@@ -97,22 +96,21 @@ class ReferenceTable:
         tick = self._next_tick()
         counts = np.ones(len(keys), np.uint32) if counts is None else counts
         slots = self._admit(keys, counts, tick)
-        kept = np.flatnonzero(slots >= 0)
-        slots = slots[kept]
+        trained = np.flatnonzero(slots >= 0)
+        slots = slots[trained]
         dim, state = self.spec.dim, self.layout.state
         rows = self._rows[slots]
-        update(
-            self.spec.rule,
+        self.spec.rule.update(
             rows[:, :dim],
             rows[:, dim : dim + state],
-            gradients[kept],
+            gradients[trained],
             self.spec.rule.lr if lr is None else lr,
         )
         if self.layout.has_statistics:
-            rows[:, -2] += (counts if shows is None else shows)[kept].astype(np.float32)
-            rows[:, -1] += 0 if clicks is None else clicks[kept]
-        self._rows[slots] = self._rounded(rows, keys[kept], tick)
-        dropped = len(keys) - len(kept)
+            rows[:, -2] += (counts if shows is None else shows)[trained].astype(np.float32)
+            rows[:, -1] += 0 if clicks is None else clicks[trained]
+        self._rows[slots] = self._rounded(rows, keys[trained], tick)
+        dropped = len(keys) - len(trained)
         self.pushed += len(keys)
         self.dropped += dropped
         self._evict(tick)
@@ -158,21 +156,21 @@ class ReferenceTable:
         check_shard(shard)
         check_columns(self.spec, self._salt, shard, columns, self.layout.width)
         self._renumber(max(self.tick + 1 if columns.tick < self.tick else self.tick, columns.tick))
-        held = self._shards[shard]
+        state = self._shards[shard]
         if columns.whole:
-            self._drop(held, list(held.ticks))
-        held.days = [max(int(day), self._oldest) for day in columns.days]
-        held.swept = self.tick
-        slots = [self._slot(held, key) for key in columns.keys.tolist()]
+            self._drop(state, list(state.ticks))
+        state.days = [max(int(day), self._oldest) for day in columns.days]
+        state.swept = self.tick
+        slots = [self._slot(state, key) for key in columns.keys.tolist()]
         self._rows[slots] = columns.rows
         self._rows[slots, : self.spec.dim] = self._stored(columns.rows[:, : self.spec.dim])
         for key, tick in zip(columns.keys.tolist(), columns.ticks.tolist(), strict=True):
-            held.waiting.pop(key, None)
-            held.ticks[key] = max(tick, self._oldest)
+            state.waiting.pop(key, None)
+            state.ticks[key] = max(tick, self._oldest)
         waiting = columns.waiting_ticks.tolist(), columns.waiting_counts.tolist()
         for key, tick, count in zip(columns.waiting_keys.tolist(), *waiting, strict=True):
-            self._drop(held, [key] if key in held.ticks else [])
-            held.ticks[key], held.waiting[key] = max(tick, self._oldest), count
+            self._drop(state, [key] if key in state.ticks else [])
+            state.ticks[key], state.waiting[key] = max(tick, self._oldest), count
 
     def hold(self) -> None:
         """Nothing to wait for: one thread uses this table."""
@@ -225,7 +223,7 @@ class ReferenceTable:
         started = np.zeros((len(fresh), self.layout.width), np.float32)
         values = initial_values(self.spec.init, self._numbers(keys[missing]), dim)
         started[:, :dim] = self._stored(values)
-        initial_state(self.spec.rule, started[:, dim : dim + state])
+        started[:, dim : dim + state] = self.spec.rule.initial_state(dim)
         self._rows[fresh] = started
         return slots
 

@@ -5,25 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigError
-from phalanx.ps.table.rules import (
-    FTRL,
-    SGD,
-    Adagrad,
-    Adam,
-    Momentum,
-    RMSprop,
-    RowWiseAdagrad,
-    Rule,
-    ShowClick,
-    TableSpec,
-)
+from phalanx.ps.table.rules import ShowClick, TableSpec
 
 INDEX_BYTES = 32
 """Most bytes that the index takes for one id: 16 in an index that is half full."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The columns of a row, in their order."""
 
     dim: int
@@ -50,15 +39,15 @@ class Layout:
         return values + 4 * (self.state + 2 * self.has_statistics)
 
 
-def layout_of(spec: TableSpec) -> Layout:
+def layout_of(spec: TableSpec) -> RowLayout:
     """Return the layout of a table's rows.
 
     Raises:
         ConfigError: If `max_bytes` does not hold a single row.
     """
-    layout = Layout(
+    layout = RowLayout(
         dim=spec.dim,
-        state=_state(spec.rule, spec.dim),
+        state=spec.rule.state_columns(spec.dim),
         has_statistics=isinstance(spec.entry, ShowClick),
         value_bytes=4 if spec.dtype == "float32" else 2,
     )
@@ -69,22 +58,3 @@ def layout_of(spec: TableSpec) -> Layout:
             "Set max_bytes to what the rows of one server may take, or leave it out."
         )
     return layout
-
-
-def _state(rule: Rule, dim: int) -> int:
-    """Return the columns of optimizer state; a count of the row's updates is there where the rule asks for it."""
-    match rule:
-        case SGD():
-            return 0
-        case RowWiseAdagrad():
-            return 1
-        case Adam():
-            return 2 * dim + 1
-        case FTRL():
-            return 2 * dim
-        case Adagrad():
-            return dim + (rule.lr_decay != 0)
-        case Momentum():
-            return dim + (rule.dampening != 0)
-        case RMSprop():
-            return dim

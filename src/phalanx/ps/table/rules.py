@@ -1,113 +1,18 @@
-"""How rows are updated, admitted and started: the settings of a table, as values that travel as JSON.
-
-Update rules follow `torch.optim` on the rows a step touches; FTRL follows H. B. McMahan et al., "Ad Click Prediction:
-a View from the Trenches", 2013, algorithm 1.
-"""
+"""The settings of a table as values that travel as JSON: optimizer, entry policy, initial values."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from phalanx.errors import ConfigError
+from phalanx.ps.table.update_rules import Rate, Rule
+
 _frozen = ConfigDict(extra="forbid")
-Rate = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
 
-
-# --- update rules ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, config=_frozen)
-class SGD:
-    """`row -= lr * (gradient + weight_decay * row)`; no state."""
-
-    lr: Rate
-    weight_decay: Rate = 0.0
-    kind: Literal["sgd"] = "sgd"
-
-
-@dataclass(frozen=True, config=_frozen)
-class Momentum:
-    """SGD with momentum, as `torch.optim.SGD`; one state value per element."""
-
-    lr: Rate
-    momentum: Share = 0.9
-    dampening: Share = 0.0
-    nesterov: bool = False
-    weight_decay: Rate = 0.0
-    kind: Literal["momentum"] = "momentum"
-
-
-@dataclass(frozen=True, config=_frozen)
-class Adagrad:
-    """As `torch.optim.Adagrad`; one state value per element."""
-
-    lr: Rate
-    lr_decay: Rate = 0.0
-    weight_decay: Rate = 0.0
-    initial_accumulator_value: Rate = 0.0
-    eps: Positive = 1e-10
-    kind: Literal["adagrad"] = "adagrad"
-
-
-@dataclass(frozen=True, config=_frozen)
-class RowWiseAdagrad:
-    """Adagrad whose accumulator is the mean of the squared gradient over the row: one state value per row."""
-
-    lr: Rate
-    initial_accumulator_value: Rate = 0.0
-    eps: Positive = 1e-10
-    kind: Literal["row_wise_adagrad"] = "row_wise_adagrad"
-
-
-@dataclass(frozen=True, config=_frozen)
-class Adam:
-    """As `torch.optim.Adam`, a row's step counting the updates of that row; two state values per element and one."""
-
-    lr: Rate = 1e-3
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: Rate = 0.0
-    decoupled: bool = False
-    """Whether weight decay acts on the row instead of the gradient (`torch.optim.AdamW`)."""
-
-    kind: Literal["adam"] = "adam"
-
-
-@dataclass(frozen=True, config=_frozen)
-class RMSprop:
-    """As `torch.optim.RMSprop` without momentum, not centered; one state value per element."""
-
-    lr: Rate = 1e-2
-    alpha: Share = 0.99
-    eps: Positive = 1e-8
-    weight_decay: Rate = 0.0
-    kind: Literal["rmsprop"] = "rmsprop"
-
-
-@dataclass(frozen=True, config=_frozen)
-class FTRL:
-    """FTRL-proximal with L1 and L2; two state values per element (z and n).
-
-    A row that never had a gradient is served as its initial value.
-    """
-
-    lr: Positive
-    """Alpha of the paper."""
-
-    beta: Rate = 1.0
-    l1: Rate = 0.0
-    l2: Rate = 0.0
-    kind: Literal["ftrl"] = "ftrl"
-
-
-Rule = Annotated[
-    SGD | Momentum | Adagrad | RowWiseAdagrad | Adam | RMSprop | FTRL,
-    Field(discriminator="kind"),
-]
 
 # --- entry policies -------------------------------------------------------------------------------------------------
 
@@ -144,7 +49,7 @@ class ShowClick:
     kind: Literal["show_click"] = "show_click"
 
 
-Entry = Annotated[CountFilter | Probability | ShowClick, Field(discriminator="kind")]
+EntryPolicy = Annotated[CountFilter | Probability | ShowClick, Field(discriminator="kind")]
 
 # --- initial values -------------------------------------------------------------------------------------------------
 
@@ -186,7 +91,7 @@ class TableSpec:
     dim: Annotated[int, Field(ge=1, le=65536)]
     rule: Rule
     init: Init = Uniform()
-    entry: Entry | None = None
+    entry: EntryPolicy | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     max_bytes: Annotated[int, Field(gt=0)] | None = None
@@ -210,3 +115,18 @@ def table_spec(value: object) -> TableSpec:
         pydantic.ValidationError: If it is none; names the field.
     """
     return _spec.validate_python(value)
+
+
+def check_same_spec(existing: TableSpec, spec: TableSpec) -> None:
+    """Hold a specification against the one its table was made with.
+
+    Raises:
+        ConfigError: If they differ; names the first field and both values.
+    """
+    for field in dataclasses.fields(TableSpec):
+        actual, expected = getattr(existing, field.name), getattr(spec, field.name)
+        if actual != expected:
+            raise ConfigError(
+                f"table {spec.name!r} was made with {field.name}={actual!r} and is now asked with "
+                f"{field.name}={expected!r}. Give both the same settings, or another name."
+            )

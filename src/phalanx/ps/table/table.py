@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from phalanx.ps.table.arrays import Columns, Keys, Rows
 from phalanx.ps.table.reference import ReferenceTable
-from phalanx.ps.table.row_layout import Layout
+from phalanx.ps.table.row_layout import RowLayout
 from phalanx.ps.table.rules import TableSpec
 from phalanx.versions import HAS_NATIVE
 
 
-class Table(Protocol):
+class RowTable(Protocol):
     """Rows that are made on the first push of an id.
 
     Keys are int64, shape (n,), unique within one call; all 64 bits count. Arrays are C-contiguous. A call that
@@ -22,7 +22,7 @@ class Table(Protocol):
     """
 
     spec: TableSpec
-    layout: Layout
+    layout: RowLayout
 
     def pull(self, keys: Keys, out: Rows) -> None:
         """Read rows into `out`, shape (n, dim), and change nothing.
@@ -154,7 +154,7 @@ class Table(Protocol):
         ...
 
 
-def make_table(spec: TableSpec) -> Table:
+def make_table(spec: TableSpec) -> RowTable:
     """Return an empty table: the native one, or the reference where the native core is not installed.
 
     Raises:
@@ -167,8 +167,8 @@ def make_table(spec: TableSpec) -> Table:
     return NativeTable(spec)
 
 
-def read_rows(table: Table, keys: Keys) -> Rows:
-    """Return rows of a table as `Table.pull` reads them, shape (n, dim)."""
+def read_rows(table: RowTable, keys: Keys) -> Rows:
+    """Return rows of a table as `RowTable.pull` reads them, shape (n, dim)."""
     out = np.empty((len(keys), table.spec.dim), np.float32)
     table.pull(keys, out)
     return out

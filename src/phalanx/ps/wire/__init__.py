@@ -2,7 +2,7 @@
 
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.listener import Listener
-from phalanx.ps.wire.message import Handler, Reply, Request
+from phalanx.ps.wire.message import Handler, RpcReply, RpcRequest
 from phalanx.ps.wire.pending import Pending
 
-__all__ = ["Connection", "Handler", "Listener", "Pending", "Reply", "Request"]
+__all__ = ["Connection", "Handler", "Listener", "Pending", "RpcReply", "RpcRequest"]

@@ -49,8 +49,8 @@ def resolve(endpoint: str) -> Address:
     address = parse_endpoint(endpoint, least_port=0)
     if address is None:
         raise ConfigError(f"the endpoint {endpoint!r} is not host:port with a port of 0 to 65535. Correct it.")
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    numeric = found[0][4]
+    addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    numeric = addresses[0][4]
     return Address(str(numeric[0]), int(numeric[1]))
 
 
@@ -93,14 +93,14 @@ def listening_sockets(endpoint: str, secret: bytes, bound: socket.socket | None 
 
 
 def _bind_tcp(address: Address) -> socket.socket:
-    made = socket.socket(address.family, socket.SOCK_STREAM)
+    tcp = socket.socket(address.family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((address.host, address.port))
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tcp.bind((address.host, address.port))
     except OSError as error:
-        made.close()
+        tcp.close()
         raise ConfigError(f"cannot listen at {address}: {error.strerror}. Choose another port.") from None
-    return made
+    return tcp
 
 
 def require_secret(listening: socket.socket, secret: bytes) -> None:

@@ -173,9 +173,9 @@ class UnixChannel(Channel):
         count, ancillary, flags, _ = self._socket.recvmsg_into([view], _ROOM_FOR_ONE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i")
-                found.frombytes(data[: len(data) - len(data) % found.itemsize])
-                self._descriptors.extend(found)
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
         if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MOST_DESCRIPTORS:
             raise FrameError("more descriptors came than frames announce")
         return count

@@ -14,11 +14,11 @@ import numpy as np
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
-from phalanx.ps.wire.frame import Array, Kind
-from phalanx.ps.wire.link import Link
-from phalanx.ps.wire.message import Reply
-from phalanx.ps.wire.pending import Pending, Unanswered
-from phalanx.ps.wire.reader import Reader, words
+from phalanx.ps.wire.frame import Array, FrameKind
+from phalanx.ps.wire.link import ServerLink
+from phalanx.ps.wire.message import RpcReply
+from phalanx.ps.wire.pending import InFlight, Pending
+from phalanx.ps.wire.reader import ReplyReader, error_text
 from phalanx.ps.wire.receive import read_head
 
 _log = logging.getLogger("phalanx.ps.wire")
@@ -68,7 +68,7 @@ class Connection:
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._unanswered = Unanswered(max_unanswered_bytes)
+        self._unanswered = InFlight(max_unanswered_bytes)
         self._failure = ""
         self._silence = ""
         self._said_at = -math.inf
@@ -81,7 +81,7 @@ class Connection:
         try:
             link = self._dialer.connect(started + connect_s, self._pause)
         except OSError as error:
-            raise self._lost("connect", started, f"{words(error)}. Start it, or correct the address") from None
+            raise self._lost("connect", started, f"{error_text(error)}. Start it, or correct the address") from None
         self._linked_again_at = -math.inf
         self._reader = self._reader_of(link)
         self._reader.thread.start()
@@ -116,7 +116,7 @@ class Connection:
             self._writing.release()
         return pending
 
-    def call(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Reply:
+    def call(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> RpcReply:
         """Send a request and wait for its reply; see `send` and `Pending.result`."""
         return self.send(op, meta, arrays, reply_bytes).result()
 
@@ -184,7 +184,7 @@ class Connection:
             self.client, pending.seq, pending.content(), pending.layout, pending.arrays, pending.reply_bytes
         )
 
-    def _write(self, reader: Reader, pending: Pending) -> None:
+    def _write(self, reader: ReplyReader, pending: Pending) -> None:
         assert pending.placed is not None
         try:
             reader.link.write(pending.placed, time.monotonic() + self._timeout_s, on_full=reader.read_on)
@@ -195,7 +195,7 @@ class Connection:
             # The reader of this link sees the same, and either connects again or says that the server is lost.
             reader.interrupt()
 
-    def _wait_for(self, pending: Pending) -> Reply:
+    def _wait_for(self, pending: Pending) -> RpcReply:
         while True:
             with self._changed:
                 if pending.outcome is not None:
@@ -225,8 +225,8 @@ class Connection:
         self._unanswered.put_off(time.monotonic() + self._retry_s + self._timeout_s)
         self._reader.interrupt()
 
-    def _reader_of(self, link: Link) -> Reader:
-        return Reader(
+    def _reader_of(self, link: ServerLink) -> ReplyReader:
+        return ReplyReader(
             link,
             lock=self._lock,
             changed=self._changed,
@@ -235,7 +235,7 @@ class Connection:
             name=f"replies of {self._peer}",
         )
 
-    def _lose_link(self, link: Link, why: str) -> None:
+    def _lose_link(self, link: ServerLink, why: str) -> None:
         """Give up a link that cannot be read any more, and connect again if that is wanted. Runs in its thread."""
         link.channel.interrupt()
         with self._writing:
@@ -247,11 +247,11 @@ class Connection:
                     return
             self._connect_again(why)
 
-    def _take_frame(self, link: Link, deadline: float | None) -> None:
+    def _take_frame(self, link: ServerLink, deadline: float | None) -> None:
         header, content = read_head(link.channel, deadline)
         with self._changed:
             pending = self._unanswered.answered_by(header)
-        if header.kind == Kind.WAITING:
+        if header.kind == FrameKind.WAITING:
             self._keep_waiting(pending, str(content.get("for")), is_here=content.get("here") is True)
             return
         outcome = pending.read_outcome(link, header, content, self._peer, deadline)
@@ -289,7 +289,7 @@ class Connection:
             link = self._dialer.connect(until, self._pause)
         except (OSError, PhalanxError) as error:
             with self._changed:
-                self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {words(error)}")
+                self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {error_text(error)}")
             return
         with self._changed:
             reader, self._linked_again_at = self._reader_of(link), time.monotonic()

@@ -12,9 +12,9 @@ from typing import Any
 from phalanx.errors import ConfigError
 from phalanx.ps.wire import address, secret, tls
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
-from phalanx.ps.wire.link import Link
-from phalanx.ps.wire.reader import words
-from phalanx.ps.wire.segments import Pool
+from phalanx.ps.wire.link import ServerLink
+from phalanx.ps.wire.reader import error_text
+from phalanx.ps.wire.segments import SegmentPool
 
 _log = logging.getLogger("phalanx.ps.wire")
 _HANDSHAKE_S = 10.0
@@ -44,7 +44,7 @@ class Dialer:
     peer: str
     """Who the server must be, as `server 0`."""
 
-    def connect(self, until: float, pause: Callable[[float], None]) -> Link:
+    def connect(self, until: float, pause: Callable[[float], None]) -> ServerLink:
         """Connect and greet, again and again until that server answers.
 
         Args:
@@ -68,12 +68,12 @@ class Dialer:
                 if now + seconds >= until:
                     raise
                 if now >= say_at:
-                    _log.info("%s: waiting for %s at %s (%s)", self.me, self.peer, self.endpoint, words(error))
+                    _log.info("%s: waiting for %s at %s (%s)", self.me, self.peer, self.endpoint, error_text(error))
                     say_at = now + _SAY_S
             pause(seconds)
             seconds = min(2 * seconds, LONGEST_PAUSE_S)
 
-    def _try(self, mine: secret.Greeting, until: float) -> Link:
+    def _try(self, mine: secret.Greeting, until: float) -> ServerLink:
         to = address.resolve(self.endpoint)
         deadline = min(until, time.monotonic() + _HANDSHAKE_S)
         connected = _connect(to, deadline)
@@ -85,8 +85,8 @@ class Dialer:
             channel.close()
             raise
         if connected.family == socket.AF_UNIX:
-            return Link(channel, f"{to} (Unix socket)", Pool())
-        return Link(channel, str(to), None)
+            return ServerLink(channel, f"{to} (Unix socket)", SegmentPool())
+        return ServerLink(channel, str(to), None)
 
 
 def _connect(to: address.Address, deadline: float) -> socket.socket:
@@ -97,14 +97,14 @@ def _connect(to: address.Address, deadline: float) -> socket.socket:
 
 
 def _connected(family: int, name: Any, deadline: float) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.settimeout(max(0.001, deadline - time.monotonic()))
-        made.connect(name)
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(name)
     except BaseException:
-        made.close()
+        sock.close()
         raise
-    return made
+    return sock
 
 
 def _channel(connected: socket.socket) -> Channel:

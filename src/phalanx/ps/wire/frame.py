@@ -56,7 +56,7 @@ class FrameError(Exception):
     """What came is not a frame of ours; nothing after it on that connection can be read."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     REQUEST = 1
@@ -66,13 +66,13 @@ class Kind(IntEnum):
     """Before a reply, any number of times: for whom it waits."""
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(FrameKind)
 
 
 class Header(NamedTuple):
     """The fixed part of a frame."""
 
-    kind: Kind
+    kind: FrameKind
     flags: int
     client: int
     seq: int
@@ -86,7 +86,7 @@ def aligned(offset: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PayloadLayout:
     """Where the arrays of one message lie in its payload."""
 
     places: tuple[tuple[np.dtype[Any], tuple[int, ...], int, int], ...]
@@ -94,7 +94,7 @@ class Layout:
 
     payload_bytes: int
 
-    def described(self) -> list[Any]:
+    def describe(self) -> list[Any]:
         """Return types and shapes as JSON."""
         return [[DTYPES[dtype], shape] for dtype, shape, _, _ in self.places]
 
@@ -104,12 +104,12 @@ class Layout:
 
     def write(self, arrays: Sequence[Array], payload: Bytes) -> None:
         """Copy arrays to their places, but not one that was made there."""
-        for array, place in zip(arrays, self.read(payload), strict=True):
-            if array.ctypes.data != place.ctypes.data:
-                place[...] = array
+        for array, target in zip(arrays, self.read(payload), strict=True):
+            if array.ctypes.data != target.ctypes.data:
+                target[...] = array
 
 
-def layout_of(arrays: Sequence[Array]) -> Layout:
+def layout_of(arrays: Sequence[Array]) -> PayloadLayout:
     """Return where arrays will lie.
 
     Raises:
@@ -118,10 +118,10 @@ def layout_of(arrays: Sequence[Array]) -> Layout:
     for array in arrays:
         if array.dtype not in DTYPES:
             raise ConfigError(f"an array of {array.dtype} cannot be sent. Convert it to one of {_names()}.")
-    return _laid_out([(array.dtype, array.shape) for array in arrays])
+    return _build_layout([(array.dtype, array.shape) for array in arrays])
 
 
-def layout_from(described: Any) -> Layout:
+def layout_from(described: Any) -> PayloadLayout:
     """Return the layout that an object describes.
 
     Raises:
@@ -129,10 +129,10 @@ def layout_from(described: Any) -> Layout:
     """
     if not isinstance(described, list) or len(described) > MOST_ARRAYS:
         raise FrameError("arrays are not described by a list")
-    return _laid_out([_checked(entry) for entry in described])
+    return _build_layout([_parse_array(entry) for entry in described])
 
 
-def _checked(entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _parse_array(entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     match entry:
         case [str(name), [*shape]] if name in _BY_NAME and len(shape) <= MOST_DIMENSIONS:
             sizes = [size for size in shape if type(size) is int and size >= 0]
@@ -142,7 +142,7 @@ def _checked(entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     raise FrameError(f"an array is described as {str(entry)[:80]}; type one of {_names()}, then its shape")
 
 
-def _laid_out(described: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> Layout:
+def _build_layout(described: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> PayloadLayout:
     places, end = [], 0
     for dtype, shape in described:
         start = end = aligned(end)
@@ -150,14 +150,14 @@ def _laid_out(described: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> Lay
         places.append((dtype, shape, start, end))
     if end > LARGEST_PAYLOAD:
         raise FrameError(f"arrays of {end} bytes in one message")
-    return Layout(tuple(places), end)
+    return PayloadLayout(tuple(places), end)
 
 
 def _names() -> str:
     return ", ".join(_BY_NAME)
 
 
-def encode(kind: Kind, flags: int, client: int, seq: int, content: dict[str, Any], payload_bytes: int) -> bytes:
+def encode(kind: FrameKind, flags: int, client: int, seq: int, content: dict[str, Any], payload_bytes: int) -> bytes:
     """Return header and object of a frame."""
     raw = json.dumps(content, separators=(",", ":")).encode()
     if len(raw) > LARGEST_OBJECT:
@@ -179,7 +179,7 @@ def decode_header(raw: bytes | bytearray) -> Header:
         raise FrameError(f"a frame of kind {kind} with flags {flags}")
     if object_bytes > LARGEST_OBJECT or payload_bytes > LARGEST_PAYLOAD:
         raise FrameError(f"a frame claims {object_bytes} and {payload_bytes} bytes")
-    return Header(Kind(kind), flags, client, seq, object_bytes, payload_bytes)
+    return Header(FrameKind(kind), flags, client, seq, object_bytes, payload_bytes)
 
 
 def decode_object(header: bytes | bytearray, raw: bytes | bytearray) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def checksum_holds(chunk: Bytes, checksum: bytes | bytearray) -> bool:
     return bool(zlib.crc32(chunk.data) == _CHECKSUM.unpack(checksum)[0])
 
 
-def chunks(layout: Layout, arrays: Sequence[Array]) -> list[memoryview | bytes]:
+def chunks(layout: PayloadLayout, arrays: Sequence[Array]) -> list[memoryview | bytes]:
     """Return the payload as it goes through a socket: views of the arrays, cut into chunks, each with its checksum."""
     out: list[memoryview | bytes] = []
     left, checksum = CHUNK_BYTES, 0
@@ -223,7 +223,7 @@ def chunks(layout: Layout, arrays: Sequence[Array]) -> list[memoryview | bytes]:
     return out
 
 
-def _pieces(layout: Layout, arrays: Sequence[Array]) -> Iterator[memoryview | bytes]:
+def _pieces(layout: PayloadLayout, arrays: Sequence[Array]) -> Iterator[memoryview | bytes]:
     at = 0
     for array, (_, _, start, end) in zip(arrays, layout.places, strict=True):
         if start > at:

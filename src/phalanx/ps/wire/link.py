@@ -8,16 +8,16 @@ from typing import Any
 
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.channel import Channel, Part
-from phalanx.ps.wire.frame import Array, Bytes, Kind, Layout
-from phalanx.ps.wire.segments import SMALLEST_SHARED, Lease, Pool
+from phalanx.ps.wire.frame import Array, Bytes, FrameKind, PayloadLayout
+from phalanx.ps.wire.segments import SMALLEST_SHARED, SegmentLease, SegmentPool
 
 
 @dataclass(slots=True)
-class Placed:
+class EncodedRequest:
     """A request on its way over one link: what was written for it, and the shared memory it uses."""
 
     parts: list[Part]
-    lease: Lease | None = None
+    lease: SegmentLease | None = None
     payload_bytes: int = 0
     descriptor: int | None = None
 
@@ -27,31 +27,37 @@ class Placed:
         return None if self.lease is None else self.lease.memory[: self.payload_bytes]
 
 
-class Link:
+class ServerLink:
     """A channel to a server, and the memory shared with it when it is on this host."""
 
-    def __init__(self, channel: Channel, where: str, pool: Pool | None) -> None:
+    def __init__(self, channel: Channel, where: str, pool: SegmentPool | None) -> None:
         self.channel = channel
         self.where = where
         self._pool = pool
 
     def place(
-        self, client: int, seq: int, content: dict[str, Any], layout: Layout, arrays: Sequence[Array], reply_bytes: int
-    ) -> Placed:
+        self,
+        client: int,
+        seq: int,
+        content: dict[str, Any],
+        layout: PayloadLayout,
+        arrays: Sequence[Array],
+        reply_bytes: int,
+    ) -> EncodedRequest:
         """Make a request ready to be written: arrays into shared memory when that is there and they are large."""
         lease = self._lease(layout.payload_bytes, reply_bytes)
-        content["arrays"] = layout.described()
+        content["arrays"] = layout.describe()
         if lease is None:
-            head = frame.encode(Kind.REQUEST, 0, client, seq, content, layout.payload_bytes)
-            return Placed([head, *frame.chunks(layout, arrays)])
+            head = frame.encode(FrameKind.REQUEST, 0, client, seq, content, layout.payload_bytes)
+            return EncodedRequest([head, *frame.chunks(layout, arrays)])
         layout.write(arrays, lease.memory[: layout.payload_bytes])
         segment = lease.segment
         content["segment"] = [segment.number, segment.size]
         flags = frame.SHARED | (frame.NEW_SEGMENT if segment.descriptor is not None else 0)
-        head = frame.encode(Kind.REQUEST, flags, client, seq, content, layout.payload_bytes)
-        return Placed([head], lease, layout.payload_bytes, segment.descriptor)
+        head = frame.encode(FrameKind.REQUEST, flags, client, seq, content, layout.payload_bytes)
+        return EncodedRequest([head], lease, layout.payload_bytes, segment.descriptor)
 
-    def write(self, placed: Placed, deadline: float, on_full: Callable[[], None]) -> None:
+    def write(self, placed: EncodedRequest, deadline: float, on_full: Callable[[], None]) -> None:
         """Write a placed request; calls `on_full` when the server takes no more for now.
 
         Raises:
@@ -62,13 +68,13 @@ class Link:
         if placed.lease is not None:
             placed.lease.segment.forget_descriptor()
 
-    def _lease(self, payload_bytes: int, reply_bytes: int) -> Lease | None:
+    def _lease(self, payload_bytes: int, reply_bytes: int) -> SegmentLease | None:
         if self._pool is None or max(payload_bytes, reply_bytes) < SMALLEST_SHARED:
             return None
         return self._pool.lease(frame.aligned(payload_bytes) + reply_bytes)
 
 
-def reply_memory(placed: Placed | None, at: Any, count: int) -> Bytes:
+def reply_memory(placed: EncodedRequest | None, at: Any, count: int) -> Bytes:
     """Return where a reply lies in the memory of its request, which is None if that was given up meanwhile.
 
     Raises:

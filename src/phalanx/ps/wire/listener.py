@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from phalanx.ps.wire import address
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
 from phalanx.ps.wire.message import Handler
-from phalanx.ps.wire.receive import Budget
-from phalanx.ps.wire.session import Session, Terms
+from phalanx.ps.wire.receive import MemoryBudget
+from phalanx.ps.wire.session import ServerConfig, Session
 from phalanx.ps.wire.tls import Certificate
 
 _log = logging.getLogger("phalanx.ps.wire")
@@ -32,7 +32,7 @@ class Listener:
         listen_on: `host:port` (port 0: the system chooses), or sockets as `address.listening_sockets` makes them.
         secret: The job's secret.
         me: Who this server is, as `server 0`.
-        handler: Answers one request, in the thread of its client; may block. See `Request` for how long arrays live.
+        handler: Answers one request, in the thread of its client; may block. See `RpcRequest` for how long arrays live.
         max_frame_bytes: Largest payload of one request through a socket; a larger one is an error in the client.
         max_total_bytes: Most bytes that requests of all clients may hold here at once. Shared memory is the
             clients' own and not counted.
@@ -66,8 +66,10 @@ class Listener:
         public = any(_is_public(listening) for listening in self._sockets)
         self._certificate = Certificate() if public else None
         self._stopping = threading.Event()
-        budget = Budget(max_total_bytes)
-        self._terms = Terms(secret, me, handler, max_frame_bytes, budget, handshake_s, self._stopping, opened, closed)
+        budget = MemoryBudget(max_total_bytes)
+        self._terms = ServerConfig(
+            secret, me, handler, max_frame_bytes, budget, handshake_s, self._stopping, opened, closed
+        )
         self._wake, self._woken = socket.socketpair()
         self._sessions: dict[threading.Thread, Session] = {}
         self._complained: set[str] = set()
@@ -76,7 +78,7 @@ class Listener:
     @property
     def endpoint(self) -> str:
         """Return `host:port` of the TCP socket, with the port that the system chose."""
-        tcp = next(made for made in self._sockets if made.family != socket.AF_UNIX)
+        tcp = next(sock for sock in self._sockets if sock.family != socket.AF_UNIX)
         return address.where(tcp.getsockname())
 
     def serve(self) -> None:
@@ -141,14 +143,14 @@ class Listener:
     def _complain(self, where: str, why: str) -> None:
         """Log what is wrong with a client, once for each."""
         with self._lock:
-            known = where in self._complained or len(self._complained) >= _MOST_COMPLAINTS
+            is_known = where in self._complained or len(self._complained) >= _MOST_COMPLAINTS
             self._complained.add(where)
-        if not known:
+        if not is_known:
             _log.warning("%s refuses a client from %s: %s", self._terms.me, where, why)
 
     def _end(self) -> None:
-        for made in [*self._sockets, self._wake, self._woken]:
-            made.close()
+        for sock in [*self._sockets, self._wake, self._woken]:
+            sock.close()
         for session in self._running().values():
             session.leave()
         self._join(_LEAVE_S)

@@ -13,7 +13,7 @@ from phalanx.ps.wire.frame import Array, Bytes, aligned
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RpcReply:
     """The answer to a request.
 
     On the client the arrays belong to the caller for as long as it keeps them. They may lie in a shared segment, which
@@ -27,7 +27,7 @@ class Reply:
     """Arrays of the types in `frame.DTYPES`."""
 
 
-class Room:
+class ReplyBuffer:
     """Memory that the client set aside for the reply; arrays made in it are not copied on their way back."""
 
     __slots__ = ("_used", "memory")
@@ -38,17 +38,17 @@ class Room:
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return an uninitialised array, in the client's memory as long as that has room."""
-        made: Array = np.empty(0, dtype)
+        array: Array = np.empty(0, dtype)
         sizes = (shape,) if isinstance(shape, int) else shape
-        count = int(np.prod(sizes, dtype=np.int64)) * made.dtype.itemsize
+        count = int(np.prod(sizes, dtype=np.int64)) * array.dtype.itemsize
         if self.memory is None or self._used + count > len(self.memory):
             return np.empty(shape, dtype)
         start, self._used = self._used, aligned(self._used + count)
-        return self.memory[start : start + count].view(made.dtype).reshape(shape)
+        return self.memory[start : start + count].view(array.dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RpcRequest:
     """One request, as the handler of a `Listener` gets it.
 
     The arrays may lie in memory shared with the client: they are valid until the handler returns. What is kept longer
@@ -67,7 +67,7 @@ class Request:
     peer: str
     """Who the client says it is, as `worker 1`."""
 
-    room: Room = field(default_factory=lambda: Room(None))
+    room: ReplyBuffer = field(default_factory=lambda: ReplyBuffer(None))
     """Where arrays of the reply can be made without a copy: `request.room.empty((n, dim), np.float32)`."""
 
     still: Callable[[str, bool], None] = lambda waits_for, is_here: None
@@ -75,5 +75,5 @@ class Request:
     are, the answer is not late. Raises `ClosedError` when the client is gone."""
 
 
-Handler = Callable[[Request], Reply]
+Handler = Callable[[RpcRequest], RpcReply]
 """Answers one request; may block; raises a `PhalanxError` to have it raised in the client."""

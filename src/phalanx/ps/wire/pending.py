@@ -9,10 +9,10 @@ from typing import Any
 from phalanx import errors
 from phalanx.errors import InternalError, PhalanxError
 from phalanx.ps.wire import frame
-from phalanx.ps.wire.frame import Array, FrameError, Header, Kind, Layout
-from phalanx.ps.wire.link import Link, Placed, reply_memory
-from phalanx.ps.wire.message import Reply
-from phalanx.ps.wire.receive import Budget, Incoming
+from phalanx.ps.wire.frame import Array, FrameError, FrameKind, Header, PayloadLayout
+from phalanx.ps.wire.link import EncodedRequest, ServerLink, reply_memory
+from phalanx.ps.wire.message import RpcReply
+from phalanx.ps.wire.receive import MemoryBudget, PayloadReader
 
 
 class Pending:
@@ -32,20 +32,20 @@ class Pending:
         meta: Mapping[str, Any],
         arrays: Sequence[Array],
         reply_bytes: int,
-        wait: Callable[[Pending], Reply],
+        wait: Callable[[Pending], RpcReply],
     ) -> None:
         self.op = op
-        self.layout: Layout = frame.layout_of(arrays)
+        self.layout: PayloadLayout = frame.layout_of(arrays)
         self.arrays = arrays
         self.reply_bytes = reply_bytes
         self._meta, self._wait = meta, wait
         self.seq = 0
-        self.placed: Placed | None = None
+        self.placed: EncodedRequest | None = None
         self.waits_for = ""
         self.sent_at = self.deadline = 0.0
-        self.outcome: Reply | PhalanxError | None = None
+        self.outcome: RpcReply | PhalanxError | None = None
 
-    def result(self) -> Reply:
+    def result(self) -> RpcReply:
         """Wait for the reply.
 
         Raises:
@@ -59,22 +59,22 @@ class Pending:
         """Return the object of the request's frame."""
         return {"op": self.op, "meta": self._meta}
 
-    def settle(self, outcome: Reply | PhalanxError) -> None:
+    def settle(self, outcome: RpcReply | PhalanxError) -> None:
         """Give the request its outcome and let go of what it was made of."""
         self.outcome = outcome
         self.placed = None
         self.arrays = ()
 
     def read_outcome(
-        self, link: Link, header: Header, content: dict[str, Any], peer: str, deadline: float | None
-    ) -> Reply | PhalanxError:
-        """Return the `Reply` in a frame that answers this request, its arrays read, or the error that it reports.
+        self, link: ServerLink, header: Header, content: dict[str, Any], peer: str, deadline: float | None
+    ) -> RpcReply | PhalanxError:
+        """Return the `RpcReply` in a frame that answers this request, its arrays read, or the error that it reports.
 
         Raises:
             FrameError: If the frame makes no sense.
             OSError: If the link breaks or `deadline` passes.
         """
-        if header.kind == Kind.ERROR:
+        if header.kind == FrameKind.ERROR:
             return _raised(content, peer)
         layout = frame.layout_from(content.get("arrays"))
         if layout.payload_bytes != header.payload_bytes:
@@ -82,14 +82,14 @@ class Pending:
         if header.flags & frame.SHARED:
             memory = reply_memory(self.placed, content.get("at"), layout.payload_bytes)
         else:
-            budget = Budget(frame.LARGEST_PAYLOAD * 2)
-            received = Incoming(link.channel, budget).receive(layout.payload_bytes, deadline)
+            budget = MemoryBudget(frame.LARGEST_PAYLOAD * 2)
+            received = PayloadReader(link.channel, budget).receive(layout.payload_bytes, deadline)
             assert received is not None
             memory = received
-        return Reply(content.get("meta") or {}, layout.read(memory))
+        return RpcReply(content.get("meta") or {}, layout.read(memory))
 
 
-class Unanswered:
+class InFlight:
     """The requests of one connection without an answer, in their order. Its users hold the connection's lock.
 
     Args:
@@ -130,11 +130,11 @@ class Unanswered:
             FrameError: If that is not the one whose turn it is.
         """
         first = self._queue[0] if self._queue else None
-        if first is None or header.seq != first.seq or header.kind == Kind.REQUEST:
+        if first is None or header.seq != first.seq or header.kind == FrameKind.REQUEST:
             raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
         return first
 
-    def settle(self, pending: Pending, outcome: Reply | PhalanxError) -> bool:
+    def settle(self, pending: Pending, outcome: RpcReply | PhalanxError) -> bool:
         """Give the first request its outcome; returns False if all were given up while it was read."""
         if not self._queue or self._queue[0] is not pending:
             return False
@@ -159,7 +159,7 @@ class Unanswered:
 def _raised(content: dict[str, Any], peer: str) -> PhalanxError:
     """Return the error that a server reports, as the class it had there."""
     name, message = str(content.get("error")), str(content.get("message"))
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, PhalanxError):
-        return found(message)
+    error_class = getattr(errors, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, PhalanxError):
+        return error_class(message)
     return InternalError(f"{peer} failed with {name}: {message}")

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 
 from phalanx.ps.wire.frame import FrameError
-from phalanx.ps.wire.link import Link
+from phalanx.ps.wire.link import ServerLink
 
 _IDLE_S = 0.2
 """After so long without anybody reading the thread does."""
 
 
-class Reader:
+class ReplyReader:
     """Takes frames off one link, in one thread at a time.
 
     Args:
@@ -32,12 +32,12 @@ class Reader:
 
     def __init__(
         self,
-        link: Link,
+        link: ServerLink,
         *,
         lock: threading.RLock,
         changed: threading.Condition,
-        take: Callable[[Link, float | None], None],
-        lost: Callable[[Link, str], None],
+        take: Callable[[ServerLink, float | None], None],
+        lost: Callable[[ServerLink, str], None],
         name: str,
     ) -> None:
         self.link = link
@@ -69,7 +69,7 @@ class Reader:
                 self._take(self.link, deadline)
                 why = None
         except (OSError, FrameError, MemoryError) as error:
-            why = words(error)
+            why = error_text(error)
         finally:
             with self._changed:
                 self._is_reading = False
@@ -111,6 +111,6 @@ class Reader:
         return self._end is not None or (self._is_wanted and not self._is_reading)
 
 
-def words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return what an error says, without its number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -27,7 +27,7 @@ def read_head(channel: Channel, deadline: float | None = None) -> tuple[Header, 
     return header, frame.decode_object(head, raw)
 
 
-class Budget:
+class MemoryBudget:
     """Bytes that all connections of a process may hold together."""
 
     def __init__(self, limit: int) -> None:
@@ -48,10 +48,10 @@ class Budget:
             self.used -= count
 
 
-class Incoming:
+class PayloadReader:
     """The payload of one message, counted in a budget from its first chunk until `release`."""
 
-    def __init__(self, channel: Channel, budget: Budget) -> None:
+    def __init__(self, channel: Channel, budget: MemoryBudget) -> None:
         self._channel = channel
         self._budget = budget
         self._held = 0

@@ -29,7 +29,7 @@ _MOST_ATTACHED = 128
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Segment:
+class SharedSegment:
     """One piece of memory that the client owns; its size never changes."""
 
     def __init__(self, number: int, size: int) -> None:
@@ -57,10 +57,10 @@ class Segment:
             self.forget_descriptor()
 
 
-class Lease:
+class SegmentLease:
     """The use of a segment for one request; it ends with the last reference to this object or a view of its memory."""
 
-    def __init__(self, segment: Segment, pool: Pool) -> None:
+    def __init__(self, segment: SharedSegment, pool: SegmentPool) -> None:
         self.segment = segment
         self._pool = pool
         # numpy keeps the object that shows this alive for as long as any view of the memory, torch tensors included.
@@ -80,15 +80,15 @@ class Lease:
         self._pool.give_back(self.segment)
 
 
-class Pool:
+class SegmentPool:
     """The segments of one connection, on the client."""
 
     def __init__(self) -> None:
-        self._free: dict[int, deque[Segment]] = {}
+        self._free: dict[int, deque[SharedSegment]] = {}
         self._made: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def lease(self, size: int) -> Lease | None:
+    def lease(self, size: int) -> SegmentLease | None:
         """Return memory of at least `size` bytes; None if it is too large, or too many of that size are in use.
 
         Segments are kept for the next request: their pages are there already, and new ones cost ten times a copy.
@@ -99,23 +99,23 @@ class Pool:
         with self._lock:
             free = self._free.setdefault(rounded, deque())
             if free:
-                return Lease(free.pop(), self)
+                return SegmentLease(free.pop(), self)
             if self._made.get(rounded, 0) >= (_MOST_PER_SIZE if rounded <= _LARGE else _MOST_LARGE):
                 return None
             try:
-                made = Segment(sum(self._made.values()) + 1, rounded)
+                segment = SharedSegment(sum(self._made.values()) + 1, rounded)
             except OSError as error:
                 _log.warning("no shared memory of %s bytes (%s): arrays go through the socket", rounded, error.strerror)
                 return None
             self._made[rounded] = self._made.get(rounded, 0) + 1
-            return Lease(made, self)
+            return SegmentLease(segment, self)
 
-    def give_back(self, segment: Segment) -> None:
+    def give_back(self, segment: SharedSegment) -> None:
         """Take a segment whose lease ended. Runs whenever Python drops an object, so it takes no lock."""
         self._free[segment.size].append(segment)
 
 
-class Attached:
+class AttachedSegments:
     """The segments of one connection, on the server."""
 
     def __init__(self) -> None:
@@ -151,9 +151,9 @@ class Attached:
 
 
 def _require_fixed_size(descriptor: int, size: int) -> None:
-    found = os.fstat(descriptor).st_size
-    if not 0 < size <= min(found, _LARGEST):
-        raise FrameError(f"a segment of {size} bytes has {found}")
+    actual = os.fstat(descriptor).st_size
+    if not 0 < size <= min(actual, _LARGEST):
+        raise FrameError(f"a segment of {size} bytes has {actual}")
     if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise FrameError("a segment could shrink while it is read")
 

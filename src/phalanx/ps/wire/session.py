@@ -16,24 +16,24 @@ import numpy as np
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError
 from phalanx.ps.wire import frame, secret
 from phalanx.ps.wire.channel import Channel, Part
-from phalanx.ps.wire.frame import Array, Bytes, FrameError, Header, Kind, Layout
-from phalanx.ps.wire.message import Handler, Reply, Request, Room
-from phalanx.ps.wire.receive import Budget, Incoming, discard, read_head
-from phalanx.ps.wire.segments import Attached
+from phalanx.ps.wire.frame import Array, Bytes, FrameError, FrameKind, Header, PayloadLayout
+from phalanx.ps.wire.message import Handler, ReplyBuffer, RpcReply, RpcRequest
+from phalanx.ps.wire.receive import MemoryBudget, PayloadReader, discard, read_head
+from phalanx.ps.wire.segments import AttachedSegments
 
 _log = logging.getLogger("phalanx.ps.wire")
 _LONGEST_MESSAGE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ServerConfig:
     """What every session of a listener shares."""
 
     key: bytes = field(repr=False)
     me: str
     handler: Handler
     max_frame_bytes: int
-    budget: Budget
+    budget: MemoryBudget
     handshake_s: float
     stopping: threading.Event
     """Set when no session begins another request."""
@@ -48,12 +48,12 @@ class Terms:
 class Session:
     """A connection from its first byte to its last."""
 
-    def __init__(self, channel: Channel, where: str, terms: Terms) -> None:
+    def __init__(self, channel: Channel, where: str, terms: ServerConfig) -> None:
         self.channel = channel
         self.admitted = False
         self._where = where
         self._terms = terms
-        self._segments = Attached()
+        self._segments = AttachedSegments()
         self._peer = ""
         self._client = 0
 
@@ -71,7 +71,7 @@ class Session:
                 complain(self._where, f"left in the handshake: {error}")
         finally:
             self.channel.close()
-            self._segments = Attached()
+            self._segments = AttachedSegments()
             if self.admitted:
                 self._terms.closed(self._client)
 
@@ -89,9 +89,9 @@ class Session:
 
     def _serve_one(self) -> None:
         header, content = read_head(self.channel)
-        if header.kind != Kind.REQUEST:
+        if header.kind != FrameKind.REQUEST:
             raise FrameError(f"a {header.kind.name.lower()} where a request was due")
-        incoming = Incoming(self.channel, self._terms.budget)
+        incoming = PayloadReader(self.channel, self._terms.budget)
         try:
             parts = self._answer(header, content, incoming)
         except PhalanxError as error:
@@ -100,7 +100,7 @@ class Session:
             incoming.release()
         self.channel.send(parts)
 
-    def _answer(self, header: Header, content: dict[str, Any], incoming: Incoming) -> list[Part]:
+    def _answer(self, header: Header, content: dict[str, Any], incoming: PayloadReader) -> list[Part]:
         """Return the reply to a request as it is written.
 
         Raises:
@@ -111,10 +111,10 @@ class Session:
         shared = self._shared_memory(header, content, layout)
         payload = self._received(op, layout.payload_bytes, incoming) if shared is None else shared
         after = frame.aligned(layout.payload_bytes)
-        room = Room(None if shared is None else shared[after:])
+        room = ReplyBuffer(None if shared is None else shared[after:])
         arrays = layout.read(payload)
         still = partial(self._still, header.seq)
-        request = Request(op, meta, arrays, self._client, header.seq, self._peer, room, still)
+        request = RpcRequest(op, meta, arrays, self._client, header.seq, self._peer, room, still)
         try:
             return _encoded_reply(request, self._terms.handler(request), after)
         except PhalanxError:
@@ -126,11 +126,11 @@ class Session:
     def _still(self, seq: int, waits_for: str, is_here: bool) -> None:
         content = {"for": waits_for, "here": is_here}
         try:
-            self.channel.send([frame.encode(Kind.WAITING, 0, self._client, seq, content, 0)])
+            self.channel.send([frame.encode(FrameKind.WAITING, 0, self._client, seq, content, 0)])
         except OSError as error:
             raise ClosedError(f"{self._peer} went while {self._terms.me} waited for {waits_for}: {error}.") from error
 
-    def _shared_memory(self, header: Header, content: dict[str, Any], layout: Layout) -> Bytes | None:
+    def _shared_memory(self, header: Header, content: dict[str, Any], layout: PayloadLayout) -> Bytes | None:
         if not header.flags & frame.SHARED:
             return None
         match content.get("segment"):
@@ -146,7 +146,7 @@ class Session:
             raise FrameError(f"arrays of {layout.payload_bytes} bytes in a segment of {len(memory)}")
         return memory
 
-    def _received(self, op: str, count: int, incoming: Incoming) -> Bytes:
+    def _received(self, op: str, count: int, incoming: PayloadReader) -> Bytes:
         terms = self._terms
         if count > terms.max_frame_bytes:
             discard(self.channel, count)
@@ -163,7 +163,7 @@ class Session:
         return payload
 
 
-def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str, Any], Layout]:
+def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str, Any], PayloadLayout]:
     op, meta = content.get("op"), content.get("meta")
     if not isinstance(op, str) or not isinstance(meta, dict):
         raise FrameError("a request without operation")
@@ -173,28 +173,28 @@ def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str,
     return op, meta, layout
 
 
-def _encoded_reply(request: Request, reply: Reply, after: int) -> list[Part]:
+def _encoded_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Part]:
     """Return a reply's bytes; its arrays stay in the client's memory, after those of the request, if they fit."""
     arrays = [np.asarray(array, order="C") for array in reply.arrays]
     layout = frame.layout_of(arrays)
-    content: dict[str, Any] = {"meta": reply.meta, "arrays": layout.described()}
+    content: dict[str, Any] = {"meta": reply.meta, "arrays": layout.describe()}
     memory = request.room.memory
     if memory is None or layout.payload_bytes > len(memory):
-        head = frame.encode(Kind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
+        head = frame.encode(FrameKind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
         return [head, *frame.chunks(layout, arrays)]
     layout.write(_out_of_the_way(arrays, layout, memory), memory)
     content["at"] = after
-    return [frame.encode(Kind.REPLY, frame.SHARED, request.client, request.seq, content, layout.payload_bytes)]
+    return [frame.encode(FrameKind.REPLY, frame.SHARED, request.client, request.seq, content, layout.payload_bytes)]
 
 
-def _out_of_the_way(arrays: list[Array], layout: Layout, memory: Bytes) -> list[Array]:
+def _out_of_the_way(arrays: list[Array], layout: PayloadLayout, memory: Bytes) -> list[Array]:
     """Copy arrays that lie in the room, but at another place than they go to: writing the others could change them."""
     return [
-        array.copy() if np.may_share_memory(array, memory) and array.ctypes.data != place.ctypes.data else array
-        for array, place in zip(arrays, layout.read(memory), strict=True)
+        array.copy() if np.may_share_memory(array, memory) and array.ctypes.data != target.ctypes.data else array
+        for array, target in zip(arrays, layout.read(memory), strict=True)
     ]
 
 
 def _encoded_error(seq: int, error: PhalanxError) -> bytes:
     content = {"error": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE]}
-    return frame.encode(Kind.ERROR, 0, 0, seq, content, 0)
+    return frame.encode(FrameKind.ERROR, 0, 0, seq, content, 0)

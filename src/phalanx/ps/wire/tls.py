@@ -92,14 +92,14 @@ def client_channel(connected: socket.socket) -> TlsChannel:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the proof of `secret` covers the certificate
-    return TlsChannel(_wrapped(context, connected, is_server=False))
+    return TlsChannel(_wrap_socket(context, connected, is_server=False))
 
 
 class Certificate:
     """The key of a server, made when it starts and gone with it."""
 
     def __init__(self) -> None:
-        certificate, key = _made()
+        certificate, key = _make_certificate()
         self._hash = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).digest()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -107,10 +107,10 @@ class Certificate:
 
     def channel(self, connected: socket.socket) -> TlsChannel:
         """Return the server's end of TLS over a TCP connection."""
-        return TlsChannel(_wrapped(self._context, connected, is_server=True), self._hash)
+        return TlsChannel(_wrap_socket(self._context, connected, is_server=True), self._hash)
 
 
-def _wrapped(context: ssl.SSLContext, connected: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
+def _wrap_socket(context: ssl.SSLContext, connected: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
     connected.setblocking(False)
     return context.wrap_socket(connected, server_side=is_server, do_handshake_on_connect=False)
 
@@ -125,7 +125,7 @@ def _load(context: ssl.SSLContext, pem: bytes) -> None:
         os.close(descriptor)
 
 
-def _made() -> tuple[bytes, bytes]:
+def _make_certificate() -> tuple[bytes, bytes]:
     # Imported here because a job on one host never needs it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

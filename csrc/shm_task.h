@@ -15,7 +15,7 @@
 namespace phalanx {
 
 // "One counter of every rank has reached a number"; the member pointer says which counter.
-struct Until {
+struct CounterReached {
   const Region* region = nullptr;
   std::atomic<std::uint32_t> Member::*counter = nullptr;
   std::uint32_t target = 0;
@@ -28,51 +28,51 @@ struct Until {
   }
 };
 
-class Steps {
+class CollectiveTask {
  public:
   struct promise_type {
-    Until until;
+    CounterReached condition;
     std::exception_ptr error;
 
-    Steps get_return_object() { return Steps(std::coroutine_handle<promise_type>::from_promise(*this)); }
+    CollectiveTask get_return_object() { return CollectiveTask(std::coroutine_handle<promise_type>::from_promise(*this)); }
     std::suspend_always initial_suspend() noexcept { return {}; }
     std::suspend_always final_suspend() noexcept { return {}; }
     void return_void() {}
     void unhandled_exception() { error = std::current_exception(); }
-    auto await_transform(Until wanted) {
+    auto await_transform(CounterReached condition) {
       struct Awaiter {
-        Until wanted;
-        bool await_ready() const { return wanted.holds(); }
-        void await_suspend(std::coroutine_handle<promise_type> steps) const { steps.promise().until = wanted; }
+        CounterReached condition;
+        bool await_ready() const { return condition.holds(); }
+        void await_suspend(std::coroutine_handle<promise_type> task) const { task.promise().condition = condition; }
         void await_resume() const {}
       };
-      return Awaiter{wanted};
+      return Awaiter{condition};
     }
   };
 
-  Steps() = default;
-  Steps(Steps&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Steps& operator=(Steps&& other) noexcept {
+  CollectiveTask() = default;
+  CollectiveTask(CollectiveTask&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  CollectiveTask& operator=(CollectiveTask&& other) noexcept {
     std::swap(handle_, other.handle_);
     return *this;
   }
-  ~Steps() {
+  ~CollectiveTask() {
     if (handle_) handle_.destroy();
   }
 
   // Goes as far as it can; returns whether the end is reached. Throws what the coroutine threw.
   bool advance() {
     while (!handle_.done()) {
-      if (!handle_.promise().until.holds()) return false;
+      if (!handle_.promise().condition.holds()) return false;
       handle_.resume();
     }
     if (handle_.promise().error) std::rethrow_exception(handle_.promise().error);
     return true;
   }
-  const Until& until() const { return handle_.promise().until; }
+  const CounterReached& condition() const { return handle_.promise().condition; }
 
  private:
-  explicit Steps(std::coroutine_handle<promise_type> handle) : handle_(handle) {}
+  explicit CollectiveTask(std::coroutine_handle<promise_type> handle) : handle_(handle) {}
   std::coroutine_handle<promise_type> handle_;
 };
 
