@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.ps.server.changes import pack
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import TableUpdate
+from phalanx.ps.stores.update_codec import pack_updates
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire.message import RpcReply, RpcRequest
@@ -47,7 +47,7 @@ class FakeWorker:
         return self.call("pull", {"step": step, "tables": [[table, len(ids)]], "keep": keep}, [keys(*ids)])
 
     def push(self, *changes: TableUpdate, step: int = 0, weight: float = 1.0, seq: int | None = None) -> dict[str, Any]:
-        described, arrays = pack(changes)
+        described, arrays = pack_updates(changes)
         meta = {"step": step, "weight": weight, "changes": described}
         return dict(self.call("push", meta, arrays, seq=seq).meta)
 

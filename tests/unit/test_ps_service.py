@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from phalanx.errors import BackendError, ConfigError, PeerLostError
-from phalanx.ps.server.changes import pack
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import Absence, watch
 from phalanx.ps.server.service import Service
+from phalanx.ps.stores.update_codec import pack_updates
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import SGD, Adagrad
 from phalanx.ps.wire.message import RpcReply
@@ -110,7 +110,7 @@ def test_sync_pull_is_answered_when_the_step_is_complete() -> None:
 
 def test_sync_rows_asked_with_a_push_come_when_the_step_is_complete() -> None:
     one, two = started("sync", 2)
-    described, arrays = pack([gradient((1,), 1.0)])
+    described, arrays = pack_updates([gradient((1,), 1.0)])
     got: list[float] = []
 
     def push_and_read(meta: dict[str, Any]) -> RpcReply:

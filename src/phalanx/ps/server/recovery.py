@@ -154,7 +154,7 @@ class Recovery:
             with service.gate.change():
                 self._segment = self._journal.rotate()
                 for entry in service.state.pending():
-                    self._journal.append(entry.record(), entry.arrays)
+                    self._journal.append(*entry.record())
                 state = {**service.state.to_json(), "saving": self._saving.to_json()}
                 part = self._part
                 shutil.rmtree(part, ignore_errors=True)

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
-from phalanx.ps.server import changes
 from phalanx.ps.server.clients import ClientState
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.entry import LogEntry
 from phalanx.ps.server.log import Log
-from phalanx.ps.server.state import ServerState
+from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
 from phalanx.ps.stores.base import Keys, Rows, get_table
+from phalanx.ps.stores.update_codec import unpack_updates
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")
@@ -54,10 +54,10 @@ class Service:
         self._open: Counter[int] = Counter()
         self._opening = threading.Lock()
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
+            **dict.fromkeys(OPS, self._change),
             "pull": self._pull,
             "push": self._push,
             "report": self._report,
-            **dict.fromkeys(("declare", "leave", "shrink", "lease", "done"), self._change),
         }
 
     def handle(self, request: RpcRequest) -> RpcReply:
@@ -184,10 +184,9 @@ class Service:
         if meta["step"] > due or not client.has_kept(meta["changes"]):
             client.owes_keys = True
             return {"need_keys": True}
-        pushed = changes.unpack(meta, request.arrays, client.kept)
-        described, arrays = changes.pack(pushed)
-        body = {"step": meta["step"], "weight": float(meta.get("weight", 1.0)), "changes": described}
-        reply = self._accept(LogEntry("push", request.client, request.seq, body, arrays))
+        updates = unpack_updates(meta["changes"], request.arrays, client.kept)
+        about = {"step": meta["step"], "weight": float(meta.get("weight", 1.0))}
+        reply = self._accept(LogEntry("push", request.client, request.seq, about, updates))
         client.owes_keys = False
         client.forget(meta["changes"])
         return reply
@@ -199,7 +198,7 @@ class Service:
             client = self._find_client(request)
             reply = self._again(client, request.seq) if client else None
             if reply is None:
-                reply = self._accept(LogEntry(request.op, request.client, request.seq, request.meta, request.arrays))
+                reply = self._accept(LogEntry(request.op, request.client, request.seq, request.meta))
             position = self.log.position if self.log else 0
         if request.op == "declare":
             self._meet(request.client)
@@ -223,7 +222,7 @@ class Service:
             raise ClosedError("This server is stopping. Start the job again to go on.")
         self.state.check(entry)
         if self.log is not None:
-            self.log.append(entry.record(), entry.arrays)
+            self.log.append(*entry.record())
         try:
             return self.state.apply(entry)
         except Exception as e:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from phalanx.errors import ConfigError
-from phalanx.ps.server import changes
 from phalanx.ps.server.clients import ClientStates
 from phalanx.ps.server.clocks import Clocks, check_worker
 from phalanx.ps.server.entry import LogEntry
@@ -22,6 +21,7 @@ from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.stores.base import get_table
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet
+from phalanx.ps.stores.update_codec import check_updates
 from phalanx.ps.table.placement import shards_owned
 from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
 from phalanx.ps.table.table import RowTable, make_table
@@ -55,21 +55,6 @@ class ServerState:
 
         self._prepared: dict[str, RowTable] = {}
         self._steps = SyncStepBuffer()
-        self._applies: dict[str, Callable[[LogEntry], dict[str, Any]]] = {
-            "declare": self._declare,
-            "push": self._push,
-            "leave": self._leave,
-            "shrink": self._shrink,
-            "lease": self._lease,
-            "done": self._progress,
-        }
-        self._checks: dict[str, Callable[[LogEntry], None]] = {
-            "declare": self._check_declare,
-            "push": self._check_push,
-            "shrink": self._check_shrink,
-            "lease": self._check_lease,
-            "done": self._check_progress,
-        }
 
     def check(self, entry: LogEntry) -> None:
         """Check that an entry can be applied; after that it does not fail.
@@ -78,12 +63,11 @@ class ServerState:
             ConfigError: If it cannot; says why.
             DataError: If it declares a table that a broken snapshot is to fill.
         """
-        if check := self._checks.get(entry.op):
-            check(entry)
+        OPS[entry.op].check(self, entry)
 
     def apply(self, entry: LogEntry) -> dict[str, Any]:
         """Do what a checked entry says, as it comes or from the log, and return the answer."""
-        reply = self._applies[entry.op](entry)
+        reply = OPS[entry.op].apply(self, entry)
         client = self.clients[entry.client]
         if entry.seq > client.last:
             client.last, client.reply = entry.seq, reply
@@ -181,7 +165,7 @@ class ServerState:
         return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
 
     def _check_push(self, entry: LogEntry) -> None:
-        changes.check(changes.unpack(entry.meta, entry.arrays), entry.meta["weight"], self.tables.specs)
+        check_updates(entry.updates, entry.meta["weight"], self.tables.specs)
 
     def _push(self, entry: LogEntry) -> dict[str, Any]:
         worker, clocks = self.clients[entry.client].worker, self.known_clocks()
@@ -191,7 +175,7 @@ class ServerState:
             self._steps.hold(worker, entry)
             clocks.push(worker)
             return {"dropped": self._complete(clocks)}
-        dropped = sum(self.tables.apply(change) for change in changes.unpack(entry.meta, entry.arrays))
+        dropped = sum(self.tables.apply(update) for update in entry.updates)
         clocks.push(worker)
         return {"dropped": dropped}
 
@@ -199,7 +183,7 @@ class ServerState:
         """Apply the step that every live worker has pushed, if there is one."""
         dropped = 0
         while clocks.complete > clocks.version:
-            dropped += sum(self.tables.apply(change) for change in self._steps.take())
+            dropped += sum(self.tables.apply(update) for update in self._steps.take())
             clocks.apply(clocks.version + 1)
         return dropped
 
@@ -240,6 +224,28 @@ class ServerState:
         if source := self._source_of(name):
             self.loaded(source, name)
             self.unlogged = True
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a request that changes the state does."""
+
+    apply: Callable[[ServerState, LogEntry], dict[str, Any]]
+    """Does a checked entry and returns the answer; must not fail."""
+
+    check: Callable[[ServerState, LogEntry], None] = lambda state, entry: None
+    """Raises where an entry cannot be applied; runs before the entry is logged, and not when the log is replayed."""
+
+
+OPS = {
+    "declare": Operation(ServerState._declare, ServerState._check_declare),
+    "push": Operation(ServerState._push, ServerState._check_push),
+    "leave": Operation(ServerState._leave),
+    "shrink": Operation(ServerState._shrink, ServerState._check_shrink),
+    "lease": Operation(ServerState._lease, ServerState._check_lease),
+    "done": Operation(ServerState._progress, ServerState._check_progress),
+}
+"""Every request that is logged, by its name on the wire."""
 
 
 def _spec(value: object) -> TableSpec:

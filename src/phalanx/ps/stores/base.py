@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -50,6 +50,17 @@ class TableUpdate:
 
     shows: NDArray[np.float32] | None = None
     clicks: NDArray[np.float32] | None = None
+
+    def copy(self) -> TableUpdate:
+        """Return the same update with arrays of its own."""
+        return replace(
+            self,
+            keys=self.keys.copy(),
+            values=self.values.copy(),
+            counts=None if self.counts is None else self.counts.copy(),
+            shows=None if self.shows is None else self.shows.copy(),
+            clicks=None if self.clicks is None else self.clicks.copy(),
+        )
 
 
 class PendingRows(Protocol):

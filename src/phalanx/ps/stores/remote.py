@@ -22,9 +22,9 @@ from phalanx.ps.stores.requests import (
     PulledAfter,
     PullRequest,
     PushRequest,
-    header,
     split_update,
 )
+from phalanx.ps.stores.update_codec import describe_update
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
@@ -115,11 +115,11 @@ class RemoteStore:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
         pulls = [self._take_pull(update) for update in updates]
-        about, headers = {"step": self._number(step), "weight": weight}, [header(update) for update in updates]
+        about, headers = {"step": self._number(step), "weight": weight}, [describe_update(update) for update in updates]
         parts = [split_update(update, self._partition(update.table, update.keys)) for update in updates]
         shares = self._shares(then)
         for rank, connection in enumerate(self._connections):
-            push = PushRequest(connection, about, headers, [of_change[rank] for of_change in parts], shares.of(rank))
+            push = PushRequest(connection, about, headers, [of_update[rank] for of_update in parts], shares.of(rank))
             push.send([ids.get(rank) for ids in pulls])
             self._unanswered.append(push)
         return PulledAfter(list(self._unanswered), shares, self.flush)

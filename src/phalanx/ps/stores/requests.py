@@ -10,10 +10,9 @@ import numpy as np
 
 from phalanx.ps.stores.base import Keys, PullSpec, Rows, TableUpdate
 from phalanx.ps.stores.partition import Array, KeyPartition
+from phalanx.ps.stores.update_codec import list_arrays
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.pending import Pending
-
-_COLUMNS = ("counts", "shows", "clicks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,14 +185,7 @@ class PulledAfter:
         return self._shares.merge(answers)
 
 
-def header(update: TableUpdate) -> dict[str, Any]:
-    """Return what a push says of a change beside its arrays."""
-    columns = {column: True for column in _COLUMNS if getattr(update, column) is not None}
-    return {"table": update.table, "kind": update.kind, "lr": update.lr, **columns}
-
-
 def split_update(update: TableUpdate, partition: KeyPartition) -> list[list[Array]]:
-    """Return the arrays of a change by server, the keys first."""
-    columns = [getattr(update, column) for column in _COLUMNS]
-    arrays = [partition.parts(array) for array in (update.values, *columns) if array is not None]
+    """Return the arrays of an update by server, the keys first."""
+    arrays = [partition.parts(array) for array in list_arrays(update)[1:]]
     return [list(of_server) for of_server in zip(partition.keys, *arrays, strict=True)]

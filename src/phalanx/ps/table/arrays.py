@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,8 @@ from phalanx.ps.table.rules import TableSpec
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
 
-_COLUMNS = (("counts", np.uint32), ("shows", np.float32), ("clicks", np.float32))
+PUSH_COLUMNS: Mapping[str, type[np.generic]] = {"counts": np.uint32, "shows": np.float32, "clicks": np.float32}
+"""What may come with the gradients of a push, one value per key, in the order it is sent."""
 
 MOST_WAITED = 2**24 - 2
 """Highest count of an id that waits for a row."""
@@ -77,7 +78,7 @@ def check_push(spec: TableSpec, n: int, lr: float | None, columns: Sequence[NDAr
         ConfigError: If a length or type does not fit, or the learning rate is negative, no number, or 0 where it
             divides.
     """
-    for (name, dtype), column in zip(_COLUMNS, columns, strict=True):
+    for (name, dtype), column in zip(PUSH_COLUMNS.items(), columns, strict=True):
         if column is not None and (column.shape != (n,) or column.dtype != dtype):
             raise ConfigError(
                 f"Gave table '{spec.name}' {name} of type {column.dtype} and shape {column.shape} for {n} keys. Give "

@@ -1,0 +1,72 @@
+"""Several updates as one per table: the steps of one worker, or one step of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.ps.stores.base import Rows, TableUpdate
+from phalanx.ps.stores.dedup import merge
+
+
+def sum_updates(updates: Sequence[TableUpdate]) -> list[TableUpdate]:
+    """Return one change per table: gradients, counts, shows and clicks added up per id, at the last learning rate."""
+    tables: dict[str, list[TableUpdate]] = {}
+    for update in updates:
+        tables.setdefault(update.table, []).append(update)
+    return [_sum_table(table_updates) for table_updates in tables.values()]
+
+
+def _sum_table(updates: list[TableUpdate]) -> TableUpdate:
+    last = updates[-1]
+    if len(updates) == 1:
+        return last
+    dim = last.values.shape[1]
+    has_statistics = last.shows is not None or last.clicks is not None
+    # Counts up to 2**24 are exact in float32.
+    columns = [_columns(update, has_statistics) for update in updates]
+    keys, total = merge([update.keys for update in updates], columns, [1.0] * len(updates))
+    return TableUpdate(
+        table=last.table,
+        keys=keys,
+        values=np.ascontiguousarray(total[:, :dim]),
+        lr=last.lr,
+        counts=total[:, dim].astype(np.uint32),
+        shows=total[:, dim + 1].copy() if has_statistics else None,
+        clicks=total[:, dim + 2].copy() if has_statistics else None,
+    )
+
+
+def _columns(update: TableUpdate, has_statistics: bool) -> Rows:
+    """Return values, counts and (where the table keeps them) shows and clicks side by side, one line per id."""
+    counts = np.ones(len(update.keys), np.float32) if update.counts is None else update.counts
+    columns = [update.values, counts]
+    if has_statistics:
+        # What a table assumes when it is not told: every occurrence a show, none a click.
+        columns += [counts if update.shows is None else update.shows]
+        columns += [np.zeros(len(counts), np.float32) if update.clicks is None else update.clicks]
+    return np.column_stack(columns).astype(np.float32, copy=False)
+
+
+def average_updates(parts: Sequence[tuple[float, Sequence[TableUpdate]]]) -> list[TableUpdate]:
+    """Return what several workers pushed as one change per table.
+
+    Gradients are added in the order given, each times its weight over the sum of weights; then the rule applies once
+    per id, at the learning rate of the last worker that named the table. Other kinds are applied as they are, first,
+    in the order given.
+
+    Args:
+        parts: Weight and changes of each worker, in rank order.
+    """
+    total = sum(weight for weight, _ in parts)
+    plain = [c for _, updates in parts for c in updates if c.kind != "gradient"]
+    # A worker without rows of its own in this step must not even touch the state of a row, as a gradient of 0 would.
+    scaled = [
+        replace(c, values=c.values * np.float32(weight / total))
+        for weight, updates in parts
+        for c in updates
+        if c.kind == "gradient" and weight > 0
+    ]
+    return plain + sum_updates(scaled)
