@@ -14,9 +14,9 @@ import torch
 from open_files import no_descriptor_left
 from phalanx.errors import BackendError, ConfigError, DataError
 from phalanx.ps.server.copy_process import CopyProcess
-from phalanx.ps.server.saving import SnapshotService
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.holder import SnapshotParticipant
+from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource, open_snapshot
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.snapshot_lookup import Lookup

@@ -15,9 +15,9 @@ from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
 from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode
 from phalanx.ps.client.geo import GeoMode
-from phalanx.ps.stores.base import TableStore
+from phalanx.ps.stores.base import ServerMode, TableStore
 from phalanx.ps.stores.local import LocalStore
-from phalanx.ps.stores.remote import RemoteStore, ServerMode
+from phalanx.ps.stores.remote import RemoteStore
 
 logger = logging.getLogger("phalanx.ps")
 

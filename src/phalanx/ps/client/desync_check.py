@@ -23,7 +23,7 @@ logger = logging.getLogger("phalanx.ps")
 
 
 class DesyncCheck:
-    """Compares dense parameters after 1, 2, 4, 8, ... steps. Nobody waits: each look is at what was said at the last.
+    """Compares dense parameters after 1, 2, 4, 8, ... steps, each time the digests of the check before: nobody waits.
 
     Args:
         rank: This worker; the first one looks.

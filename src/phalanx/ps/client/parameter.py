@@ -30,7 +30,7 @@ Clicks = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """What a `SparseEmbedding` says of its table; the rule may follow the optimizer that holds the parameter."""
+    """The settings of a `SparseEmbedding`'s table; the rule may follow the optimizer that holds the parameter."""
 
     dim: int
     optimizer: Rule | None

@@ -73,7 +73,7 @@ class TableRegistry:
         """Take note of a parameter whose rows are read, and make its table if its rule is known.
 
         Raises:
-            ConfigError: If servers need the rule and nobody said it, or there is no server for several workers.
+            ConfigError: If servers need the rule and none is set, or there is no server for several workers.
         """
         if parameter.table is None:
             give_name(parameter, free_name(self._made))

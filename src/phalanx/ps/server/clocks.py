@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.errors import ClosedError, ConfigError, PeerLostError
 from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.stores.base import ServerMode
 
-ServerMode = Literal["sync", "async", "bounded"]
 Still = Callable[[str, bool], None]
 
 PULSE_S = 5.0
-"""How often one that waits is told for whom."""
+"""Seconds between two reports to a waiting worker of whom it waits for."""
 
 
 def _nobody_asks(waits_for: str, is_here: bool) -> None:
@@ -30,7 +30,7 @@ class Clocks:
     A worker is *live* from the start until it leaves; so nobody runs ahead of one that has not come yet.
 
     Args:
-        mode: What a pull waits for; None until the first worker that trains says.
+        mode: What a pull waits for; None until the first worker that trains declares it.
         workers: Number of workers of the job.
         bound: Steps a worker may be ahead of the slowest, in mode `bounded`.
     """

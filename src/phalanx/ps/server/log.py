@@ -34,7 +34,7 @@ def segments(directory: Path) -> dict[int, Path]:
 def replay(directory: Path, first: int) -> Iterator[Record]:
     """Yield the records of the segments from number `first` on.
 
-    A record that a crash cut off at the end of the last segment was not answered: it is removed, and said.
+    A record that a crash cut off at the end of the last segment was not acknowledged: it is removed with a warning.
 
     Raises:
         DataError: If a segment is broken elsewhere; names file and offset.

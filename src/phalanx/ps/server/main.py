@@ -19,9 +19,9 @@ from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
-from phalanx.ps.server.saving import SnapshotService
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_check import SnapshotTableCheck
+from phalanx.ps.server.snapshot_service import SnapshotService
 from phalanx.ps.wire.address import listening_sockets
 from phalanx.ps.wire.listener import Listener
 
@@ -58,10 +58,10 @@ def run(
     Args:
         role: This server's place in the job.
         secret: The job's secret.
-        directory: Where this server keeps its state, for a restart; as `PHALANX_SERVER_DIR` says when None.
+        directory: Where this server keeps its state, for a restart; `PHALANX_SERVER_DIR` when None.
         load: Folder of a snapshot that tables start from.
         names: Tables to take from it; all when None.
-        log_bytes: Size of the log at which the state is written anew; see `Recovery`.
+        log_bytes: Size of the log at which a new base snapshot is written; see `Recovery`.
 
     Raises:
         ConfigError: If the endpoint is taken, or `load` holds no snapshot.

@@ -19,10 +19,10 @@ from typing import Any
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
 from phalanx.ps.server.copy_process import CopyProcess
-from phalanx.ps.server.entry import LogEntry
 from phalanx.ps.server.log import Durability, Log, replay
-from phalanx.ps.server.saving import SnapshotService, finish_copy
+from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.service import Service
+from phalanx.ps.server.snapshot_service import SnapshotService, finish_copy
 from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest, write_manifest
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.write import WriteRequest

@@ -20,8 +20,8 @@ import numpy as np
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.server.clients import ClientState
 from phalanx.ps.server.clocks import Clocks
-from phalanx.ps.server.entry import LogEntry
 from phalanx.ps.server.log import Log
+from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT

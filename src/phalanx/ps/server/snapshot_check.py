@@ -1,4 +1,4 @@
-"""Say which tables only the workers have, or only the folder that servers started from: a renamed one begins anew."""
+"""Warn of tables that only the workers have, or only the snapshot the servers loaded: a renamed table starts empty."""
 
 from __future__ import annotations
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from phalanx.errors import ConfigError
 from phalanx.ps.server.clients import ClientStates
 from phalanx.ps.server.clocks import Clocks, check_worker
-from phalanx.ps.server.entry import LogEntry
-from phalanx.ps.server.sync_step import SyncStepBuffer
+from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.sync_step_buffer import SyncStepBuffer
 from phalanx.ps.snapshot.read import SnapshotSource
-from phalanx.ps.stores.base import get_table
+from phalanx.ps.stores.base import ServerMode, get_table
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet
 from phalanx.ps.stores.update_codec import check_updates
@@ -60,13 +60,13 @@ class ServerState:
         """Check that an entry can be applied; after that it does not fail.
 
         Raises:
-            ConfigError: If it cannot; says why.
+            ConfigError: If it cannot; gives the reason.
             DataError: If it declares a table that a broken snapshot is to fill.
         """
         OPS[entry.op].check(self, entry)
 
     def apply(self, entry: LogEntry) -> dict[str, Any]:
-        """Do what a checked entry says, as it comes or from the log, and return the answer."""
+        """Apply a checked entry, new or from the log, and return the answer."""
         reply = OPS[entry.op].apply(self, entry)
         client = self.clients[entry.client]
         if entry.seq > client.last:
@@ -128,8 +128,8 @@ class ServerState:
 
     def _check_declare(self, entry: LogEntry) -> None:
         meta = entry.meta
-        if meta["mode"] not in ("sync", "async", "bounded", None):
-            raise ConfigError(f"Asked servers for mode {meta['mode']!r}; modes: sync, async, bounded.")
+        if meta["mode"] not in (*get_args(ServerMode), None):
+            raise ConfigError(f"Asked servers for mode {meta['mode']!r}; modes: {', '.join(get_args(ServerMode))}.")
         check_worker(meta["worker"], meta["workers"])
         if self.clocks is not None:
             is_either_open = meta["mode"] is None or self.clocks.mode is None

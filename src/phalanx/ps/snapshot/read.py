@@ -80,7 +80,7 @@ class Snapshot:
         """Put a table's rows of these shards into an empty table, and return how many there were.
 
         Optimizer state comes along where the table's rule and statistics are those of the snapshot; otherwise values
-        only, which is said.
+        only, with a warning.
 
         Raises:
             ConfigError: If the snapshot lacks the table, or has another dim.

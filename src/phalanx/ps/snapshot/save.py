@@ -1,7 +1,7 @@
 """The save of all tables at one moment, as its coordinator sees it.
 
-Every holder of tables holds changes back, says how far each worker is, and lets through what another holder has
-already, so that a worker's step is in the snapshot on all holders or on none. Then each forks; changes go on; the
+Every participant holds changes back, reports each worker's step, and lets through what another participant has
+already, so that a worker's step is in the snapshot on all participants or on none. Then each forks; changes go on; the
 copies write. The manifest comes last, in one step, so a save that is killed leaves the snapshot before it as it was.
 """
 
@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.files import sync_file_system
 from phalanx.ps.snapshot.dense import write_extra
-from phalanx.ps.snapshot.holder import SnapshotParticipant
 from phalanx.ps.snapshot.manifest import (
     MANIFEST,
     BaseSnapshot,
@@ -31,6 +30,7 @@ from phalanx.ps.snapshot.manifest import (
     read_manifest,
     write_manifest,
 )
+from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.write import write
 from phalanx.ps.table.rules import TableSpec, table_spec
 from phalanx.ps.wire.message import RpcReply
@@ -49,7 +49,7 @@ _log = logging.getLogger("phalanx.ps")
 
 
 class Caller(Protocol):
-    """A way to ask one holder of tables: a `Connection`, for one."""
+    """A way to ask one participant: a `Connection`, for one."""
 
     def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
         """Send a request and wait for its reply."""
@@ -62,7 +62,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     One process calls it; training goes on while the files are written.
 
     Args:
-        calls: One per holder of tables, by its number.
+        calls: one per participant, by its number.
         directory: Folder of the snapshot, the same on all hosts; made if missing. A snapshot in it is replaced when the
             new one is whole.
         extra: JSON values and tensors, in dicts, lists and tuples.
@@ -75,7 +75,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     Raises:
         ConfigError: If the mode is unknown, or a delta has no full snapshot to be made on.
         BackendError: If a file system does not take the files; the snapshot that was there stays.
-        PeerLostError: If a holder is gone.
+        PeerLostError: If a participant is gone.
     """
     checked_mode, name = check_mode(mode), secrets.token_hex(4)
     directory = Path(directory).absolute()
@@ -121,7 +121,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
 def _freeze_and_fork(
     calls: Sequence[Caller], name: str, directory: Path, mode: str
 ) -> tuple[list[dict[str, Any]], BaseSnapshot | None]:
-    """Hold all changes back, begin the snapshot everywhere, and let go; returns each holder's state."""
+    """Hold all changes back, begin the snapshot everywhere, and let go; returns each participant's state."""
     freeze = {"token": name, "seconds": FREEZE_S}
     with ExitStack() as stack:
         states = []
@@ -143,7 +143,7 @@ def _freeze_and_fork(
 
 
 def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the steps, by worker, at which all holders can stop.
+    """Return the steps, by worker, at which all participants can stop.
 
     In mode `sync` all stop behind the last step of the worker that saves: it makes no further one meanwhile, and its
     dense parameters are those after that step. If it is none of those that train, the step under way ends.
@@ -177,11 +177,11 @@ def _specs(states: Sequence[Mapping[str, Any]]) -> dict[str, TableSpec]:
 
 
 def _base(states: Sequence[Mapping[str, Any]], directory: Path) -> BaseSnapshot:
-    """Return the newest full snapshot that every holder took part in and that is still there."""
+    """Return the newest full snapshot that every participant took part in and that is still there."""
     fulls = [{save: (where, names) for save, where, names in state["fulls"]} for state in states]
     for save, (where, names) in fulls[0].items():
-        shared = set(names).intersection(*(of_holder.get(save, ("", ()))[1] for of_holder in fulls))
-        if all(save in of_holder for of_holder in fulls) and _holds(Path(where), save):
+        shared = set(names).intersection(*(of_participant.get(save, ("", ()))[1] for of_participant in fulls))
+        if all(save in of_participant for of_participant in fulls) and _holds(Path(where), save):
             if Path(where) == directory:
                 raise ConfigError(
                     f"Asked for a delta in {directory}, which holds the full snapshot it is made on. Give it a folder "
@@ -233,18 +233,18 @@ def _sweep(directory: Path, unwanted: Callable[[str], bool]) -> None:
 class LocalCalls:
     """Answers a save in the process that holds the tables, without a copy of it."""
 
-    def __init__(self, holder: SnapshotParticipant) -> None:
-        self._holder = holder
+    def __init__(self, participant: SnapshotParticipant) -> None:
+        self._participant = participant
         self._result: dict[str, Any] = {}
 
     def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
         """Answer one request of `save`."""
         if op == "freeze":
-            specs = [table.spec.to_json() for table in self._holder.tables.values()]
-            return RpcReply({"steps": [], "fulls": self._holder.fulls, "specs": specs})
+            specs = [table.spec.to_json() for table in self._participant.tables.values()]
+            return RpcReply({"steps": [], "fulls": self._participant.fulls, "specs": specs})
         if op == "snapshot":
             try:
-                self._result = write(self._holder.job(meta), self._holder.tables)
+                self._result = write(self._participant.job(meta), self._participant.tables)
                 sync_file_system(Path(meta["directory"]))
             except OSError as e:
                 raise disk_error(Path(meta["directory"]), e) from e
@@ -252,10 +252,10 @@ class LocalCalls:
 
 
 def save_local(
-    holder: SnapshotParticipant, directory: Path, extra: Mapping[str, object], mode: str = "full"
+    participant: SnapshotParticipant, directory: Path, extra: Mapping[str, object], mode: str = "full"
 ) -> SnapshotManifest:
     """Write a snapshot of the tables in this process. See `save`."""
-    return save([LocalCalls(holder)], directory, extra, mode)
+    return save([LocalCalls(participant)], directory, extra, mode)
 
 
 def disk_error(directory: Path, error: OSError) -> BackendError:

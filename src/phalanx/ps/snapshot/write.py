@@ -1,4 +1,4 @@
-"""The files of one holder of tables: one per virtual shard that is not empty, with all its tables inside."""
+"""The files of one participant: one per virtual shard that is not empty, with all its tables inside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WriteRequest:
     mode: SnapshotMode
     shards: Sequence[int]
     part: int = 0
-    """Number of this holder of tables; names its text file."""
+    """Number of this participant; names its text file."""
 
     since: Mapping[str, int] = field(default_factory=dict)
     """For a delta: by table, the tick at the base snapshot; a table that is missing is written in full."""

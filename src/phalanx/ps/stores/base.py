@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from phalanx.errors import ConfigError, did_you_mean
 from phalanx.ps.table.arrays import Keys as Keys
 from phalanx.ps.table.arrays import Rows as Rows
 from phalanx.ps.table.rules import TableSpec
+
+ServerMode = Literal["sync", "async", "bounded"]
+"""What a server makes a pull wait for."""
 
 _Table = TypeVar("_Table")
 

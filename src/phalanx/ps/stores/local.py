@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx.ps.snapshot.holder import SnapshotParticipant
+from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.stores.base import PendingRows, PullSpec, ReadyRows, TableReport, TableUpdate, get_table
@@ -22,7 +22,7 @@ class LocalStore:
     def __init__(self) -> None:
         self._tables = TableSet()
         self._leases = Leases()
-        self._holder = SnapshotParticipant(self._tables.tables, range(SHARDS))
+        self._participant = SnapshotParticipant(self._tables.tables, range(SHARDS))
         self._source: SnapshotSource | None = None
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
@@ -75,7 +75,7 @@ class LocalStore:
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
         """Write a snapshot. See `TableStore.save`."""
-        save_local(self._holder, directory, extra, mode)
+        save_local(self._participant, directory, extra, mode)
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
         """Read a snapshot; tables of it that are declared later get their rows then. See `TableStore.load`."""
@@ -99,4 +99,4 @@ class LocalStore:
         for table in [source.table(spec, range(SHARDS)) for spec in specs]:
             self._tables.add(table)
             if manifest.mode == "full":
-                self._holder.remember(manifest.save, directory.absolute(), [table.spec.name])
+                self._participant.remember(manifest.save, directory.absolute(), [table.spec.name])

@@ -10,11 +10,11 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, TableReport, TableUpdate, get_table
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ServerMode, TableReport, TableUpdate, get_table
 from phalanx.ps.stores.partition import KeyPartition
 from phalanx.ps.stores.requests import (
     NamedPull,
@@ -29,8 +29,6 @@ from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import RpcReply
-
-ServerMode = Literal["sync", "async", "bounded"]
 
 KEPT_PULLS = 8
 """Pulls that a push can name; a server remembers more."""

@@ -122,7 +122,7 @@ class PushRequest:
     Args:
         connection: To the server.
         about: What goes with it.
-        headers: What is said of each change.
+        headers: The JSON object of each update.
         parts: Per change its keys, values and columns, as far as this server owns them.
         then: Rows to read once the push is in place.
     """

@@ -44,7 +44,7 @@ def _columns(update: TableUpdate, has_statistics: bool) -> Rows:
     counts = np.ones(len(update.keys), np.float32) if update.counts is None else update.counts
     columns = [update.values, counts]
     if has_statistics:
-        # What a table assumes when it is not told: every occurrence a show, none a click.
+        # The defaults of a table: every occurrence a show, none a click.
         columns += [counts if update.shows is None else update.shows]
         columns += [np.zeros(len(counts), np.float32) if update.clicks is None else update.clicks]
     return np.column_stack(columns).astype(np.float32, copy=False)

@@ -33,7 +33,7 @@ class Columns:
     """Tick of the table at the last change of each row, shape (n,)."""
 
     rows: NDArray[np.float32]
-    """Shape (n, width): values, optimizer state, show and click, as `RowLayout` says."""
+    """Shape (n, width): values, optimizer state, show and click, in the order of `RowLayout`."""
 
     waiting_keys: NDArray[np.int64]
     """Ids that an entry filter counts and that have no row yet, shape (m,)."""

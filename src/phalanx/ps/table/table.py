@@ -43,7 +43,7 @@ class RowTable(Protocol):
         shows: NDArray[np.float32] | None = None,
         clicks: NDArray[np.float32] | None = None,
     ) -> int:
-        """Apply one gradient per id by the table's rule; make rows as the entry policy says.
+        """Apply one gradient per id by the table's rule; make rows as the entry policy allows.
 
         Args:
             keys: Shape (n,).

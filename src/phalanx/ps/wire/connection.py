@@ -34,7 +34,7 @@ class Connection:
         secret: The job's secret.
         me: Who this process is, as `worker 1`.
         peer: Who the server must be, as `server 0`.
-        timeout_s: Longest silence of the server while a reply is due. A server that waits for other workers says so
+        timeout_s: Longest silence of the server while a reply is due. A server that waits for other workers reports it
             every few seconds, and while they live its reply is not late.
         connect_s: Longest wait for the server to come up.
         retry_s: How long to connect again after the connection is lost or the server fell silent, sending again what
@@ -66,6 +66,7 @@ class Connection:
         self._dialer = Dialer(endpoint, secret, me, self.client, peer)
         self._me, self._peer, self._log_file = me, peer, log_file
         self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._where = endpoint
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._unanswered = InFlight(max_unanswered_bytes)
@@ -192,7 +193,7 @@ class Connection:
             with self._changed:
                 self._give_up_link("it does not take requests")
         except OSError:
-            # The reader of this link sees the same, and either connects again or says that the server is lost.
+            # The reader of this link sees the same, and either connects again or reports the server as lost.
             reader.interrupt()
 
     def _wait_for(self, pending: Pending) -> RpcReply:
@@ -226,6 +227,7 @@ class Connection:
         self._reader.interrupt()
 
     def _reader_of(self, link: ServerLink) -> ReplyReader:
+        self._where = link.where
         return ReplyReader(
             link,
             lock=self._lock,
@@ -327,7 +329,6 @@ class Connection:
     def _lost(self, op: str, since: float, why: str) -> PeerLostError:
         waited = time.monotonic() - since
         look = f" Its log: {self._log_file}" if self._log_file else ""
-        where = self._reader.link.where if hasattr(self, "_reader") else self._dialer.endpoint
         return PeerLostError(
-            f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.{look}"
+            f"{self._me} asked {self._peer} at {self._where} for {op!r} and waited {waited:.1f} s: {why}.{look}"
         )

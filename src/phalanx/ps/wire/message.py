@@ -65,7 +65,7 @@ class RpcRequest:
     """1, 2, ... per client; a request that is sent again after a lost connection keeps its number."""
 
     peer: str
-    """Who the client says it is, as `worker 1`."""
+    """Name the client gave, as `worker 1`."""
 
     room: ReplyBuffer = field(default_factory=lambda: ReplyBuffer(None))
     """Where arrays of the reply can be made without a copy: `request.room.empty((n, dim), np.float32)`."""

@@ -25,7 +25,7 @@ class ReplyReader:
         link: The link.
         lock: The connection's lock.
         changed: Over that lock; notified after every frame.
-        take: Reads a frame of the link before a deadline, and does what it says.
+        take: Reads a frame of the link before a deadline, and handles it.
         lost: Called by the thread as its last act, with why the link can be read no more.
         name: Name of the thread.
     """
@@ -112,5 +112,5 @@ class ReplyReader:
 
 
 def error_text(error: Exception) -> str:
-    """Return what an error says, without its number."""
+    """Return the text of an error, without its number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -30,7 +30,7 @@ _REFUSED = bytes(_PROOF_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What one end says of itself."""
+    """The first message of one end."""
 
     raw: bytes
     wire_version: int

@@ -11,7 +11,7 @@ from phalanx.errors import ConfigError
 from phalanx.files import sync_file_system
 from phalanx.ps.server.copy_process import CopyProcess, give_up_without
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.holder import SnapshotParticipant
+from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.save import disk_error
 from phalanx.ps.snapshot.write import WriteRequest, write
@@ -29,7 +29,7 @@ class SnapshotService:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.holder = SnapshotParticipant(service.state.tables.tables, service.state.shards, service.state.server)
+        self.participant = SnapshotParticipant(service.state.tables.tables, service.state.shards, service.state.server)
         self._copies: dict[str, tuple[Path, CopyProcess]] = {}
         service.state.loaded = self._remember_load
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
@@ -49,7 +49,7 @@ class SnapshotService:
                 "mode": service.state.clocks.mode if service.state.clocks else None,
                 "worker": asking.worker if asking else None,
                 "pushed": service.state.clocks.applied_steps if service.state.clocks else [],
-                "fulls": self.holder.fulls,
+                "fulls": self.participant.fulls,
                 "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
                 "leases": service.state.leases.to_json(),
             }
@@ -59,7 +59,7 @@ class SnapshotService:
         """Fork a copy that writes this server's part."""
         service, save = self._service, request.meta["save"]
         with service.gate.while_frozen(request.meta["token"]):
-            job = self.holder.job(request.meta)
+            job = self.participant.job(request.meta)
             self._copies[save] = job.directory, self.copy(job)
             while len(self._copies) > _REMEMBERED:
                 del self._copies[next(iter(self._copies))]
@@ -127,11 +127,11 @@ class SnapshotService:
     def to_json(self) -> dict[str, Any]:
         """Return what must outlive the process."""
         sources = [[str(s.snapshot.directory.absolute()), sorted(s.names)] for s in self._service.state.sources]
-        return {"fulls": self.holder.to_json(), "sources": sources}
+        return {"fulls": self.participant.to_json(), "sources": sources}
 
     def restore(self, value: Mapping[str, Any]) -> None:
         """Take over what `to_json` returned, the tables being filled."""
-        self.holder.restore(value["fulls"])
+        self.participant.restore(value["fulls"])
         for directory, names in value["sources"]:
             self.add_source(Path(directory), names)
 
@@ -139,7 +139,7 @@ class SnapshotService:
         """Note that a table is now as a snapshot has it, so that a delta can be made on that."""
         manifest = source.snapshot.manifest
         if manifest.mode == "full":
-            self.holder.remember(manifest.save, source.snapshot.directory.absolute(), [name])
+            self.participant.remember(manifest.save, source.snapshot.directory.absolute(), [name])
 
 
 def finish_copy(directory: Path, copy: CopyProcess) -> dict[str, Any]:

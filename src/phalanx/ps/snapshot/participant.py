@@ -1,4 +1,4 @@
-"""One holder of tables in a snapshot: what it has to write at a moment, and which full snapshots a delta may be of."""
+"""A server, or a process without servers, in a snapshot: what it writes, and which full snapshots a delta may use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SnapshotParticipant:
     """A server's tables, or those of a process without servers.
 
     Args:
-        tables: By name; the mapping is read anew at each save.
+        tables: By name; the mapping is read again at each save.
         shards: Virtual shards held here.
-        part: Number of this holder.
+        part: Number of this participant.
     """
 
     def __init__(self, tables: Mapping[str, RowTable], shards: Sequence[int], part: int = 0) -> None:
