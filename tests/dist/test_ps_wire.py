@@ -24,7 +24,7 @@ def answer(request: RpcRequest) -> RpcReply:
         case "who":
             return RpcReply({"client": request.client, "seq": request.seq, "peer": request.peer})
         case "rows":
-            made = request.room.empty((request.meta["n"], 16), np.float32)
+            made = request.reply_buffer.empty((request.meta["n"], 16), np.float32)
             made[...] = np.arange(request.meta["n"], dtype=np.float32)[:, None]
             return RpcReply({}, [made])
         case "sum":
@@ -186,7 +186,7 @@ def test_an_answer_that_waits_for_others_is_not_late_while_they_live(caplog, mon
     def slow(request: RpcRequest) -> RpcReply:
         for _ in range(8):
             threading.Event().wait(0.1)  # longer in all than the client waits for one that is silent
-            request.still("worker 1 (at step 3)", request.op == "here")
+            request.report_wait("worker 1 (at step 3)", request.op == "here")
         return RpcReply()
 
     with both(slow, timeout_s=0.5) as connection:
@@ -210,7 +210,7 @@ def test_a_client_that_goes_while_its_answer_waits_is_noticed():
 
     def wait_for_ever(request: RpcRequest) -> None:
         while True:
-            request.still("worker 1", True)
+            request.report_wait("worker 1", True)
             threading.Event().wait(0.01)
 
     with both(slow) as connection:

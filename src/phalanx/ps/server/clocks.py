@@ -14,7 +14,7 @@ from phalanx.errors import ClosedError, ConfigError, PeerLostError
 from phalanx.ps.snapshot.save import LEFT
 from phalanx.ps.stores.base import ServerMode
 
-Still = Callable[[str, bool], None]
+WaitReport = Callable[[str, bool], None]
 
 PULSE_S = 5.0
 """Seconds between two reports to a waiting worker of whom it waits for."""
@@ -192,24 +192,24 @@ class Clocks:
         with self._changed:
             self._raise_end()
 
-    def wait(self, step: int, still: Still = _nobody_asks) -> None:
+    def wait(self, step: int, report_wait: WaitReport = _nobody_asks) -> None:
         """Wait until the mode lets a worker read the rows that its step `step` computes with. Raises as `check`.
 
         Args:
             step: The step.
-            still: Called every `PULSE_S` seconds of waiting with whom for, in words, and whether all of them are
+            report_wait: Called every `PULSE_S` seconds of waiting with whom for, in words, and whether all of them are
                 connected; may raise to give up.
         """
         if self.mode == "sync":
-            self._wait_for_all(step, lambda: self._version >= step, still)
+            self._wait_for_all(step, lambda: self._version >= step, report_wait)
         elif self.mode == "bounded":
-            self._wait_for_all(step - self.bound, lambda: self._complete() >= step - self.bound, still)
+            self._wait_for_all(step - self.bound, lambda: self._complete() >= step - self.bound, report_wait)
         else:
             self.check()
 
-    def wait_turn(self, step: int, still: Still = _nobody_asks) -> None:
+    def wait_turn(self, step: int, report_wait: WaitReport = _nobody_asks) -> None:
         """Wait until a push of this step may be taken: in mode `sync` one step at a time. See `wait`."""
-        self._wait_for_all(step, lambda: self.mode != "sync" or self._version >= step, still)
+        self._wait_for_all(step, lambda: self.mode != "sync" or self._version >= step, report_wait)
 
     def wait_steps(self, steps: Sequence[int], seconds: float) -> None:
         """Wait until each worker has `reached` these steps. Raises as `check`, and `PeerLostError` after `seconds`."""
@@ -260,13 +260,13 @@ class Clocks:
     def _reached(self) -> list[int]:
         return [pushed if worker in self._live else LEFT for worker, pushed in enumerate(self._pushed)]
 
-    def _wait_for_all(self, needed: int, is_reached: Callable[[], bool], still: Still) -> None:
+    def _wait_for_all(self, needed: int, is_reached: Callable[[], bool], report_wait: WaitReport) -> None:
         while not self._wait(is_reached, PULSE_S):
             with self._changed:
                 behind = [worker for worker in sorted(self._live) if self._pushed[worker] < needed]
                 gone = [worker for worker in behind if worker not in self._here]
                 names = ", ".join(self._name(worker, gone) for worker in behind)
-            still(names, not gone)
+            report_wait(names, not gone)
 
     def _name(self, worker: int, gone: Sequence[int]) -> str:
         return f"worker {worker} (at step {self._pushed[worker]}{', not connected' if worker in gone else ''})"

@@ -151,7 +151,7 @@ class Recovery:
     def _begin(self) -> None:
         service = self._service
         try:
-            with service.gate.change():
+            with service.write_freeze.change():
                 self._segment = self._journal.rotate()
                 for entry in service.state.pending():
                     self._journal.append(*entry.record())

@@ -42,7 +42,7 @@ class Service:
 
     def __init__(self, server: int = 0, servers: int = 1) -> None:
         self.state = ServerState(server, servers)
-        self.gate = WriteFreeze()
+        self.write_freeze = WriteFreeze()
         self.log: Log | None = None
         self.stopped = threading.Event()
         self.failure: PhalanxError | None = None
@@ -113,7 +113,7 @@ class Service:
         if step > clocks.next_step(client.worker):
             # Its own push is not here: refused, or its keys were asked for again. Waiting would block that push.
             return RpcReply({"need_push": clocks.next_step(client.worker)})
-        clocks.wait(step, request.still)
+        clocks.wait(step, request.report_wait)
         names = [name for name, _ in request.meta["tables"]]
         rows = self._rows(request, names, request.arrays)
         if not request.meta.get("keep") or len(set(names)) < len(names):
@@ -126,7 +126,7 @@ class Service:
         """Return the rows of the keys of each table, in the client's memory if that has room."""
         specs, rows = self.state.tables.specs, []
         for name, of_table in zip(names, keys, strict=True):
-            rows.append(request.room.empty((len(of_table), get_table(specs, name).dim), np.float32))
+            rows.append(request.reply_buffer.empty((len(of_table), get_table(specs, name).dim), np.float32))
             self.state.tables.pull(name, of_table, rows[-1])
         return rows
 
@@ -153,7 +153,7 @@ class Service:
         reply = self._take(replace(request, arrays=request.arrays[:pushed]))
         if not names or "need_keys" in reply.meta:
             return reply
-        self.state.known_clocks().wait(request.meta["step"] + 1, request.still)
+        self.state.known_clocks().wait(request.meta["step"] + 1, request.report_wait)
         return RpcReply(reply.meta, self._rows(request, names, request.arrays[pushed:]))
 
     def _take(self, request: RpcRequest) -> RpcReply:
@@ -161,8 +161,8 @@ class Service:
         step = request.meta["step"]
         clocks.check()
         if step <= clocks.next_step(client.worker):
-            clocks.wait_turn(step, request.still)
-        with self.gate.change(client.worker, step):
+            clocks.wait_turn(step, request.report_wait)
+        with self.write_freeze.change(client.worker, step):
             # Once more: the worker may have been started again since, and this be the request of its older process.
             client, clocks = self._client(request)
             reply = self._again(client, request.seq)
@@ -194,7 +194,7 @@ class Service:
     def _change(self, request: RpcRequest) -> RpcReply:
         client = self._find_client(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
-        with self.gate.change(client.worker if client else -1, leaving):
+        with self.write_freeze.change(client.worker if client else -1, leaving):
             client = self._find_client(request)
             reply = self._again(client, request.seq) if client else None
             if reply is None:

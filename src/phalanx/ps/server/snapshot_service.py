@@ -40,7 +40,7 @@ class SnapshotService:
         service, meta = self._service, request.meta
         asking = service.state.clients.get(request.client)
         steps: Sequence[int] = meta.get("steps", ())
-        service.gate.freeze(meta["token"], meta["seconds"], steps)
+        service.write_freeze.freeze(meta["token"], meta["seconds"], steps)
         if service.state.clocks is not None and meta.get("wait"):
             service.state.clocks.wait_steps(steps, meta["seconds"])
         return RpcReply(
@@ -58,7 +58,7 @@ class SnapshotService:
     def snapshot(self, request: RpcRequest) -> RpcReply:
         """Fork a copy that writes this server's part."""
         service, save = self._service, request.meta["save"]
-        with service.gate.while_frozen(request.meta["token"]):
+        with service.write_freeze.while_frozen(request.meta["token"]):
             job = self.participant.job(request.meta)
             self._copies[save] = job.directory, self.copy(job)
             while len(self._copies) > _REMEMBERED:
@@ -81,7 +81,7 @@ class SnapshotService:
 
     def resume(self, request: RpcRequest) -> RpcReply:
         """Let changes go on."""
-        self._service.gate.resume(request.meta["token"])
+        self._service.write_freeze.resume(request.meta["token"])
         return RpcReply()
 
     def saved(self, request: RpcRequest) -> RpcReply:
@@ -98,7 +98,7 @@ class SnapshotService:
         """Replace rows by those of a snapshot, now and in tables declared later."""
         service, names = self._service, request.meta.get("names")
         source = SnapshotSource(Path(request.meta["directory"]), names)
-        with service.gate.change():
+        with service.write_freeze.change():
             specs = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
             # All are read before the first is put in place: a broken file changes nothing.
             for table in [source.table(spec, service.state.shards) for spec in specs]:

@@ -70,7 +70,7 @@ class RemoteStore:
         self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
         self._tables: dict[str, _Table] = {}
         self._first_step: int | None = None
-        self._unanswered: list[PushRequest] = []
+        self._in_flight: list[PushRequest] = []
         self._kept: deque[NamedPull] = deque(maxlen=KEPT_PULLS)
         self._connections: list[Connection] = []
         client = secrets.randbits(64)
@@ -119,17 +119,17 @@ class RemoteStore:
         for rank, connection in enumerate(self._connections):
             push = PushRequest(connection, about, headers, [of_update[rank] for of_update in parts], shares.of(rank))
             push.send([ids.get(rank) for ids in pulls])
-            self._unanswered.append(push)
-        return PulledAfter(list(self._unanswered), shares, self.flush)
+            self._in_flight.append(push)
+        return PulledAfter(list(self._in_flight), shares, self.flush)
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `TableStore.flush`.
 
         A push that a server refused, because its disk is full for one, is sent again by the next call.
         """
-        while self._unanswered:
-            self._unanswered[0].wait()
-            del self._unanswered[0]
+        while self._in_flight:
+            self._in_flight[0].wait()
+            del self._in_flight[0]
 
     def leave(self) -> None:
         """Say that this worker pushes no more. See `TableStore.leave`."""

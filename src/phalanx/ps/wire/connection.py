@@ -69,7 +69,7 @@ class Connection:
         self._where = endpoint
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._unanswered = InFlight(max_unanswered_bytes)
+        self._in_flight = InFlight(max_unanswered_bytes)
         self._failure = ""
         self._silence = ""
         self._said_at = -math.inf
@@ -138,10 +138,10 @@ class Connection:
         while True:
             with self._changed:
                 self._require_alive(pending)
-                if self._unanswered.reserve(pending):
+                if self._in_flight.reserve(pending):
                     return
                 if time.monotonic() >= deadline:
-                    waiting = f"{self._unanswered.bytes:,} bytes before it wait"
+                    waiting = f"{self._in_flight.bytes:,} bytes before it wait"
                     raise self._lost(pending.op, pending.sent_at, waiting)
                 reader = self._reader
                 is_ours = reader.take_turn(deadline)
@@ -150,7 +150,7 @@ class Connection:
 
     def _unreserve(self, pending: Pending) -> None:
         with self._changed:
-            self._unanswered.give_back(pending)
+            self._in_flight.give_back(pending)
             self._changed.notify_all()
 
     def _require_alive(self, pending: Pending) -> None:
@@ -163,32 +163,32 @@ class Connection:
         """Number a request, remember it and write it. Runs with `_writing` held."""
         try:
             pending.seq = self._seq + 1
-            self._place(pending)
+            self._encode(pending)
             with self._changed:
                 self._require_alive(pending)
                 self._seq = pending.seq
                 pending.deadline = time.monotonic() + self._timeout_s
-                self._unanswered.add(pending)
+                self._in_flight.add(pending)
         except BaseException:
             self._unreserve(pending)
             raise
         self._write(self._reader, pending)
         # What the caller gave is the caller's again when `send` returns. A shared request is kept in its segment.
-        keep = self._retry_s and pending.placed is not None and pending.placed.lease is None
+        keep = self._retry_s and pending.request is not None and pending.request.lease is None
         pending.arrays = [array.copy() for array in pending.arrays] if keep else ()
 
-    def _place(self, pending: Pending) -> None:
-        if pending.placed is not None and (memory := pending.placed.request_memory) is not None:
+    def _encode(self, pending: Pending) -> None:
+        if pending.request is not None and (memory := pending.request.request_memory) is not None:
             # Kept, because the new link may have no shared memory for them, and be lost too.
             pending.arrays = pending.layout.read(memory)
-        pending.placed = self._reader.link.place(
+        pending.request = self._reader.link.encode(
             self.client, pending.seq, pending.content(), pending.layout, pending.arrays, pending.reply_bytes
         )
 
     def _write(self, reader: ReplyReader, pending: Pending) -> None:
-        assert pending.placed is not None
+        assert pending.request is not None
         try:
-            reader.link.write(pending.placed, time.monotonic() + self._timeout_s, on_full=reader.read_on)
+            reader.link.write(pending.request, time.monotonic() + self._timeout_s, on_full=reader.read_on)
         except TimeoutError:
             with self._changed:
                 self._give_up_link("it does not take requests")
@@ -223,7 +223,7 @@ class Connection:
             self._fail(why)
             return
         self._silence = why
-        self._unanswered.put_off(time.monotonic() + self._retry_s + self._timeout_s)
+        self._in_flight.put_off(time.monotonic() + self._retry_s + self._timeout_s)
         self._reader.interrupt()
 
     def _reader_of(self, link: ServerLink) -> ReplyReader:
@@ -252,13 +252,13 @@ class Connection:
     def _take_frame(self, link: ServerLink, deadline: float | None) -> None:
         header, content = read_head(link.channel, deadline)
         with self._changed:
-            pending = self._unanswered.answered_by(header)
+            pending = self._in_flight.answered_by(header)
         if header.kind == FrameKind.WAITING:
             self._keep_waiting(pending, str(content.get("for")), is_here=content.get("here") is True)
             return
         outcome = pending.read_outcome(link, header, content, self._peer, deadline)
         with self._changed:
-            if self._unanswered.settle(pending, outcome):
+            if self._in_flight.settle(pending, outcome):
                 self._give_up_at = None
 
     def _keep_waiting(self, pending: Pending, waits_for: str, *, is_here: bool) -> None:
@@ -266,7 +266,7 @@ class Connection:
         with self._changed:
             pending.waits_for = waits_for
             if is_here:
-                self._unanswered.put_off(now + self._timeout_s)
+                self._in_flight.put_off(now + self._timeout_s)
         if now - max(pending.sent_at, self._said_at) >= _SAY_S:
             self._said_at = now
             _log.info("%s waits for %s, which waits for %s", self._me, self._peer, waits_for)
@@ -280,7 +280,7 @@ class Connection:
         started = time.monotonic()
         with self._changed:
             until = self._give_up_at = self._give_up_at or started + self._retry_s
-            self._unanswered.put_off(until + self._timeout_s)
+            self._in_flight.put_off(until + self._timeout_s)
             self._changed.notify_all()
         _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._dialer.endpoint, why)
         try:
@@ -296,17 +296,17 @@ class Connection:
         with self._changed:
             reader, self._linked_again_at = self._reader_of(link), time.monotonic()
             self._reader = reader
-            again = list(self._unanswered)
+            again = list(self._in_flight)
             if self._closed:
                 reader.interrupt()
         reader.thread.start()
         reader.read_on()
         for pending in again:
-            self._place(pending)
+            self._encode(pending)
             pending.deadline = time.monotonic() + self._timeout_s
             self._write(reader, pending)
         with self._changed:
-            self._give_up_at = self._give_up_at if self._unanswered else None
+            self._give_up_at = self._give_up_at if self._in_flight else None
             self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:
@@ -317,7 +317,7 @@ class Connection:
     def _fail(self, why: str) -> None:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
         self._failure = self._failure or why
-        self._unanswered.settle_all(self._given_up)
+        self._in_flight.settle_all(self._given_up)
         self._reader.interrupt()
         self._changed.notify_all()
 

@@ -35,7 +35,7 @@ class ServerLink:
         self.where = where
         self._pool = pool
 
-    def place(
+    def encode(
         self,
         client: int,
         seq: int,
@@ -57,16 +57,16 @@ class ServerLink:
         head = frame.encode(FrameKind.REQUEST, flags, client, seq, content, layout.payload_bytes)
         return EncodedRequest([head], lease, layout.payload_bytes, segment.descriptor)
 
-    def write(self, placed: EncodedRequest, deadline: float, on_full: Callable[[], None]) -> None:
-        """Write a placed request; calls `on_full` when the server takes no more for now.
+    def write(self, request: EncodedRequest, deadline: float, on_full: Callable[[], None]) -> None:
+        """Write an encoded request; calls `on_full` when the server takes no more for now.
 
         Raises:
             OSError: If the link is broken or `deadline` passes.
         """
-        self.channel.send(placed.parts, deadline=deadline, descriptor=placed.descriptor, on_full=on_full)
-        placed.parts = []
-        if placed.lease is not None:
-            placed.lease.segment.forget_descriptor()
+        self.channel.send(request.parts, deadline=deadline, descriptor=request.descriptor, on_full=on_full)
+        request.parts = []
+        if request.lease is not None:
+            request.lease.segment.forget_descriptor()
 
     def _lease(self, payload_bytes: int, reply_bytes: int) -> SegmentLease | None:
         if self._pool is None or max(payload_bytes, reply_bytes) < SMALLEST_SHARED:
@@ -74,18 +74,18 @@ class ServerLink:
         return self._pool.lease(frame.aligned(payload_bytes) + reply_bytes)
 
 
-def reply_memory(placed: EncodedRequest | None, at: Any, count: int) -> Bytes:
+def reply_memory(request: EncodedRequest | None, at: Any, count: int) -> Bytes:
     """Return where a reply lies in the memory of its request, which is None if that was given up meanwhile.
 
     Raises:
         FrameError: If it claims a place outside of it.
     """
     if (
-        placed is None
-        or placed.lease is None
+        request is None
+        or request.lease is None
         or type(at) is not int
         or at < 0
-        or at + count > placed.lease.segment.size
+        or at + count > request.lease.segment.size
     ):
         raise frame.FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
-    return placed.lease.memory[at : at + count]
+    return request.lease.memory[at : at + count]

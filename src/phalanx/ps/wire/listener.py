@@ -67,7 +67,7 @@ class Listener:
         self._certificate = Certificate() if public else None
         self._stopping = threading.Event()
         budget = MemoryBudget(max_total_bytes)
-        self._terms = ServerConfig(
+        self._config = ServerConfig(
             secret, me, handler, max_frame_bytes, budget, handshake_s, self._stopping, opened, closed
         )
         self._wake, self._woken = socket.socketpair()
@@ -109,7 +109,7 @@ class Listener:
         except BlockingIOError:
             return  # it left again before we came
         except OSError as error:
-            _log.error("%s cannot accept a client: %s", self._terms.me, error.strerror)
+            _log.error("%s cannot accept a client: %s", self._config.me, error.strerror)
             self._stopping.wait(_PAUSE_S)  # out of descriptors: the client waits in the backlog until some are free
             return
         try:
@@ -122,7 +122,7 @@ class Listener:
             self._complain(where, f"{strangers} others are in their handshake; it was turned away")
             channel.close()
             return
-        self._start(Session(channel, where, self._terms))
+        self._start(Session(channel, where, self._config))
 
     def _channel(self, connected: socket.socket) -> Channel:
         if connected.family == socket.AF_UNIX:
@@ -134,7 +134,7 @@ class Listener:
 
     def _start(self, session: Session) -> None:
         thread = threading.Thread(
-            target=session.run, args=(self._complain,), name=f"{self._terms.me} client", daemon=True
+            target=session.run, args=(self._complain,), name=f"{self._config.me} client", daemon=True
         )
         thread.start()
         with self._lock:
@@ -146,7 +146,7 @@ class Listener:
             is_known = where in self._complained or len(self._complained) >= _MOST_COMPLAINTS
             self._complained.add(where)
         if not is_known:
-            _log.warning("%s refuses a client from %s: %s", self._terms.me, where, why)
+            _log.warning("%s refuses a client from %s: %s", self._config.me, where, why)
 
     def _end(self) -> None:
         for sock in [*self._sockets, self._wake, self._woken]:
@@ -159,7 +159,7 @@ class Listener:
             session.channel.interrupt()
         self._join(_PAUSE_S)
         if left:
-            _log.error("%s ends while %s requests are still being answered", self._terms.me, len(left))
+            _log.error("%s ends while %s requests are still being answered", self._config.me, len(left))
 
     def _running(self) -> dict[threading.Thread, Session]:
         with self._lock:

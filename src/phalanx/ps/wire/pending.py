@@ -40,7 +40,7 @@ class Pending:
         self.reply_bytes = reply_bytes
         self._meta, self._wait = meta, wait
         self.seq = 0
-        self.placed: EncodedRequest | None = None
+        self.request: EncodedRequest | None = None
         self.waits_for = ""
         self.sent_at = self.deadline = 0.0
         self.outcome: RpcReply | PhalanxError | None = None
@@ -62,7 +62,7 @@ class Pending:
     def settle(self, outcome: RpcReply | PhalanxError) -> None:
         """Give the request its outcome and let go of what it was made of."""
         self.outcome = outcome
-        self.placed = None
+        self.request = None
         self.arrays = ()
 
     def read_outcome(
@@ -80,7 +80,7 @@ class Pending:
         if layout.payload_bytes != header.payload_bytes:
             raise FrameError(f"a payload of {header.payload_bytes} bytes for arrays of {layout.payload_bytes}")
         if header.flags & frame.SHARED:
-            memory = reply_memory(self.placed, content.get("at"), layout.payload_bytes)
+            memory = reply_memory(self.request, content.get("at"), layout.payload_bytes)
         else:
             budget = MemoryBudget(frame.LARGEST_PAYLOAD * 2)
             received = PayloadReader(link.channel, budget).receive(layout.payload_bytes, deadline)

@@ -48,11 +48,11 @@ class ServerConfig:
 class Session:
     """A connection from its first byte to its last."""
 
-    def __init__(self, channel: Channel, where: str, terms: ServerConfig) -> None:
+    def __init__(self, channel: Channel, where: str, config: ServerConfig) -> None:
         self.channel = channel
         self.admitted = False
         self._where = where
-        self._terms = terms
+        self._config = config
         self._segments = AttachedSegments()
         self._peer = ""
         self._client = 0
@@ -61,8 +61,8 @@ class Session:
         """Serve until the client leaves, or breaks the rules; then `complain(who, why)` is called."""
         try:
             self._admit()
-            self._terms.opened(self._client)
-            while not self._terms.stopping.is_set():
+            self._config.opened(self._client)
+            while not self._config.stopping.is_set():
                 self._serve_one()
         except (ConfigError, FrameError) as error:
             complain(self._where, f"{error} (it is {self._peer})" if self._peer else str(error))
@@ -73,34 +73,34 @@ class Session:
             self.channel.close()
             self._segments = AttachedSegments()
             if self.admitted:
-                self._terms.closed(self._client)
+                self._config.closed(self._client)
 
     def leave(self) -> None:
         """End the wait for the next request; the one that is being answered ends as usual."""
         self.channel.interrupt(socket.SHUT_RD)
 
     def _admit(self) -> None:
-        terms = self._terms
-        deadline = time.monotonic() + terms.handshake_s
+        config = self._config
+        deadline = time.monotonic() + config.handshake_s
         binding = self.channel.secure(deadline)
-        mine = secret.greeting(terms.me)
-        theirs = secret.admit(self.channel, mine, secret=terms.key, binding=binding, deadline=deadline)
+        mine = secret.greeting(config.me)
+        theirs = secret.admit(self.channel, mine, secret=config.key, binding=binding, deadline=deadline)
         self._peer, self._client, self.admitted = theirs.name, theirs.client, True
 
     def _serve_one(self) -> None:
         header, content = read_head(self.channel)
         if header.kind != FrameKind.REQUEST:
             raise FrameError(f"a {header.kind.name.lower()} where a request was due")
-        incoming = PayloadReader(self.channel, self._terms.budget)
+        reader = PayloadReader(self.channel, self._config.budget)
         try:
-            parts = self._answer(header, content, incoming)
+            parts = self._answer(header, content, reader)
         except PhalanxError as error:
             parts = [_encoded_error(header.seq, error)]
         finally:
-            incoming.release()
+            reader.release()
         self.channel.send(parts)
 
-    def _answer(self, header: Header, content: dict[str, Any], incoming: PayloadReader) -> list[Part]:
+    def _answer(self, header: Header, content: dict[str, Any], reader: PayloadReader) -> list[Part]:
         """Return the reply to a request as it is written.
 
         Raises:
@@ -109,26 +109,26 @@ class Session:
         """
         op, meta, layout = _understood(header, content)
         shared = self._shared_memory(header, content, layout)
-        payload = self._received(op, layout.payload_bytes, incoming) if shared is None else shared
+        payload = self._received(op, layout.payload_bytes, reader) if shared is None else shared
         after = frame.aligned(layout.payload_bytes)
-        room = ReplyBuffer(None if shared is None else shared[after:])
+        reply_buffer = ReplyBuffer(None if shared is None else shared[after:])
         arrays = layout.read(payload)
-        still = partial(self._still, header.seq)
-        request = RpcRequest(op, meta, arrays, self._client, header.seq, self._peer, room, still)
+        report_wait = partial(self._report_wait, header.seq)
+        request = RpcRequest(op, meta, arrays, self._client, header.seq, self._peer, reply_buffer, report_wait)
         try:
-            return _encoded_reply(request, self._terms.handler(request), after)
+            return _encoded_reply(request, self._config.handler(request), after)
         except PhalanxError:
             raise
         except Exception as error:
-            _log.exception("%s failed at %r of %s", self._terms.me, op, self._peer)
-            raise InternalError(f"{self._terms.me} failed at {op!r} with {error!r}. Its log has more.") from error
+            _log.exception("%s failed at %r of %s", self._config.me, op, self._peer)
+            raise InternalError(f"{self._config.me} failed at {op!r} with {error!r}. Its log has more.") from error
 
-    def _still(self, seq: int, waits_for: str, is_here: bool) -> None:
+    def _report_wait(self, seq: int, waits_for: str, is_here: bool) -> None:
         content = {"for": waits_for, "here": is_here}
         try:
             self.channel.send([frame.encode(FrameKind.WAITING, 0, self._client, seq, content, 0)])
         except OSError as error:
-            raise ClosedError(f"{self._peer} went while {self._terms.me} waited for {waits_for}: {error}.") from error
+            raise ClosedError(f"{self._peer} went while {self._config.me} waited for {waits_for}: {error}.") from error
 
     def _shared_memory(self, header: Header, content: dict[str, Any], layout: PayloadLayout) -> Bytes | None:
         if not header.flags & frame.SHARED:
@@ -146,18 +146,18 @@ class Session:
             raise FrameError(f"arrays of {layout.payload_bytes} bytes in a segment of {len(memory)}")
         return memory
 
-    def _received(self, op: str, count: int, incoming: PayloadReader) -> Bytes:
-        terms = self._terms
-        if count > terms.max_frame_bytes:
+    def _received(self, op: str, count: int, reader: PayloadReader) -> Bytes:
+        config = self._config
+        if count > config.max_frame_bytes:
             discard(self.channel, count)
             raise ConfigError(
-                f"{op!r} of {self._peer} brings {count:,} bytes; {terms.me} takes {terms.max_frame_bytes:,} at once. "
+                f"{op!r} of {self._peer} brings {count:,} bytes; {config.me} takes {config.max_frame_bytes:,} at once. "
                 "Send fewer rows at a time."
             )
-        payload = incoming.receive(count)
+        payload = reader.receive(count)
         if payload is None:
             raise BackendError(
-                f"{op!r} of {self._peer} brings {count:,} bytes; {terms.me} holds all it may ({terms.budget.limit:,} "
+                f"{op!r} of {self._peer} brings {count:,} bytes; {config.me} holds all it may ({config.budget.limit:,} "
                 "bytes). Use more servers, or smaller batches."
             )
         return payload
@@ -178,7 +178,7 @@ def _encoded_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Par
     arrays = [np.asarray(array, order="C") for array in reply.arrays]
     layout = frame.layout_of(arrays)
     content: dict[str, Any] = {"meta": reply.meta, "arrays": layout.describe()}
-    memory = request.room.memory
+    memory = request.reply_buffer.memory
     if memory is None or layout.payload_bytes > len(memory):
         head = frame.encode(FrameKind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
         return [head, *frame.chunks(layout, arrays)]
@@ -188,7 +188,7 @@ def _encoded_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Par
 
 
 def _out_of_the_way(arrays: list[Array], layout: PayloadLayout, memory: Bytes) -> list[Array]:
-    """Copy arrays that lie in the room, but at another place than they go to: writing the others could change them."""
+    """Copy arrays that lie in the reply buffer, at another place than they go to: writing others could change them."""
     return [
         array.copy() if np.may_share_memory(array, memory) and array.ctypes.data != target.ctypes.data else array
         for array, target in zip(arrays, layout.read(memory), strict=True)
