@@ -31,7 +31,8 @@ __all__ = [
     "prefetch",
 ]
 
-_HOMES = dict.fromkeys(__all__, "table.rules") | {
+_HOMES = dict.fromkeys(__all__, "table.update_rules") | {
+    **dict.fromkeys(("Constant", "CountFilter", "Normal", "Probability", "ShowClick", "Uniform"), "table.rules"),
     "SparseEmbedding": "embedding",
     "lookup": "embedding",
     "prefetch": "client.prefetch",
