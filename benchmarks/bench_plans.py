@@ -31,13 +31,13 @@ from rich.table import Table
 from benchmarks.plans_rank import MODELS
 from benchmarks.report import machine
 from phalanx.auto.auto_parallel import auto_parallel
-from phalanx.auto.capture.layers import Way
-from phalanx.auto.cost.parallel_config import Arrangement
-from phalanx.auto.planner.planner import Candidate, arrangements_of
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.strategies import ways_of
-from phalanx.auto.planner.to_plan import written
-from phalanx.auto.solver.problem import Choices
+from phalanx.auto.capture.layers import LayerStrategy
+from phalanx.auto.cost.parallel_config import ParallelConfig
+from phalanx.auto.planner.planner import Candidate, list_configs
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.strategies import build_problem
+from phalanx.auto.planner.to_plan import build_plan
+from phalanx.auto.solver.problem import IntraStageProblem
 from phalanx.cluster.calibration.figures import read_measured
 from phalanx.errors import ConfigError, PlanError
 
@@ -52,8 +52,8 @@ ROUNDS_A_JOB = 2
 class Trained:
     """One Plan and what was measured of it."""
 
-    arrangement: Arrangement
-    picked: tuple[Way, ...]
+    config: ParallelConfig
+    call_strategies: tuple[LayerStrategy, ...]
     """How each segment is computed."""
 
     plan: dict[str, Any]
@@ -64,15 +64,15 @@ class Trained:
     first time in a step."""
 
     @classmethod
-    def of(cls, found: Candidate, answer: Planned) -> Trained:
+    def of(cls, found: Candidate, answer: PlanResult) -> Trained:
         """Return a Plan that was not measured yet."""
-        return cls(found.arrangement, found.picked, written(found, answer.layers).model_dump(mode="json"))
+        return cls(found.config, found.call_strategies, build_plan(found, answer.layers).model_dump(mode="json"))
 
     @classmethod
     def read(cls, kept: dict[str, Any]) -> Trained:
         """Return one that was kept as JSON."""
-        picked = tuple(Way(*way) for way in kept["picked"])
-        return cls(Arrangement(**kept["arrangement"]), picked, kept["plan"], [tuple(one) for one in kept["rounds"]])
+        picked = tuple(LayerStrategy(*way) for way in kept["call_strategies"])
+        return cls(ParallelConfig(**kept["config"]), picked, kept["plan"], [tuple(one) for one in kept["rounds"]])
 
     def seconds(self, usual: float, first: int = 0, step: int = 1) -> float:
         """Return the median over rounds, all of them or every `step`th, where the yardstick takes its usual time."""
@@ -91,11 +91,11 @@ GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
 """Layers that are styled together, and in which styles."""
 
 
-def every_candidate(answer: Planned, name: str, ranks: int) -> Iterator[Candidate]:
+def every_candidate(answer: PlanResult, name: str, ranks: int) -> Iterator[Candidate]:
     """Yield the best Plan of every arrangement and every combination of styles in the grid, each once."""
     met = set()
     grid = GRID[name]
-    for at in arrangements_of(ranks, has_blocks=bool(answer.layers.blocks)):
+    for at in list_configs(ranks, has_blocks=bool(answer.layers.blocks)):
         where = (f"dp={at.data}", f"tp={at.model}", f"zero={at.zero}", f"recompute={at.recompute}")
         for styles in itertools.product(*grid.values()):
             said = [
@@ -107,7 +107,7 @@ def every_candidate(answer: Planned, name: str, ranks: int) -> Iterator[Candidat
                 found = answer.search_again((*where, *said)).best
             except PlanError:
                 continue  # no such styles under this arrangement
-            key = str(at), tuple(found.ways.items())
+            key = str(at), tuple(found.strategies.items())
             if key not in met:
                 met.add(key)
                 yield found
@@ -115,7 +115,7 @@ def every_candidate(answer: Planned, name: str, ranks: int) -> Iterator[Candidat
 
 def chosen_of(found: list[Candidate], most: int) -> list[Candidate]:
     """Return at most so many of all Plans, the fastest and the slowest among them, evenly over the order."""
-    ordered = sorted(found, key=lambda one: one.seconds)
+    ordered = sorted(found, key=lambda one: one.step_time_s)
     step = max(1.0, (len(ordered) - 1) / (most - 1))
     return [ordered[round(place * step)] for place in range(min(most, len(ordered)))]
 
@@ -148,12 +148,14 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
     return found
 
 
-def predicted_s(answer: Planned, one: Trained) -> float:
+def predicted_s(answer: PlanResult, one: Trained) -> float:
     """Return what the planner says a step takes."""
-    found = ways_of(answer.layers, answer.work, one.arrangement, answer.speed)
-    assert isinstance(found.choices, Choices)
-    segments = zip(answer.layers.segments, one.picked, strict=True)
-    return found.choices.seconds({str(it.like): found.ways[str(it.like)].index(way) for it, way in segments})
+    found = build_problem(answer.layers, answer.work, one.config, answer.machine)
+    assert isinstance(found.problem, IntraStageProblem)
+    segments = zip(answer.layers.calls, one.call_strategies, strict=True)
+    return found.problem.seconds(
+        {str(it.template): found.strategies[str(it.template)].index(way) for it, way in segments}
+    )
 
 
 def calibrate(ranks: int, *, quick: bool) -> None:
@@ -230,7 +232,7 @@ def _fastest(found: list[Trained], count: int) -> list[Trained]:
     return sorted(found, key=lambda one: one.seconds(usual))[:count]
 
 
-def _is_reported(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
+def _is_reported(answer: PlanResult, case: str, count: int, found: list[Trained]) -> dict[str, object]:
     predicted = [predicted_s(answer, one) for one in found]
     usual = _usual(found)
     seconds = [one.seconds(usual) for one in found]
@@ -247,10 +249,10 @@ def _is_reported(answer: Planned, case: str, count: int, found: list[Trained]) -
         "median_error": statistics.median(abs(p / s - 1) for p, s in pairs),
         "all": [
             {
-                "plan": str(one.arrangement),
+                "plan": str(one.config),
                 "layers": {
                     segment.path: str(way)
-                    for segment, way in zip(answer.layers.segments, one.picked, strict=True)
+                    for segment, way in zip(answer.layers.calls, one.call_strategies, strict=True)
                     if way.style is not None
                 },
                 "predicted_ms": p * 1e3,

@@ -21,7 +21,7 @@ from rich.table import Table
 from phalanx.auto.cost.constants import DEFAULT, Constants
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_runs
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.cluster.spec import devices
 from phalanx.cluster.spec.devices import Device
 
@@ -73,23 +73,23 @@ ROWS_LOOKED_AT = 40
 """Rows of a source that a fit looks at, every so many-th of them: no source outweighs the others, and it ends soon."""
 
 
-def source_of(run: Run) -> str:
+def source_of(run: RunSpec) -> str:
     """Return a short name of where a row was published, one for each body of work and kind of device."""
     author = run.source.split("(")[0].split(" Table")[0].replace(" benchmarks", "").split(",")[0].strip()[:30]
     return f"{author} {run.cluster.device.split('-')[0]} {run.precision}"
 
 
-def work_of(run: Run) -> str:
+def work_of(run: RunSpec) -> str:
     """Return the body of work that is left out together."""
     return run.source.split()[0]
 
 
-def is_measured(run: Run) -> bool:
+def is_measured(run: RunSpec) -> bool:
     """Return whether a step was measured: vTrain's of a single node were simulated (docs/design/predict.md)."""
     return "vTrain single-node" not in run.source
 
 
-def seconds(run: Run) -> float:
+def seconds(run: RunSpec) -> float:
     """Return the measured seconds of a step."""
     measured = run.measured_step_time_s
     assert measured is not None
@@ -103,7 +103,7 @@ class Fitted:
     constants: Constants
     sustained: dict[str, float]
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: RunSpec) -> float:
         """Return the predicted seconds of a step."""
         device = run.device
         ratio = self.sustained.get(kind_of(device), 1.0)
@@ -123,7 +123,7 @@ SUSTAINED = {"A100": devices.A100, "H100": devices.H100}
 AS_SHIPPED = Fitted(DEFAULT, {})
 
 
-def fit(runs: Sequence[Run]) -> Fitted:
+def fit(runs: Sequence[RunSpec]) -> Fitted:
     """Return the constants under which the logarithms of predicted times lie closest, robustly."""
     from scipy.optimize import least_squares
 
@@ -149,18 +149,18 @@ def fit(runs: Sequence[Run]) -> Fitted:
     return fitted_at(found.x)
 
 
-def _thinned(runs: Sequence[Run]) -> list[Run]:
+def _thinned(runs: Sequence[RunSpec]) -> list[RunSpec]:
     """Return so many rows of each source at most, spread over all of them."""
-    rows: dict[str, list[Run]] = defaultdict(list)
+    rows: dict[str, list[RunSpec]] = defaultdict(list)
     for run in runs:
         rows[source_of(run)].append(run)
     return [run for mine in rows.values() for run in mine[:: math.ceil(len(mine) / ROWS_LOOKED_AT)]]
 
 
-def naive(runs: Sequence[Run]) -> Callable[[Run], float]:
+def naive(runs: Sequence[RunSpec]) -> Callable[[RunSpec], float]:
     """Return the baseline: one efficiency for all, the median over sources, recomputation counted."""
 
-    def ideal(run: Run) -> float:
+    def ideal(run: RunSpec) -> float:
         flops = run.model.flops_per_token() * run.batch.whole * run.model.seq
         again = 4 / 3 if run.recompute == "full" else 1.0
         return flops * again / run.parallel.ranks / run.device.flops["bf16"]
@@ -172,7 +172,7 @@ def naive(runs: Sequence[Run]) -> Callable[[Run], float]:
     return lambda run: ideal(run) / efficiency
 
 
-def errors(runs: Sequence[Run], predicted: Callable[[Run], float]) -> Errors:
+def errors(runs: Sequence[RunSpec], predicted: Callable[[RunSpec], float]) -> Errors:
     """Return predicted / measured - 1 by source."""
     found: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -180,7 +180,7 @@ def errors(runs: Sequence[Run], predicted: Callable[[Run], float]) -> Errors:
     return found
 
 
-def table(runs: Sequence[Run], unseen: Sequence[Run]) -> list[dict[str, float | str | int]]:
+def table(runs: Sequence[RunSpec], unseen: Sequence[RunSpec]) -> list[dict[str, float | str | int]]:
     """Return one row a source: with all constants, with that body of work left out, and the baseline; then sums."""
     columns: dict[str, Errors] = {}
     for work in sorted({work_of(run) for run in runs}):
@@ -193,7 +193,7 @@ def table(runs: Sequence[Run], unseen: Sequence[Run]) -> list[dict[str, float | 
     return [*rows, _row("looked at afterwards", apart, set(apart["fitted"]))]
 
 
-def _columns(runs: Sequence[Run], work: str, own: Sequence[Run]) -> dict[str, Errors]:
+def _columns(runs: Sequence[RunSpec], work: str, own: Sequence[RunSpec]) -> dict[str, Errors]:
     """Return the errors of rows of a body of work; what is fitted without it is fitted on the others of `runs`."""
     others = [run for run in runs if work_of(run) != work]
     ways = {"fitted": AS_SHIPPED.seconds, "left_out": fit(others).seconds, "naive": naive(others)}
@@ -209,7 +209,7 @@ def _row(name: str, columns: dict[str, Errors], sources: set[str]) -> dict[str, 
     return row
 
 
-def memory_rows(runs: Sequence[Run]) -> list[dict[str, float | str | int]]:
+def memory_rows(runs: Sequence[RunSpec]) -> list[dict[str, float | str | int]]:
     """Return the errors of memory by source; nothing in them is fitted."""
     found: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -242,7 +242,7 @@ def show(rows: Sequence[dict[str, float | str | int]]) -> None:
     Console(width=120).print(grid)
 
 
-def _timed(path: Path) -> list[Run]:
+def _timed(path: Path) -> list[RunSpec]:
     with path.open() as lines:
         return [run for run in read_runs(lines, path.name) if not run.doubt and run.measured_step_time_s]
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from phalanx import fleet
-from phalanx.auto.planner.traffic import traffic
+from phalanx.auto.planner.traffic import count_traffic
 from phalanx.comm.shared_memory.process_group import SharedMemoryGroup
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError
@@ -113,8 +113,8 @@ def plans(name: str, ranks: int, searches: int) -> dict[str, Plan]:
             limits=("pp=1", *limits),  # a loop of one's own takes no stages
             top_k=3,
         )
-        for plan, one in zip(answer.top_k, answer.searched.candidates, strict=True):
-            found.setdefault(f"{one.arrangement} {sorted(f'{path} {way}' for path, way in one.cut.items())}", plan)
+        for plan, one in zip(answer.top_k, answer.search.top_k, strict=True):
+            found.setdefault(f"{one.config} {sorted(f'{path} {way}' for path, way in one.sharded_layers.items())}", plan)
     return found
 
 
@@ -440,7 +440,7 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
             build().double(), make(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=("pp=1", *limits), top_k=1
         )
         several.append((name, answer.plan))
-        priced.append(traffic(answer.searched.best, answer.layers, answer.speed))
+        priced.append(count_traffic(answer.search.best, answer.layers, answer.machine))
     for executed in run_ranks(of_traffic, ranks, several):
         for (name, plan), mine, sent in zip(several, priced, executed, strict=True):
             loud = Counter({one: times for one, times in sent.items() if one[1] >= TALK_BYTES})
@@ -458,7 +458,7 @@ def test_what_stages_send_and_exchange_is_what_was_priced(ranks: int, limits: tu
         Hybrid().double(), images(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=limits, top_k=1
     )
     for rank, sent in enumerate(run_ranks(of_staged_traffic, ranks, answer.plan)):
-        mine = traffic(answer.searched.best, answer.layers, answer.speed, stage=rank % 2)
+        mine = count_traffic(answer.search.best, answer.layers, answer.machine, stage=rank % 2)
         sends = {one: times for one, times in mine.items() if one[0] == "send"}
         assert sum(sends.values()) == 2, "two micro-batches, forward from one and back from the other"
         assert {one: sent[one] for one in sends} == sends

@@ -145,8 +145,8 @@ def test_a_script_of_verbs_is_planned_at_its_first_training_step(tmp_path, caplo
     (tmp_path / "verbs.py").write_text(VERBS)
     with caplog.at_level("INFO", "phalanx.train"):
         answer = plan_script(tmp_path / "verbs.py", (), cluster="a100x4")
-    assert "for global batches of 64 rows" in caplog.text  # 16 of every device
-    assert "set aside of the script's strategy, as the planner decides it: tensor_parallel" in caplog.text
+    assert "for a global batch of 64 samples" in caplog.text  # 16 of every device
+    assert "ignored settings of the script's strategy, which the planner decides: tensor_parallel" in caplog.text
     assert answer.layers.optimizer == "sgd"  # as the script has it
     assert any(rule.dtype == "bfloat16" for rule in answer.plan.modules)
 
@@ -156,7 +156,7 @@ def test_a_loop_of_ones_own_is_planned_as_it_calls_its_model(tmp_path, caplog):
     script.write_text(NAMED)
     with caplog.at_level("INFO", "phalanx.train"):
         assert plan_script(script, (), cluster="a100x4").layers.optimizer == "sgd"  # that of this model
-    assert "for global batches of 64 rows" in caplog.text  # 16 of every device, as the loader says
+    assert "for a global batch of 64 samples" in caplog.text  # 16 of every device, as the loader says
     assert "for adam" not in caplog.text
     script.write_text(SEVERAL.replace("{named}", ""))
     with caplog.at_level("INFO", "phalanx.train"):
@@ -173,7 +173,7 @@ def test_a_loop_of_ones_own_is_planned_as_it_calls_its_model(tmp_path, caplog):
         (("--cluster", "a100x2", "--save", "no/plan.json"), "there is no folder"),
         (("--cluster", "a100x2", "--trace", "no/step.json"), "there is no folder"),
         (("--cluster", "a100y2"), "Asked for the cluster 'a100y2'"),
-        (("--cluster", "a100x2", "--why-not", "tp=many"), "whose value is no whole number"),
+        (("--cluster", "a100x2", "--why-not", "tp=many"), "the value is not an integer"),
     ],
 )
 def test_mistakes_in_the_command_are_said_before_the_script_runs(tmp_path, monkeypatch, flags, message):
@@ -187,7 +187,7 @@ def test_mistakes_in_the_command_are_said_before_the_script_runs(tmp_path, monke
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("import torch", r"ran to its end and trained no model that it distributed\. Give a script that calls px"),
+        ("import torch", r"finished without training a distributed model\. Give a script that calls px"),
         ("raise SystemExit(3)", r"ended \(3\) before it trained a model"),
         (
             "def f():\n    raise ValueError('mine')\nf()",

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from dist.test_auto_parallel import MODELS, ROWS, TALK_BYTES, bytes_by_kind, of_plans, of_traffic
 from phalanx.auto.capture.step import capture
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.traffic import traffic
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.traffic import count_traffic
 from phalanx.errors import PlanError
 from phalanx.parallel.session import session
 from phalanx.plan.value import OpRule, Plan, Shard
@@ -50,7 +50,7 @@ class Ordered(nn.Module):
 IN_STAGES: dict[str, tuple[Any, Any]] = {"hybrid": MODELS["hybrid"], "ordered": (Ordered, tokens)}
 
 
-def found(name: str, ranks: int, *limits: str) -> Planned:
+def found(name: str, ranks: int, *limits: str) -> PlanResult:
     build, make = {**MODELS, **IN_STAGES}[name]
     torch.manual_seed(0)
     net = build()
@@ -142,11 +142,11 @@ def test_both_train_like_one_process_through_stages() -> None:
         ("hybrid", ("tp=2", "pp=2", "micro=2", "features.0=parts")),
     ]
     answers = [(name, found(name, 4, *limits)) for name, limits in asked]
-    ways = [{path: str(way) for path, way in one.searched.best.ways.items()} for _, one in answers]
+    ways = [{path: str(way) for path, way in one.search.best.strategies.items()} for _, one in answers]
     assert ways[0]["blocks.0.norm1"] == ways[1]["blocks.1.norm2"] == "on its tokens"
     assert ways[2]["blocks.0.norm1"] == "on its tokens"
     assert ways[4]["features.0"] == "parts"
-    assert answers[0][1].searched.best.arrangement.virtual == 2
+    assert answers[0][1].search.best.config.virtual == 2
     for losses in run_ranks(all_in_stages, 4, [(name, one.plan) for name, one in answers], timeout_s=120):
         assert max(losses) < 1e-10
 
@@ -164,7 +164,7 @@ def test_tokens_apart_and_operators_in_parts_train_like_one_process(ranks: int, 
         for name, wanted in (("transformer", TOKENS), ("hybrid", PARTS))
         for limits in ((*wanted, zero) for zero in zeros)
     ]
-    ways = {name: {str(way) for way in one.searched.best.ways.values()} for name, _, one in answers}
+    ways = {name: {str(way) for way in one.search.best.strategies.values()} for name, _, one in answers}
     assert {"on its tokens", "column from tokens to cut", "row from cut to tokens", "vocab to tokens"} <= ways[
         "transformer"
     ]
@@ -177,7 +177,7 @@ def test_tokens_apart_and_operators_in_parts_train_like_one_process(ranks: int, 
     for apart, executed in both:
         assert {words: value for words, value in apart.items() if not value < 1e-10} == {}
         for (name, one), sent in zip(equal, executed, strict=True):
-            priced = traffic(one.searched.best, one.layers, one.speed)
+            priced = count_traffic(one.search.best, one.layers, one.machine)
             loud = Counter({size: times for size, times in sent.items() if size[1] >= TALK_BYTES})
             assert loud.total() > 0, name
             assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(priced), rel=0.03, abs=4 * TALK_BYTES), name

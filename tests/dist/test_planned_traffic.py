@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from dist.test_auto_parallel import EXAMPLES, ROWS, bytes_by_kind, listened
 from dist.test_planned_space import Ordered, seen
-from phalanx.auto.planner.traffic import Sent, traffic
+from phalanx.auto.planner.traffic import Transfer, count_traffic
 from phalanx.parallel.session import session
 from phalanx.plan.mesh import Position
 from phalanx.plan.rules.mesh import STAGE_AXIS
@@ -72,14 +72,14 @@ LIMITS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 """What is asked of the planner, by number of ranks. Losses are whole: a layer that is followed by one is too."""
 
 
-def second_steps(several: list[tuple[str, Plan]]) -> list[Counter[Sent]]:
+def second_steps(several: list[tuple[str, Plan]]) -> list[Counter[Transfer]]:
     """Return the collectives of this rank's second step under each Plan."""
     px.init()
     sent = listened()
     return [_second_step(sent, name, plan) for name, plan in several]
 
 
-def _second_step(sent: Counter[Sent], name: str, plan: Plan) -> Counter[Sent]:
+def _second_step(sent: Counter[Transfer], name: str, plan: Plan) -> Counter[Transfer]:
     build, make = NETWORKS[name]
     model, optimizer, data = made(Case(build=partial(seen, build, make), styles={}, options={}, batch=(make, ROWS)))
     model, optimizer, loader = px.distribute(
@@ -96,7 +96,7 @@ def _second_step(sent: Counter[Sent], name: str, plan: Plan) -> Counter[Sent]:
     return found
 
 
-def alone(sent: Counter[Sent], priced: Counter[Sent], most: float) -> dict[Sent, float]:
+def alone(sent: Counter[Transfer], priced: Counter[Transfer], most: float) -> dict[Transfer, float]:
     """Return those that are priced as collectives of their own: of parts of buckets and units bytes are compared."""
     return {one: sent[one] for one, times in priced.items() if times == round(times) and one[1] < most}
 
@@ -110,10 +110,10 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
         answer = px.auto_parallel(
             build().double(), make(ROWS), whole_loss, cluster=f"cpux{ranks}", optimizer="momentum", limits=limits
         )
-        for plan, one in zip(answer.top_k, answer.searched.candidates, strict=True):
+        for plan, one in zip(answer.top_k, answer.search.top_k, strict=True):
             several.append((name, plan))
-            stages = range(one.arrangement.stages)
-            priced.append((one.arrangement, [traffic(one, answer.layers, answer.speed, stage) for stage in stages]))
+            stages = range(one.config.stages)
+            priced.append((one.config, [count_traffic(one, answer.layers, answer.machine, stage) for stage in stages]))
     for rank, executed in enumerate(run_ranks(second_steps, ranks, several, timeout_s=150)):
         for (name, plan), (at, stages), sent in zip(several, priced, executed, strict=True):
             mine = stages[Position(plan.mesh, rank).coordinates.get(STAGE_AXIS, 0)]

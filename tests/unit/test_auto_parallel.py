@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.auto.capture.layers import EVERY_WAY, PARTS, Way
-from phalanx.auto.capture.shape_check import may_be_cut
-from phalanx.auto.cost.operators import Share
+from phalanx.auto.capture.layers import ALL_STRATEGIES, PARTS, LayerStrategy
+from phalanx.auto.capture.shape_check import find_shardable_layers
+from phalanx.auto.cost.operators import ShardFraction
 from phalanx.auto.planner import planner
-from phalanx.auto.planner.lower_bound import FirstBound
-from phalanx.auto.planner.picture import COLOURS, picture_of_plan
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.strategies import Listing, ways_of
-from phalanx.auto.solver.problem import Choices
-from phalanx.auto.units import percent, read_size
+from phalanx.auto.planner.lower_bound import LowerBound
+from phalanx.auto.planner.picture import COLOURS, draw_plan
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
+from phalanx.auto.solver.problem import IntraStageProblem
+from phalanx.auto.units import format_percent, read_size
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of
@@ -89,7 +89,7 @@ SLOW_CARDS = {
 
 
 @cache
-def planned(name: str, cluster: str, *limits: str, memory: float | None = None, optimizer: str = "sgd") -> Planned:
+def planned(name: str, cluster: str, *limits: str, memory: float | None = None, optimizer: str = "sgd") -> PlanResult:
     torch.manual_seed(0)
     model, sample, loss = {
         "hybrid": (Hybrid(), IMAGES, F.cross_entropy),
@@ -101,14 +101,14 @@ def planned(name: str, cluster: str, *limits: str, memory: float | None = None, 
     return px.auto_parallel(model, sample, loss, cluster=where, limits=limits, memory=memory, optimizer=optimizer)
 
 
-def every_plan(answer: Planned) -> list[tuple[float, float]]:
+def every_plan(answer: PlanResult) -> list[tuple[float, float]]:
     """Return seconds and peak of every pick, and every cut into stages, of every arrangement."""
     found = []
-    for at in answer.searched.arrangements:
-        choices = ways_of(answer.layers, answer.work, at, answer.speed, answer.room).choices
+    for at in answer.search.configs:
+        choices = build_problem(answer.layers, answer.work, at, answer.machine, answer.room).problem
         for places in itertools.product(*(range(count) for count in choices.decisions.values())):
             pick = dict(zip(choices.decisions, places, strict=True))
-            if isinstance(choices, Choices):
+            if isinstance(choices, IntraStageProblem):
                 found.append((choices.seconds(pick), choices.peak(pick)))
                 continue
             pieces = choices.pieces[-1] + 1
@@ -162,20 +162,20 @@ class OwnProduct(nn.Module):
 )
 def test_no_arrangement_is_faster_than_its_arithmetic(blocks, rows, again):
     answer = px.auto_parallel(nn.Sequential(*blocks, nn.Linear(64, 8)), torch.zeros(rows, 64), cluster="a100x4")
-    assert len({at.recompute for at in answer.searched.arrangements}) == again
-    first = FirstBound(Listing(answer.layers), answer.work, answer.speed)
-    for at in answer.searched.arrangements:
-        by_arithmetic = planner.in_stages(answer.work.least_s(at), at.stages, at.virtual, at.micro_batches)
+    assert len({at.recompute for at in answer.search.configs}) == again
+    first = LowerBound(StrategyCatalog(answer.layers), answer.work, answer.machine)
+    for at in answer.search.configs:
+        by_arithmetic = planner.pipeline_lower_bound(answer.work.least_s(at), at.stages, at.virtual, at.micro_batches)
         assert 0 < by_arithmetic <= first.least_s(at) * (1 + 1e-11), str(at)
 
 
 def test_what_leaves_a_model_without_its_loss_is_whole():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 512))
     answer = px.auto_parallel(model, torch.zeros(8, 64), cluster="a100x2", limits=("tp=2",))
-    ways = ways_of(answer.layers, answer.work, answer.searched.best.arrangement, answer.speed).ways
-    last = answer.layers.segments[-1]
-    assert {way.gives for way in ways[str(last.like)]} == {"whole"}
-    assert Way("column", gives="features") in ways[str(answer.layers.segments[0].like)]
+    ways = build_problem(answer.layers, answer.work, answer.search.best.config, answer.machine).strategies
+    last = answer.layers.calls[-1]
+    assert {way.output_state for way in ways[str(last.template)]} == {"whole"}
+    assert LayerStrategy("column", output_state="features") in ways[str(answer.layers.calls[0].template)]
 
 
 def test_what_a_model_returns_is_whole_though_it_reads_it_too():
@@ -193,17 +193,17 @@ def test_what_a_model_returns_is_whole_though_it_reads_it_too():
 
     for arguments in ((torch.zeros(8, 64),), ((torch.zeros(8, 64), torch.zeros(8, 512)), loss)):
         answer = px.auto_parallel(Hidden(), *arguments, cluster="a100x2", limits=("tp=2",))
-        ways = ways_of(answer.layers, answer.work, answer.searched.best.arrangement, answer.speed).ways
-        first = next(segment for segment in answer.layers.segments if segment.path == "up")
-        assert {way.gives for way in ways[str(first.like)]} == {"whole"}
+        ways = build_problem(answer.layers, answer.work, answer.search.best.config, answer.machine).strategies
+        first = next(segment for segment in answer.layers.calls if segment.path == "up")
+        assert {way.output_state for way in ways[str(first.template)]} == {"whole"}
 
 
 def test_linear_layers_are_cut_and_convolutions_are_not_where_both_cost():
     """Krizhevsky's hybrid (arXiv:1404.5997) is the best of all Plans where copies exchange too much and others idle."""
     answer = planned("hybrid", "slow")
     assert answer.seconds == pytest.approx(min(seconds for seconds, _ in every_plan(answer)), rel=1e-7)
-    assert answer.searched.best.arrangement.cuts_by_rows
-    assert {path for path in answer.searched.best.cut} >= {"classifier.0", "classifier.3"}
+    assert answer.search.best.config.shards_over_data
+    assert {path for path in answer.search.best.sharded_layers} >= {"classifier.0", "classifier.3"}
     assert answer.plan.step.batch_axes == ("data",)
     assert answer.plan.rule_for("features.0.weight").managed == "phalanx"
     assert answer.plan.rule_for("classifier.3.weight").managed == "module"
@@ -218,8 +218,8 @@ def test_copies_are_best_where_there_is_little_to_exchange():
         optimizer="sgd",
         limits=["*=whole"],
     )
-    assert small.searched.best.arrangement.data == 2
-    assert not small.searched.best.cut
+    assert small.search.best.config.data == 2
+    assert not small.search.best.sharded_layers
 
 
 def test_attention_and_mlp_are_cut_over_columns_then_rows():
@@ -227,7 +227,7 @@ def test_attention_and_mlp_are_cut_over_columns_then_rows():
         forced = planned(
             "transformer", "a100x2", "tp=2", f"{column}=column", f"{row}=row", "block.k=column", "block.v=column"
         )
-        cut = {path: str(way) for path, way in forced.searched.best.cut.items()}
+        cut = {path: str(way) for path, way in forced.search.best.sharded_layers.items()}
         assert cut[column] == "column to cut"
         assert cut[row] == "row from cut"
 
@@ -246,9 +246,9 @@ def test_parts_are_tried_with_stages_where_a_limit_asks_for_them():
     unasked = planned("hybrid", "a100x4", "pp=2", "tp=2")
     asked = planned("hybrid", "a100x4", "pp=2", "tp=2", "features.0=parts")
     assert "modules in parts together with stages, but for those that a limit asks for" in unasked.left_out
-    assert not any(PARTS in one.picked for one in unasked.searched.candidates)
-    assert all(PARTS in one.picked for one in asked.searched.candidates)
-    assert asked.searched.candidates
+    assert not any(PARTS in one.call_strategies for one in unasked.search.top_k)
+    assert all(PARTS in one.call_strategies for one in asked.search.top_k)
+    assert asked.search.top_k
 
 
 def test_a_model_that_cannot_be_cut_into_stages_says_why():
@@ -283,12 +283,12 @@ def test_attention_that_drops_scores_is_not_cut(share):
     limits = ("tp=2", "[qkv]=column", "o=row")
     sample = torch.zeros(8, 16, 64), torch.zeros(8)
     answer = px.auto_parallel(Attention(), sample, F.mse_loss, cluster="a100x2", limits=limits)
-    assert str(answer.searched.best.ways["o"]) == ("row" if share else "row from cut")
+    assert str(answer.search.best.strategies["o"]) == ("row" if share else "row from cut")
 
 
 def test_code_that_names_its_heads_is_not_left_with_some():
     answer = planned("heads", "a100x2", "tp=2", "q=column", "o=row")
-    ways = {path: str(way) for path, way in answer.searched.best.cut.items()}
+    ways = {path: str(way) for path, way in answer.search.best.sharded_layers.items()}
     assert ways["q"] == "column"
     assert ways["o"] == "row"
 
@@ -323,20 +323,20 @@ def test_an_answer_says_what_was_searched_and_why():
     assert told["traffic"]
     assert 0 < told["listed"] <= told["arrangements"]
     assert [one["step_time_s"] for one in told["top_k"]] == sorted(one["step_time_s"] for one in told["top_k"])
-    assert "Fastest of each arrangement" in str(answer)
+    assert "Fastest Plan of each configuration" in str(answer)
     assert "> " in answer.explain("classifier.3")
     assert "ms a step, +" in answer.why_not("*=whole")
     with pytest.raises(ConfigError, match=r"does not call.*classifier.3.*It calls features.0, .* more\."):
         answer.explain("classifier.33")
     assert "keeps to zero<=3 already" in answer.why_not("zero<=3")
-    with pytest.raises(ConfigError, match="why_not was asked for nothing"):
+    with pytest.raises(ConfigError, match="why_not needs a limit"):
         answer.why_not()
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"model": "net"}, "plans a torch.nn.Module, found str"),
+        ({"model": "net"}, "takes a torch.nn.Module, got str"),
         ({"limits": "tp=2"}, r"Write limits=\['tp=2'\]"),
         ({"memory": 0}, "memory=0. Give a number above 0"),
         ({"memory": -1}, "memory=-1. Give a number above 0"),
@@ -364,7 +364,14 @@ def test_memory_may_be_said_in_words():
 
 
 def test_percentages_and_sizes_are_said_with_their_digits():
-    assert [percent(gap) for gap in (0.0, 0.123, 9.96, 12.3, 99.7, 200.0)] == ["0", "0.12", "10", "12", "100", "200"]
+    assert [format_percent(gap) for gap in (0.0, 0.123, 9.96, 12.3, 99.7, 200.0)] == [
+        "0",
+        "0.12",
+        "10",
+        "12",
+        "100",
+        "200",
+    ]
     assert format_bytes(1.0641 * 2**30, up=True) == "1.065 GiB"
     assert format_bytes(1.0641 * 2**30) == "1.064 GiB"
 
@@ -386,19 +393,19 @@ def test_gradient_accumulation_is_named_as_not_searched(limits):
 
 @pytest.mark.parametrize("limits", [("dp=2", "zero=1"), ("dp=2", "zero=3"), ("pp=2", "dp=2", "zero=2")])
 def test_sharding_is_a_part_of_its_own(limits):
-    best = planned("tokens", "a100x4" if "pp=2" in limits else "a100x2", *limits).searched.best
+    best = planned("tokens", "a100x4" if "pp=2" in limits else "a100x2", *limits).search.best
     parts = best.parts
     assert parts["sharding"] > 0
     assert parts["collectives of layers"] == parts["exchange of gradients"] == 0
-    assert sum(parts.values()) == pytest.approx(best.seconds)
+    assert sum(parts.values()) == pytest.approx(best.step_time_s)
 
 
 def test_collectives_of_layers_are_told_from_sharding():
-    both = planned("tokens", "a100x4", "tp=2", "dp=2", "zero=1").searched.best
+    both = planned("tokens", "a100x4", "tp=2", "dp=2", "zero=1").search.best
     assert both.parts["collectives of layers"] > 0
     assert both.parts["sharding"] > 0
-    assert sum(both.parts.values()) == pytest.approx(both.seconds)
-    plain = planned("tokens", "a100x4", "tp=2", "dp=2", "zero=0").searched.best
+    assert sum(both.parts.values()) == pytest.approx(both.step_time_s)
+    plain = planned("tokens", "a100x4", "tp=2", "dp=2", "zero=0").search.best
     assert plain.parts["sharding"] == 0
 
 
@@ -408,8 +415,8 @@ def test_collectives_of_layers_are_told_from_sharding():
         (["tpp=2"], "Write a knob .* or a layer and one of whole, column, row, vocab"),
         (["clasifier.*=row"], r"the model calls no layer 'clasifier\.\*'\. Did you mean 'classifier"),
         (["classifier.0=diagonal"], "one of whole, column, row, vocab"),
-        (["tp=3"], "No way to arrange the ranks keeps to the limits"),
-        (["features.0=column"], "'features.0' is a Conv2d: 'column' is a way of Linear. Take another"),
+        (["tp=3"], "No parallel configuration keeps to the limits"),
+        (["features.0=column"], "'features.0' is a Conv2d, and 'column' is a style of Linear. Use another"),
     ],
 )
 def test_limits_that_cannot_be_are_named(limits, message):
@@ -418,7 +425,7 @@ def test_limits_that_cannot_be_are_named(limits, message):
 
 
 def test_a_plan_is_drawn_with_every_layer_and_its_place():
-    picture = picture_of_plan(planned("transformer", "slow", "pp=2"))
+    picture = draw_plan(planned("transformer", "slow", "pp=2"))
     root = ElementTree.fromstring(picture)
     said = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"tokens", "block.q", "head", "loss"} <= set(said)
@@ -427,8 +434,8 @@ def test_a_plan_is_drawn_with_every_layer_and_its_place():
 
 
 def test_every_style_has_a_colour():
-    assert {way.style for way in EVERY_WAY if way.style} < COLOURS.keys()
-    picture = picture_of_plan(planned("hybrid", "a100x2", "tp=2", "features.1=parts"))
+    assert {way.style for way in ALL_STRATEGIES if way.style} < COLOURS.keys()
+    picture = draw_plan(planned("hybrid", "a100x2", "tp=2", "features.1=parts"))
     assert f'fill="{COLOURS["parts"]}"/>' in picture
     assert ">parts</text>" in picture
 
@@ -436,7 +443,7 @@ def test_every_style_has_a_colour():
 def test_settings_that_the_planner_decides_are_refused():
     strategy = px.DistributedStrategy()
     strategy.sharding = True
-    with pytest.raises(PlanError, match=r"strategy.sharding says how to cut the model"):
+    with pytest.raises(PlanError, match=r"strategy.sharding sets what the planner is to decide"):
         px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster="cpux2", strategy=strategy)
 
 
@@ -478,8 +485,8 @@ def test_what_sharding_cannot_cut_is_not_sharded():
     assert flat.space["zero"] == (0,)
     assert "sharding, as parameter 'scale' has no dim to cut: give it shape (1,)" in flat.left_out
     outside = px.auto_parallel(Scaled(1), sample, F.cross_entropy, cluster="a100x4")
-    assert {at.zero for at in outside.searched.arrangements if at.stages == 1} == {0, 1, 2, 3}
-    assert {at.zero for at in outside.searched.arrangements if at.stages > 1} == {0}
+    assert {at.zero for at in outside.search.configs if at.stages == 1} == {0, 1, 2, 3}
+    assert {at.zero for at in outside.search.configs if at.stages > 1} == {0}
     assert "sharding of stages, as parameter 'scale' is in no unit alone" in str(outside)
 
 
@@ -498,11 +505,11 @@ def test_only_layers_that_can_have_a_style_are_cut():
     normed = nn.utils.spectral_norm(nn.Linear(4096, 4096))
     for first in (OwnLinear(4096, 4096), normed):
         answer = px.auto_parallel(layers(first), sample, F.cross_entropy, cluster="a100x2", limits=["tp=2"])
-        assert set(answer.searched.best.cut) == {"2"}
+        assert set(answer.search.best.sharded_layers) == {"2"}
     tokens = torch.zeros(4, 4, dtype=torch.long), torch.zeros(4, 4, 512)
     kept = nn.Sequential(nn.Embedding(4096, 4096, max_norm=1.0), nn.Linear(4096, 512))
     answer = px.auto_parallel(kept, tokens, F.mse_loss, cluster="a100x2", limits=["tp=2"])
-    assert set(answer.searched.best.cut) == {"1"}
+    assert set(answer.search.best.sharded_layers) == {"1"}
 
 
 def test_what_the_planner_may_cut_is_what_px_shard_takes():
@@ -516,7 +523,7 @@ def test_what_the_planner_may_cut_is_what_px_shard_takes():
         bias = f"{path}.bias" if isinstance(module, nn.Linear) else None
         cut = Styled(module=path, style=styles[type(module).__name__], weight=f"{path}.weight", bias=bias)
         plan = with_cut_layers(plan, [cut], "model")
-        if path in may_be_cut(model):
+        if path in find_shardable_layers(model):
             check_styles(plan, model)
         else:
             with pytest.raises(PlanError):
@@ -531,7 +538,7 @@ def test_sparse_gradients_are_refused_before_a_search():
 
 def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
     """Whatever was not solved by then may be as fast as its own bound says."""
-    best, solve_one, late = planned("hybrid", SLOW), planner._solved, []
+    best, solve_one, late = planned("hybrid", SLOW), planner._solve, []
 
     def slow(choices, *, time_limit, below):
         if late and time_limit is not None:
@@ -539,7 +546,7 @@ def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
         late.append(choices)
         return solve_one(choices, time_limit=None, below=below)
 
-    monkeypatch.setattr(planner, "_solved", slow)
+    monkeypatch.setattr(planner, "_solve", slow)
     answer = px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster=SLOW, optimizer="sgd", time_limit=60)
     assert len(late) == 1
     assert answer.bound <= best.seconds * (1 + 1e-9)
@@ -550,11 +557,11 @@ def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
 
 
 def test_rows_that_do_not_divide_are_counted_where_most_of_them_are():
-    at = {at.data: at for at in planner.arrangements_of(4, has_blocks=False, rows=6) if at.model == at.stages == 1}[4]
-    assert at.row_parts == 3  # two of six rows on the ranks that have most
-    uneven = [at for at in planner.arrangements_of(4, has_blocks=False, pieces=4, rows=5) if at.stages == 2]
+    at = {at.data: at for at in planner.list_configs(4, has_blocks=False, rows=6) if at.model == at.stages == 1}[4]
+    assert at.batch_parts == 3  # two of six rows on the ranks that have most
+    uneven = [at for at in planner.list_configs(4, has_blocks=False, pieces=4, rows=5) if at.stages == 2]
     assert {at.micro_batches for at in uneven if at.data == 2} == {1}
-    single = planner.arrangements_of(8, has_blocks=False, pieces=4, rows=1)
+    single = planner.list_configs(8, has_blocks=False, pieces=4, rows=1)
     assert {at.data for at in single if at.stages > 1} == {1}
 
 
@@ -564,7 +571,7 @@ def test_what_is_frozen_has_no_backward_pass():
         for place in frozen:
             model[place].requires_grad_(False)
         answer = px.auto_parallel(model, (torch.zeros(4, 64), torch.zeros(4, 64)), F.mse_loss, cluster="a100x1")
-        return [(one.is_first, answer.work.times(one, Share()).backward) for one in answer.work.all]
+        return [(one.is_first, answer.work.times(one, ShardFraction()).backward) for one in answer.work.all]
 
     trained, front, middle = works(), works(0, 2), works(2)
     assert [first for first, _ in trained] == [True, False, False, False, False, False]
@@ -582,11 +589,13 @@ def test_sharding_holds_what_it_gathers():
 
     def bytes_of(zero: int, stages: int) -> list[tuple[float, float]]:
         """Return bytes held by each layer and of what is whole while it runs, without activations."""
-        found = (at for at in answer.searched.arrangements if at.zero == zero and at.model == at.virtual == 1)
+        found = (at for at in answer.search.configs if at.zero == zero and at.model == at.virtual == 1)
         at = next(at for at in found if at.stages == stages and at.micro_batches == 1)
-        options = [node.options[0] for node in ways_of(answer.layers, answer.work, at, answer.speed).choices.nodes]
+        options = [
+            node.options[0] for node in build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes
+        ]
         return [
-            (one.held / size, (one.working - work.given / at.row_parts) / size)
+            (one.persistent_bytes / size, (one.workspace_bytes - work.output_bytes / at.batch_parts) / size)
             for one, work in zip(options[:2], answer.work.all, strict=False)
         ]
 
@@ -600,8 +609,17 @@ def test_what_cuts_the_loss_is_said_not_to_be_searched_and_a_way_of_another_kind
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64))
     sample = torch.zeros(4, 8), torch.zeros(4).long()
     answer = px.auto_parallel(model, sample, F.cross_entropy, cluster="a100x2")
-    assert "not searched: a loss over logits that stay cut by classes (`vocab` of a head)" in str(answer)
-    with pytest.raises(PlanError, match=r"'2=vocab', and '2' is a Linear: 'vocab' is a way of Embedding.*whole logits"):
+    assert "not searched: a loss over logits sharded by class (`vocab` of a head)" in str(answer)
+    with pytest.raises(PlanError, match=r"'2' is a Linear, and 'vocab' is a style of Embedding.*whole logits"):
         px.auto_parallel(model, sample, F.cross_entropy, cluster="a100x2", limits=["2=vocab"])
-    with pytest.raises(PlanError, match=r"'1=column', and '1' is a ReLU: 'column' is a way of Linear. Take another.$"):
+    with pytest.raises(PlanError, match=r"'1=column': '1' is a ReLU, and 'column' is a style of Linear. Use another.$"):
         px.auto_parallel(model, sample, F.cross_entropy, cluster="a100x2", limits=["1=column"])
+
+
+def test_a_setting_that_excludes_what_was_planned_is_an_error_that_names_both():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    base = px.DistributedStrategy(dgc=True)
+    answer = px.auto_parallel(model, torch.zeros(8, 64), cluster="a100x2", limits=("zero=1",), strategy=base)
+    with pytest.raises(PlanError, match=r"strategy\.dgc and sharding, of the Plan data=2 model=1 zero=1"):
+        answer.plan  # noqa: B018
+    assert px.auto_parallel(model, torch.zeros(8, 64), cluster="a100x2", limits=("zero=0",), strategy=base).plan

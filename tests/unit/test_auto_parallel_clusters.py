@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import phalanx as px
-from phalanx.auto.auto_parallel import speed_of
-from phalanx.auto.cost.collectives import Layout
-from phalanx.auto.cost.machine_model import Host, Speed
-from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.auto_parallel import build_machine
+from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.machine_model import HostOverhead, MachineModel
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.lower_bound import FirstBound
-from phalanx.auto.planner.planner import Searched, arrangements_of, search_plans
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.strategies import Listing, ways_of
+from phalanx.auto.planner.lower_bound import LowerBound
+from phalanx.auto.planner.planner import PlanSearch, list_configs, search_plans
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
 from phalanx.cluster.calibration.figures import Sharding
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import PlanError
@@ -59,13 +59,13 @@ def partly_frozen() -> nn.Module:
     return nn.Sequential(first, nn.Sequential(block(), still), block(), wide, block(), nn.Linear(16, 8))
 
 
-def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
+def sharded_s(how: Sharding, size: float, tensors: float, layout: GroupTopology) -> float:
     """Return seconds of sharding a unit, of which large ones are slower than small ones together."""
     return tensors**2 * 1e-3 + size**2 * 1e-9
 
 
 @cache
-def planned(name: str) -> Planned:
+def planned(name: str) -> PlanResult:
     """Return any answer: of it what no cluster changes is used."""
     torch.manual_seed(0)
     model, sample, loss = {
@@ -79,7 +79,7 @@ def planned(name: str) -> Planned:
 class OnCluster:
     """A model on a cluster of four devices."""
 
-    def __init__(self, name: str, per_node: int, figures: dict[str, float], host: Host | None = None) -> None:
+    def __init__(self, name: str, per_node: int, figures: dict[str, float], host: HostOverhead | None = None) -> None:
         node = {"device": "drawn", "devices": per_node, "count": RANKS // per_node, "gbps": figures["gbps"]}
         device = {
             "name": "drawn",
@@ -90,19 +90,19 @@ class OnCluster:
         }
         answer = planned(name)
         self.layers = answer.layers
-        self.speed: Speed = speed_of(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
-        self.speed = self.speed if host is None else replace(self.speed, host=host)
-        self.work = LayerWork(self.layers.captured, self.layers.segments, self.layers.blocks, self.speed.operators)
+        self.machine: MachineModel = build_machine(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
+        self.machine = self.machine if host is None else replace(self.machine, host=host)
+        self.work = LayerWork(self.layers.captured, self.layers.calls, self.layers.blocks, self.machine.operators)
         pieces = self.layers.pieces
         assert pieces is not None
-        every = arrangements_of(
+        every = list_configs(
             RANKS, has_blocks=bool(self.layers.blocks), per_node=per_node, pieces=len(pieces.starts), rows=ROWS
         )
-        self.space = [at for at in every if replace(at, model_inside=True) in answer.searched.arrangements]
+        self.space = [at for at in every if replace(at, model_inside=True) in answer.search.configs]
 
-    def searched(self, *arrangements: Arrangement, room: float = math.inf) -> Searched | None:
+    def search(self, *arrangements: ParallelConfig, room: float = math.inf) -> PlanSearch | None:
         try:
-            return search_plans(self.layers, self.work, arrangements or self.space, self.speed, room=room, top_k=1)
+            return search_plans(self.layers, self.work, arrangements or self.space, self.machine, room=room, top_k=1)
         except PlanError:
             return None
 
@@ -130,48 +130,50 @@ figures = st.fixed_dictionaries({name: between(*ends) for name, ends in FIGURES.
 )
 def test_more_of_anything_is_never_slower(name, per_node, slow, what, factor, share):
     here = OnCluster(name, per_node, slow)
-    free = here.searched()
+    free = here.search()
     assert free is not None
-    room = free.best.peak * share
-    before = here.searched(room=room)
+    room = free.best.memory_bytes * share
+    before = here.search(room=room)
     if what == "room":
-        after = here.searched(room=room * factor)
+        after = here.search(room=room * factor)
     else:
-        after = OnCluster(name, per_node, {**slow, what: slow[what] * factor}).searched(room=room)
-    assert free.bound <= free.best.seconds
+        after = OnCluster(name, per_node, {**slow, what: slow[what] * factor}).search(room=room)
+    assert free.bound <= free.best.step_time_s
     if before is not None:
         assert after is not None
-        assert after.best.seconds <= before.best.seconds * (1 + 1e-9)
+        assert after.best.step_time_s <= before.best.step_time_s * (1 + 1e-9)
         assert free.bound <= before.bound * (1 + 1e-9)
-        assert before.best.peak <= room * (1 + 1e-9)
+        assert before.best.memory_bytes <= room * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("name", "host"), [("tied", None), ("uneven", None), ("partly frozen", Host(sharded_s=sharded_s))]
+    ("name", "host"), [("tied", None), ("uneven", None), ("partly frozen", HostOverhead(sharded_s=sharded_s))]
 )
 @settings(max_examples=12, deadline=None)
 @given(per_node=st.sampled_from((1, 2, 4)), drawn=figures, seed=st.integers(0, 2**16))
 def test_no_arrangement_is_faster_than_its_first_bound(name, host, per_node, drawn, seed):
     here = OnCluster(name, per_node, drawn, host)
-    whole = here.searched()
-    first = FirstBound(Listing(here.layers), here.work, here.speed)
+    whole = here.search()
+    first = LowerBound(StrategyCatalog(here.layers), here.work, here.machine)
     assert whole is not None
     for at in Random(seed).sample(here.space, 12):
-        alone = here.searched(at)
+        alone = here.search(at)
         if alone is not None:
-            assert 0 < first.least_s(at) <= alone.best.seconds
-            assert alone.bound <= alone.best.seconds
-            assert whole.bound <= alone.best.seconds * (1 + 1e-9), str(at)
+            assert 0 < first.least_s(at) <= alone.best.step_time_s
+            assert alone.bound <= alone.best.step_time_s
+            assert whole.bound <= alone.best.step_time_s * (1 + 1e-9), str(at)
 
 
 def test_sharding_costs_what_the_unit_of_each_block_takes():
     figures = {name: most for name, (_, most) in FIGURES.items()}
-    here = OnCluster("partly frozen", RANKS, figures, Host(sharded_s=sharded_s))
-    at = Arrangement(data=RANKS, zero=1, per_node=RANKS, rows=ROWS)
-    nodes = ways_of(here.layers, here.work, at, here.speed).choices.nodes
-    sent = [node.options[0].sent_s for node in nodes if node.options[0].label == "whole"]
+    here = OnCluster("partly frozen", RANKS, figures, HostOverhead(sharded_s=sharded_s))
+    at = ParallelConfig(data=RANKS, zero=1, per_node=RANKS, rows=ROWS)
+    nodes = build_problem(here.layers, here.work, at, here.machine).problem.nodes
+    sent = [node.options[0].comm_s for node in nodes if node.options[0].label == "whole"]
     units = {tuple(unit): unit for unit in here.work.unit_of.values()}.values()
-    expected = sum(sharded_s("kept", sum(param.bytes for param in unit), len(unit), Layout(4, 4)) for unit in units)
+    expected = sum(
+        sharded_s("kept", sum(param.bytes for param in unit), len(unit), GroupTopology(4, 4)) for unit in units
+    )
     assert sum(sent) == pytest.approx(expected)
 
 

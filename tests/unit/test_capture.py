@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.alexnet_hybrid.model import AlexNet
 from examples.resnet.model import ResNet
-from phalanx.auto.capture.graph import Captured
+from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.step import Arguments, _advice, capture
 from phalanx.errors import ConfigError
 
@@ -118,7 +118,7 @@ def test_flops_and_kept_bytes_are_those_of_a_real_step(
     flops, kept = real_step(model, sample, F.cross_entropy)
     assert captured.level == "graph"
     assert captured.flops == flops > 0
-    assert captured.kept_bytes == pytest.approx(kept, rel=0.05)
+    assert captured.saved_bytes == pytest.approx(kept, rel=0.05)
 
 
 def test_fused_attention_counts_as_its_two_products() -> None:
@@ -141,7 +141,7 @@ def test_edges_modules_and_uses_of_an_operator() -> None:
     assert [read.source for read in second.reads()][:2] == ["parameter:2.bias", relu_at]
     assert first.parameters == ("0.bias", "0.weight")
     assert (first.flops, first.read_bytes, first.written_bytes) == (2 * 5 * 3 * 4, 4 * (4 + 15 + 12), 4 * 20)
-    assert (relu.kept_bytes, first.kept_bytes) == (4 * 20, 0)
+    assert (relu.saved_bytes, first.saved_bytes) == (4 * 20, 0)
     assert captured.operators[relu.last_use].phase == "backward"
     assert first.last_use == relu_at
     backward = [op for op in captured.operators if op.phase == "backward" and op.flops]
@@ -347,11 +347,11 @@ def test_recomputed_operators_belong_to_their_modules() -> None:
 
 
 def test_lower_levels_tell_the_same_sums() -> None:
-    levels: list[Captured] = [
+    levels: list[CapturedStep] = [
         capture(GPT(), words(), F.cross_entropy, level) for level in ("graph", "modules", "hooks")
     ]
     assert [len(captured.operators) for captured in levels] == sorted((len(c.operators) for c in levels), reverse=True)
-    assert len({captured.flops for captured in levels}) == len({captured.kept_bytes for captured in levels}) == 1
+    assert len({captured.flops for captured in levels}) == len({captured.saved_bytes for captured in levels}) == 1
     for captured in levels:
         for at, op in enumerate(captured.operators):
             assert op.last_use >= at

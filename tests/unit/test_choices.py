@@ -11,26 +11,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.auto.solver.milp import Answer, Program
-from phalanx.auto.solver.problem import Choices, Link, Node, Option
+from phalanx.auto.solver.milp import Program, ProgramSolution
+from phalanx.auto.solver.problem import IntraStageProblem, LayerNode, StrategyCost, TransitionCost
 from phalanx.auto.solver.solve import solve
 
-FIELDS = ("forward_s", "backward_s", "exchange_s", "update_s", "held", "kept", "working")
+FIELDS = (
+    "forward_s",
+    "backward_s",
+    "grad_sync_s",
+    "update_s",
+    "persistent_bytes",
+    "activation_bytes",
+    "workspace_bytes",
+)
 
 whole = st.integers(0, 20)
 options = st.builds(
-    lambda *values: Option(label="", **dict(zip(FIELDS, values, strict=True))),
+    lambda *values: StrategyCost(label="", **dict(zip(FIELDS, values, strict=True))),
     *[whole.map(float)] * 7,
 )
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Choices:
+def graphs(draw: st.DrawFn) -> IntraStageProblem:
     """Up to six nodes with up to three options, of which some are tied and some linked."""
     counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     owners = [*range(len(counts)), *draw(st.lists(st.integers(0, len(counts) - 1), max_size=2))]
     nodes = tuple(
-        Node(name=str(n), decision=str(d), options=tuple(draw(options) for _ in range(counts[d])))
+        LayerNode(name=str(n), decision=str(d), options=tuple(draw(options) for _ in range(counts[d])))
         for n, d in enumerate(owners)
     )
     links = []
@@ -38,29 +46,29 @@ def graphs(draw: st.DrawFn) -> Choices:
         if first != second:
             cost = st.one_of(whole.map(float), st.just(math.inf))
             pairs = {p: draw(cost) for p in itertools.product(range(counts[first]), range(counts[second]))}
-            links.append(Link(first=str(first), second=str(second), seconds=pairs))
-    return Choices(
+            links.append(TransitionCost(first=str(first), second=str(second), seconds=pairs))
+    return IntraStageProblem(
         nodes=nodes,
-        links=tuple(links),
+        transitions=tuple(links),
         room=draw(st.one_of(st.just(math.inf), st.integers(1, 150).map(float))),
         contention=draw(st.sampled_from((0.0, 0.1, 0.5, 1.0))),
         fixed_s=float(draw(whole)),
     )
 
 
-def all_picks(choices: Choices):
+def all_picks(choices: IntraStageProblem):
     names = list(choices.decisions)
     for places in itertools.product(*(range(choices.decisions[name]) for name in names)):
         yield dict(zip(names, places, strict=True))
 
 
-def best_by_trying(choices: Choices) -> float:
+def best_by_trying(choices: IntraStageProblem) -> float:
     return min((choices.seconds(p) for p in all_picks(choices) if choices.fits(p)), default=math.inf)
 
 
 @settings(max_examples=250, deadline=None)
 @given(graphs())
-def test_the_solver_finds_what_trying_everything_finds(choices: Choices):
+def test_the_solver_finds_what_trying_everything_finds(choices: IntraStageProblem):
     found, best = solve(choices), best_by_trying(choices)
     if found is None:
         assert best == math.inf
@@ -70,22 +78,23 @@ def test_the_solver_finds_what_trying_everything_finds(choices: Choices):
     assert found.bound <= best * (1 + 1e-7)
 
 
-def random_choices(random: Random) -> Choices:
+def random_choices(random: Random) -> IntraStageProblem:
     """A larger step than a strategy draws: a chain of eight nodes, of which the second half repeats the first."""
     counts = [random.randint(1, 3) for _ in range(4)]
 
-    def option(place: int) -> Option:
+    def option(place: int) -> StrategyCost:
         drawn = [random.expovariate(1) for _ in range(7)]
-        return Option(
-            label=str(place), forward_s=drawn[0], backward_s=drawn[1], exchange_s=2 * drawn[2], update_s=drawn[3] / 4,
-            held=drawn[4], kept=drawn[5], working=drawn[6],
+        return StrategyCost(
+            label=str(place), forward_s=drawn[0], backward_s=drawn[1], grad_sync_s=2 * drawn[2], update_s=drawn[3] / 4,
+            persistent_bytes=drawn[4], activation_bytes=drawn[5], workspace_bytes=drawn[6],
         )  # fmt: skip
 
     nodes = tuple(
-        Node(name=str(n), decision=str(n % 4), options=tuple(option(o) for o in range(counts[n % 4]))) for n in range(8)
+        LayerNode(name=str(n), decision=str(n % 4), options=tuple(option(o) for o in range(counts[n % 4])))
+        for n in range(8)
     )
     links = tuple(
-        Link(
+        TransitionCost(
             first=str(one),
             second=str(one + 1),
             seconds={
@@ -96,7 +105,7 @@ def random_choices(random: Random) -> Choices:
         for one in range(3)
     )
     room = random.choice((math.inf, random.uniform(8, 24)))
-    return Choices(nodes=nodes, links=links, room=room, contention=random.random())
+    return IntraStageProblem(nodes=nodes, transitions=links, room=room, contention=random.random())
 
 
 def test_the_solver_finds_the_best_of_chains_with_repeated_parts():
@@ -109,8 +118,8 @@ def test_the_solver_finds_the_best_of_chains_with_repeated_parts():
 
 
 @settings(max_examples=100, deadline=None)
-@given(graphs(), st.floats(1.01, 3), st.sampled_from(("room", "forward_s", "exchange_s", "backward_s")))
-def test_more_of_anything_is_never_slower(choices: Choices, factor: float, what: str):
+@given(graphs(), st.floats(1.01, 3), st.sampled_from(("room", "forward_s", "grad_sync_s", "backward_s")))
+def test_more_of_anything_is_never_slower(choices: IntraStageProblem, factor: float, what: str):
     if what == "room":
         better = replace(choices, room=choices.room * factor)
     else:
@@ -127,7 +136,7 @@ def test_more_of_anything_is_never_slower(choices: Choices, factor: float, what:
 
 @settings(max_examples=100, deadline=None)
 @given(graphs())
-def test_what_is_not_faster_than_asked_is_not_returned(choices: Choices):
+def test_what_is_not_faster_than_asked_is_not_returned(choices: IntraStageProblem):
     best = best_by_trying(choices)
     if 0 < best < math.inf:
         assert solve(choices, below=best) is None
@@ -137,31 +146,39 @@ def test_what_is_not_faster_than_asked_is_not_returned(choices: Choices):
 
 
 def test_exchanges_run_beside_the_backward_passes_that_are_left():
-    early, late = Option(label="", backward_s=4, exchange_s=3), Option(label="", backward_s=2, exchange_s=10)
-    nodes = (Node(name="a", decision="a", options=(early,)), Node(name="b", decision="b", options=(late,)))
+    early, late = (
+        StrategyCost(label="", backward_s=4, grad_sync_s=3),
+        StrategyCost(label="", backward_s=2, grad_sync_s=10),
+    )
+    nodes = (LayerNode(name="a", decision="a", options=(early,)), LayerNode(name="b", decision="b", options=(late,)))
     # b's backward pass ends at 2, its exchange at 12; a's starts then and ends at 15.
-    assert Choices(nodes=nodes).seconds({"a": 0, "b": 0}) == 15
-    assert Choices(nodes=nodes, contention=1.0).seconds({"a": 0, "b": 0}) == 19
-    assert Choices(nodes=nodes, contention=0.5).seconds({"a": 0, "b": 0}) == 17
+    assert IntraStageProblem(nodes=nodes).seconds({"a": 0, "b": 0}) == 15
+    assert IntraStageProblem(nodes=nodes, contention=1.0).seconds({"a": 0, "b": 0}) == 19
+    assert IntraStageProblem(nodes=nodes, contention=0.5).seconds({"a": 0, "b": 0}) == 17
 
 
 def test_tied_nodes_with_other_options_are_refused():
-    one, two = Option(label="one"), Option(label="two")
+    one, two = StrategyCost(label="one"), StrategyCost(label="two")
     with pytest.raises(ValueError, match="different numbers of options"):
-        Choices(nodes=(Node(name="a", decision="d", options=(one,)), Node(name="b", decision="d", options=(one, two))))
+        IntraStageProblem(
+            nodes=(
+                LayerNode(name="a", decision="d", options=(one,)),
+                LayerNode(name="b", decision="d", options=(one, two)),
+            )
+        )
 
 
 @pytest.mark.parametrize("is_found", [False, True])
 def test_what_time_leaves_open_is_not_said_to_be_impossible(monkeypatch, is_found: bool):
-    options = Option(label="slow", forward_s=3), Option(label="fast", forward_s=1)
-    choices = Choices(nodes=(Node(name="a", decision="a", options=options),))
+    options = StrategyCost(label="slow", forward_s=3), StrategyCost(label="fast", forward_s=1)
+    choices = IntraStageProblem(nodes=(LayerNode(name="a", decision="a", options=options),))
 
-    def solved(program: Program, *, time_limit: float | None, below: float) -> Answer:
+    def solved(program: Program, *, time_limit: float | None, below: float) -> ProgramSolution:
         if not is_found:
             raise TimeoutError
-        return Answer([1.0, 0.0, 0.0], bound=0.5 / program.second, is_proved=False)
+        return ProgramSolution([1.0, 0.0, 0.0], bound=0.5 / program.second, is_proved=False)
 
-    monkeypatch.setattr(Program, "solved", solved)
+    monkeypatch.setattr(Program, "solve", solved)
     with pytest.raises(TimeoutError):
         solve(choices, time_limit=1.0, below=2.0)
 
@@ -170,4 +187,4 @@ def test_a_program_that_has_no_time_says_so():
     choices = random_choices(Random(3))
     program = Program(choices, 1.0)
     with pytest.raises(TimeoutError, match="in time"):
-        program.solved(time_limit=0.0, below=math.inf)
+        program.solve(time_limit=0.0, below=math.inf)

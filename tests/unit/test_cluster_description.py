@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.auto.cost.collectives import Layout, Links
+from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.cost.constants import DEFAULT
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.search.request import read_job
+from phalanx.auto.search.request import read_request
 from phalanx.cluster.calibration.figures import Measured, measured_file
 from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.rank_table.layouts import Layout as TableLayout
@@ -134,11 +134,11 @@ def test_links_differ_by_the_layout_of_a_group() -> None:
     node = {"device": "h100", "devices": 8, "count": 2, "link_gb_s": 300, "gbps": 1600, "strided_gbps": 400}
     made = read_cluster({"nodes": [node]}).nodes[0]
     assert (made.device.link, made.gbps, made.strided) == (300e9, 1600, 0.25)
-    links = Links(made.device, made.gbps, DEFAULT, made.strided)
-    assert links.bandwidth(Layout(8, 8)) == 300e9 * DEFAULT.link
-    assert links.bandwidth(Layout(16, 8)) == pytest.approx(200e9 * DEFAULT.network)
-    assert links.bandwidth(Layout(2, 1, sharing=8)) == pytest.approx(50e9 * DEFAULT.network / 8)
-    run = read_job(JOB, read_cluster({"nodes": [node]})).base
+    links = ClusterLinks(made.device, made.gbps, DEFAULT, made.strided)
+    assert links.bandwidth(GroupTopology(8, 8)) == 300e9 * DEFAULT.link
+    assert links.bandwidth(GroupTopology(16, 8)) == pytest.approx(200e9 * DEFAULT.network)
+    assert links.bandwidth(GroupTopology(2, 1, sharing=8)) == pytest.approx(50e9 * DEFAULT.network / 8)
+    run = read_request(JOB, read_cluster({"nodes": [node]})).base
     assert (run.cluster.strided, run.device.link) == (0.25, 300e9)
 
 
@@ -150,7 +150,7 @@ def test_nodes_that_differ_are_planned_as_their_weakest_with_a_warning(
 ) -> None:
     (tmp_path / "mixed.toml").write_text(MIXED)
     with caplog.at_level(logging.WARNING, "phalanx.auto"):
-        run = read_job(JOB, str(tmp_path / "mixed.toml")).base
+        run = read_request(JOB, str(tmp_path / "mixed.toml")).base
     assert "reckoned as 3 x (4 least of H100-80GB-SXM and mine)" in caplog.text
     assert (run.cluster.nodes, run.cluster.per_node, run.cluster.node_gbps) == (3, 4, 100)
     assert run.device.memory == 48 * 2**30
@@ -313,7 +313,7 @@ def test_a_cluster_has_a_price_in_words_and_in_files(tmp_path: Path) -> None:
     assert priced.usd_per_hour == pytest.approx(1.5 * priced.devices)
     assert priced.weakest().devices < priced.devices
     assert priced.weakest().usd_per_hour == pytest.approx(priced.usd_per_hour), "what is left out is rented too"
-    of_run = read_job(JOB, str(tmp_path / "priced.toml")).base.cluster
+    of_run = read_request(JOB, str(tmp_path / "priced.toml")).base.cluster
     assert of_run.usd_per_device_hour * of_run.nodes * of_run.per_node == pytest.approx(priced.usd_per_hour)
     assert read_cluster(f"{tmp_path / 'mixed.toml'},usd=3").usd_per_device_hour == 3
     assert read_cluster("h100x8").usd_per_device_hour is None

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.auto.capture.module_calls import Segment, segments
+from phalanx.auto.capture.module_calls import ModuleCall, list_module_calls
 from phalanx.auto.capture.step import capture
 
 B, S, D = 4, 6, 12
@@ -100,8 +100,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, int, bool]] = {
 }  # fmt: skip
 
 
-def told(run: Callable[..., Tensor], inputs: list[Tensor]) -> Segment:
-    (found,) = segments(capture(Fn(run), [x.requires_grad_() for x in inputs]))
+def told(run: Callable[..., Tensor], inputs: list[Tensor]) -> ModuleCall:
+    (found,) = list_module_calls(capture(Fn(run), [x.requires_grad_() for x in inputs]))
     return found
 
 
@@ -131,5 +131,5 @@ def test_groups_of_queries_share_keys() -> None:
 
 def test_words_are_looked_up_row_by_row() -> None:
     table = torch.randn(9, D)
-    (found,) = segments(capture(Fn(lambda ids: F.embedding(ids, table)), torch.zeros(B, S, dtype=torch.long)))
+    (found,) = list_module_calls(capture(Fn(lambda ids: F.embedding(ids, table)), torch.zeros(B, S, dtype=torch.long)))
     assert (found.last_dim_parts, found.keeps_rows) == (0, True)

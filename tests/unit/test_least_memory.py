@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.solver import min_memory
-from phalanx.auto.solver.min_memory import Least, least_of_space, least_peak, low_peak, most_held
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import Choices
+from phalanx.auto.solver.min_memory import MinMemory, find_min_memory, largest_part, minimize_peak, peak_lower_bound
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import IntraStageProblem
 from phalanx.auto.solver.solve import solve
-from phalanx.auto.solver.solve_pipeline import solve_staged
+from phalanx.auto.solver.solve_pipeline import solve_pipeline
 from phalanx.errors import PlanError
 from unit.test_auto_parallel import FixedHeads
 from unit.test_choices import all_picks
@@ -27,12 +27,12 @@ from unit.test_choices import random_choices as choices_together
 from unit.test_staged import random_choices, repeated_choices, uneven_choices
 
 
-def tried(choices: Choices | StagedChoices) -> float:
+def tried(choices: IntraStageProblem | PipelineProblem) -> float:
     """Return the least peak of all picks and cuts that are allowed."""
     found = [math.inf]
-    count = 1 if isinstance(choices, Choices) else choices.pieces[-1] + 1
+    count = 1 if isinstance(choices, IntraStageProblem) else choices.pieces[-1] + 1
     for pick in all_picks(choices):
-        if isinstance(choices, Choices):
+        if isinstance(choices, IntraStageProblem):
             found += [choices.peak(pick)] * (choices.seconds(pick) < math.inf)
             continue
         for cut in itertools.combinations(range(1, count), choices.stages - 1):
@@ -41,26 +41,26 @@ def tried(choices: Choices | StagedChoices) -> float:
     return min(found)
 
 
-def checked(choices: Choices | StagedChoices, found: Least | None) -> None:
+def checked(choices: IntraStageProblem | PipelineProblem, found: MinMemory | None) -> None:
     """Check that what was found is what trying everything finds, and what a search needs."""
     least = tried(choices)
-    assert low_peak(choices) <= least * (1 + 1e-9)
+    assert peak_lower_bound(choices) <= least * (1 + 1e-9)
     if found is None:
         assert least == math.inf
         return
     assert found.peak == pytest.approx(least, rel=1e-6)
     assert found.bound <= least * (1 + 1e-9)
-    solved = solve if isinstance(choices, Choices) else solve_staged
+    solved = solve if isinstance(choices, IntraStageProblem) else solve_pipeline
     assert solved(replace(choices, room=found.peak)) is not None
     assert solved(replace(choices, room=found.peak * 0.999)) is None
-    assert most_held(choices, found)
+    assert largest_part(choices, found)
 
 
 def test_the_least_without_stages_is_that_of_all_picks() -> None:
     random = Random(0)
     for _ in range(100):
         choices = choices_together(random)
-        checked(choices, least_peak(choices))
+        checked(choices, minimize_peak(choices))
 
 
 @pytest.mark.parametrize("make", [random_choices, repeated_choices, uneven_choices])
@@ -68,32 +68,32 @@ def test_the_least_in_stages_is_that_of_all_picks_and_cuts(make) -> None:
     random = Random(1)
     for _ in range(40):
         choices = make(random)
-        checked(choices, least_peak(choices))
+        checked(choices, minimize_peak(choices))
 
 
 def test_the_least_in_stages_is_the_same_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(min_memory, "merged", lambda _: None)
+    monkeypatch.setattr(min_memory, "reduce_problem", lambda _: None)
     random = Random(2)
     for _ in range(20):
         choices = random_choices(random)
-        checked(choices, least_peak(choices))
+        checked(choices, minimize_peak(choices))
 
 
 def test_the_least_of_a_space_is_that_of_all_its_choices() -> None:
     random = Random(3)
     for _ in range(20):
         space = [choices_together(random), random_choices(random), uneven_choices(random)]
-        found, least = least_of_space(space, 60.0), min(map(tried, space))
+        found, least = find_min_memory(space, 60.0), min(map(tried, space))
         if least < math.inf:
             assert found.is_proved
             assert found.least is not None
             assert found.least.peak == pytest.approx(least, rel=1e-6)
-            assert tried(space[found.place]) == pytest.approx(least, rel=1e-6)
+            assert tried(space[found.index]) == pytest.approx(least, rel=1e-6)
 
 
 def test_what_was_not_found_in_time_is_bounded() -> None:
     space = [random_choices(Random(4)) for _ in range(2)]
-    found = least_of_space(space, 0.0)
+    found = find_min_memory(space, 0.0)
     assert found.least is None
     assert not found.is_proved
     assert 0 < found.bound <= min(map(tried, space))
@@ -122,7 +122,7 @@ def test_the_least_is_of_a_plan_that_the_models_code_runs() -> None:
     """Of code that names its heads, which a rank with some of them does not run."""
     sample, target = torch.zeros(64, 16, 64), torch.zeros(64)
 
-    def planned(memory: float) -> Planned:
+    def planned(memory: float) -> PlanResult:
         return px.auto_parallel(
             FixedHeads(), (sample, target), nn.functional.mse_loss, cluster="a100x2", limits=["tp=2"], memory=memory
         )

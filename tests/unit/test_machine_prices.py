@@ -10,45 +10,45 @@ import torch
 from torch import nn
 
 from phalanx.auto.auto_parallel import auto_parallel
-from phalanx.auto.cost.collectives import Layout
-from phalanx.auto.cost.machine_model import Host, speed_of_machine
-from phalanx.auto.cost.parallel_config import Arrangement, Zero
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.strategies import ways_of
-from phalanx.auto.solver.problem import Choices
-from phalanx.auto.units import in_words
+from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.machine_model import HostOverhead, build_measured_machine
+from phalanx.auto.cost.parallel_config import ParallelConfig, Zero
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.strategies import build_problem
+from phalanx.auto.solver.problem import IntraStageProblem
 from phalanx.cluster.calibration.figures import LAYER_KINDS, Grid, Kind, Measured, Rates, Sharding
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.units import format_seconds
 
 
 @pytest.fixture(scope="module")
-def answer() -> Planned:
+def answer() -> PlanResult:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     sample = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
     return auto_parallel(model, sample, nn.functional.cross_entropy, cluster="cpux2", optimizer="sgd")
 
 
-def choices_of(answer: Planned, host: Host, zero: Zero = 0) -> Choices:
-    at = Arrangement(data=2, zero=zero, per_node=2, rows=8)
-    found = ways_of(answer.layers, answer.work, at, replace(answer.speed, host=host)).choices
-    assert isinstance(found, Choices)
+def choices_of(answer: PlanResult, host: HostOverhead, zero: Zero = 0) -> IntraStageProblem:
+    at = ParallelConfig(data=2, zero=zero, per_node=2, rows=8)
+    found = build_problem(answer.layers, answer.work, at, replace(answer.machine, host=host)).problem
+    assert isinstance(found, IntraStageProblem)
     return found
 
 
-def first_layer(choices: Choices, label: str) -> float:
+def first_layer(choices: IntraStageProblem, label: str) -> float:
     (option,) = (one for one in choices.nodes[0].options if one.label == label)
-    return option.sent_s
+    return option.comm_s
 
 
-def test_a_cut_layer_costs_what_its_exchanges_take(answer: Planned) -> None:
+def test_a_cut_layer_costs_what_its_exchanges_take(answer: PlanResult) -> None:
     met: list[Kind] = []
 
-    def layer_s(kind: Kind, size: float, layout: Layout) -> float:
+    def layer_s(kind: Kind, size: float, layout: GroupTopology) -> float:
         assert layout.ranks == 2
         met.append(kind)
         return 1.0
 
-    choices = choices_of(answer, Host(layer_s=layer_s))
+    choices = choices_of(answer, HostOverhead(layer_s=layer_s))
     assert first_layer(choices, "whole") == 0
     # Rows are gathered, and outputs go home; nobody needs the gradient of the sample. Telling of rows waits for nobody
     # who would not be waited for anyway.
@@ -56,20 +56,20 @@ def test_a_cut_layer_costs_what_its_exchanges_take(answer: Planned) -> None:
     assert set(met) == {"all_gather", "all_to_all"}
 
 
-def test_ranks_wait_where_they_meet_after_the_work_of_a_layer(answer: Planned) -> None:
-    found = choices_of(answer, Host(waiting_s=lambda work_s, layout: 1.0 if work_s else 0.0))
+def test_ranks_wait_where_they_meet_after_the_work_of_a_layer(answer: PlanResult) -> None:
+    found = choices_of(answer, HostOverhead(waiting_s=lambda work_s, layout: 1.0 if work_s else 0.0))
     assert first_layer(found, "whole") == 0
     assert first_layer(found, "column") == pytest.approx(2, abs=0.01), "once each way"
 
 
-def test_work_of_layers_that_do_not_meet_is_waited_for_as_after_a_step(answer: Planned) -> None:
-    def seconds(host: Host) -> float:
+def test_work_of_layers_that_do_not_meet_is_waited_for_as_after_a_step(answer: PlanResult) -> None:
+    def seconds(host: HostOverhead) -> float:
         choices = choices_of(answer, host)
-        options = choices.picked({node.decision: 0 for node in choices.nodes})
+        options = choices.list_costs({node.decision: 0 for node in choices.nodes})
         return sum(one.forward_s + one.backward_s for one in options)
 
-    alone = seconds(Host())
-    assert seconds(Host(waiting_s=lambda work_s, layout: 3.0)) == pytest.approx(alone + 3, rel=1e-6)
+    alone = seconds(HostOverhead())
+    assert seconds(HostOverhead(waiting_s=lambda work_s, layout: 3.0)) == pytest.approx(alone + 3, rel=1e-6)
 
 
 def test_stages_average_once_a_step() -> None:
@@ -78,40 +78,44 @@ def test_stages_average_once_a_step() -> None:
     answer = auto_parallel(model, sample, nn.functional.cross_entropy, cluster="cpux4", optimizer="sgd")
 
     def added(micro_batches: int) -> float:
-        at = Arrangement(data=2, stages=2, micro_batches=micro_batches, per_node=4, rows=64)
-        hosts = (Host(averaged_s=lambda layout: 1.0), Host())
-        found = [ways_of(answer.layers, answer.work, at, replace(answer.speed, host=one)).choices for one in hosts]
+        at = ParallelConfig(data=2, stages=2, micro_batches=micro_batches, per_node=4, rows=64)
+        hosts = (HostOverhead(averaged_s=lambda layout: 1.0), HostOverhead())
+        found = [
+            build_problem(answer.layers, answer.work, at, replace(answer.machine, host=one)).problem for one in hosts
+        ]
         pick = {node.decision: 0 for node in found[0].nodes}
         options = [[node.options[pick[node.decision]] for node in one.nodes] for one in found]
         assert sum(one.backward_s for one in options[0]) == pytest.approx(sum(one.backward_s for one in options[1]))
-        return sum(one.exchange_s for one in options[0]) - sum(one.exchange_s for one in options[1])
+        return sum(one.grad_sync_s for one in options[0]) - sum(one.grad_sync_s for one in options[1])
 
     assert added(1) == pytest.approx(added(8)) == pytest.approx(8), "weights and biases"
 
 
-def test_the_host_hears_of_every_gradient_that_is_averaged(answer: Planned) -> None:
-    def backward(label: str, host: Host) -> float:
+def test_the_host_hears_of_every_gradient_that_is_averaged(answer: PlanResult) -> None:
+    def backward(label: str, host: HostOverhead) -> float:
         return next(one.backward_s for one in choices_of(answer, host).nodes[0].options if one.label == label)
 
-    averaging = Host(averaged_s=lambda layout: float(layout.ranks))
-    assert backward("whole", averaging) - backward("whole", Host()) == pytest.approx(4), "a weight and a bias"
-    assert backward("row", averaging) - backward("row", Host()) == pytest.approx(2), "the bias is whole"
-    assert backward("column", averaging) == pytest.approx(backward("column", Host())), "each rank has its part"
+    averaging = HostOverhead(averaged_s=lambda layout: float(layout.ranks))
+    assert backward("whole", averaging) - backward("whole", HostOverhead()) == pytest.approx(4), "a weight and a bias"
+    assert backward("row", averaging) - backward("row", HostOverhead()) == pytest.approx(2), "the bias is whole"
+    assert backward("column", averaging) == pytest.approx(backward("column", HostOverhead())), "each rank has its part"
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, "kept"), (2, "kept"), (3, "freed")])
-def test_sharding_costs_what_its_units_take(answer: Planned, zero: Zero, expected: Sharding) -> None:
-    def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
+def test_sharding_costs_what_its_units_take(answer: PlanResult, zero: Zero, expected: Sharding) -> None:
+    def sharded_s(how: Sharding, size: float, tensors: float, layout: GroupTopology) -> float:
         assert (how, layout.ranks) == (expected, 2)
         return tensors + size / 2**10
 
-    shared = choices_of(answer, Host(), zero).picked({node.decision: 0 for node in choices_of(answer, Host()).nodes})
-    options = choices_of(answer, Host(sharded_s=sharded_s), zero).picked(
-        {node.decision: 0 for node in choices_of(answer, Host()).nodes}
+    shared = choices_of(answer, HostOverhead(), zero).list_costs(
+        {node.decision: 0 for node in choices_of(answer, HostOverhead()).nodes}
+    )
+    options = choices_of(answer, HostOverhead(sharded_s=sharded_s), zero).list_costs(
+        {node.decision: 0 for node in choices_of(answer, HostOverhead()).nodes}
     )
     whole = sum(param.bytes for param in answer.layers.captured.parameters)
-    assert sum(one.sent_s for one in options) == pytest.approx(4 + whole / 2**10), "two units of two tensors each"
-    assert sum(one.exchange_s for one in options) == 0 < sum(one.exchange_s for one in shared)
+    assert sum(one.comm_s for one in options) == pytest.approx(4 + whole / 2**10), "two units of two tensors each"
+    assert sum(one.grad_sync_s for one in options) == 0 < sum(one.grad_sync_s for one in shared)
 
 
 def test_a_machine_says_what_layers_and_units_take() -> None:
@@ -133,23 +137,25 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
             "averaged 2": one,
         },
     )
-    host = speed_of_machine(rates).host
+    host = build_measured_machine(rates).host
     assert (host.checkpoint_s, host.selective_op_s) == (1e-3, 1e-5)
     assert host.layer_s is not None
     assert host.sharded_s is not None
-    assert host.layer_s("all_gather", 2048, Layout(2, 2)) == pytest.approx(2)
-    assert host.layer_s("all_gather", 2048, Layout(1, 1)) == 0
-    assert host.sharded_s("kept", 1024, 8, Layout(2, 2)) == pytest.approx(8)
-    assert host.sharded_s("kept", 1024, 8, Layout(1, 1)) == 0
+    assert host.layer_s("all_gather", 2048, GroupTopology(2, 2)) == pytest.approx(2)
+    assert host.layer_s("all_gather", 2048, GroupTopology(1, 1)) == 0
+    assert host.sharded_s("kept", 1024, 8, GroupTopology(2, 2)) == pytest.approx(8)
+    assert host.sharded_s("kept", 1024, 8, GroupTopology(1, 1)) == 0
     assert host.placed_s is not None
-    assert host.placed_s(8, 3, Layout(2, 2)) == pytest.approx(8 + 3)
+    assert host.placed_s(8, 3, GroupTopology(2, 2)) == pytest.approx(8 + 3)
     assert host.averaged_s is not None
-    assert host.averaged_s(Layout(2, 2)) == pytest.approx(1)
-    assert host.averaged_s(Layout(1, 1)) == 0
+    assert host.averaged_s(GroupTopology(2, 2)) == pytest.approx(1)
+    assert host.averaged_s(GroupTopology(1, 1)) == 0
     assert host.waiting_s is not None
-    assert host.waiting_s(2048, Layout(2, 2)) == pytest.approx(2)
-    assert host.waiting_s(512, Layout(2, 2)) == pytest.approx(0.5), "in proportion to work too short to be measured"
-    assert host.waiting_s(0, Layout(2, 2)) == host.waiting_s(2048, Layout(1, 1)) == 0
+    assert host.waiting_s(2048, GroupTopology(2, 2)) == pytest.approx(2)
+    assert host.waiting_s(512, GroupTopology(2, 2)) == pytest.approx(0.5), (
+        "in proportion to work too short to be measured"
+    )
+    assert host.waiting_s(0, GroupTopology(2, 2)) == host.waiting_s(2048, GroupTopology(1, 1)) == 0
 
 
 def grid(seconds: float, axes: int = 1, power: float = 1.0) -> Grid:
@@ -178,27 +184,27 @@ def machine(each_s: float) -> Cluster:
     return replace(read_cluster("cpux2"), measured=measured)
 
 
-def on_machine(each_s: float, **settings: Any) -> Planned:
+def on_machine(each_s: float, **settings: Any) -> PlanResult:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     sample = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
     loss = nn.functional.cross_entropy
     return auto_parallel(model, sample, loss, cluster=machine(each_s), optimizer="sgd", **settings)
 
 
-def test_a_process_that_would_be_faster_alone_is_named(answer: Planned) -> None:
+def test_a_process_that_would_be_faster_alone_is_named(answer: PlanResult) -> None:
     slow, fast = on_machine(1.0), on_machine(1e-12)
     assert slow.alone_s is not None
     assert slow.alone_s == pytest.approx(fast.alone_s or 0.0)
     assert slow.alone_s < slow.seconds
-    assert f"one process alone: {in_words(slow.alone_s)} a step" in str(slow)
+    assert f"a single process is faster: {format_seconds(slow.alone_s)} a step" in str(slow)
     assert fast.seconds < (fast.alone_s or 0.0)
-    assert "one process alone" not in str(fast)
+    assert "a single process" not in str(fast)
     assert slow.to_json()["one_process_s"] == slow.alone_s
     assert answer.alone_s is None, "this machine was not measured"
     assert on_machine(1.0, limits=["0=column"]).alone_s == slow.alone_s, "limits are of the ranks together"
 
 
 def test_sharding_is_a_part_of_its_own_on_a_measured_machine() -> None:
-    parts = on_machine(1.0, limits=["zero=1", "tp=1"]).searched.best.parts
+    parts = on_machine(1.0, limits=["zero=1", "tp=1"]).search.best.parts
     assert max(parts, key=lambda name: parts[name]) == "sharding"
     assert parts["collectives of layers"] == parts["exchange of gradients"] == 0

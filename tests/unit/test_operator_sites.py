@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.auto.capture.graph import Captured
-from phalanx.auto.capture.module_calls import Segment, segments
-from phalanx.auto.capture.operator_sites import Parts, parts_of, sites, unfit
+from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.module_calls import ModuleCall, list_module_calls
+from phalanx.auto.capture.operator_sites import OperatorParts, find_mismatch, find_operator_parts, sites
 from phalanx.auto.capture.step import capture
 from phalanx.errors import PlanError
 from phalanx.plan.sites import Site, axis_of, regions
@@ -22,18 +22,20 @@ class Scores(nn.Module):
         return (x @ x.transpose(-1, -2)).softmax(-1) @ x
 
 
-def captured(*layers: nn.Module, shape: tuple[int, ...] = (ROWS, 3, 8, 8)) -> tuple[Captured, dict[str, Segment]]:
+def captured(
+    *layers: nn.Module, shape: tuple[int, ...] = (ROWS, 3, 8, 8)
+) -> tuple[CapturedStep, dict[str, ModuleCall]]:
     step = capture(nn.Sequential(*layers), (torch.zeros(shape),))
-    return step, {one.path: one for one in segments(step) if not one.is_glue}
+    return step, {one.path: one for one in list_module_calls(step) if not one.is_glue}
 
 
-def dims(parts: Parts | None) -> dict[str, tuple[int, ...]] | None:
+def dims(parts: OperatorParts | None) -> dict[str, tuple[int, ...]] | None:
     return None if parts is None else {site.operator: cut for site, cut in parts.placed}
 
 
 def test_what_works_on_each_row_is_computed_in_parts_of_the_rows() -> None:
     step, found = captured(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    assert [dims(parts_of(step, found[str(place)].operators, 2)) for place in range(4)] == [
+    assert [dims(find_operator_parts(step, found[str(place)].operators, 2)) for place in range(4)] == [
         {"aten.convolution.default": (0,)},
         {"aten.relu.default": (0,)},
         {"aten.max_pool2d_with_indices.default": (0, 0)},
@@ -43,10 +45,10 @@ def test_what_works_on_each_row_is_computed_in_parts_of_the_rows() -> None:
 
 def test_attention_written_out_is_computed_in_parts_of_its_rows() -> None:
     step, found = captured(Scores(), nn.LayerNorm(8), shape=(ROWS, 3, 8))
-    parts = dims(parts_of(step, found["0"].operators, 2))
+    parts = dims(find_operator_parts(step, found["0"].operators, 2))
     assert parts is not None
     assert parts["aten._softmax.default"] == parts["aten.bmm.default"] == (0,)
-    assert dims(parts_of(step, found["1"].operators, 2)) == {"aten.native_layer_norm.default": (0, 0, 0)}
+    assert dims(find_operator_parts(step, found["1"].operators, 2)) == {"aten.native_layer_norm.default": (0, 0, 0)}
 
 
 @pytest.mark.parametrize(
@@ -59,12 +61,14 @@ def test_attention_written_out_is_computed_in_parts_of_its_rows() -> None:
 )
 def test_what_mixes_rows_draws_numbers_or_is_uneven_is_not(layer: nn.Module, shape: tuple[int, ...]) -> None:
     step, found = captured(layer, shape=shape)
-    assert parts_of(step, found["0"].operators, 2) is None
+    assert find_operator_parts(step, found["0"].operators, 2) is None
 
 
 def test_uneven_rows_are_left_whole_and_the_next_dim_is_cut() -> None:
     step, found = captured(nn.ReLU(), shape=(3, 6))
-    assert parts_of(step, found["0"].operators, 2) == Parts(1, ((Site("0", 0, "aten.relu.default"), (1,)),))
+    assert find_operator_parts(step, found["0"].operators, 2) == OperatorParts(
+        1, ((Site("0", 0, "aten.relu.default"), (1,)),)
+    )
 
 
 def plan_of(site: str, axis: str = "model", dim: int = 0, outputs: int = 1, digest: str = "0" * 16) -> Plan:
@@ -86,8 +90,8 @@ def test_operators_are_named_by_module_number_and_name() -> None:
 def test_a_plan_of_another_step_is_told_from_one_of_this() -> None:
     step, _ = captured(nn.Linear(8, 8), Scores(), shape=(ROWS, 3, 8))
     softmax = "1:7:aten._softmax.default"
-    assert unfit(step, plan_of(softmax, digest=step.digest())) is None
-    found = unfit(step, plan_of(softmax))
+    assert find_mismatch(step, plan_of(softmax, digest=step.digest())) is None
+    found = find_mismatch(step, plan_of(softmax))
     assert found is not None
     assert "captured as 0000000000000000" in found
     for plan, said in (
@@ -95,7 +99,7 @@ def test_a_plan_of_another_step_is_told_from_one_of_this() -> None:
         (plan_of(softmax, outputs=2, digest=step.digest()), "has 2 outputs, the operator 1. Say one of each"),
         (plan_of(softmax, dim=-4, digest=step.digest()), "Replicate it, or cut a dim"),
     ):
-        assert said in str(unfit(step, plan))
+        assert said in str(find_mismatch(step, plan))
 
 
 def test_what_a_plan_says_of_operators_must_make_sense_by_itself() -> None:

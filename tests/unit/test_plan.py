@@ -67,7 +67,6 @@ EVERYTHING = Plan(
             recompute="full",
             offload=True,
             dtype="bfloat16",
-            compiled=True,
         ),
     ),
     ops=(OpRule(site="mm_3", outputs=({"tp": Shard(dim=1)},)),),
@@ -304,3 +303,17 @@ def test_the_last_rule_that_matches_is_found_among_all(patterns, name):
     assert plan.rule_for(name) == (matching[-1] if matching else ParamRule(match="*"))
     other = plan.model_copy(update={"params": (*plan.params, ParamRule(match=name, update=Frozen()))})
     assert other.rule_for(name).update == Frozen()
+
+
+def test_a_copy_with_other_rules_goes_by_these():
+    plan = Plan(params=(ParamRule(match="*"), ParamRule(match="old.*", update=Frozen())))
+    assert plan.rule_for("old.weight").update.kind == "frozen"
+    copied = plan.model_copy(update={"params": (ParamRule(match="*"),)})
+    assert copied.rule_for("old.weight").update.kind == "all_reduce"
+    assert plan.model_copy() == plan
+
+
+@pytest.mark.parametrize("text", ['{"step": {"sink": 2}}', '{"modules": [{"match": "fc", "compiled": true}]}'])
+def test_a_plan_has_no_field_that_nothing_applies(text):
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        Plan.model_validate_json(text)

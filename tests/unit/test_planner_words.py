@@ -45,7 +45,7 @@ def never(*_: Any, **__: Any) -> NoReturn:
 @pytest.mark.parametrize("words", ["limits", "alternatives"])
 def test_layers_that_are_not_there_are_named_before_the_search(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.setattr(auto_parallel, "search_plans", never)
-    said = r"'frist=column', and the model calls no layer 'frist'\. Did you mean 'first'\? It calls first, second\."
+    said = r"'frist=column': the model calls no layer 'frist'\. Did you mean 'first'\? It calls first, second\."
     with pytest.raises(ConfigError, match=said):
         planned(**{words: ["frist=column"]})
 
@@ -91,4 +91,4 @@ def test_the_answer_is_in_the_users_language(monkeypatch: pytest.MonkeyPatch) ->
     assert "未搜索：ZeRO 切分" in shown
     assert "；ZeRO 0；重计算 recompute none；最外层 data；层 3 个选择" in shown.replace("\n", " ")
     assert "前向 ms" in answer.explain("first")
-    assert answer.limited_by in answer.searched.best.parts  # a word for programs stays what it is
+    assert answer.limited_by in answer.search.best.parts  # a word for programs stays what it is

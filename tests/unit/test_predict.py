@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import phalanx as px
 from benchmarks.bench_predict import PUBLISHED, UNSEEN, errors, is_measured
-from phalanx.auto.cost.collectives import Layout, Links
+from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.cost.constants import DEFAULT, constants_of
 from phalanx.auto.cost.kernels import Kernels
-from phalanx.auto.predict.memory_model import block_bytes, footprint, stage_footprint
+from phalanx.auto.predict.memory_model import block_bytes, compute_footprint, compute_stage_footprint
 from phalanx.auto.predict.prediction import StepSeconds, predict
-from phalanx.auto.predict.run_file import described_in, read_run, read_runs
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_file import parse_runs, read_run, read_runs
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.cli.group import phalanx
 from phalanx.cluster.calibration.figures import Rates
 from phalanx.cluster.spec.devices import DEVICES, GIB, Device
@@ -100,10 +100,10 @@ def test_published_runs_fit_the_devices_they_ran_on() -> None:
 def test_the_last_stage_counts_where_it_holds_more() -> None:
     wide = {"vocab": 512000, "layers": 8, "tied": False}
     run = read_run(described(model=wide, parallel={"tp": 1, "pp": 8}, batch={"global": 8, "micro": 4}))
-    assert footprint(run) == stage_footprint(run, last=True)
-    assert footprint(run).logits > 0
+    assert compute_footprint(run) == compute_stage_footprint(run, last=True)
+    assert compute_footprint(run).logits > 0
     plain = read_run(described(parallel={"tp": 1, "pp": 8}, batch={"global": 64, "micro": 1}, recompute="none"))
-    assert footprint(plain) == stage_footprint(plain)
+    assert compute_footprint(plain) == compute_stage_footprint(plain)
 
 
 def test_memory_is_of_the_kind_that_is_asked_for() -> None:
@@ -125,8 +125,8 @@ def test_sharding_never_holds_more(zero: int, nodes: int) -> None:
     parallel = {"tp": 1, "dp": 8 * nodes}
     cluster = {"nodes": nodes}
     batch = {"global": 64 * nodes}
-    plain = footprint(read_run(described(parallel=parallel, cluster=cluster, batch=batch)))
-    cut = footprint(read_run(described(parallel={**parallel, "zero": zero}, cluster=cluster, batch=batch)))
+    plain = compute_footprint(read_run(described(parallel=parallel, cluster=cluster, batch=batch)))
+    cut = compute_footprint(read_run(described(parallel={**parallel, "zero": zero}, cluster=cluster, batch=batch)))
     assert cut.optimizer + cut.parameters + cut.gradients <= plain.optimizer + plain.parameters + plain.gradients
 
 
@@ -134,8 +134,8 @@ def test_checkpoints_of_pytorch_stop_before_the_last_product() -> None:
     shard = {"parallel": {"tp": 1, "dp": 8, "zero": 3}, "batch": {"global": 8, "micro": 1}, "recompute": "full"}
     pytorch = StepSeconds(read_run(described(**shard)), DEFAULT)
     megatron = StepSeconds(read_run(described(**{**shard, "parallel": {"tp": 1, "dp": 8, "zero": 1}})), DEFAULT)
-    assert pytorch.again.forward == pytorch.block.forward - pytorch.block.last
-    assert megatron.again.forward == megatron.block.forward
+    assert pytorch.recompute.forward == pytorch.block.forward - pytorch.block.last
+    assert megatron.recompute.forward == megatron.block.forward
 
 
 def test_attention_is_as_fast_as_the_kernels_that_the_software_has() -> None:
@@ -230,7 +230,7 @@ def test_a_measured_machine_takes_what_it_was_measured_to_take() -> None:
     assert kernels.matmul(2048, 1024, 1024) == pytest.approx(2 * 2 * 1024**3 / 50e9)
     assert kernels.streamed(1e10) == pytest.approx(1.0)
     assert constants_of(device).launch_s == 1e-6
-    assert Links(device, 10, constants_of(device)).all_reduce(2**20, Layout(2, 2)) == pytest.approx(1e-3)
+    assert ClusterLinks(device, 10, constants_of(device)).all_reduce(2**20, GroupTopology(2, 2)) == pytest.approx(1e-3)
     assert constants_of(machine(measured=None)) == DEFAULT
 
 
@@ -264,22 +264,24 @@ def test_tiles_of_a_last_wave_cost_a_whole_one() -> None:
 
 
 def test_groups_that_share_ports_take_as_much_longer() -> None:
-    links = Links(DEVICES["A100-80GB-SXM"], 400, DEFAULT)
-    alone, shared = (links.all_reduce(1e9, Layout(16, 4, sharing)) for sharing in (1, 2))
+    links = ClusterLinks(DEVICES["A100-80GB-SXM"], 400, DEFAULT)
+    alone, shared = (links.all_reduce(1e9, GroupTopology(16, 4, sharing)) for sharing in (1, 2))
     assert shared == pytest.approx(2 * alone, rel=0.01)
-    assert links.all_reduce(1e9, Layout(8, 8)) < alone
-    assert links.all_reduce(1e9, Layout(1, 1)) == links.all_gather(1e9, Layout(1, 1)) == 0
+    assert links.all_reduce(1e9, GroupTopology(8, 8)) < alone
+    assert links.all_reduce(1e9, GroupTopology(1, 1)) == links.all_gather(1e9, GroupTopology(1, 1)) == 0
 
 
 def test_a_gather_goes_round_all_nodes_and_a_sum_up_and_down_a_tree() -> None:
-    links = Links(DEVICES["H100-80GB-SXM"], 3200, DEFAULT)
+    links = ClusterLinks(DEVICES["H100-80GB-SXM"], 3200, DEFAULT)
 
-    def added(layouts: tuple[Layout, Layout], which: str) -> float:
+    def added(layouts: tuple[GroupTopology, GroupTopology], which: str) -> float:
         few, many = (getattr(links, which)(1.0, layout) for layout in layouts)
         return float(many - few)
 
-    assert added((Layout(64, 8), Layout(128, 8)), "all_gather") > 7 * DEFAULT.network_hop_s
-    assert added((Layout(64, 8), Layout(128, 8)), "all_reduce") == pytest.approx(2 * DEFAULT.network_hop_s, rel=0.01)
+    assert added((GroupTopology(64, 8), GroupTopology(128, 8)), "all_gather") > 7 * DEFAULT.network_hop_s
+    assert added((GroupTopology(64, 8), GroupTopology(128, 8)), "all_reduce") == pytest.approx(
+        2 * DEFAULT.network_hop_s, rel=0.01
+    )
 
 
 def test_ranks_hold_copies_of_keys_and_values_where_heads_are_fewer() -> None:
@@ -366,7 +368,7 @@ def test_an_object_left_open_is_named_by_the_line_it_begins_in() -> None:
 
 
 def test_every_value_of_a_long_file_is_told_by_its_line() -> None:
-    places = [place for place, _ in described_in(["[", "1]", ""] * 5_000, "r")[0]]
+    places = [place for place, _ in parse_runs(["[", "1]", ""] * 5_000, "r")[0]]
     assert places == [f"r, line {line}" for line in range(1, 15_000, 3)]
 
 
@@ -386,7 +388,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     lines = CliRunner().invoke(phalanx, ["predict", str(file), "--json"]).stdout.splitlines()
     (found,) = [json.loads(line) for line in lines]
     assert found["step_time_s"] == px.predict(RUN).step_time_s
-    assert found["memory_gib"] * GIB == pytest.approx(footprint(read_run(RUN)).total)
+    assert found["memory_gib"] * GIB == pytest.approx(compute_footprint(read_run(RUN)).total)
 
 
 def test_the_order_of_ranks_says_which_groups_cross_nodes() -> None:
@@ -412,7 +414,7 @@ def test_a_file_without_runs_is_an_error(tmp_path: Path) -> None:
 
 def test_runs_are_values() -> None:
     run = read_run(RUN)
-    assert isinstance(run, Run)
+    assert isinstance(run, RunSpec)
     assert run == read_run(RUN)
 
 

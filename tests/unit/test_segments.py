@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.alexnet_hybrid.model import AlexNet
 from examples.resnet.model import ResNet
-from phalanx.auto.capture.graph import Captured
-from phalanx.auto.capture.module_calls import Segment, segments
+from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.module_calls import ModuleCall, list_module_calls
 from phalanx.auto.capture.step import capture
 from tensor_models import Block, Transformer, whole_loss
 
 
-def step(name: str) -> Captured:
+def step(name: str) -> CapturedStep:
     labels = torch.zeros(4, dtype=torch.long)
     if name == "alexnet":
         return capture(AlexNet(10), (torch.zeros(4, 3, 224, 224), labels), F.cross_entropy)
@@ -28,23 +28,23 @@ def step(name: str) -> Captured:
     return capture(Transformer(0.1), (words, words), whole_loss)
 
 
-def by_path(found: tuple[Segment, ...]) -> dict[str, list[Segment]]:
-    paths: dict[str, list[Segment]] = {}
+def by_path(found: tuple[ModuleCall, ...]) -> dict[str, list[ModuleCall]]:
+    paths: dict[str, list[ModuleCall]] = {}
     for segment in found:
         paths.setdefault(segment.path, []).append(segment)
     return paths
 
 
-def sources(segment: Segment) -> list[int | str]:
+def sources(segment: ModuleCall) -> list[int | str]:
     return [read.source for read in segment.inputs]
 
 
 @pytest.mark.parametrize("name", ["alexnet", "resnet", "transformer"])
 def test_segments_add_up_to_the_step(name: str) -> None:
     captured = step(name)
-    found = segments(captured)
+    found = list_module_calls(captured)
     assert sum(s.forward_flops + s.backward_flops for s in found) == captured.flops
-    assert sum(s.kept_bytes for s in found) == captured.kept_bytes
+    assert sum(s.saved_bytes for s in found) == captured.saved_bytes
     assert sum(s.forward_bytes + s.backward_bytes for s in found) == sum(
         op.read_bytes + op.written_bytes for op in captured.operators
     )
@@ -58,7 +58,7 @@ def test_segments_add_up_to_the_step(name: str) -> None:
 
 
 def test_alexnet_is_a_chain() -> None:
-    found = segments(step("alexnet"))
+    found = list_module_calls(step("alexnet"))
     assert [s.kind for s in found[:3]] == ["Conv2d", "ReLU", "MaxPool2d"]
     assert [sources(s)[0] for s in found] == ["sample:0", *range(len(found) - 1)]
     assert [s.keeps_rows for s in found] == [True] * (len(found) - 1) + [False]
@@ -82,7 +82,7 @@ def test_alexnet_is_a_chain() -> None:
 
 
 def test_branches_of_resnet_meet_in_its_blocks_and_batch_norm_mixes_rows() -> None:
-    found = segments(step("resnet"))
+    found = list_module_calls(step("resnet"))
     paths = by_path(found)
     (plain,), (wider,) = paths["blocks.0"], paths["blocks.2"]
     assert [found[int(source)].path for source in sources(plain)] == ["blocks.0.residual.4", "stem.3"]
@@ -94,12 +94,12 @@ def test_branches_of_resnet_meet_in_its_blocks_and_batch_norm_mixes_rows() -> No
 
 
 def test_evaluated_batch_norm_keeps_rows() -> None:
-    found = segments(capture(ResNet(10, 18, width=4).eval(), torch.zeros(4, 3, 32, 32)))
+    found = list_module_calls(capture(ResNet(10, 18, width=4).eval(), torch.zeros(4, 3, 32, 32)))
     assert all(segment.keeps_rows for segment in found)
 
 
 def test_attention_between_its_layers_is_one_segment_that_passes_heads() -> None:
-    found = segments(step("transformer"))
+    found = list_module_calls(step("transformer"))
     paths = by_path(found)
     attention, first_sum, second_sum = paths["block"]
     assert [found[int(source)].path for source in sources(attention)] == ["block.q", "block.k", "block.v"]
@@ -116,8 +116,8 @@ def test_attention_between_its_layers_is_one_segment_that_passes_heads() -> None
 
 def test_repeated_blocks_are_tied_segment_by_segment() -> None:
     model = nn.Sequential(nn.Linear(3, 12), *(Block(12, 4, 0.0, False) for _ in range(3)))
-    found = segments(capture(model, torch.zeros(2, 6, 3)))
-    tied = [[at for at, s in enumerate(found) if s.like == one] for one in {s.like for s in found}]
+    found = list_module_calls(capture(model, torch.zeros(2, 6, 3)))
+    tied = [[at for at, s in enumerate(found) if s.template == one] for one in {s.template for s in found}]
     assert sorted(map(len, tied)) == [1] + [3] * (len(found) // 3)
     for group in tied:
         assert len({(found[at].kind, found[at].forward_flops, found[at].last_dim_parts) for at in group}) == 1
@@ -127,7 +127,7 @@ def test_torchs_own_attention_keeps_rows_where_they_come_first() -> None:
     kept = {}
     for batch_first in (True, False):
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
-        kept[batch_first] = segments(capture(layer, torch.zeros(3, 4, 8)))[0].keeps_rows
+        kept[batch_first] = list_module_calls(capture(layer, torch.zeros(3, 4, 8)))[0].keeps_rows
     assert kept == {True: True, False: False}, "otherwise the first dimension is that of places"
 
 
@@ -152,7 +152,7 @@ class Spelled(nn.Module):
 
 
 def test_a_mask_stays_whole_where_heads_are_cut() -> None:
-    found = segments(capture(Masked(), torch.zeros(2, 6, 12)))
+    found = list_module_calls(capture(Masked(), torch.zeros(2, 6, 12)))
     attention = next(s for s in found if s.path == "attention")
     assert attention.last_dim_parts == 4
     assert [read.follows for read in attention.inputs] == [True, True, True, False]
@@ -168,14 +168,14 @@ class Twice(nn.Module):
 
 
 def test_calls_of_one_module_are_segments_each() -> None:
-    found = segments(capture(Twice(lambda layers, x: layers(layers(x))), torch.zeros(2, 4)))
+    found = list_module_calls(capture(Twice(lambda layers, x: layers(layers(x))), torch.zeros(2, 4)))
     assert [s.path for s in found] == ["layers.0", "layers.1"] * 2
     assert [sources(s) for s in found] == [["sample:0"], [0], [1], [2]]
     assert [s.backward_flops for s in found] == [2 * 2 * 4 * 4, 0, 2 * 2 * 2 * 4 * 4, 0]
 
 
 def test_recomputation_counts_backward() -> None:
-    found = segments(capture(Twice(lambda n, x: checkpoint(n, x, use_reentrant=False)), torch.zeros(2, 4)))
+    found = list_module_calls(capture(Twice(lambda n, x: checkpoint(n, x, use_reentrant=False)), torch.zeros(2, 4)))
     assert [(s.path, s.forward_flops, s.backward_flops) for s in found] == [
         ("layers.0", 64, 128),
         ("layers.1", 0, 0),
@@ -185,7 +185,7 @@ def test_recomputation_counts_backward() -> None:
 def test_what_is_not_known_passes_nothing() -> None:
     words = torch.zeros(2, 6, dtype=torch.long)
     captured = capture(Transformer(), (words, words), whole_loss, level="hooks")
-    found = segments(captured)
+    found = list_module_calls(captured)
     assert not any(s.keeps_rows or s.last_dim_parts for s in found)
     assert sum(s.forward_flops + s.backward_flops for s in found) == captured.flops
     assert [s.kind for s in found[:3]] == ["Embedding", "LayerNorm", "Linear"]

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bench_predict import PUBLISHED
-from phalanx.auto.predict.memory_model import stage_footprint
+from phalanx.auto.predict.memory_model import compute_stage_footprint
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run, read_runs
 from phalanx.auto.simulate import events as simulator
 from phalanx.auto.simulate.events import simulate
-from phalanx.auto.simulate.gradients import Reduction
+from phalanx.auto.simulate.gradients import GradientReduction
 from phalanx.auto.simulate.run import simulate_run
-from phalanx.auto.simulate.values import Pipeline, Simulation, Slice, StageWork, Work
+from phalanx.auto.simulate.values import PassWork, PipelineSpec, Simulation, Slice, StageWork
 from phalanx.cli.group import phalanx
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import Schedule
@@ -43,28 +43,28 @@ RUN: dict[str, Any] = {
 }
 
 
-def even(kind: Any, ranks: int, microbatches: int, virtual: int = 1, **stage: Any) -> Pipeline:
+def even(kind: Any, ranks: int, microbatches: int, virtual: int = 1, **stage: Any) -> PipelineSpec:
     """Return equal stages with free sends: on each rank 1 s forward, 1 s for inputs' gradients, 1 s for weights'."""
-    third = Work(compute=1 / virtual)
-    work = replace(StageWork(forward=third, inputs=third, weights=third, kept=1 / virtual), **stage)
-    return Pipeline(
+    third = PassWork(compute=1 / virtual)
+    work = replace(StageWork(forward=third, inputs=third, weights=third, activation_bytes=1 / virtual), **stage)
+    return PipelineSpec(
         schedule=Schedule(kind=kind, virtual=virtual, microbatches=microbatches),
         ranks=ranks,
         stages=(work,) * (ranks * virtual),
-        held=(0.0,) * ranks,
+        persistent_bytes=(0.0,) * ranks,
         optimizer=(0.0,) * ranks,
     )
 
 
 @st.composite
-def works(draw: st.DrawFn) -> Work:
+def works(draw: st.DrawFn) -> PassWork:
     """Return a pass of any shape."""
     compute = draw(st.floats(1e-3, 10.0))
-    return Work(compute=compute, exposed=draw(SECONDS), beside=draw(st.floats(0, 1)) * compute)
+    return PassWork(compute=compute, exposed=draw(SECONDS), beside=draw(st.floats(0, 1)) * compute)
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
+def pipelines(draw: st.DrawFn) -> PipelineSpec:
     """Return a small pipeline whose stages differ."""
     kind, virtual = draw(st.sampled_from(KINDS))
     ranks = draw(st.integers(1, 4))
@@ -74,18 +74,18 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
             forward=draw(works()),
             inputs=draw(works()),
             weights=draw(works()),
-            kept=draw(st.integers(0, 9)),
-            again=draw(st.integers(0, 9)),
+            activation_bytes=draw(st.integers(0, 9)),
+            workspace_bytes=draw(st.integers(0, 9)),
             send=draw(SECONDS),
             buckets=tuple(draw(st.lists(SECONDS, max_size=3))),
         )
         for _ in range(ranks * virtual)
     )
-    return Pipeline(
+    return PipelineSpec(
         schedule=Schedule(kind=kind, virtual=virtual, microbatches=microbatches),
         ranks=ranks,
         stages=stages,
-        held=tuple(float(draw(st.integers(0, 9))) for _ in range(ranks)),
+        persistent_bytes=tuple(float(draw(st.integers(0, 9))) for _ in range(ranks)),
         optimizer=tuple(draw(SECONDS) for _ in range(ranks)),
         opening=draw(SECONDS),
         contention=draw(st.sampled_from([0.0, 0.5, 1.0])),
@@ -94,7 +94,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     )
 
 
-def longer(pipeline: Pipeline, place: int, name: str, more: float) -> Pipeline:
+def longer(pipeline: PipelineSpec, place: int, name: str, more: float) -> PipelineSpec:
     """Return a pipeline in which one duration is longer."""
     if name == "optimizer":
         optimizer = list(pipeline.optimizer)
@@ -123,7 +123,7 @@ def seconds_of(stage: StageWork) -> float:
 
 @rules
 @given(pipelines())
-def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: Pipeline) -> None:
+def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: PipelineSpec) -> None:
     found, count = simulate(pipeline), pipeline.schedule.microbatches
     holder = [pipeline.schedule.holder(stage, pipeline.ranks) for stage in range(len(pipeline.stages))]
     for rank in range(pipeline.ranks):
@@ -141,13 +141,15 @@ def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: P
     st.sampled_from(["forward", "inputs", "weights", "send", "buckets", "optimizer", "opening"]),
     st.floats(1e-3, 10.0),
 )
-def test_nothing_that_takes_longer_makes_a_step_shorter(pipeline: Pipeline, at: int, name: str, more: float) -> None:
+def test_nothing_that_takes_longer_makes_a_step_shorter(
+    pipeline: PipelineSpec, at: int, name: str, more: float
+) -> None:
     assert simulate(longer(pipeline, at, name, more)).step_time_s * CLOSE >= simulate(pipeline).step_time_s
 
 
 @rules
 @given(pipelines())
-def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: Pipeline) -> None:
+def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: PipelineSpec) -> None:
     found = simulate(pipeline)
     by_stream: dict[tuple[int, str], list[Slice]] = defaultdict(list)
     for one in found.slices:
@@ -165,7 +167,7 @@ def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: Pipeline) 
 
 @rules
 @given(pipelines())
-def test_passes_wait_for_their_inputs(pipeline: Pipeline) -> None:
+def test_passes_wait_for_their_inputs(pipeline: PipelineSpec) -> None:
     last = len(pipeline.stages) - 1
     begin, end = {}, {}
     for one in simulate(pipeline).slices:
@@ -216,7 +218,7 @@ def test_zero_bubble_fills_two_thirds_of_the_idle_time(ranks: int, rounds: int) 
 @given(st.sampled_from(KINDS), st.integers(2, 5), st.integers(1, 5))
 def test_more_micro_batches_of_the_same_work_idle_less(kind: tuple[str, int], ranks: int, rounds: int) -> None:
     few, many = (
-        simulate(even(kind[0], ranks, ranks * by, kind[1], **{n: Work(compute=1 / by) for n in _PASSES}))
+        simulate(even(kind[0], ranks, ranks * by, kind[1], **{n: PassWork(compute=1 / by) for n in _PASSES}))
         for by in (rounds, rounds + 1)
     )
     assert many.idle_share < few.idle_share
@@ -227,7 +229,7 @@ _PASSES = ("forward", "inputs", "weights")
 
 @rules
 @given(pipelines(), st.integers(8, 11))
-def test_a_collapsed_steady_state_is_that_of_running_every_micro_batch(pipeline: Pipeline, rounds: int) -> None:
+def test_a_collapsed_steady_state_is_that_of_running_every_micro_batch(pipeline: PipelineSpec, rounds: int) -> None:
     schedule = pipeline.schedule.model_copy(update={"microbatches": rounds * pipeline.ranks})
     many = replace(pipeline, schedule=schedule)
     short, whole = simulate(many), simulator._Step(many).run()
@@ -245,7 +247,7 @@ def test_thousands_of_micro_batches_are_collapsed() -> None:
 
 
 def test_gradients_beside_computation_cost_both() -> None:
-    reduction = Reduction(0.5)
+    reduction = GradientReduction(0.5)
     reduction.add(0.0, 2.0)
     assert reduction.beside(0.0, 4.0) == 5.0  # the longer, and half of the 2 s they share
     assert reduction.done == [(0.0, 3.0)]
@@ -257,7 +259,7 @@ def test_gradients_beside_computation_cost_both() -> None:
 
 def test_what_does_not_make_a_pipeline_is_an_error() -> None:
     with pytest.raises(PlanError, match="4 ranks of 1 stages need 4 stages and 4 values of held"):
-        replace(even("1f1b", 4, 4), held=(0.0,))
+        replace(even("1f1b", 4, 4), persistent_bytes=(0.0,))
     with pytest.raises(PlanError, match="9 do not make 2"):
         simulate(even("interleaved", 4, 9, 2))
 
@@ -279,7 +281,7 @@ def test_published_runs_take_what_the_closed_form_says_and_hold_what_the_footpri
         found = simulate_run(run).simulation
         uneven = run.model.layers % (run.parallel.pp * run.parallel.vpp) > 0
         assert found.step_time_s == pytest.approx(predict(run).step_time_s, rel=0.07 if uneven else 0.025), run.name
-        assert found.peaks[0] == pytest.approx(stage_footprint(run).total), run.name
+        assert found.peaks[0] == pytest.approx(compute_stage_footprint(run).total), run.name
 
 
 def test_a_run_of_which_all_is_whole_takes_exactly_the_closed_form() -> None:

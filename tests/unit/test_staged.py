@@ -11,24 +11,26 @@ from statistics import median
 import pytest
 
 from phalanx.auto.simulate.events import simulate
-from phalanx.auto.simulate.values import Pipeline, StageWork, Work
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import Link, Node, Option
-from phalanx.auto.solver.solve_pipeline import solve_staged
+from phalanx.auto.simulate.values import PassWork, PipelineSpec, StageWork
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import LayerNode, StrategyCost, TransitionCost
+from phalanx.auto.solver.solve_pipeline import solve_pipeline
 from phalanx.plan.pipeline_order import Pass, order_of
 from phalanx.plan.value import Schedule
 
 
-def option(random: Random, longer: float = 1.0) -> Option:
+def option(random: Random, longer: float = 1.0) -> StrategyCost:
     drawn = [random.expovariate(1) for _ in range(8)]
     drawn[:2] = drawn[0] * longer, drawn[1] * longer
-    return Option(
-        label="", forward_s=drawn[0], backward_s=drawn[1], weights_s=random.random() * drawn[1], exchange_s=drawn[2],
-        update_s=drawn[3] / 4, held=drawn[4], kept=drawn[5] / 4, owed=drawn[7] / 4, working=drawn[6],
+    return StrategyCost(
+        label="", forward_s=drawn[0], backward_s=drawn[1], weight_grad_s=random.random() * drawn[1],
+        grad_sync_s=drawn[2], update_s=drawn[3] / 4, persistent_bytes=drawn[4],
+        activation_bytes=drawn[5] / 4, deferred_bytes=drawn[7] / 4,
+        workspace_bytes=drawn[6],
     )  # fmt: skip
 
 
-def random_choices(random: Random) -> StagedChoices:
+def random_choices(random: Random) -> PipelineProblem:
     """A chain of pieces with up to two nodes, of which every second repeats the first."""
     ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
     pieces = ranks * virtual + random.randint(0, 2)
@@ -37,14 +39,14 @@ def random_choices(random: Random) -> StagedChoices:
     for piece in range(pieces):
         for decision in range(random.randint(1, 2)):
             options = tuple(option(random) for _ in range(counts[decision]))
-            nodes.append(Node(name=f"{piece}.{decision}", decision=str(decision), options=options))
+            nodes.append(LayerNode(name=f"{piece}.{decision}", decision=str(decision), options=options))
             places.append(piece)
     links = []
     if any(node.decision == "1" for node in nodes):
         pairs = itertools.product(range(counts[0]), range(counts[1]))
         seconds = {pair: random.choice((0.0, random.random(), math.inf)) for pair in pairs}
-        links.append(Link(first="0", second="1", seconds=seconds))
-    return StagedChoices(
+        links.append(TransitionCost(first="0", second="1", seconds=seconds))
+    return PipelineProblem(
         nodes=tuple(nodes),
         pieces=tuple(places),
         sends=tuple(random.random() for _ in range(pieces - 1)),
@@ -52,19 +54,19 @@ def random_choices(random: Random) -> StagedChoices:
         virtual=virtual,
         micro_batches=random.choice((1, 2, 4, 8)),
         zero_bubble=virtual == 1 and random.random() < 0.5,
-        links=tuple(links),
+        transitions=tuple(links),
         room=random.choice((math.inf, random.uniform(2, 12))),
     )
 
 
-def uneven_choices(random: Random) -> StagedChoices:
+def uneven_choices(random: Random) -> PipelineProblem:
     """Equal pieces and a last one that works much longer, so that gradients of weights find little idle time."""
     ranks, count = random.choice((2, 3)), random.randint(4, 6)
     alike = tuple(option(random) for _ in range(3))
     last = tuple(option(random, longer=random.choice((4, 10))) for _ in range(2))
-    nodes = [Node(name=str(piece), decision="alike", options=alike) for piece in range(count - 1)]
-    return StagedChoices(
-        nodes=(*nodes, Node(name="last", decision="last", options=last)),
+    nodes = [LayerNode(name=str(piece), decision="alike", options=alike) for piece in range(count - 1)]
+    return PipelineProblem(
+        nodes=(*nodes, LayerNode(name="last", decision="last", options=last)),
         pieces=tuple(range(count)),
         sends=(random.random() / 10,) * (count - 1),
         ranks=ranks,
@@ -74,7 +76,7 @@ def uneven_choices(random: Random) -> StagedChoices:
     )
 
 
-def tried(choices: StagedChoices) -> float:
+def tried(choices: PipelineProblem) -> float:
     """Return the seconds of the best of all picks and cuts."""
     count, best = choices.pieces[-1] + 1, math.inf
     cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
@@ -87,7 +89,7 @@ def tried(choices: StagedChoices) -> float:
     return best
 
 
-def longest(choices: StagedChoices, pick: Mapping[str, int], stages: Sequence[int]) -> float:
+def longest(choices: PipelineProblem, pick: Mapping[str, int], stages: Sequence[int]) -> float:
     """Return the seconds of the passes of the rank that works the most, without its sends."""
     work = [0.0] * choices.ranks
     for node, piece in zip(choices.nodes, choices.pieces, strict=True):
@@ -96,7 +98,7 @@ def longest(choices: StagedChoices, pick: Mapping[str, int], stages: Sequence[in
     return choices.micro_batches * max(work)
 
 
-def repeated_choices(random: Random) -> StagedChoices:
+def repeated_choices(random: Random) -> PipelineProblem:
     """Blocks between a first and a last piece: decisions that always stand together, with links and sets left out."""
     ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
     blocks = ranks * virtual - 1 + random.randint(0, 2)
@@ -109,33 +111,33 @@ def repeated_choices(random: Random) -> StagedChoices:
     for first, second in random.sample(list(itertools.combinations("abcde", 2)), 4):
         pairs = itertools.product(range(counts[first]), range(counts[second]))
         seconds = {pair: random.choice((0.0, 0.0, random.random(), math.inf)) for pair in pairs}
-        links.append(Link(first=first, second=second, seconds=seconds))
+        links.append(TransitionCost(first=first, second=second, seconds=seconds))
     options = [(name, place) for name, count in counts.items() for place in range(count)]
     borders = [random.random()] * blocks if random.random() < 0.6 else [random.random() for _ in range(blocks)]
     one_each = [(name, random.randrange(counts[name])) for name in random.sample("abcde", 3)]
-    return StagedChoices(
-        nodes=tuple(Node(name=f"{piece}{name}", decision=name, options=found) for piece, name, found in nodes),
+    return PipelineProblem(
+        nodes=tuple(LayerNode(name=f"{piece}{name}", decision=name, options=found) for piece, name, found in nodes),
         pieces=tuple(piece for piece, _, _ in nodes),
         sends=tuple(borders),
         ranks=ranks,
         virtual=virtual,
         micro_batches=random.choice((1, 2, 4)),
         zero_bubble=virtual == 1 and random.random() < 0.5,
-        links=tuple(links),
+        transitions=tuple(links),
         forbidden=(frozenset(one_each),) if random.random() < 0.7 else (),
         needed=frozenset(random.sample(options, 2)) if random.random() < 0.5 else frozenset(),
         room=random.choice((math.inf, random.uniform(5, 20))),
     )
 
 
-_NONE_REPEATED = {"stage_partition.Repeated.is_for": lambda *_: False}
+_NONE_REPEATED = {"stage_partition.UniformChain.is_for": lambda *_: False}
 
 HOW = {
     "equal pieces counted": {},
     "all cuts tried": _NONE_REPEATED,
     "near even cuts tried": {**_NONE_REPEATED, "stage_partition._ALL_CUTS": 0},
     "programmed": {"stage_partition._MOST_PICKS": 0},
-    "programmed as they are": {"solve_pipeline.merged": lambda _: None},
+    "programmed as they are": {"solve_pipeline.reduce_problem": lambda _: None},
 }
 """What to replace, so that the solver takes another of its ways."""
 
@@ -148,7 +150,7 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
     random, none = Random(0), 0
     for _ in range(times):
         choices = drawn(random)
-        best, found = tried(choices), solve_staged(choices)
+        best, found = tried(choices), solve_pipeline(choices)
         none += found is None
         assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-7)
         if found is not None:
@@ -156,18 +158,18 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
             assert found.bound <= best * (1 + 1e-7)
             assert choices.fits(found.pick, found.stages)
             assert choices.seconds(found.pick, found.stages) == pytest.approx(found.seconds, rel=1e-9)
-            assert solve_staged(choices, below=best) is None
+            assert solve_pipeline(choices, below=best) is None
     assert 1 < none < 0.8 * times
 
 
 def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeypatch):
-    smallest = {"_ALL_CUTS": 0, "_MOST_CUTS": 1, "_BEAM": 1, "_CLOSE": 0.5, "Repeated.is_for": lambda *_: False}
+    smallest = {"_ALL_CUTS": 0, "_MOST_CUTS": 1, "_BEAM": 1, "_CLOSE": 0.5, "UniformChain.is_for": lambda *_: False}
     for name, value in smallest.items():
         monkeypatch.setattr(f"phalanx.auto.solver.stage_partition.{name}", value)
     random, close = Random(2), 0
     for _ in range(60):
         choices = repeated_choices(random)
-        best, found = tried(choices), solve_staged(choices)
+        best, found = tried(choices), solve_pipeline(choices)
         assert (found is None) == (best == math.inf)
         if found is None:
             continue
@@ -175,37 +177,37 @@ def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeyp
         assert found.bound <= best * (1 + 1e-7)
         assert found.seconds <= best * 1.5
         assert choices.fits(found.pick, found.stages)
-        other = solve_staged(choices, below=best)
+        other = solve_pipeline(choices, below=best)
         assert other is None or other.bound < best
     assert close > 0
 
 
 def test_fewer_pieces_than_stages_cannot_be():
-    node = Node(name="a", decision="a", options=(Option(label=""),))
-    assert solve_staged(StagedChoices(nodes=(node,), pieces=(0,), sends=(), ranks=2)) is None
+    node = LayerNode(name="a", decision="a", options=(StrategyCost(label=""),))
+    assert solve_pipeline(PipelineProblem(nodes=(node,), pieces=(0,), sends=(), ranks=2)) is None
 
 
-def chain(works: list[StageWork], send: float, micro: int, *, splits: bool) -> StagedChoices:
+def chain(works: list[StageWork], send: float, micro: int, *, splits: bool) -> PipelineProblem:
     """Return pieces that can be computed in one way each, each to be a stage."""
     nodes = tuple(
-        Node(
+        LayerNode(
             name=str(place),
             decision=str(place),
             options=(
-                Option(
+                StrategyCost(
                     label="",
                     forward_s=one.forward.compute,
                     backward_s=one.inputs.compute + one.weights.compute,
-                    weights_s=one.weights.compute,
-                    kept=one.kept,
-                    owed=one.owed if place else 0.0,
+                    weight_grad_s=one.weights.compute,
+                    activation_bytes=one.activation_bytes,
+                    deferred_bytes=one.deferred_bytes if place else 0.0,
                 ),
             ),
         )
         for place, one in enumerate(works)
     )
     ranks = len(works)
-    return StagedChoices(
+    return PipelineProblem(
         nodes=nodes,
         pieces=tuple(range(ranks)),
         sends=(2 * send,) * (ranks - 1),
@@ -221,11 +223,11 @@ def both(works: list[StageWork], send: float, rounds: int, kind: str) -> tuple[f
     choices = chain(works, send, rounds * ranks, splits=kind == "zero_bubble")
     pick, stages = dict.fromkeys(choices.decisions, 0), list(range(ranks))
     step = simulate(
-        Pipeline(
+        PipelineSpec(
             schedule=Schedule(kind=kind, microbatches=rounds * ranks),
             ranks=ranks,
             stages=tuple(works),
-            held=(0.0,) * ranks,
+            persistent_bytes=(0.0,) * ranks,
             optimizer=(0.0,) * ranks,
             overlaps_sends=False,
             holds_receivers=True,
@@ -237,12 +239,12 @@ def both(works: list[StageWork], send: float, rounds: int, kind: str) -> tuple[f
 
 def one_stage(forward: float, inputs: float, weights: float, send: float, *, is_first: bool) -> StageWork:
     return StageWork(
-        forward=Work(compute=forward),
-        inputs=Work(compute=inputs),
-        weights=Work(compute=weights),
+        forward=PassWork(compute=forward),
+        inputs=PassWork(compute=inputs),
+        weights=PassWork(compute=weights),
         send=send,
-        kept=3.0,
-        owed=0.0 if is_first else 1.0,
+        activation_bytes=3.0,
+        deferred_bytes=0.0 if is_first else 1.0,
     )
 
 
@@ -331,9 +333,10 @@ def test_gradients_of_weights_never_save_more_than_is_lost():
 )
 def test_as_many_activations_are_kept_as_the_schedule_has_in_flight(ranks, virtual, micro, splits):
     nodes = tuple(
-        Node(name=str(stage), decision=str(stage), options=(Option(label=""),)) for stage in range(ranks * virtual)
+        LayerNode(name=str(stage), decision=str(stage), options=(StrategyCost(label=""),))
+        for stage in range(ranks * virtual)
     )
-    choices = StagedChoices(
+    choices = PipelineProblem(
         nodes=nodes,
         pieces=tuple(range(ranks * virtual)),
         sends=(0.0,) * (ranks * virtual - 1),

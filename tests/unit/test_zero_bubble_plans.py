@@ -12,9 +12,9 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.profiler import ProfilerActivity, profile
 
 import phalanx as px
-from phalanx.auto.planner.planner import arrangements_of
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.strategies import ways_of
+from phalanx.auto.planner.planner import list_configs
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.search.request import PLAN_KNOBS, read_limit
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
@@ -40,7 +40,7 @@ class Chain(nn.Sequential):
         )
 
 
-def plan_of(model: nn.Module, *limits: str, cluster: object = None, **settings: object) -> Planned:
+def plan_of(model: nn.Module, *limits: str, cluster: object = None, **settings: object) -> PlanResult:
     return px.auto_parallel(
         model, (torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)), F.mse_loss,
         cluster=read_cluster(cluster or SLOW_CARDS), optimizer="sgd", limits=limits, **settings,
@@ -48,24 +48,24 @@ def plan_of(model: nn.Module, *limits: str, cluster: object = None, **settings: 
 
 
 @cache
-def planned(*limits: str) -> Planned:
+def planned(*limits: str) -> PlanResult:
     return plan_of(Chain(), *limits)
 
 
 def test_only_arrangements_that_can_run_take_backward_passes_apart():
-    every = list(arrangements_of(8, has_blocks=True, pieces=8, rows=32))
+    every = list(list_configs(8, has_blocks=True, pieces=8, rows=32))
     apart = [at for at in every if at.zero_bubble]
     assert {at.stages for at in apart} == {2, 4, 8}
     assert {(at.zero, at.recompute, at.virtual, at.micro_batches % at.stages) for at in apart} == {(0, "none", 1, 0)}
     assert len(set(every)) == len(every)
-    assert not any(at.zero_bubble for at in arrangements_of(8, has_blocks=True, pieces=8, rows=32, may_split=False))
+    assert not any(at.zero_bubble for at in list_configs(8, has_blocks=True, pieces=8, rows=32, may_split=False))
 
 
 @pytest.mark.parametrize("limits", [("pp=2",), ("pp=2", "schedule=zero_bubble")])
 def test_the_search_finds_what_trying_every_plan_finds(limits):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     answer = plan_of(model, *limits)
-    assert answer.searched.best.arrangement.zero_bubble
+    assert answer.search.best.config.zero_bubble
     every = every_plan(answer)
     assert answer.seconds == pytest.approx(min(seconds for seconds, peak in every if peak <= answer.room), rel=1e-7)
     assert answer.gap == 0
@@ -79,29 +79,29 @@ def test_the_search_finds_what_trying_every_plan_finds(limits):
 
 def test_gradients_of_weights_are_those_products_that_lead_to_nothing_else():
     answer = planned("pp=2", "schedule=zero_bubble", "tp=1")
-    at, rates = answer.searched.best.arrangement, answer.speed.operators
-    options = [node.options[0] for node in ways_of(answer.layers, answer.work, at, answer.speed).choices.nodes]
-    rows = ROWS / at.row_parts
-    linear = [one for one, segment in zip(options, answer.layers.segments, strict=True) if segment.kind == "Linear"]
+    at, rates = answer.search.best.config, answer.machine.operators
+    options = [node.options[0] for node in build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes]
+    rows = ROWS / at.batch_parts
+    linear = [one for one, segment in zip(options, answer.layers.calls, strict=True) if segment.kind == "Linear"]
     # (outputs, rows) by (rows, inputs)
     expected = [rates.matmul_s(2 * WIDTH, WIDTH, rows), rates.matmul_s(WIDTH, 2 * WIDTH, rows)] * 4
-    assert [one.weights_s for one in linear] == pytest.approx(expected)
-    assert sum(one.weights_s for one in options) == pytest.approx(sum(expected))
-    assert all(one.weights_s < one.backward_s for one in linear[1:])
-    assert linear[0].weights_s == pytest.approx(linear[0].backward_s - 2 * answer.speed.host.selective_op_s)
-    assert [one.owed for one in linear[:2]] == [4 * rows * 2 * WIDTH, 4 * rows * WIDTH]
+    assert [one.weight_grad_s for one in linear] == pytest.approx(expected)
+    assert sum(one.weight_grad_s for one in options) == pytest.approx(sum(expected))
+    assert all(one.weight_grad_s < one.backward_s for one in linear[1:])
+    assert linear[0].weight_grad_s == pytest.approx(linear[0].backward_s - 2 * answer.machine.host.selective_op_s)
+    assert [one.deferred_bytes for one in linear[:2]] == [4 * rows * 2 * WIDTH, 4 * rows * WIDTH]
 
 
 def test_what_waits_for_gradients_of_weights_is_what_torch_keeps():
     answer = planned("pp=2", "schedule=zero_bubble", "tp=1")
-    at = answer.searched.best.arrangement
-    rows = int(ROWS / at.row_parts)
+    at = answer.search.best.config
+    rows = int(ROWS / at.batch_parts)
     block, taken = Chain(1), torch.ones(rows, WIDTH, requires_grad=True)
     given = block(taken)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         kept = stage_backward_input([given], [torch.ones(rows, WIDTH)], [taken], block.parameters())
-    options = [node.options[0] for node in ways_of(answer.layers, answer.work, at, answer.speed).choices.nodes]
-    of_block = sum(one.owed for one in options) / len(answer.layers.captured.blocks[0])
+    options = [node.options[0] for node in build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes]
+    of_block = sum(one.deferred_bytes for one in options) / len(answer.layers.captured.blocks[0])
     more = sum(event.self_cpu_memory_usage for event in seen.events())
     assert kept[1]
     assert more == pytest.approx(of_block + 4 * rows * WIDTH, rel=0.01)  # the gradient of the input is sent
@@ -112,24 +112,24 @@ def test_convolutions_have_half_of_their_backward_pass_left():
     answer = px.auto_parallel(
         convolutions, torch.zeros(64, 8, 64), cluster=read_cluster(SLOW_CARDS), limits=("schedule=zero_bubble",)
     )
-    at, added = answer.searched.best.arrangement, 2 * answer.speed.host.selective_op_s
-    nodes = ways_of(answer.layers, answer.work, at, answer.speed).choices.nodes
-    whole = [node for node in nodes if node.options[0].weights_s]
+    at, added = answer.search.best.config, 2 * answer.machine.host.selective_op_s
+    nodes = build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes
+    whole = [node for node in nodes if node.options[0].weight_grad_s]
     assert len(whole) == 4
     first, second = whole[0].options[0], whole[1].options[0]
-    assert first.weights_s == pytest.approx(first.backward_s - added)
-    assert second.weights_s == pytest.approx((second.backward_s - added) / 2)
+    assert first.weight_grad_s == pytest.approx(first.backward_s - added)
+    assert second.weight_grad_s == pytest.approx((second.backward_s - added) / 2)
 
 
 def test_a_plan_is_as_long_and_as_full_event_by_event_as_the_planner_says():
     answer = planned("pp=2", "schedule=zero_bubble")
-    assert len(answer.searched.candidates) > 1
-    for place, candidate in enumerate(answer.searched.candidates):
+    assert len(answer.search.top_k) > 1
+    for place, candidate in enumerate(answer.search.top_k):
         simulated = answer.simulate(place)
         step = simulated.simulation
         assert step.pipeline.schedule.kind == "zero_bubble"
-        assert step.step_time_s == pytest.approx(candidate.seconds, rel=0.05), candidate.arrangement
-        assert max(step.peaks) == pytest.approx(candidate.peak, rel=1e-9), candidate.arrangement
+        assert step.step_time_s == pytest.approx(candidate.step_time_s, rel=0.05), candidate.config
+        assert max(step.peaks) == pytest.approx(candidate.memory_bytes, rel=1e-9), candidate.config
         assert {"F", "I", "W"} <= {one.kind for one in step.slices}
 
 
@@ -144,8 +144,8 @@ def test_an_answer_says_which_schedule_it_is_and_why_not_another():
     assert plain.plan.schedule.kind == "1f1b"
     assert fixed.seconds < plain.seconds
     assert "With schedule=1f1b" in planned("pp=2").why_not("schedule=1f1b")
-    assert {at.stages for at in planned("schedule=none").searched.arrangements} == {1}
-    assert {at.virtual for at in planned("schedule=interleaved").searched.arrangements} == {2}
+    assert {at.stages for at in planned("schedule=none").search.configs} == {1}
+    assert {at.virtual for at in planned("schedule=interleaved").search.configs} == {2}
     model = Chain()
     assert _first_beyond_this_version(fixed.plan, shape_of(model), model) is None
 
@@ -181,7 +181,7 @@ def frozen_start() -> nn.Module:
 )
 def test_why_backward_passes_are_not_taken_apart(build, settings, why):
     answer = plan_of(build(), "pp=2", **settings)
-    assert not any(at.zero_bubble for at in answer.searched.arrangements)
+    assert not any(at.zero_bubble for at in answer.search.configs)
     assert f"zero bubble, as {why}" in answer.left_out
     said = answer.why_not("schedule=zero_bubble")
     assert f"keeps to the limits 'pp=2', 'schedule=zero_bubble' (not searched: zero bubble, as {why})" in said

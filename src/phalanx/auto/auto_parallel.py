@@ -10,33 +10,49 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.auto.capture.graph import Captured
-from phalanx.auto.capture.layers import EVERY_WAY, Layers, Region, Way
-from phalanx.auto.capture.module_calls import Segment, segments
-from phalanx.auto.capture.shape_check import cannot_run_cut, may_be_cut
+from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.layers import ALL_STRATEGIES, Layers, LayerStrategy, ShardedRegion
+from phalanx.auto.capture.module_calls import ModuleCall, list_module_calls
+from phalanx.auto.capture.partition_points import PartitionPoints
+from phalanx.auto.capture.shape_check import check_runs_sharded, find_shardable_layers
 from phalanx.auto.capture.step import capture
-from phalanx.auto.cost.machine_model import STATES, Speed, speed_of_devices, speed_of_machine
-from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.cost.machine_model import (
+    OPTIMIZER_STATES,
+    MachineModel,
+    build_datasheet_machine,
+    build_measured_machine,
+)
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.planner import Candidate, NothingFitsError, Searched, arrangements_of, search_plans
-from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.from_plan import read_plan
+from phalanx.auto.planner.planner import Candidate, DoesNotFitError, PlanSearch, list_configs, search_plans
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.planner.to_plan import check_base
 from phalanx.auto.planner.unsupported import (
-    left_out_in_stages,
-    left_out_of_limits,
-    none_left,
-    pieces_or_why,
-    why_unsharded,
-    why_unsplit,
+    explain_empty_space,
+    explain_unsearched_limits,
+    find_pieces_or_reason,
+    find_sharding_obstacles,
+    find_zero_bubble_obstacle,
+    list_unsearched_pipelines,
 )
 from phalanx.auto.predict.prediction import USABLE
-from phalanx.auto.search.request import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
-from phalanx.auto.units import read_size, some
+from phalanx.auto.search.request import (
+    PLAN_KNOBS,
+    Limit,
+    check_arguments,
+    is_config_limit,
+    read_layer_limit,
+    read_limit,
+)
+from phalanx.auto.simulate.values import SimulatedStep
+from phalanx.auto.units import format_names, read_size
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import ConfigError, PlanError
-from phalanx.plan.value import matches
+from phalanx.plan.value import Plan, matches
 from phalanx.strategy import DistributedStrategy
 
 
@@ -53,7 +69,7 @@ def auto_parallel(
     top_k: int = 5,
     time_limit: float | None = None,
     alternatives: Iterable[str] = (),
-) -> Planned:
+) -> PlanResult:
     """Return the fastest Plan to train a model on a cluster, with a proof of how good it is.
 
     Not collective, and needs no device of the cluster: the model is captured under fake tensors, where it is.
@@ -66,11 +82,11 @@ def auto_parallel(
         cluster: Words such as `h100x8,nodes=16`, `herex2` or `cpux2`, a file, or a cluster; when None, in a job the
             ranks of it (`px.auto_parallel`), else this host, as measured by `phalanx calibrate`.
         optimizer: The optimizer that trains the model, or one of `sgd`, `momentum` and `adam`.
-        limits: What is fixed: of the arrangement, `tp<=2`, `dp=4`, `zero=0`, `recompute=none`; of layers,
+        limits: What is fixed: of the parallel config, `tp<=2`, `dp=4`, `zero=0`, `recompute=none`; of layers,
             `classifier.*=whole`, or `column`, `row`, `vocab`. Repeated blocks are cut alike: a limit on one is on all.
         memory: Bytes that a rank may use, or words such as `8GiB`; what the cluster's devices have when None.
         strategy: Settings of everything that the planner does not decide, such as `amp`.
-        top_k: Arrangements of which the fastest Plan is proved.
+        top_k: Parallel configs of which the fastest Plan is proved.
         time_limit: Seconds after which the best so far is returned with its gap.
         alternatives: Limits that the answer's `why_not` will be asked for, so that a wrong word is an error before the
             search and not after it.
@@ -82,46 +98,99 @@ def auto_parallel(
     base = strategy or DistributedStrategy()
     check_base(base)
     _check_numbers(top_k, time_limit)
-    given = None if memory is None else _bytes_of(memory)
-    check_asked(model, limits, given, top_k)
-    found = read_cluster("here" if cluster is None else cluster).weakest()
-    room = USABLE * found.nodes[0].device.memory if given is None else given
+    memory_bytes = None if memory is None else _bytes_of(memory)
+    check_arguments(model, limits, memory_bytes, top_k)
+    target = read_cluster("here" if cluster is None else cluster).weakest()
+    room = USABLE * target.nodes[0].device.memory if memory_bytes is None else memory_bytes
     _check_sparse(model)
     captured = capture(model, sample, loss_fn)
-    found_segments, said = segments(captured), tuple(limits)
-    _read_limits((*said, *alternatives), found_segments)
-    pieces, unstaged = pieces_or_why(model, captured, found_segments)
-    unsharded = why_unsharded(captured)
-    layers = Layers(
-        captured=captured,
-        segments=found_segments,
-        may_be_cut=may_be_cut(model),
-        pieces=pieces,
-        optimizer=_kind_of(optimizer),
-        blocks=_outermost(captured.blocks),
-    )
-    speed = speed_of(found, _precision(captured, base))
-    work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
-    unsplit = why_unsplit(layers, base)
+    calls, limit_words = list_module_calls(captured), tuple(limits)
+    _read_limits((*limit_words, *alternatives), calls)
+    pieces, unstaged = find_pieces_or_reason(model, captured, calls)
+    unsharded = find_sharding_obstacles(captured)
+    layers = _build_layers(model, captured, calls, pieces, optimizer)
+    machine = build_machine(target, _precision(captured, base))
+    work = LayerWork(captured, calls, layers.blocks, machine.operators)
+    unsplit = find_zero_bubble_obstacle(layers, base)
     search = _Search(
-        model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unstaged, unsharded, unsplit
+        model, sample, loss_fn, target, machine, room, top_k, time_limit, layers, work, unstaged, unsharded, unsplit
     )
-    searched = search(said)
-    whole_loss = None if loss_fn is None or found.devices == 1 else text("left out cut loss")
-    in_stages = left_out_in_stages(searched.arrangements, unsplit)
-    not_tried = (unstaged, *unsharded.values(), *_apart(search), *in_stages, whole_loss)
-    return Planned(
-        searched=searched,
+    searched = search(limit_words)
+    whole_loss = None if loss_fn is None or target.devices == 1 else text("left out cut loss")
+    in_stages = list_unsearched_pipelines(searched.configs, unsplit)
+    not_tried = (unstaged, *unsharded.values(), *_explain_whole_tokens(search), *in_stages, whole_loss)
+    return PlanResult(
+        search=searched,
         layers=search.layers,
         work=work,
-        speed=speed,
+        machine=machine,
         room=room,
-        where=str(found),
+        where=str(target),
         base=base,
         left_out=tuple(dict.fromkeys(why for why in not_tried if why is not None)),
-        search_again=lambda more: search((*said, *more)),
-        alone=lambda: search.alone_s(given),
-        usd_per_hour=found.usd_per_hour,
+        search_again=lambda more: search((*limit_words, *more)),
+        alone=lambda: search.alone_s(memory_bytes),
+        usd_per_hour=target.usd_per_hour,
+    )
+
+
+def simulate_plan(
+    plan: Plan,
+    model: nn.Module,
+    sample: Any,
+    loss_fn: LossFunction | None = None,
+    *,
+    cluster: str | Cluster | None = None,
+    optimizer: Optimizer | str = "adam",
+) -> SimulatedStep:
+    """Return a step of a Plan, also of one edited by hand, event by event.
+
+    Not collective, and needs no device of the cluster, as `auto_parallel`, whose other arguments these are.
+
+    Args:
+        plan: The Plan.
+        model: A plain module.
+        sample: One global batch.
+        loss_fn: Takes the model's output and the target.
+        cluster: What runs the Plan; this host when None.
+        optimizer: The optimizer that trains the model, or its kind.
+
+    Raises:
+        ConfigError: If the model cannot be captured.
+        PlanError: If the Plan is for another number of ranks, or says something that has no price.
+    """
+    target = read_cluster("here" if cluster is None else cluster).weakest()
+    if target.devices != plan.world_size:
+        raise PlanError(text("plan of other ranks", ranks=plan.world_size, cluster=target, devices=target.devices))
+    captured = capture(model, sample, loss_fn)
+    calls = list_module_calls(captured)
+    pieces, _ = find_pieces_or_reason(model, captured, calls)
+    layers = _build_layers(model, captured, calls, pieces, optimizer)
+    dtype = next((rule.dtype for rule in plan.modules if not rule.match and rule.dtype), None)
+    machine = build_machine(target, _precision_of(dtype or _parameter_dtype(captured)))
+    work = LayerWork(captured, calls, layers.blocks, machine.operators)
+    per_node = target.nodes[0].devices
+    assignment = read_plan(plan, layers, batch_size=_batch_size(calls), per_node=per_node)
+    simulated = simulate_assignment(assignment, layers, work, machine)
+    hour = target.usd_per_hour
+    price = None if hour is None else hour / 3600 * simulated.simulation.step_time_s
+    return replace(simulated, usd_per_step=price)
+
+
+def _build_layers(
+    model: nn.Module,
+    captured: CapturedStep,
+    calls: tuple[ModuleCall, ...],
+    pieces: PartitionPoints | None,
+    optimizer: Optimizer | str,
+) -> Layers:
+    return Layers(
+        captured=captured,
+        calls=calls,
+        shardable=find_shardable_layers(model),
+        pieces=pieces,
+        optimizer=_optimizer_kind(optimizer),
+        blocks=_outermost(captured.blocks),
     )
 
 
@@ -133,14 +202,14 @@ def _check_numbers(top_k: object, time_limit: object) -> None:
 
 
 def _bytes_of(memory: float | str) -> float:
-    found = read_size(memory)
-    if found is None:
+    size = read_size(memory)
+    if size is None:
         raise ConfigError(text("no bytes", name="memory", value=memory))
-    return found
+    return size
 
 
-def _apart(search: _Search) -> tuple[str, ...]:
-    return () if search.layers.on_tokens else (text("left out tokens"),)
+def _explain_whole_tokens(search: _Search) -> tuple[str, ...]:
+    return () if search.layers.shards_tokens else (text("left out tokens"),)
 
 
 def _check_sparse(model: nn.Module) -> None:
@@ -150,21 +219,28 @@ def _check_sparse(model: nn.Module) -> None:
         raise PlanError(text("sparse gradients", name=name))
 
 
-def speed_of(cluster: Cluster, precision: str) -> Speed:
+def build_machine(cluster: Cluster, precision: str) -> MachineModel:
     """Return the speed of a cluster: as measured where it was, else by its devices' data sheets."""
     if cluster.measured is not None:
-        return speed_of_machine(cluster.measured.at(cluster.devices))
-    return speed_of_devices(cluster, precision)
+        return build_measured_machine(cluster.measured.at(cluster.devices))
+    return build_datasheet_machine(cluster, precision)
 
 
-def _precision(captured: Captured, strategy: DistributedStrategy) -> str:
+def _precision(captured: CapturedStep, strategy: DistributedStrategy) -> str:
     """Return what products are computed in."""
-    dtype = strategy.amp_dtype if strategy.amp else next((p.dtype for p in captured.parameters), "float32")
+    return _precision_of(strategy.amp_dtype if strategy.amp else _parameter_dtype(captured))
+
+
+def _precision_of(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
 
 
-_KIND_OF = {"column": "Linear", "row": "Linear", "vocab": "Embedding"}
-"""The kind of layers that a way is of."""
+def _parameter_dtype(captured: CapturedStep) -> str:
+    return next((param.dtype for param in captured.parameters), "float32")
+
+
+_STYLED_KIND = {"column": "Linear", "row": "Linear", "vocab": "Embedding"}
+"""The kind of layer that a style applies to."""
 
 
 @dataclass
@@ -175,7 +251,7 @@ class _Search:
     sample: Any
     loss_fn: LossFunction | None
     cluster: Cluster
-    speed: Speed
+    machine: MachineModel
     room: float
     top_k: int
     time_limit: float | None
@@ -190,43 +266,55 @@ class _Search:
     unsplit: str | None
     """Why gradients of its weights cannot be computed after those of inputs; None if they can be."""
 
-    runs: dict[Region, bool] = field(default_factory=dict)
+    runs: dict[ShardedRegion, bool] = field(default_factory=dict)
 
-    def __call__(self, limits: tuple[str, ...]) -> Searched:
-        """Search, and search again without the ways that do not run, until all that was found does."""
-        shape, unwanted = _read_limits(limits, self.layers.segments)
+    def __call__(self, limits: tuple[str, ...]) -> PlanSearch:
+        """Search, and repeat without strategies that fail, until every candidate runs."""
+        shape, unwanted = _read_limits(limits, self.layers.calls)
         stop = None if self.time_limit is None else time.monotonic() + self.time_limit
-        arrangements = [at for at in self._arrangements() if all(one.allows(_knobs(at)) for one in shape)]
-        if not arrangements:
-            raise PlanError(none_left(limits, left_out_of_limits(shape, self.unstaged, self.unsharded, self.unsplit)))
+        configs = [
+            config
+            for config in self._arrangements()
+            if all(candidate.allows(_get_knobs(config)) for candidate in shape)
+        ]
+        if not configs:
+            raise PlanError(
+                explain_empty_space(
+                    limits, explain_unsearched_limits(shape, self.unstaged, self.unsharded, self.unsplit)
+                )
+            )
         while True:
-            layers = replace(self.layers, unwanted=unwanted)
-            found: Searched | NothingFitsError
+            layers = replace(self.layers, excluded=unwanted)
+            result: PlanSearch | DoesNotFitError
             try:
-                found = search_plans(
+                result = search_plans(
                     layers,
                     self.work,
-                    arrangements,
-                    self.speed,
+                    configs,
+                    self.machine,
                     room=self.room,
                     top_k=self.top_k,
                     time_limit=None if stop is None else stop - time.monotonic(),
                     limits=limits,
                 )
-            except NothingFitsError as error:
-                found = error
-            told = found.candidates if isinstance(found, Searched) else (found.least,)
-            failing = {region for one in told for region in self._failing(one)}
+            except DoesNotFitError as error:
+                result = error
+            candidates = result.top_k if isinstance(result, PlanSearch) else (result.least,)
+            failing = {region for candidate in candidates for region in self._failing(candidate)}
             if not failing:
-                if isinstance(found, Searched):
-                    return found
-                raise PlanError(str(found))
-            # Other ways that leave tokens apart would most likely meet the same code.
-            apart = {region for region in failing if any("tokens" in (way.takes, way.gives) for _, way in region.ways)}
+                if isinstance(result, PlanSearch):
+                    return result
+                raise PlanError(str(result))
+            # Other strategies that shard tokens would most likely meet the same code.
+            apart = {
+                region
+                for region in failing
+                if any("tokens" in (strategy.input_state, strategy.output_state) for _, strategy in region.strategies)
+            }
             self.layers = replace(
                 self.layers,
-                failing=self.layers.failing | (failing - apart),
-                on_tokens=self.layers.on_tokens and not apart,
+                failing_regions=self.layers.failing_regions | (failing - apart),
+                shards_tokens=self.layers.shards_tokens and not apart,
             )
 
     def alone_s(self, memory: float | None) -> float | None:
@@ -238,109 +326,125 @@ class _Search:
         measured, blocks = self.cluster.measured, self.layers.blocks
         if measured is None or 1 not in measured.rates or self.cluster.devices == 1:
             return None
-        layers, speed = replace(self.layers, unwanted=frozenset()), speed_of_machine(measured.at(1))
-        work = LayerWork(layers.captured, layers.segments, blocks, speed.operators)
-        one = arrangements_of(1, has_blocks=bool(blocks), rows=_rows(layers.segments))
+        layers, machine = replace(self.layers, excluded=frozenset()), build_measured_machine(measured.at(1))
+        work = LayerWork(layers.captured, layers.calls, blocks, machine.operators)
+        configs = list_configs(1, has_blocks=bool(blocks), rows=_batch_size(layers.calls))
         room = USABLE * measured.memory if memory is None else memory
         try:
-            return search_plans(layers, work, one, speed, room=room, top_k=1, time_limit=self.time_limit).best.seconds
+            return search_plans(
+                layers, work, configs, machine, room=room, top_k=1, time_limit=self.time_limit
+            ).best.step_time_s
         except PlanError:
             return None
 
-    def _arrangements(self) -> Iterator[Arrangement]:
+    def _arrangements(self) -> Iterator[ParallelConfig]:
         pieces = self.layers.pieces
-        found = arrangements_of(
+        configs = list_configs(
             self.cluster.devices,
             has_blocks=bool(self.layers.blocks),
             per_node=self.cluster.nodes[0].devices,
             pieces=1 if pieces is None else len(pieces.starts),
-            rows=_rows(self.layers.segments),
+            rows=_batch_size(self.layers.calls),
             may_split=self.unsplit is None,
         )
-        return (at for at in found if not at.zero or (at.stages > 1) not in self.unsharded)
+        return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)
 
-    def _failing(self, candidate: Candidate) -> Iterator[Region]:
-        """Yield regions of a candidate in which the model's code needs activations whole that are cut."""
-        for places in _regions(self.layers.segments, candidate.picked):
-            ways = {segment.path: way for segment, way in places if way.style is not None}
-            parts = candidate.arrangement.model
-            region = Region(parts, frozenset((segment.like, way) for segment, way in places))
+    def _failing(self, candidate: Candidate) -> Iterator[ShardedRegion]:
+        """Yield regions of a candidate in which the model's code fails on sharded activations."""
+        for places in _find_regions(self.layers.calls, candidate.call_strategies):
+            strategies = {call.path: strategy for call, strategy in places if strategy.style is not None}
+            parts = candidate.config.model
+            region = ShardedRegion(parts, frozenset((call.template, strategy) for call, strategy in places))
             if region not in self.runs:
-                self.runs[region] = cannot_run_cut(self.model, self.sample, self.loss_fn, ways, parts) is None
+                self.runs[region] = check_runs_sharded(self.model, self.sample, self.loss_fn, strategies, parts) is None
             if not self.runs[region]:
                 yield region
 
 
-def _regions(found: tuple[Segment, ...], picked: tuple[Way, ...]) -> list[list[tuple[Segment, Way]]]:
-    """Return runs of segments that hand activations to each other cut."""
+def _find_regions(
+    calls: tuple[ModuleCall, ...], strategies: tuple[LayerStrategy, ...]
+) -> list[list[tuple[ModuleCall, LayerStrategy]]]:
+    """Return runs of calls that hand activations to each other cut."""
     region: dict[int, int] = {}
-    for place, (segment, way) in enumerate(zip(found, picked, strict=True)):
-        if way.takes == way.gives == "whole":
+    for position, (call, strategy) in enumerate(zip(calls, strategies, strict=True)):
+        if strategy.input_state == strategy.output_state == "whole":
             continue
-        region[place] = place
-        for source in segment.inputs:
-            if way.takes_of(source) != "whole":
+        region[position] = position
+        for source in call.inputs:
+            if strategy.input_state_of(source) != "whole":
                 assert isinstance(source.source, int)
-                joined = region[source.source]
-                region = {one: region[place] if root == joined else root for one, root in region.items()}
+                source_region = region[source.source]
+                region = {
+                    member: region[position] if root == source_region else root for member, root in region.items()
+                }
     roots = dict.fromkeys(region.values())
-    return [[(found[one], picked[one]) for one, root in region.items() if root == chosen] for chosen in roots]
+    return [
+        [(calls[member], strategies[member]) for member, root in region.items() if root == chosen] for chosen in roots
+    ]
 
 
-def _knobs(at: Arrangement) -> dict[str, int | str]:
+def _get_knobs(config: ParallelConfig) -> dict[str, int | str]:
     return {
-        "dp": at.data,
-        "tp": at.model,
-        "pp": at.stages,
-        "vpp": at.virtual,
-        "zero": at.zero,
-        "micro": at.micro_batches,
-        "schedule": at.schedule,
-        "recompute": at.recompute,
+        "dp": config.data,
+        "tp": config.model,
+        "pp": config.stages,
+        "vpp": config.virtual,
+        "zero": config.zero,
+        "micro": config.micro_batches,
+        "schedule": config.schedule,
+        "recompute": config.recompute,
     }
 
 
-def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[list[Limit], frozenset[tuple[int, Way]]]:
-    """Return limits of the arrangement, and the ways that limits of layers leave out."""
+def _read_limits(
+    limits: tuple[str, ...], calls: tuple[ModuleCall, ...]
+) -> tuple[list[Limit], frozenset[tuple[int, LayerStrategy]]]:
+    """Return limits of the config, and the strategies that limits of layers exclude."""
     shape: list[Limit] = []
-    unwanted: set[tuple[int, Way]] = set()
-    paths = {segment.path: segment.like for segment in found if not segment.is_glue}
-    for said in limits:
-        if is_of_arrangement(said):
-            shape.append(read_limit(said, PLAN_KNOBS))
+    unwanted: set[tuple[int, LayerStrategy]] = set()
+    paths = {call.path: call.template for call in calls if not call.is_glue}
+    for word in limits:
+        if is_config_limit(word):
+            shape.append(read_limit(word, PLAN_KNOBS))
             continue
-        name, style = read_layer_limit(said)
+        name, style = read_layer_limit(word)
         matching = {like for path, like in paths.items() if matches(name, path)}
         if not matching:
             raise ConfigError(
-                text("limit of no layer", said=said, layer=name, nearest=meant(name, paths), known=some(paths))
+                text("limit of no layer", said=word, layer=name, nearest=meant(name, paths), known=format_names(paths))
             )
-        _check_kinds(said, style, [segment for segment in found if segment.like in matching])
-        unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
+        _check_kinds(word, style, [call for call in calls if call.template in matching])
+        unwanted |= {
+            (like, strategy) for like in matching for strategy in ALL_STRATEGIES if (strategy.style or "whole") != style
+        }
     return shape, frozenset(unwanted)
 
 
-def _check_kinds(said: str, style: str, asked: Iterable[Segment]) -> None:
-    """Raise unless layers are of the kind that has this way at all."""
-    able = _KIND_OF.get(style)
-    wrong = None if able is None else next((one for one in asked if one.kind != able), None)
+def _check_kinds(limit: str, style: str, calls: Iterable[ModuleCall]) -> None:
+    """Raise unless layers are of the kind that this style applies to."""
+    able = _STYLED_KIND.get(style)
+    wrong = None if able is None else next((call for call in calls if call.kind != able), None)
     if wrong is not None:
         why = text("limit of a head", layer=wrong.path) if (style, wrong.kind) == ("vocab", "Linear") else ""
         raise PlanError(
-            text("limit of another kind", said=said, layer=wrong.path, kind=wrong.kind, style=style, able=able, why=why)
+            text(
+                "limit of another kind", said=limit, layer=wrong.path, kind=wrong.kind, style=style, able=able, why=why
+            )
         )
 
 
-def _rows(found: tuple[Segment, ...]) -> int:
+def _batch_size(calls: tuple[ModuleCall, ...]) -> int:
     """Return the rows of the sample; 0 if no tensor of it is read."""
-    shapes = (s.value.shape for one in found for s in one.inputs if isinstance(s.source, str) and "sample" in s.source)
+    shapes = (
+        s.value.shape for call in calls for s in call.inputs if isinstance(s.source, str) and "sample" in s.source
+    )
     return next((shape[0] for shape in shapes if shape), 0)
 
 
-def _kind_of(optimizer: Optimizer | str) -> str:
+def _optimizer_kind(optimizer: Optimizer | str) -> str:
     if isinstance(optimizer, str):
-        if optimizer not in STATES:
-            raise ConfigError(text("unknown optimizer", said=optimizer, known=", ".join(STATES)))
+        if optimizer not in OPTIMIZER_STATES:
+            raise ConfigError(text("unknown optimizer", said=optimizer, known=", ".join(OPTIMIZER_STATES)))
         return optimizer
     group: Mapping[str, Any] = optimizer.param_groups[0]
     if "betas" in group:
@@ -350,8 +454,8 @@ def _kind_of(optimizer: Optimizer | str) -> str:
 
 def _outermost(blocks: Iterable[Iterable[str]]) -> tuple[str, ...]:
     paths = sorted({path for group in blocks for path in group}, key=len)
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in paths:
-        if not any(path.startswith(f"{outer}.") for outer in kept):
-            kept.append(path)
-    return tuple(kept)
+        if not any(path.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(path)
+    return tuple(outermost)

@@ -1,4 +1,4 @@
-"""The command `phalanx predict`, and `phalanx plan` of a described transformer."""
+"""The command `phalanx predict`, and `phalanx plan` of a transformer run spec."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.auto.predict.prediction import Prediction, predict
-from phalanx.auto.predict.run_file import described_in, read_run
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_file import parse_runs, read_run
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.search.request import read_limit
-from phalanx.auto.search.search import Choice, Found, search
-from phalanx.auto.simulate.files import check_folders, draw, drawn_options
-from phalanx.auto.units import percent
+from phalanx.auto.search.search import RunCandidate, RunSearch, search
+from phalanx.auto.simulate.files import check_folders, simulation_options, write_simulation
+from phalanx.auto.units import format_percent
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
 
@@ -28,42 +28,42 @@ from phalanx.errors import ConfigError
 @click.command("predict")
 @click.argument("file", type=click.File("r", encoding="utf-8", lazy=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
-@drawn_options
+@simulation_options
 def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | None) -> None:
-    """Predict step time and memory of described runs, a JSON object each; - reads them from standard input.
+    """Predict step time and memory of run specs, a JSON object each; - reads them from standard input.
 
     Needs no model and no devices. The format is that of docs/predict.md.
     """
     check_folders(trace, timeline)
-    runs = [read_run(one, place) for place, one in _described(file)]
+    runs = [read_run(description, position) for position, description in _read_described(file)]
     if len(runs) > 1 and (trace or timeline):
         raise click.UsageError(text("one run", options=text("show"), path=file.name, count=len(runs)))
-    found = [predict(run) for run in runs]
+    predictions = [predict(run) for run in runs]
     if as_json:
-        for prediction in found:
+        for prediction in predictions:
             click.echo(json.dumps(asdict(prediction)))
     else:
-        Console().print(_table(runs, found))
-    draw(runs[0], trace, timeline)
+        Console().print(_table(runs, predictions))
+    write_simulation(runs[0], trace, timeline)
 
 
-def _described(file: TextIO) -> list[tuple[str, Any]]:
-    """Return the runs of a file as `described_in` does, and say on standard error what else it has.
+def _read_described(file: TextIO) -> list[tuple[str, Any]]:
+    """Return the runs of a file as `parse_runs` does, and say on standard error what else it has.
 
     Raises:
         UsageError: If it has none.
     """
-    runs, collectives = described_in(file, file.name)
-    said = {"path": file.name, "count": collectives.total()}
-    said["kinds"] = ", ".join(f"{count} {kind}" for kind, count in collectives.most_common())
+    runs, collectives = parse_runs(file, file.name)
+    facts = {"path": file.name, "count": collectives.total()}
+    facts["kinds"] = ", ".join(f"{count} {kind}" for kind, count in collectives.most_common())
     if not runs:
-        raise click.UsageError(text("no run but collectives" if collectives else "no run", **said))
+        raise click.UsageError(text("no run but collectives" if collectives else "no run", **facts))
     if collectives:
-        click.echo(text("collectives skipped", **said), err=True)
+        click.echo(text("collectives skipped", **facts), err=True)
     return runs
 
 
-def _table(runs: Sequence[Run], found: Sequence[Prediction]) -> Table:
+def _table(runs: Sequence[RunSpec], predictions: Sequence[Prediction]) -> Table:
     grid = Table(box=box.SIMPLE, pad_edge=False, caption=text("predicted caption"))
     grid.add_column(text("predicted run"), overflow="fold")
     grid.add_column(text("predicted on"), no_wrap=True)
@@ -73,33 +73,33 @@ def _table(runs: Sequence[Run], found: Sequence[Prediction]) -> Table:
     has_measured = any(run.measured_step_time_s for run in runs)
     if has_measured:
         grid.add_column(text("predicted off"), justify="right", no_wrap=True)
-    for run, one in zip(runs, found, strict=True):
+    for run, prediction in zip(runs, predictions, strict=True):
         cells = [
             escape(run.name),
             f"{run.parallel.ranks} {run.cluster.device.split('-')[0]}",
-            f"{one.step_time_s:.3g}",
-            f"{one.tokens_per_s_per_device:,.0f}",
-            f"{one.model_tflops_per_device:.0f}",
-            f"{one.memory_gib:.1f}" if one.fits else f"[red]{one.memory_gib:.1f}![/red]",
-            _cause(one),
+            f"{prediction.step_time_s:.3g}",
+            f"{prediction.tokens_per_s_per_device:,.0f}",
+            f"{prediction.model_tflops_per_device:.0f}",
+            f"{prediction.memory_gib:.1f}" if prediction.fits else f"[red]{prediction.memory_gib:.1f}![/red]",
+            _describe_cause(prediction),
         ]
         if has_measured:
             measured = run.measured_step_time_s
-            cells.append(f"{one.step_time_s / measured - 1:+.0%}" if measured else "")
+            cells.append(f"{prediction.step_time_s / measured - 1:+.0%}" if measured else "")
         grid.add_row(*cells)
-    if not all(one.fits for one in found):
+    if not all(prediction.fits for prediction in predictions):
         grid.caption = text("predicted caption") + text("predicted too large")
     return grid
 
 
-def _cause(one: Prediction) -> str:
+def _describe_cause(prediction: Prediction) -> str:
     """Return what takes most of the step."""
-    seconds = {name.removesuffix("_s"): value for name, value in one.breakdown.items() if name.endswith("_s")}
+    seconds = {name.removesuffix("_s"): value for name, value in prediction.breakdown.items() if name.endswith("_s")}
     largest = max(seconds, key=lambda name: seconds[name])
-    return f"{text(f'spent {largest}')} {seconds[largest] / one.step_time_s:.0%}"
+    return f"{text(f'spent {largest}')} {seconds[largest] / prediction.step_time_s:.0%}"
 
 
-def plan_described(
+def plan_transformer(
     file: TextIO,
     *,
     cluster: str | None,
@@ -111,13 +111,13 @@ def plan_described(
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
-    """Print the fastest ways to cut a transformer that a file describes.
+    """Print the fastest parallel configurations of the transformer in a run file.
 
     Args:
         file: One run as `phalanx predict` takes it, without what is searched.
         cluster: Words; the file's own when None.
         limits: What to keep to.
-        alternatives: Further limits whose cost is said.
+        alternatives: Further limits whose cost is printed.
         top: How many choices to show.
         time_limit: Seconds.
         as_json: Whether to print one JSON object.
@@ -127,81 +127,81 @@ def plan_described(
     Raises:
         ConfigError: If the file describes no run.
     """
-    runs = _described(file)
+    runs = _read_described(file)
     if len(runs) > 1:
         raise click.UsageError(text("one run", options=text("plan takes"), path=file.name, count=len(runs)))
-    place, described = runs[0]
+    position, described = runs[0]
     if not isinstance(described, dict):
-        raise ConfigError(text("not an object", place=place, found=type(described).__name__))
-    for one in alternatives:
-        read_limit(one)  # a wrong word is to be said before the search
-    found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
-    reasons = [found.why_not(one) for one in alternatives]
+        raise ConfigError(text("not an object", place=position, found=type(described).__name__))
+    for limit in alternatives:
+        read_limit(limit)  # invalid limits raise before the search
+    result = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
+    reasons = [result.why_not(limit) for limit in alternatives]
     if as_json:
-        click.echo(json.dumps(_as_json(found) | {"why_not": reasons}))
+        click.echo(json.dumps(_as_json(result) | {"why_not": reasons}))
     else:
-        _print(found, reasons)
-    draw(found.best.run, trace, timeline)
+        _print(result, reasons)
+    write_simulation(result.best.run, trace, timeline)
 
 
-def _print(found: Found, reasons: Sequence[str]) -> None:
+def _print(result: RunSearch, reasons: Sequence[str]) -> None:
     console = Console()
-    console.print(_choices(found))
-    spaces = (f"{_searched(name)} {', '.join(map(str, values))}" for name, values in found.dimensions.items())
+    console.print(_candidates_table(result))
+    spaces = (f"{_dimension_label(name)} {', '.join(map(str, values))}" for name, values in result.dimensions.items())
     proved = text(
         "choices proved",
-        choices=f"{found.choices:,}",
-        priced=f"{found.priced:,}",
-        simulated=found.simulated,
-        bound=f"{found.bound:.4g}",
-        gap=percent(found.gap),
+        choices=f"{result.choices:,}",
+        priced=f"{result.priced:,}",
+        simulated=result.simulated,
+        bound=f"{result.bound:.4g}",
+        gap=format_percent(result.gap),
     )
     console.print(proved, highlight=False)
-    if (usd := found.best.usd_per_step) is not None:
+    if (usd := result.best.usd_per_step) is not None:
         console.print(text("choices price", usd=f"{usd:.4g}"), highlight=False)
     console.print(text("choices searched", space="; ".join(spaces)), style="dim", highlight=False)
-    console.print(text("plan not searched", why=found.not_searched), style="dim", highlight=False)
+    console.print(text("plan not searched", why=result.not_searched), style="dim", highlight=False)
     for reason in reasons:
         console.print(reason, highlight=False)
 
 
-def _searched(name: str) -> str:
+def _dimension_label(name: str) -> str:
     """Return what a dimension is; `micro` is a number elsewhere (`auto/search/request`)."""
     return text("choices micro") if name == "micro" else name
 
 
-def _choices(found: Found) -> Table:
+def _candidates_table(result: RunSearch) -> Table:
     grid = Table(box=box.SIMPLE, pad_edge=False, padding=0)  # twelve columns in eighty places
-    for name in (*found.best.values, text("predicted step"), text("choices formula"), "tokens/s", "GiB"):
+    for name in (*result.best.values, text("predicted step"), text("choices formula"), "tokens/s", "GiB"):
         grid.add_column(name, justify="right", no_wrap=True)
-    for choice in found.top_k:
-        one = choice.prediction
+    for candidate in result.top_k:
+        prediction = candidate.prediction
         grid.add_row(
-            *map(str, choice.values.values()),
-            "-" if choice.simulated_s is None else f"{choice.simulated_s:.4g}",
-            f"{one.step_time_s:.4g}",
-            f"{one.tokens_per_s_per_device * one.step_time_s / choice.step_time_s:,.0f}",
-            f"{one.memory_gib:.1f}",
+            *map(str, candidate.values.values()),
+            "-" if candidate.simulated_s is None else f"{candidate.simulated_s:.4g}",
+            f"{prediction.step_time_s:.4g}",
+            f"{prediction.tokens_per_s_per_device * prediction.step_time_s / candidate.step_time_s:,.0f}",
+            f"{prediction.memory_gib:.1f}",
         )
     return grid
 
 
-def _as_json(found: Found) -> dict[str, object]:
+def _as_json(result: RunSearch) -> dict[str, object]:
     return {
-        "bound_s": found.bound,
-        "gap_percent": found.gap,
-        "choices": found.choices,
-        "priced": found.priced,
-        "simulated": found.simulated,
-        "dimensions": found.dimensions,
-        "not_searched": found.not_searched,
-        "top": [_choice_as_json(choice) for choice in found.top_k],
+        "bound_s": result.bound,
+        "gap_percent": result.gap,
+        "choices": result.choices,
+        "priced": result.priced,
+        "simulated": result.simulated,
+        "dimensions": result.dimensions,
+        "not_searched": result.not_searched,
+        "top": [_candidate_as_json(candidate) for candidate in result.top_k],
     }
 
 
-def _choice_as_json(choice: Choice) -> dict[str, object]:
-    return choice.values | {
-        "simulated_step_time_s": choice.simulated_s,
-        "usd_per_step": choice.usd_per_step,
-        "prediction": asdict(choice.prediction),
+def _candidate_as_json(candidate: RunCandidate) -> dict[str, object]:
+    return candidate.values | {
+        "simulated_step_time_s": candidate.simulated_s,
+        "usd_per_step": candidate.usd_per_step,
+        "prediction": asdict(candidate.prediction),
     }

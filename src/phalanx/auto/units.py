@@ -18,12 +18,12 @@ def read_size(value: float | str) -> float | None:
     return parse_bytes(str(value), any_case=True)
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Return a percentage in two digits, or as many as it has before the point."""
     return f"{value:.2g}" if value < 10 else f"{value:.0f}"
 
 
-def some(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Return names, of many the first."""
     shown, more = ", ".join(islice(names, _MOST_NAMES)), len(names) - _MOST_NAMES
     return text("and more", names=shown, count=more) if more > 0 else shown

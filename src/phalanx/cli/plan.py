@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 from rich.console import Console
 
-from phalanx.auto.search.request import PLAN_KNOBS, is_of_arrangement, read_layer_limit, read_limit
-from phalanx.auto.simulate.files import check_folders, draw_simulated, drawn_options, write_file
+from phalanx.auto.search.request import PLAN_KNOBS, is_config_limit, read_layer_limit, read_limit
+from phalanx.auto.simulate.files import check_folders, simulation_options, write_file, write_simulated_step
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import read_cluster
 
 if TYPE_CHECKING:  # a described transformer needs no torch
-    from phalanx.auto.planner.result import Planned
+    from phalanx.auto.planner.result import PlanResult
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -45,7 +45,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--save", type=_FILE, metavar="FILE.json", help="Write a script's Plan to this file.")
 @click.option("--picture", type=_FILE, metavar="FILE.svg", help="Draw a script's model with its placements.")
-@drawn_options
+@simulation_options
 def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
     """Find the fastest way to train on a cluster, and prove how good it is. The cluster need not be there.
 
@@ -58,10 +58,10 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
         return
     if any([arguments, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
         raise click.UsageError(text("script only"))
-    from phalanx.auto.commands import plan_described
+    from phalanx.auto.commands import plan_transformer
 
     with click.open_file(str(file), encoding="utf-8") as opened:
-        plan_described(cast(TextIO, opened), **options)
+        plan_transformer(cast(TextIO, opened), **options)
 
 
 def _plan_script(
@@ -98,12 +98,12 @@ def _plan_script(
     else:
         _print(answer, alternatives)
     if picture is not None:
-        from phalanx.auto.planner.picture import picture_of_plan
+        from phalanx.auto.planner.picture import draw_plan
 
-        write_file(picture, picture_of_plan(answer))
+        write_file(picture, draw_plan(answer))
         click.echo(text("plan picture", path=picture), err=True)
     if trace is not None or timeline is not None:
-        draw_simulated(answer.simulate(), answer.seconds, trace, timeline)
+        write_simulated_step(answer.simulate(), answer.seconds, trace, timeline)
     if save is not None:
         from phalanx.plan.files import save_plan
 
@@ -116,13 +116,13 @@ def _check_words(cluster: str | None, limits: Iterable[str]) -> None:
     if cluster is not None:
         read_cluster(cluster)
     for limit in limits:
-        if is_of_arrangement(limit):
+        if is_config_limit(limit):
             read_limit(limit, PLAN_KNOBS)
         else:
             read_layer_limit(limit)
 
 
-def _print(answer: Planned, alternatives: Iterable[str]) -> None:
+def _print(answer: PlanResult, alternatives: Iterable[str]) -> None:
     console = Console()
     console.print(answer)
     for limit in alternatives:

@@ -102,8 +102,6 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
     if len(pushes) > 1:
         return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
-        if module.compiled is not None:
-            return f"modules[{module.match}]"
         if module.dtype not in (None, "float32") and module.match:
             return (
                 f"modules[{module.match}].dtype = {module.dtype}: a whole model computes in it, or modules in float32"
@@ -117,7 +115,7 @@ def _beyond_steps(plan: Plan) -> str | None:
     if plan.world_size > 1 and not step.batch_axes and not plan.modules and not plan.ops:
         axes = tuple(axis.name for axis in plan.mesh)
         return f"plan.step.batch_axes = (): every rank would compute the same; name the axes that carry rows of {axes}"
-    return "plan.step.sink" if step.sink != 1 else None
+    return None
 
 
 def _beyond_operators(plan: Plan, model: nn.Module) -> str | None:

@@ -46,7 +46,7 @@ def cut_stages(shape: ModelShape, count: int, cuts: Sequence[str] = ()) -> dict[
 
 def stage_of(plan: Plan, name: str) -> int | None:
     """Return the stage of what has this name, of the unit that holds it; None outside all units."""
-    stages = {rule.match: rule.stage for rule in plan.modules}
+    stages = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
     while name and stages.get(name) is None:
         name = name.rpartition(".")[0]
     return stages.get(name) if name else None

@@ -13,6 +13,7 @@ import fnmatch
 import hashlib
 import json
 import math
+from functools import cached_property
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -40,13 +41,6 @@ class Replicate(Value):
     kind: Literal["replicate"] = "replicate"
 
 
-class Partial(Value):
-    """Every rank of the axis holds a term; the tensor is their reduction."""
-
-    kind: Literal["partial"] = "partial"
-    op: Literal["sum", "mean", "max", "min"] = "sum"
-
-
 class Shard(Value):
     """Every rank of the axis holds a slice along one dim."""
 
@@ -56,7 +50,7 @@ class Shard(Value):
     """Rows of each rank's slice; an even split (larger slices first) when None."""
 
 
-Placement = Annotated[Replicate | Partial | Shard, Field(discriminator="kind")]
+Placement = Annotated[Replicate | Shard, Field(discriminator="kind")]
 Layout = dict[str, Placement]
 """One placement per mesh axis, by axis name; an axis that is not named replicates."""
 
@@ -205,8 +199,6 @@ class ModuleRule(Value):
     pure: bool = False
     """Whether parameters have that dtype too, with a float32 copy in the optimizer."""
 
-    compiled: bool | None = None
-
 
 class OpRule(Value):
     """Placement of one operator's outputs; only valid with the digest of the captured graph it was made for."""
@@ -276,8 +268,6 @@ class Step(Value):
     """Whether that update uses their mean; their sum otherwise."""
 
     compiled: bool = False
-    sink: PositiveInt = 1
-    """Steps per return to the host."""
 
     scaler: Scaler | None = None
     sync_bn: bool = False
@@ -349,18 +339,24 @@ class Plan(Value):
 
     def rule_for(self, name: str) -> ParamRule:
         """Return the rule of the parameter with this plain name: the last that matches."""
-        global _index
-        index = _index
-        if index.params is not self.params:
-            index = _index = _Index(self.params)
-        return index.find(name)
+        return self._rules.find(name)
+
+    @cached_property
+    def _rules(self) -> _RuleIndex:
+        return _RuleIndex(self.params)
+
+    def __copy__(self) -> Self:
+        """Copy without the index of rules: `model_copy` may give the copy other rules."""
+        copied = super().__copy__()
+        copied.__dict__.pop("_rules", None)
+        return copied
 
     def digest(self) -> str:
         """Return a short digest of everything but the reasons."""
         return digest_of(self.model_dump(mode="json", exclude={"because"}))
 
 
-class _Index:
+class _RuleIndex:
     """Rules by pattern, so that a name is not compared with the thousands that have none but an exact name."""
 
     def __init__(self, params: tuple[ParamRule, ...]) -> None:
@@ -378,7 +374,6 @@ class _Index:
 
 
 _ANY = ParamRule(match="*")
-_index = _Index(())
 
 
 def matches(pattern: str, name: str) -> bool:

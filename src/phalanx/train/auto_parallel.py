@@ -8,18 +8,18 @@ from functools import wraps
 from typing import ParamSpec
 
 from phalanx.auto.auto_parallel import auto_parallel as search
-from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.result import PlanResult
 from phalanx.train.job_cluster import job_cluster
 from phalanx.train.model.planning import require_no_tables
 
 Params = ParamSpec("Params")
 
 
-def _of_this_job(plan: Callable[Params, Planned]) -> Callable[Params, Planned]:
+def _of_this_job(plan: Callable[Params, PlanResult]) -> Callable[Params, PlanResult]:
     signature = inspect.signature(plan)
 
     @wraps(plan)
-    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> Planned:
+    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> PlanResult:
         require_no_tables(signature.bind(*args, **kwargs).arguments["model"])
         if kwargs.get("cluster") is None:
             kwargs["cluster"] = job_cluster()

@@ -11,7 +11,9 @@ from phalanx.auto.capture.graph import Argument, Operator, Read, with_reads
 from phalanx.plan.shape import ParamShape
 
 
-def repeated_blocks(operators: Sequence[Operator], parameters: Iterable[ParamShape]) -> tuple[tuple[str, ...], ...]:
+def find_repeated_blocks(
+    operators: Sequence[Operator], parameters: Iterable[ParamShape]
+) -> tuple[tuple[str, ...], ...]:
     """Return groups of two or more modules whose forward operators, shapes, edges and inner modules are the same.
 
     A block computes with parameters more than once: single layers are none. Of blocks inside one another the outermost
@@ -22,27 +24,29 @@ def repeated_blocks(operators: Sequence[Operator], parameters: Iterable[ParamSha
         parameters: Of the model.
     """
     trainable = {param.name: param.trainable for param in parameters}
-    inside = _inside(operators, {path for name in trainable for path in above(name)})
+    inside = _inside(operators, {path for name in trainable for path in parent_paths(name)})
     alike: dict[str, list[str]] = defaultdict(list)
     for path in sorted(inside, key=lambda path: path.count(".")):
         if sum(1 for at in inside[path] if operators[at].parameters and operators[at].read_bytes) > 1:
             alike[_structure(path, inside[path], operators, trainable)].append(path)
     taken: set[str] = set()
-    found = []
+    groups = []
     for paths in alike.values():
-        members = [path for path in paths if taken.isdisjoint(above(path))]
+        members = [path for path in paths if taken.isdisjoint(parent_paths(path))]
         if len(members) > 1:
             taken.update(members)
-            found.append(tuple(sorted(members, key=lambda path: inside[path][0])))
-    return tuple(sorted(found, key=lambda group: inside[group[0]][0]))
+            groups.append(tuple(sorted(members, key=lambda path: inside[path][0])))
+    return tuple(sorted(groups, key=lambda group: inside[group[0]][0]))
 
 
 def is_inside(path: str, modules: Iterable[str]) -> bool:
     """Return whether a module is one of some modules, or in one."""
-    return not {path, *above(path)}.isdisjoint(modules)
+    return not {path, *parent_paths(path)}.isdisjoint(modules)
 
 
-def in_a_row(operators: Sequence[Operator], alone: Callable[[Operator], bool]) -> tuple[list[list[int]], list[int]]:
+def group_consecutive(
+    operators: Sequence[Operator], alone: Callable[[Operator], bool]
+) -> tuple[list[list[int]], list[int]]:
     """Return positions of operators that one call of a module ran in a row, and for each operator its run.
 
     Args:
@@ -54,17 +58,17 @@ def in_a_row(operators: Sequence[Operator], alone: Callable[[Operator], bool]) -
     before: object = None
     for at, operator in enumerate(operators):
         origin = None if operator.origin is None else run_of[operator.origin]
-        place = at if alone(operator) else (operator.phase, operator.module, operator.call, origin)
-        if place == before:
+        group = at if alone(operator) else (operator.phase, operator.module, operator.call, origin)
+        if group == before:
             runs[-1].append(at)
         else:
             runs.append([at])
         run_of.append(len(runs) - 1)
-        before = place
+        before = group
     return runs, run_of
 
 
-def put_together(
+def merge_operators(
     operators: Sequence[Operator], kinds: Mapping[str, str], keep: Callable[[Operator], bool]
 ) -> tuple[Operator, ...]:
     """Return a step in which operators that a module ran in a row are one, except those to keep.
@@ -74,7 +78,7 @@ def put_together(
         kinds: Class of each module by path.
         keep: Which operators stay as they are.
     """
-    runs, run_of = in_a_row(operators, keep)
+    runs, run_of = group_consecutive(operators, keep)
     leaves: list[dict[tuple[int, int], int]] = [{} for _ in runs]
     """Outputs that operators of other runs read, with their number in the run."""
     for at, operator in enumerate(operators):
@@ -83,7 +87,7 @@ def put_together(
                 seen = leaves[run_of[read.source]]
                 seen.setdefault((read.source, read.output), len(seen))
 
-    def moved(read: Read) -> Read:
+    def renumber(read: Read) -> Read:
         if isinstance(read.source, str):
             return read
         run = run_of[read.source]
@@ -95,8 +99,8 @@ def put_together(
         first, last_use = ops[0], run_of[max(op.last_use for op in ops)]
         origin = None if first.origin is None else run_of[first.origin]
         if keep(first):
-            keywords = tuple((name, with_reads(value, moved)) for name, value in first.keywords)
-            arguments = tuple(with_reads(value, moved) for value in first.arguments)
+            keywords = tuple((name, with_reads(value, renumber)) for name, value in first.keywords)
+            arguments = tuple(with_reads(value, renumber) for value in first.arguments)
             return replace(first, arguments=arguments, keywords=keywords, last_use=last_use, origin=origin)
         outside = (r for op in ops for r in op.reads() if isinstance(r.source, str) or run_of[r.source] != run)
         return Operator(
@@ -105,13 +109,13 @@ def put_together(
             call=first.call,
             phase=first.phase,
             origin=origin,
-            arguments=tuple(dict.fromkeys(moved(read) for read in outside)),
+            arguments=tuple(dict.fromkeys(renumber(read) for read in outside)),
             outputs=tuple(operators[at].outputs[number] for at, number in leaves[run]) or ops[-1].outputs,
             parameters=tuple(dict.fromkeys(name for op in ops for name in op.parameters)),
             flops=sum(op.flops for op in ops),
             read_bytes=sum(op.read_bytes for op in ops),
             written_bytes=sum(op.written_bytes for op in ops),
-            kept_bytes=sum(op.kept_bytes for op in ops),
+            saved_bytes=sum(op.saved_bytes for op in ops),
             last_use=last_use,
             returned=any(op.returned for op in ops),
         )
@@ -119,7 +123,7 @@ def put_together(
     return tuple(one(run, members) for run, members in enumerate(runs))
 
 
-def above(path: str) -> list[str]:
+def parent_paths(path: str) -> list[str]:
     """Return the paths of the modules around a module or parameter, without the whole model's."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts))]
@@ -130,7 +134,7 @@ def _inside(operators: Sequence[Operator], modules: set[str]) -> dict[str, list[
     inside: dict[str, list[int]] = defaultdict(list)
     for at, operator in enumerate(operators):
         if operator.phase == "forward":
-            for path in modules.intersection((*above(operator.module), operator.module)):
+            for path in modules.intersection((*parent_paths(operator.module), operator.module)):
                 inside[path].append(at)
     return inside
 
@@ -148,11 +152,11 @@ def _structure(path: str, inside: Sequence[int], operators: Sequence[Operator], 
         number = numbers.setdefault((read.source, read.output), len(numbers))
         return ("own" if own else "outside", number, trainable.get(name), str(read.value))
 
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for at in inside:
         operator = operators[at]
         arguments = [with_reads(value, renamed) for value in operator.arguments]
         keywords = [(name, with_reads(value, renamed)) for name, value in operator.keywords]
         call = (operator.module.removeprefix(path), numbers.setdefault((operator.module, operator.call), len(numbers)))
-        said.update(repr((operator.name, call, arguments, keywords, operator.outputs)).encode())
-    return said.hexdigest()
+        digest.update(repr((operator.name, call, arguments, keywords, operator.outputs)).encode())
+    return digest.hexdigest()

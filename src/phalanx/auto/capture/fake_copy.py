@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 Substitute = Callable[[Tensor], Tensor]
 
 
-def copied(parts: tuple[Any, ...], substitute: Substitute) -> tuple[Any, ...]:
+def copy_parts(parts: tuple[Any, ...], substitute: Substitute) -> tuple[Any, ...]:
     """Return modules, functions and samples copied, with `substitute` of every tensor in them; tied ones stay tied."""
     # Copying looks an object up by its id first: tensors that are answered there are never copied themselves.
     memo: dict[int, Any] = {id(tensor): substitute(tensor) for tensor in _tensors(parts)}
     return copy.deepcopy(parts, memo)
 
 
-def meant_by_meta(parts: tuple[Any, ...]) -> torch.device:
+def resolve_meta_device(parts: tuple[Any, ...]) -> torch.device:
     """Return where tensors on the meta device are to be taken for: where all others are, or just there.
 
     So a model that was built without memory is captured with samples that have some, and the reverse.
@@ -32,7 +32,7 @@ def meant_by_meta(parts: tuple[Any, ...]) -> torch.device:
     return real.pop() if len(real) == 1 else torch.device("meta")
 
 
-def dummy(meant: torch.device, tensor: Tensor) -> Tensor:
+def make_dummy(meant: torch.device, tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype, of ones if they are floats or booleans, else of zeros.
 
     Whole numbers are often indices, for which 0 is always right.
@@ -41,22 +41,22 @@ def dummy(meant: torch.device, tensor: Tensor) -> Tensor:
         meant: Where it is if the other is on the meta device; else where the other is.
         tensor: The other.
     """
-    one = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+    has_ones = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
     device = meant if tensor.is_meta else tensor.device
-    made = (torch.ones_like if one else torch.zeros_like)(tensor.detach(), device=device)
+    values = (torch.ones_like if has_ones else torch.zeros_like)(tensor.detach(), device=device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values.requires_grad_(tensor.requires_grad)
 
 
 def _tensors(parts: tuple[Any, ...]) -> Iterator[Tensor]:
     for part in parts:
-        for held in _held(part) if isinstance(part, nn.Module) else tree_leaves(part):
-            if isinstance(held, Tensor):
-                yield held
+        for leaf in _list_tensors(part) if isinstance(part, nn.Module) else tree_leaves(part):
+            if isinstance(leaf, Tensor):
+                yield leaf
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
+def _list_tensors(model: nn.Module) -> Iterator[Any]:
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():
@@ -64,12 +64,12 @@ def _held(model: nn.Module) -> Iterator[Any]:
 
 
 @contextmanager
-def random_numbers_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Put torch's, Python's and NumPy's random numbers back after the block, which finds the same ones each time."""
     python, numpy = random.getstate(), np.random.get_state()
     cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(cards):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed cards, for good
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs, for good
         random.seed(0)
         np.random.seed(0)
         try:

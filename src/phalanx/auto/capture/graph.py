@@ -76,7 +76,7 @@ class Operator:
 
     read_bytes: int
     written_bytes: int
-    kept_bytes: int
+    saved_bytes: int
     """Bytes it made that autograd keeps for the backward pass."""
 
     last_use: int
@@ -92,7 +92,7 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
+class CapturedStep:
     """A training step without optimizer: forward, loss and backward pass of a model on one batch."""
 
     level: Level
@@ -119,9 +119,9 @@ class Captured:
         return sum(operator.flops for operator in self.operators)
 
     @property
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes of activations that the forward pass keeps for the backward pass."""
-        return sum(operator.kept_bytes for operator in self.operators)
+        return sum(operator.saved_bytes for operator in self.operators)
 
     def within(self, path: str) -> tuple[Operator, ...]:
         """Return the operators of a module and of those inside it; all for the empty path."""
@@ -134,12 +134,12 @@ class Captured:
         """
         # A plain walk over the fields would be JSON of twice the size; the form of a dataclass is as canonical.
         forward = [
-            (one.name, one.module, one.call, one.arguments, one.keywords, one.outputs)
-            for one in self.operators
-            if one.phase == "forward"
+            (operator.name, operator.module, operator.call, operator.arguments, operator.keywords, operator.outputs)
+            for operator in self.operators
+            if operator.phase == "forward"
         ]
-        said = (forward, self.modules, self.parameters, self.buffers, self.tied)
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        content = (forward, self.modules, self.parameters, self.buffers, self.tied)
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def reads_in(argument: Argument) -> Iterator[Read]:

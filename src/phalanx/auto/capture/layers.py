@@ -1,4 +1,4 @@
-"""The layers of a captured model as a planner sees them, and the ways in which each may be computed (pure)."""
+"""The layers of a captured model as a planner sees them, and the strategies of each (pure)."""
 
 from __future__ import annotations
 
@@ -6,152 +6,152 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.auto.capture.graph import Captured
-from phalanx.auto.capture.module_calls import Input, Segment
-from phalanx.auto.capture.operator_sites import form_of, parts_of
-from phalanx.auto.capture.partition_points import Pieces
+from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.module_calls import CallInput, ModuleCall
+from phalanx.auto.capture.operator_sites import find_operator_parts, operator_form
+from phalanx.auto.capture.partition_points import PartitionPoints
 from phalanx.plan.rules.tensor import Style
 
-State = Literal["whole", "features", "tokens"]
-"""How an activation stands between layers whose ranks read the same rows: whole, or cut along the last dim, or along
+ActivationState = Literal["whole", "features", "tokens"]
+"""How an activation stands between layers whose ranks read the same samples: whole, or cut along the last dim, or along
 the one before, in which the tokens of a sequence follow each other."""
 
 
-class Way(NamedTuple):
+class LayerStrategy(NamedTuple):
     """How a part of the model is computed."""
 
     style: Style | Literal["parts"] | None
     """Style of `px.shard`, or `parts`: its operators are placed, each computed in parts
     (`auto/capture/operator_sites`). None as it stands."""
 
-    takes: State = "whole"
+    input_state: ActivationState = "whole"
     """How its input arrives."""
 
-    gives: State = "whole"
+    output_state: ActivationState = "whole"
     """How its output leaves."""
 
     @property
-    def takes_cut(self) -> bool:
+    def has_sharded_input(self) -> bool:
         """Whether its input arrives cut along the last dim."""
-        return self.takes == "features"
+        return self.input_state == "features"
 
     @property
-    def gives_cut(self) -> bool:
+    def has_sharded_output(self) -> bool:
         """Whether its output leaves cut along the last dim."""
-        return self.gives == "features"
+        return self.output_state == "features"
 
-    def takes_of(self, source: Input) -> State:
-        """Return how one of its inputs arrives; masks and the like may be whole where activations are cut."""
-        if self.takes == "features":
+    def input_state_of(self, source: CallInput) -> ActivationState:
+        """Return how one of its inputs arrives; masks and the like may be replicated where activations are sharded."""
+        if self.input_state == "features":
             return "features" if source.follows or self.style is not None else "whole"
-        return self.takes if isinstance(source.source, int) else "whole"
+        return self.input_state if isinstance(source.source, int) else "whole"
 
     def __str__(self) -> str:
         if self.style in (None, "sequence"):
-            return {"whole": "whole", "features": "cut as it comes", "tokens": "on its tokens"}[self.takes]
-        taken, given = _WORDS[self.takes], _WORDS[self.gives]
-        return f"{self.style}{f' from {taken}' if taken else ''}{f' to {given}' if given else ''}"
+            return {"whole": "whole", "features": "cut as it comes", "tokens": "on its tokens"}[self.input_state]
+        source, target = _WORDS[self.input_state], _WORDS[self.output_state]
+        return f"{self.style}{f' from {source}' if source else ''}{f' to {target}' if target else ''}"
 
 
-_WORDS: dict[State, str] = {"whole": "", "features": "cut", "tokens": "tokens"}
+_WORDS: dict[ActivationState, str] = {"whole": "", "features": "cut", "tokens": "tokens"}
 
-_TOKENS_TOO: tuple[State, ...] = ("whole", "tokens")
-_CUT_TOO: tuple[State, ...] = ("whole", "features")
+_TOKENS_TOO: tuple[ActivationState, ...] = ("whole", "tokens")
+_CUT_TOO: tuple[ActivationState, ...] = ("whole", "features")
 
-WHOLE = Way(None)
-PARTS = Way("parts")
+WHOLE = LayerStrategy(None)
+PARTS = LayerStrategy("parts")
 
-EVERY_WAY = (
+ALL_STRATEGIES = (
     WHOLE,
-    Way(None, "features", "features"),
-    Way(None, "tokens", "tokens"),
-    Way("sequence", "tokens", "tokens"),
-    *(Way("column", taken, given) for taken in _TOKENS_TOO for given in _CUT_TOO),
-    *(Way("row", taken, given) for taken in _CUT_TOO for given in _TOKENS_TOO),
-    *(Way("vocab", gives=given) for given in _TOKENS_TOO),
+    LayerStrategy(None, "features", "features"),
+    LayerStrategy(None, "tokens", "tokens"),
+    LayerStrategy("sequence", "tokens", "tokens"),
+    *(LayerStrategy("column", source, target) for source in _TOKENS_TOO for target in _CUT_TOO),
+    *(LayerStrategy("row", source, target) for source in _CUT_TOO for target in _TOKENS_TOO),
+    *(LayerStrategy("vocab", output_state=target) for target in _TOKENS_TOO),
     PARTS,
 )
 
 
-class Region(NamedTuple):
+class ShardedRegion(NamedTuple):
     """Layers between which activations stay cut."""
 
     parts: int
     """Number of ranks over which they are cut."""
 
-    ways: frozenset[tuple[int, Way]]
-    """By `Segment.like`."""
+    strategies: frozenset[tuple[int, LayerStrategy]]
+    """By `ModuleCall.template`."""
 
 
-class Calls:
-    """Which segments are alike, and which call a module or read a parameter that others do too."""
+class CallIndex:
+    """Which calls are alike, and which call a module or read a parameter that others do too."""
 
-    def __init__(self, found: tuple[Segment, ...]) -> None:
-        self.alike: dict[int, list[Segment]] = {}
-        """By `Segment.like`."""
+    def __init__(self, calls: tuple[ModuleCall, ...]) -> None:
+        self.alike: dict[int, list[ModuleCall]] = {}
+        """By `ModuleCall.template`."""
 
         users: dict[str, set[str]] = {}
-        for segment in found:
-            self.alike.setdefault(segment.like, []).append(segment)
+        for segment in calls:
+            self.alike.setdefault(segment.template, []).append(segment)
             for param in segment.parameters:
                 users.setdefault(param.name, set()).add(segment.path)
-        self.once = {path for path, count in Counter(one.path for one in found).items() if count == 1}
-        """Modules that run in one segment."""
+        self.once = {path for path, count in Counter(call.path for call in calls).items() if count == 1}
+        """Modules that run in one call."""
 
         self.shared = {name for name, paths in users.items() if len(paths) > 1}
         """Parameters of several modules."""
 
-        self.ends = {segment.like for segment in found if segment.is_returned}
-        """By `Segment.like`, those whose outputs leave the model: who reads them is not known, and takes them whole."""
+        self.ends = {segment.template for segment in calls if segment.is_returned}
+        """By `ModuleCall.template`: calls whose outputs leave the model, and so have to be replicated."""
 
         self._forms: dict[int, tuple[object, ...]] = {}
 
-    def form(self, captured: Captured, segment: Segment) -> tuple[object, ...]:
-        """Return the form of a segment's operators."""
-        if segment.like not in self._forms:
-            self._forms[segment.like] = form_of(captured, segment.operators)
-        return self._forms[segment.like]
+    def form(self, captured: CapturedStep, call: ModuleCall) -> tuple[object, ...]:
+        """Return the form of a call's operators."""
+        if call.template not in self._forms:
+            self._forms[call.template] = operator_form(captured, call.operators)
+        return self._forms[call.template]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
     """A captured model, the optimizer it trains with, and what its layers may not be."""
 
-    captured: Captured
-    segments: tuple[Segment, ...]
-    may_be_cut: frozenset[str]
+    captured: CapturedStep
+    calls: tuple[ModuleCall, ...]
+    shardable: frozenset[str]
     """Paths of the layers that can have a style."""
 
     optimizer: str = "sgd"
     """`sgd`, `momentum` or `adam`."""
 
     blocks: tuple[str, ...] = ()
-    """Paths of the repeated blocks, none inside another: what may be computed again."""
+    """Paths of the repeated blocks, none inside another: what may be recomputed."""
 
-    pieces: Pieces | None = None
+    pieces: PartitionPoints | None = None
     """Where the model may be cut into stages; None if it cannot be."""
 
-    unwanted: frozenset[tuple[int, Way]] = frozenset()
-    """Ways that the user does not want, by `Segment.like`."""
+    excluded: frozenset[tuple[int, LayerStrategy]] = frozenset()
+    """Ways that the user does not want, by `ModuleCall.template`."""
 
-    failing: frozenset[Region] = frozenset()
+    failing_regions: frozenset[ShardedRegion] = frozenset()
     """Ways that do not run together."""
 
-    on_tokens: bool = True
+    shards_tokens: bool = True
     """Whether activations may be cut along their tokens between layers."""
 
-    known_parts: dict[tuple[object, int], bool] = field(default_factory=dict, compare=False, repr=False)
-    """Whether so many ranks can compute parts of a segment, by the form of its operators; kept over searches."""
+    operator_parts_cache: dict[tuple[object, int], bool] = field(default_factory=dict, compare=False, repr=False)
+    """Whether so many ranks can compute parts of a call, by the form of its operators; kept over searches."""
 
-    calls: Calls = field(init=False, compare=False, repr=False)
-    """How segments are called."""
+    index: CallIndex = field(init=False, compare=False, repr=False)
+    """Which calls repeat each other, and which modules are called once."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "calls", Calls(self.segments))
+        object.__setattr__(self, "index", CallIndex(self.calls))
 
-    def has_parts(self, segment: Segment, ranks: int) -> bool:
+    def has_parts(self, call: ModuleCall, ranks: int) -> bool:
         """Return whether so many ranks can compute parts of a call of a module, operator by operator."""
-        key = self.calls.form(self.captured, segment), ranks
-        if key not in self.known_parts:
-            self.known_parts[key] = parts_of(self.captured, segment.operators, ranks) is not None
-        return self.known_parts[key]
+        key = self.index.form(self.captured, call), ranks
+        if key not in self.operator_parts_cache:
+            self.operator_parts_cache[key] = find_operator_parts(self.captured, call.operators, ranks) is not None
+        return self.operator_parts_cache[key]

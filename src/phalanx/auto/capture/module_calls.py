@@ -1,4 +1,4 @@
-"""A captured step as calls of modules: what a planner that places whole modules needs to know of each."""
+"""A captured step as calls of modules: what a planner that places modules needs to know of each."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx.auto.capture.blocks import above, in_a_row, is_inside
-from phalanx.auto.capture.graph import Captured, Operator, Read, TensorShape
-from phalanx.auto.capture.shard_propagation import Cut, Cuts, passed
+from phalanx.auto.capture.blocks import group_consecutive, is_inside, parent_paths
+from phalanx.auto.capture.graph import CapturedStep, Operator, Read, TensorShape
+from phalanx.auto.capture.shard_propagation import ShardedDim, ShardedDims, propagate
 from phalanx.plan.shape import ParamShape
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """A tensor that a segment reads, which is no parameter."""
+class CallInput:
+    """A tensor that a call reads, which is no parameter."""
 
     source: int | str
-    """Position of the segment that made it, or `sample:<number>`, `buffer:<name>`, `constant`."""
+    """Position of the call that made it, or `sample:<number>`, `buffer:<name>`, `constant`."""
 
     value: TensorShape
     follows: bool
-    """Whether a cut of the last dimension that passes the segment cuts this too; see `Segment.last_dim_parts`."""
+    """Whether a cut of the last dimension that passes the call cuts this too; see `ModuleCall.last_dim_parts`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class ModuleCall:
     """What one call of a module runs between the modules it calls, and what that costs backward."""
 
     path: str
@@ -39,11 +39,11 @@ class Segment:
     parameters: tuple[ParamShape, ...]
     """Those it reads, tied ones under their first name."""
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[CallInput, ...]
     """Each once, in the order they are read; a residual addition has two."""
 
     outputs: tuple[TensorShape, ...]
-    """What later segments read or, of the last ones, what the last operator makes."""
+    """What later calls read or, of the last ones, what the last operator makes."""
 
     forward_flops: int
     backward_flops: int
@@ -57,7 +57,7 @@ class Segment:
     """Operators that move bytes; those that only change how memory is seen are none."""
 
     backward_kernels: int
-    kept_bytes: int
+    saved_bytes: int
     """Of the activations it makes, those that autograd keeps for the backward pass."""
 
     last_dim_parts: int
@@ -67,7 +67,7 @@ class Segment:
     Element-wise modules have the size of the dimension, attention with separate queries, keys and values its heads."""
 
     token_parts: int
-    """The same of the dimension before the last, of a sequence. All inputs that segments made are cut so; they have
+    """The same of the dimension before the last, of a sequence. All inputs that calls made are cut so; they have
     three dimensions or more."""
 
     is_returned: bool
@@ -77,8 +77,8 @@ class Segment:
     """Whether each row of the outputs takes no more than the same row of the inputs. Rows are the first dimension of
     the sample, two or more, wherever they went. False for batch norm in training, for the loss, and if not known."""
 
-    like: int
-    """Position of the same segment in the first block of a group of repeated ones; its own if it is in none."""
+    template: int
+    """Position of the same call in the first block of a group of repeated ones; its own if it is in none."""
 
     operators: tuple[int, ...]
     """Positions of its operators in the captured step, forward."""
@@ -90,37 +90,37 @@ _ON_TOKENS = 3
 """Dimensions of an activation of tokens: rows, tokens, features."""
 
 
-def segments(captured: Captured) -> tuple[Segment, ...]:
+def list_module_calls(captured: CapturedStep) -> tuple[ModuleCall, ...]:
     """Return the calls of modules of a captured step in the order of the forward pass, the loss last.
 
     At level `hooks`, and for glue at level `modules`, operators are not known, and so nothing passes.
     """
-    return _Reader(captured).segments()
+    return _CallReader(captured).calls()
 
 
-class _Reader:
-    def __init__(self, captured: Captured) -> None:
+class _CallReader:
+    def __init__(self, captured: CapturedStep) -> None:
         self._captured = captured
         self._ops = captured.operators
-        runs, _ = in_a_row(self._ops, lambda operator: False)
-        self._runs = _gathered([run for run in runs if self._ops[run[0]].phase != "backward"], self._ops)
+        runs, _ = group_consecutive(self._ops, lambda operator: False)
+        self._runs = _merge_runs([run for run in runs if self._ops[run[0]].phase != "backward"], self._ops)
         self._run_of = {at: number for number, run in enumerate(self._runs) for at in run}
         self._read_later = self._outputs_read_later()
         self._rows, self._mixing = self._followed_rows()
 
-    def segments(self) -> tuple[Segment, ...]:
+    def calls(self) -> tuple[ModuleCall, ...]:
         kinds = dict(self._captured.modules)
         paths = {self._ops[run[0]].module for run in self._runs}
-        callers = {caller for path in paths if path for caller in ("", *above(path))}
+        callers = {caller for path in paths if path for caller in ("", *parent_paths(path))}
         params = {param.name: param for param in self._captured.parameters}
         backward, like = self._backward(), self._alike()
-        found = []
+        calls = []
         for at, run in enumerate(self._runs):
             ops, back = [self._ops[n] for n in run], [self._ops[n] for n in backward[at]]
             is_loss = ops[0].phase == "loss"
             parts, follow = self._passing(run)
-            found.append(
-                Segment(
+            calls.append(
+                ModuleCall(
                     path=ops[0].module,
                     kind="loss" if is_loss else kinds[ops[0].module],
                     is_glue=is_loss or ops[0].module in callers,
@@ -133,17 +133,17 @@ class _Reader:
                     backward_bytes=sum(op.read_bytes + op.written_bytes for op in back),
                     forward_kernels=_kernels(ops),
                     backward_kernels=_kernels(back),
-                    kept_bytes=sum(op.kept_bytes for op in ops),
+                    saved_bytes=sum(op.saved_bytes for op in ops),
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),
                     is_returned=at not in self._read_later or any(op.returned for op in ops),
                     keeps_rows=self._mixing.isdisjoint(run),
-                    like=like.get(at, at),
+                    template=like.get(at, at),
                     operators=tuple(run),
                     backward_operators=tuple(backward[at]),
                 )
             )
-        return tuple(found)
+        return tuple(calls)
 
     def _passing(self, run: Sequence[int]) -> tuple[int, Callable[[Read], bool]]:
         """Return the parts of a cut of the last dimension that passes, and which reads from outside it cuts.
@@ -157,23 +157,27 @@ class _Reader:
         return 0, lambda read: False
 
     def _token_parts(self, run: Sequence[int]) -> int:
-        made = [read for read in self._outside(run) if isinstance(read.source, int)]
-        if not made or any(len(read.value.shape) < _ON_TOKENS for read in made):
+        reads = [read for read in self._outside(run) if isinstance(read.source, int)]
+        if not reads or any(len(read.value.shape) < _ON_TOKENS for read in reads):
             return 0
         return self._through(run, lambda read: isinstance(read.source, int), from_end=2)
 
     def _through(self, run: Sequence[int], follows: Callable[[Read], bool], from_end: int = 1) -> int:
         """Return the parts of a cut of a dimension, counted from the end, that leaves a run as it enters it."""
-        state: dict[tuple[int, int], Cut | None] = {}
+        state: dict[tuple[int, int], ShardedDim | None] = {}
 
-        def find(read: Read) -> Cut | None:
+        def find(read: Read) -> ShardedDim | None:
             if isinstance(read.source, int) and (read.source, read.output) in state:
                 return state[read.source, read.output]
             shape = read.value.shape
-            return Cut(len(shape) - from_end, shape[-from_end]) if len(shape) >= from_end and follows(read) else None
+            return (
+                ShardedDim(len(shape) - from_end, shape[-from_end])
+                if len(shape) >= from_end and follows(read)
+                else None
+            )
 
         for at in run:
-            cuts = passed(self._ops[at], find)
+            cuts = propagate(self._ops[at], find)
             if cuts is None:
                 return 0
             state.update({(at, output): cut for output, cut in enumerate(cuts)})
@@ -182,26 +186,26 @@ class _Reader:
             return 0
         return math.gcd(*(cut.parts for cut, _ in ends if cut))
 
-    def _followed_rows(self) -> tuple[dict[tuple[int, int], Cut | None], set[int]]:
+    def _followed_rows(self) -> tuple[dict[tuple[int, int], ShardedDim | None], set[int]]:
         """Return where the rows of the sample are in each output, and the operators that mix them."""
         sample = [read for op in self._ops for read in op.reads() if str(read.source).startswith("sample:")]
         first = min(sample, key=lambda read: str(read.source), default=None)
         count = first.value.shape[0] if first and first.value.shape else 0
-        rows: dict[tuple[int, int], Cut | None] = {}
+        rows: dict[tuple[int, int], ShardedDim | None] = {}
         mixing = set()
 
-        def find(read: Read) -> Cut | None:
+        def find(read: Read) -> ShardedDim | None:
             if isinstance(read.source, int):
                 return rows[read.source, read.output]
             is_cut = read.source.startswith("sample:") and read.value.shape[:1] == (count,)
-            return Cut(0, count) if is_cut else None
+            return ShardedDim(0, count) if is_cut else None
 
         for run in self._runs:
             for at in run:
-                cuts = passed(self._ops[at], find)
+                cuts = propagate(self._ops[at], find)
                 if cuts is None:
                     mixing.add(at)
-                    cuts = _guessed(self._ops[at], find)
+                    cuts = _guess_rows(self._ops[at], find)
                 rows.update({(at, output): cut for output, cut in enumerate(cuts)})
         return rows, mixing
 
@@ -224,19 +228,19 @@ class _Reader:
         reads = (read for at in run for read in self._ops[at].reads())
         return dict.fromkeys(r for r in reads if r.source not in members and not str(r.source).startswith("parameter:"))
 
-    def _input(self, read: Read, follows: bool) -> Input:
+    def _input(self, read: Read, follows: bool) -> CallInput:
         source = self._run_of[read.source] if isinstance(read.source, int) else read.source
-        return Input(source, read.value, follows)
+        return CallInput(source, read.value, follows)
 
     def _backward(self) -> dict[int, list[int]]:
         """Return the backward operators of each run; those of no forward operator go to the last of their module."""
         last = {self._ops[run[0]].module: at for at, run in enumerate(self._runs)}
-        found: dict[int, list[int]] = defaultdict(list)
+        operators: dict[int, list[int]] = defaultdict(list)
         for at, op in enumerate(self._ops):
             if op.phase == "backward":
                 without = last.get(op.module, len(self._runs) - 1)
-                found[without if op.origin is None else self._run_of.get(op.origin, without)].append(at)
-        return found
+                operators[without if op.origin is None else self._run_of.get(op.origin, without)].append(at)
+        return operators
 
     def _alike(self) -> dict[int, int]:
         paths = [self._ops[run[0]].module for run in self._runs]
@@ -248,7 +252,7 @@ class _Reader:
         return like
 
 
-def _gathered(runs: Sequence[list[int]], operators: Sequence[Operator]) -> list[list[int]]:
+def _merge_runs(runs: Sequence[list[int]], operators: Sequence[Operator]) -> list[list[int]]:
     """Return runs, those that only one other run of the same call of a module reads together with it.
 
     Queries are reshaped before keys are computed, and belong to the attention all the same.
@@ -280,7 +284,7 @@ def _is_activation(read: Read) -> bool:
     return isinstance(read.source, int) or read.source.startswith("sample:")
 
 
-def _guessed(operator: Operator, find: Callable[[Read], Cut | None]) -> Cuts:
+def _guess_rows(operator: Operator, find: Callable[[Read], ShardedDim | None]) -> ShardedDims:
     """Return where rows are after an operator that mixes them: where they were, in outputs of that size."""
     sizes = [(read.value.shape[cut.dim], cut) for read in operator.reads() if (cut := find(read))]
     return tuple(

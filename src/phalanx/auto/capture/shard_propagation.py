@@ -18,7 +18,7 @@ from phalanx.auto.capture.graph import Argument, Operator, Read
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardedDim:
     """A tensor in equal parts along one dimension."""
 
     dim: int
@@ -29,16 +29,16 @@ class Cut:
     """How often the parts follow one another: 1 is a plain cut, more where another dimension was merged before it."""
 
 
-Cuts: TypeAlias = tuple[Cut | None, ...]
-"""How the outputs of an operator are cut; None is whole."""
+ShardedDims: TypeAlias = tuple[ShardedDim | None, ...]
+"""How the outputs of an operator are sharded; None is replicated."""
 
-_Find: TypeAlias = Callable[[Read], Cut | None]
-_Rule: TypeAlias = Callable[[Operator, _Find], Cuts | None]
+_Find: TypeAlias = Callable[[Read], ShardedDim | None]
+_Rule: TypeAlias = Callable[[Operator, _Find], ShardedDims | None]
 _Moves: TypeAlias = Callable[[Operator, int], Sequence[int | None]]
 """Says where each of a number of dimensions goes; None if a cut of it does not pass."""
 
 
-def passed(operator: Operator, find: _Find) -> Cuts | None:
+def propagate(operator: Operator, find: _Find) -> ShardedDims | None:
     """Return how the outputs are cut when what an operator reads is; None if it cannot compute so, or is not known.
 
     Args:
@@ -53,22 +53,22 @@ def passed(operator: Operator, find: _Find) -> Cuts | None:
         rule = _pointwise
     if rule is None:
         return None
-    found = rule(operator, find)
-    return found if found and all(cut is None or cut.parts > 1 for cut in found) else None
+    dims = rule(operator, find)
+    return dims if dims and all(cut is None or cut.parts > 1 for cut in dims) else None
 
 
 @cache
-def _found(name: str) -> Any:
+def _torch_operator(name: str) -> Any:
     """Return torch's operator of a name, or None."""
-    place: Any = torch.ops
+    operator: Any = torch.ops
     for part in name.split("."):
-        place = getattr(place, part, None)
-    return place if isinstance(place, torch._ops.OpOverload) else None
+        operator = getattr(operator, part, None)
+    return operator if isinstance(operator, torch._ops.OpOverload) else None
 
 
 def _is_pointwise(name: str) -> bool:
-    found = _found(name)
-    return found is not None and torch.Tag.pointwise in found.tags
+    operator = _torch_operator(name)
+    return operator is not None and torch.Tag.pointwise in operator.tags
 
 
 def _shape(operator: Operator, output: int = 0) -> tuple[int, ...]:
@@ -77,11 +77,11 @@ def _shape(operator: Operator, output: int = 0) -> tuple[int, ...]:
 
 def _argument(operator: Operator, name: str) -> Argument:
     """Return an argument by its name in torch's schema; its default if it was left out, None if there is none."""
-    given = dict(operator.keywords)
-    for at, argument in enumerate(_found(operator.name)._schema.arguments):
+    keywords = dict(operator.keywords)
+    for at, argument in enumerate(_torch_operator(operator.name)._schema.arguments):
         if argument.name == name:
             value: Argument = operator.arguments[at] if at < len(operator.arguments) else argument.default_value
-            return given.get(name, value)
+            return keywords.get(name, value)
     return None
 
 
@@ -90,58 +90,58 @@ def _dims(operator: Operator, name: str, sizes: int) -> list[int]:
     value = _argument(operator, name)
     if value is None:
         return list(range(sizes))
-    given = value if isinstance(value, tuple | list) else (value,)
-    return [int(dim) % max(sizes, 1) for dim in given if isinstance(dim, int)]
+    dims = value if isinstance(value, tuple | list) else (value,)
+    return [int(dim) % max(sizes, 1) for dim in dims if isinstance(dim, int)]
 
 
-def _everywhere(operator: Operator, cut: Cut | None) -> Cuts | None:
-    """Cut all outputs that have a dimension of the first one's size; others are whole."""
+def _shard_outputs(operator: Operator, cut: ShardedDim | None) -> ShardedDims | None:
+    """Shard all outputs that have a dimension of the first one's size; others are replicated."""
     if cut is None:
         return None
     size = _shape(operator)[cut.dim]
     return tuple(cut if o.shape[cut.dim : cut.dim + 1] == (size,) else None for o in operator.outputs)
 
 
-def _follows(read: Read, cut: Cut | None, wanted: Cut, sizes: int) -> bool:
+def _follows(read: Read, cut: ShardedDim | None, target: ShardedDim, sizes: int) -> bool:
     """Return whether a read, lined up at the last dimension, is cut as the outputs are or the same for all parts."""
-    at = wanted.dim - (sizes - len(read.value.shape))
+    at = target.dim - (sizes - len(read.value.shape))
     if at < 0 or read.value.shape[at] == 1:
         return cut is None
-    return cut is not None and (cut.dim, cut.repeats) == (at, wanted.repeats)
+    return cut is not None and (cut.dim, cut.repeats) == (at, target.repeats)
 
 
-def _together(operator: Operator, find: _Find, sizes: int) -> Cut | None:
+def _common_dim(operator: Operator, find: _Find, sizes: int) -> ShardedDim | None:
     """Return how tensors, lined up at the last dimension, are all cut."""
     reads = [(read, find(read)) for read in operator.reads()]
-    wanted = next(Cut(cut.dim + sizes - len(r.value.shape), cut.parts, cut.repeats) for r, cut in reads if cut)
-    if not all(_follows(read, cut, wanted, sizes) for read, cut in reads):
+    target = next(ShardedDim(cut.dim + sizes - len(r.value.shape), cut.parts, cut.repeats) for r, cut in reads if cut)
+    if not all(_follows(read, cut, target, sizes) for read, cut in reads):
         return None
-    return replace(wanted, parts=_parts(cut for _, cut in reads))
+    return replace(target, parts=_parts(cut for _, cut in reads))
 
 
-def _parts(cuts: Iterable[Cut | None]) -> int:
+def _parts(cuts: Iterable[ShardedDim | None]) -> int:
     return math.gcd(*(cut.parts for cut in cuts if cut))
 
 
-def _pointwise(operator: Operator, find: _Find) -> Cuts | None:
-    return _everywhere(operator, _together(operator, find, len(_shape(operator))))
+def _pointwise(operator: Operator, find: _Find) -> ShardedDims | None:
+    return _shard_outputs(operator, _common_dim(operator, find, len(_shape(operator))))
 
 
-def _first(to: _Moves) -> _Rule:
-    """Make a rule that moves a dimension of what is read first; all the rest is whole."""
+def _follow_first(to: _Moves) -> _Rule:
+    """Make a rule that moves a dimension of what is read first; all the rest is replicated."""
 
-    def rule(operator: Operator, find: _Find) -> Cuts | None:
+    def rule(operator: Operator, find: _Find) -> ShardedDims | None:
         first, *rest = operator.reads()
         cut = find(first)
         if cut is None or any(map(find, rest)):
             return None
         dim = to(operator, len(first.value.shape))[cut.dim]
-        return None if dim is None else _everywhere(operator, replace(cut, dim=dim))
+        return None if dim is None else _shard_outputs(operator, replace(cut, dim=dim))
 
     return rule
 
 
-def _transposed(operator: Operator, sizes: int) -> list[int | None]:
+def _transpose(operator: Operator, sizes: int) -> list[int | None]:
     order: list[int | None] = list(range(sizes))
     named = _argument(operator, "dim0") is not None
     first, second = (*_dims(operator, "dim0", sizes), *_dims(operator, "dim1", sizes)) if named else (0, sizes - 1)
@@ -149,12 +149,12 @@ def _transposed(operator: Operator, sizes: int) -> list[int | None]:
     return order
 
 
-def _permuted(operator: Operator, sizes: int) -> list[int | None]:
+def _permute(operator: Operator, sizes: int) -> list[int | None]:
     order = _dims(operator, "dims", sizes)
     return [order.index(dim) for dim in range(sizes)]
 
 
-def _widened(operator: Operator, sizes: int) -> list[int | None]:
+def _unsqueeze(operator: Operator, sizes: int) -> list[int | None]:
     (new,) = _dims(operator, "dim", sizes + 1)
     return [dim + (dim >= new) for dim in range(sizes)]
 
@@ -166,13 +166,13 @@ def _without(operator: Operator, sizes: int) -> list[int | None]:
     return [None if dim in worked_on else left.index(dim) for dim in range(sizes)]
 
 
-def _squeezed(operator: Operator, sizes: int) -> list[int | None]:
-    shape, asked = next(operator.reads()).value.shape, _dims(operator, "dim", sizes)
-    left = [dim for dim in range(sizes) if dim not in asked or shape[dim] != 1]
+def _squeeze(operator: Operator, sizes: int) -> list[int | None]:
+    shape, squeezed = next(operator.reads()).value.shape, _dims(operator, "dim", sizes)
+    left = [dim for dim in range(sizes) if dim not in squeezed or shape[dim] != 1]
     return [left.index(dim) if dim in left else None for dim in range(sizes)]
 
 
-def _expanded(operator: Operator, sizes: int) -> list[int | None]:
+def _expand(operator: Operator, sizes: int) -> list[int | None]:
     before, after = next(operator.reads()).value.shape, _shape(operator)
     more = len(after) - sizes
     return [dim + more if before[dim] == after[dim + more] else None for dim in range(sizes)]
@@ -187,7 +187,7 @@ def _length(name: str) -> Callable[[Operator], int]:
     return lambda operator: len(part) if isinstance(part := _argument(operator, name), tuple) else 0
 
 
-def _reshaped(operator: Operator, find: _Find) -> Cuts | None:
+def _reshape(operator: Operator, find: _Find) -> ShardedDims | None:
     """Find the dimension in which the same parts of memory are: as many numbers lie before it, or in it, as before."""
     (read,), after = operator.reads(), _shape(operator)
     cut = find(read)
@@ -197,10 +197,10 @@ def _reshaped(operator: Operator, find: _Find) -> Cuts | None:
     dim = max((dim for dim, start in enumerate(before) if start <= starts and after[dim] > 1), default=None)
     if dim is None or starts % before[dim] or after[dim] % (repeats := starts // before[dim]):
         return None
-    return (Cut(dim, math.gcd(cut.parts, after[dim] // repeats), repeats),)
+    return (ShardedDim(dim, math.gcd(cut.parts, after[dim] // repeats), repeats),)
 
 
-def _joined(operator: Operator, find: _Find) -> Cuts | None:
+def _concatenate(operator: Operator, find: _Find) -> ShardedDims | None:
     reads, sizes = list(operator.reads()), len(_shape(operator))
     (dim,) = _dims(operator, "dim", sizes)
     is_new = sizes > len(reads[0].value.shape)  # stack makes a dimension, cat joins along one
@@ -211,64 +211,67 @@ def _joined(operator: Operator, find: _Find) -> Cuts | None:
     return (replace(cut, dim=cut.dim + (is_new and cut.dim >= dim)),)
 
 
-def _product(operator: Operator, find: _Find) -> Cuts | None:
+def _product(operator: Operator, find: _Find) -> ShardedDims | None:
     """Rows of the first factor, columns of the second, or single products of many; with or without a sum before."""
     *added, left, right = operator.reads()
-    one, other, sizes = find(left), find(right), len(_shape(operator))
-    wanted = next((cut for cut, dim in ((one, sizes - 2), (other, sizes - 1)) if cut and cut.dim == dim), None)
-    if one and other:
-        many = sizes == 3 and (one.dim, one.repeats) == (0, other.repeats) and other.dim == 0
-        wanted = one if many else None
-    if wanted is None or not all(_follows(read, find(read), wanted, sizes) for read in added):
+    left_dim, right_dim, sizes = find(left), find(right), len(_shape(operator))
+    target = next((cut for cut, dim in ((left_dim, sizes - 2), (right_dim, sizes - 1)) if cut and cut.dim == dim), None)
+    if left_dim and right_dim:
+        many = sizes == 3 and (left_dim.dim, left_dim.repeats) == (0, right_dim.repeats) and right_dim.dim == 0
+        target = left_dim if many else None
+    if target is None or not all(_follows(read, find(read), target, sizes) for read in added):
         return None
-    return (replace(wanted, parts=_parts(map(find, operator.reads()))),)
+    return (replace(target, parts=_parts(map(find, operator.reads()))),)
 
 
-def _attention(operator: Operator, find: _Find) -> Cuts | None:
+def _attention(operator: Operator, find: _Find) -> ShardedDims | None:
     """Rows and heads of queries, keys and values, and of a mask that has them."""
-    found = _together(operator, find, 4)
-    return _everywhere(operator, found) if found and found.dim < 2 else None
+    dim = _common_dim(operator, find, 4)
+    return _shard_outputs(operator, dim) if dim and dim.dim < 2 else None
 
 
-def _looked_up(operator: Operator, find: _Find) -> Cuts | None:
+def _embedding(operator: Operator, find: _Find) -> ShardedDims | None:
     table, ids = map(find, operator.reads())
     if table and not ids and table.dim == 1:
         return (replace(table, dim=len(_shape(operator)) - 1),)
     return (ids,) if ids and not table else None
 
 
-def _batch_norm(operator: Operator, find: _Find) -> Cuts | None:
+def _batch_norm(operator: Operator, find: _Find) -> ShardedDims | None:
     # The statistics of a batch are those of all its rows.
     return None if _argument(operator, "training") else _rows(operator, find)
 
 
-_rows: _Rule = _first(lambda operator, sizes: [0, *(None for _ in range(sizes - 1))])
+_rows: _Rule = _follow_first(lambda operator, sizes: [0, *(None for _ in range(sizes - 1))])
 
 _RULES: dict[str, _Rule] = {
     name: rule
     for rule, names in (
         (_pointwise, "_to_copy clone copy_ copy empty_like zeros_like ones_like full_like rand_like fill_ zero_"),
         (_pointwise, "bernoulli bernoulli_ native_dropout hardswish hardswish_"),
-        (_reshaped, "view _unsafe_view reshape"),
-        (_first(_transposed), "t transpose"),
-        (_first(_permuted), "permute"),
-        (_first(_widened), "unsqueeze"),
-        (_first(_squeezed), "squeeze"),
-        (_first(_expanded), "expand"),
-        (_first(_without), "sum mean amax amin var var_mean any all argmax argmin sort topk cumsum"),
-        (_first(_without), "glu logsumexp prod cumprod linalg_vector_norm std"),
-        (_first(_without), "_softmax _log_softmax _safe_softmax slice select unbind split split_with_sizes"),
-        (_first(_leading(lambda _: 2)), "tril triu max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d"),
-        (_first(_leading(lambda _: 2)), "upsample_nearest2d upsample_bilinear2d reflection_pad2d replication_pad2d"),
-        (_first(_leading(lambda _: 3)), "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d pixel_shuffle"),
-        (_first(_leading(lambda operator: _length("pad")(operator) // 2)), "constant_pad_nd"),
-        (_first(_leading(_length("normalized_shape"))), "native_layer_norm _fused_rms_norm"),
-        (_joined, "cat stack"),
+        (_reshape, "view _unsafe_view reshape"),
+        (_follow_first(_transpose), "t transpose"),
+        (_follow_first(_permute), "permute"),
+        (_follow_first(_unsqueeze), "unsqueeze"),
+        (_follow_first(_squeeze), "squeeze"),
+        (_follow_first(_expand), "expand"),
+        (_follow_first(_without), "sum mean amax amin var var_mean any all argmax argmin sort topk cumsum"),
+        (_follow_first(_without), "glu logsumexp prod cumprod linalg_vector_norm std"),
+        (_follow_first(_without), "_softmax _log_softmax _safe_softmax slice select unbind split split_with_sizes"),
+        (_follow_first(_leading(lambda _: 2)), "tril triu max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d"),
+        (
+            _follow_first(_leading(lambda _: 2)),
+            "upsample_nearest2d upsample_bilinear2d reflection_pad2d replication_pad2d",
+        ),
+        (_follow_first(_leading(lambda _: 3)), "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d pixel_shuffle"),
+        (_follow_first(_leading(lambda operator: _length("pad")(operator) // 2)), "constant_pad_nd"),
+        (_follow_first(_leading(_length("normalized_shape"))), "native_layer_norm _fused_rms_norm"),
+        (_concatenate, "cat stack"),
         (_product, "mm addmm bmm baddbmm"),
         (_rows, "convolution native_group_norm"),
         (_batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit"),
         (_batch_norm, "_native_batch_norm_legit_no_training"),
-        (_looked_up, "embedding"),
+        (_embedding, "embedding"),
         (_attention, "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
         (_attention, "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"),
         (_attention, "_scaled_dot_product_fused_attention_overrideable"),

@@ -19,11 +19,11 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.auto.capture.blocks import is_inside, put_together, repeated_blocks
-from phalanx.auto.capture.fake_copy import copied, dummy, meant_by_meta, random_numbers_kept
-from phalanx.auto.capture.graph import LEVELS, Captured, Level, Operator
-from phalanx.auto.capture.operator_sites import unfit
-from phalanx.auto.capture.tracer import Recorder
+from phalanx.auto.capture.blocks import find_repeated_blocks, is_inside, merge_operators
+from phalanx.auto.capture.fake_copy import copy_parts, make_dummy, preserve_rng_state, resolve_meta_device
+from phalanx.auto.capture.graph import LEVELS, CapturedStep, Level, Operator
+from phalanx.auto.capture.operator_sites import find_mismatch
+from phalanx.auto.capture.tracer import Tracer
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, entry_of
 from phalanx.errors import ConfigError
@@ -33,7 +33,9 @@ from phalanx.plan.shape import ParamShape
 logger = logging.getLogger("phalanx.auto")
 
 
-def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, level: Level | None = None) -> Captured:
+def capture(
+    model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, level: Level | None = None
+) -> CapturedStep:
     """Return forward, loss and backward pass of a model on a batch: operators, bytes, what is kept, repeated blocks.
 
     Nothing is changed: not the model, its buffers, its gradients nor random numbers; and nothing real is computed.
@@ -46,7 +48,7 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
             Only shapes and dtypes count.
         loss_fn: Takes the model's output and the target. Without, gradients start at the output that the model calls
             `loss` or, if there is none, at all outputs.
-        level: The level to tell; by default the best that the model allows. See `Captured.level`.
+        level: The level to tell; by default the best that the model allows. See `CapturedStep.level`.
 
     Returns:
         The step. Its `level` is the one that was asked for or, without, the best.
@@ -55,30 +57,30 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
         ConfigError: If the model cannot run on the sample, or does not allow the level.
     """
     if level is not None and level not in LEVELS:
-        known = ", ".join(LEVELS)
-        raise ConfigError(text("capture level", known=known, level=level, nearest=meant(level, LEVELS)))
+        levels = ", ".join(LEVELS)
+        raise ConfigError(text("capture level", known=levels, level=level, nearest=meant(level, LEVELS)))
     inputs = arguments_of(model, sample, has_target=loss_fn is not None)
-    seen, reasons = _seen(model, inputs, loss_fn)
+    seen, reasons = _trace(model, inputs, loss_fn)
     parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
-    blocks = repeated_blocks(seen.operators, parameters)
-    best = _best(seen, blocks, reasons)
+    blocks = find_repeated_blocks(seen.operators, parameters)
+    best = _best_level(seen, blocks, reasons)
     if level is not None and LEVELS.index(level) < LEVELS.index(best):
         raise ConfigError(text("capture allows", level=level, best=best, why="; ".join(reasons)))
     for reason in reasons:
         logger.info("captured %s as %s, not %s", type(model).__name__, best, reason)
-    told = level or best
+    actual_level = level or best
     modules = tuple((path, type(module).__name__) for path, module in model.named_modules())
-    captured = Captured(
-        level=told,
+    captured = CapturedStep(
+        level=actual_level,
         reasons=tuple(reasons),
-        operators=_told(told, seen.operators, blocks, dict(modules)),
+        operators=_operators_at_level(actual_level, seen.operators, blocks, dict(modules)),
         modules=modules,
         parameters=parameters,
         buffers=tuple(_shape(name, buffer, trainable=False) for name, buffer in model.named_buffers()),
         tied=_tied(model),
         blocks=blocks,
     )
-    model_record(model).captured_step = partial(unfit, captured)
+    model_record(model).captured_step = partial(find_mismatch, captured)
     return captured
 
 
@@ -96,7 +98,7 @@ class Arguments(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Trace:
     """What a pass showed; `questions` are None if it was not under fake tensors."""
 
     operators: tuple[Operator, ...]
@@ -118,24 +120,24 @@ def arguments_of(model: nn.Module, sample: Any, *, has_target: bool) -> Argument
     return Arguments(tuple(sample) if isinstance(sample, tuple | list) else (sample,), {})
 
 
-def gradients_start(outputs: Any) -> list[Tensor]:
+def list_gradient_roots(outputs: Any) -> list[Tensor]:
     """Return the tensors at which the backward pass of a model starts that was called without a loss function."""
     own = entry_of(outputs, "loss")
     leaves = tree_leaves(outputs if own is None else own)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _seen(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) -> tuple[_Seen, list[str]]:
+def _trace(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) -> tuple[_Trace, list[str]]:
     """Return what a pass under fake tensors showed or, where there is no such pass, one on dummies."""
-    held = [*model.parameters(), *model.buffers(), *tree_leaves((inputs.positional, inputs.keywords, inputs.target))]
-    mode = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves((inputs.positional, inputs.keywords, inputs.target))]
+    mode = detect_fake_mode(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _unlogged():
-            return _pass(model, inputs, loss_fn, mode), []
+        with _mute_fake_tensor_log():
+            return _run_step(model, inputs, loss_fn, mode), []
     except Exception as error:  # noqa: BLE001  # a model's own code may raise anything
         reason = _first_line(error)
     try:
-        return _pass(model, inputs, loss_fn, None), [f"{name}: {reason}" for name in LEVELS[:2]]
+        return _run_step(model, inputs, loss_fn, None), [f"{name}: {reason}" for name in LEVELS[:2]]
     except Exception as error:
         advice = _advice(model, inputs)
         name, dummies = type(model).__name__, _first_line(error)
@@ -144,24 +146,31 @@ def _seen(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) -> 
 
 def _advice(model: nn.Module, inputs: Arguments) -> str:
     """Return what to do about a model that does not run on its sample."""
-    held = [*model.parameters(), *model.buffers()]
-    given = [one for one in tree_leaves((inputs.positional, inputs.keywords, inputs.target)) if isinstance(one, Tensor)]
-    devices, others = sorted({str(one.device) for one in held}), sorted({str(one.device) for one in given})
+    tensors = [*model.parameters(), *model.buffers()]
+    sample_tensors = [
+        tensor
+        for tensor in tree_leaves((inputs.positional, inputs.keywords, inputs.target))
+        if isinstance(tensor, Tensor)
+    ]
+    devices, others = (
+        sorted({str(tensor.device) for tensor in tensors}),
+        sorted({str(tensor.device) for tensor in sample_tensors}),
+    )
     if len({*devices, *others} - {"meta"}) > 1:
         return text("capture devices", model=", ".join(devices), sample=", ".join(others))
     return text("capture advice")
 
 
-def _pass(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Seen:
+def _run_step(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Trace:
     """Run forward, loss and backward pass on a copy: under fake tensors if there is a mode, else on dummies."""
     parts = (model, inputs.positional, inputs.keywords, inputs.target, loss_fn)
-    meant = meant_by_meta(parts)
-    substitute = partial(dummy, meant) if mode is None else partial(_fake, mode, meant)
-    net, positional, keywords, target, loss = copied(parts, substitute)
+    meant = resolve_meta_device(parts)
+    substitute = partial(make_dummy, meant) if mode is None else partial(_fake, mode, meant)
+    net, positional, keywords, target, loss = copy_parts(parts, substitute)
     tensors = [leaf for leaf in tree_leaves((positional, keywords, target)) if isinstance(leaf, Tensor)]
-    recorder = Recorder(net, tensors, mode)
+    recorder = Tracer(net, tensors, mode)
     with (
-        random_numbers_kept(),
+        preserve_rng_state(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
@@ -174,18 +183,18 @@ def _pass(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mod
             recorder.phase = "loss"
             outputs = loss(outputs, target)
         recorder.phase = "backward"
-        ends = gradients_start(outputs)
+        ends = list_gradient_roots(outputs)
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    return _Seen(recorder.operators(), None if mode is None else recorder.questions)
+    return _Trace(recorder.operators(), None if mode is None else recorder.questions)
 
 
-def _best(seen: _Seen, blocks: Iterable[tuple[str, ...]], reasons: list[str]) -> Level:
+def _best_level(seen: _Trace, blocks: Iterable[tuple[str, ...]], reasons: list[str]) -> Level:
     """Return the best level that what was seen allows, and add to the reasons against better ones."""
     if seen.questions is None:
         return "hooks"
     if not seen.questions:
         return "graph"
-    reasons.append(f"graph: {_asked(*seen.questions[0])}")
+    reasons.append(f"graph: {_describe_question(*seen.questions[0])}")
     members = {path for group in blocks for path in group}
     if not members:
         reasons.append(f"modules: {text('capture no blocks')}")
@@ -193,21 +202,21 @@ def _best(seen: _Seen, blocks: Iterable[tuple[str, ...]], reasons: list[str]) ->
     within = [question for question in seen.questions if is_inside(question[1], members)]
     if not within:
         return "modules"
-    reasons.append(f"modules: {_asked(*within[0])}")
+    reasons.append(f"modules: {_describe_question(*within[0])}")
     return "hooks"
 
 
-def _asked(operator: str, module: str) -> str:
+def _describe_question(operator: str, module: str) -> str:
     return text("capture asks", operator=operator, module=module or text("the whole model"))
 
 
-def _told(
+def _operators_at_level(
     level: Level, operators: tuple[Operator, ...], blocks: Iterable[tuple[str, ...]], kinds: dict[str, str]
 ) -> tuple[Operator, ...]:
     if level == "graph":
         return operators
     members = {path for group in blocks for path in group} if level == "modules" else set()
-    return put_together(operators, kinds, lambda operator: is_inside(operator.module, members))
+    return merge_operators(operators, kinds, lambda operator: is_inside(operator.module, members))
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -229,25 +238,25 @@ def _shape(name: str, tensor: Tensor, *, trainable: bool | None = None) -> Param
 def _fake(mode: FakeTensorMode, meant: torch.device, tensor: Tensor) -> Tensor:
     if tensor.is_meta and meant.type != "meta":
         with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meant)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meant)
     else:  # without history and gradients: those that there are would be added to
-        made = mode.from_tensor(tensor.detach(), static_shapes=True)
+        fake = mode.from_tensor(tensor.detach(), static_shapes=True)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keep torch from logging what fake tensors cannot do as an error: it is told as a reason."""
-    said = logging.getLogger("torch._subclasses.fake_tensor")
-    before, said.disabled = said.disabled, True
+def _mute_fake_tensor_log() -> Iterator[None]:
+    """Keep torch from logging what fake tensors cannot do as an error: it is reported as a reason."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        said.disabled = before
+        log.disabled = before
 
 
 def _first_line(error: BaseException) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0].removesuffix('.')}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].removesuffix('.')}" if lines else type(error).__name__

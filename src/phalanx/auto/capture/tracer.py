@@ -44,7 +44,7 @@ def _recurrent_backward(*arguments: Any, **_: Any) -> int:
     return 2 * _recurrent(*arguments)
 
 
-# torch counts those of cards only, if at all.
+# torch counts those of GPUs only, if at all.
 _FORMULAS = {
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
@@ -59,13 +59,13 @@ class _Memory:
 
     storage: Any  # held, so that no other memory takes its address
     owner: int | str
-    kept_bytes: int = 0
+    saved_bytes: int = 0
     last_use: int = 0
     written_by: int = -1
     views: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
 
 
-class Recorder(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Records the operators inside the block. Under fake tensors, answers questions for values with made-up ones.
 
     Args:
@@ -97,19 +97,19 @@ class Recorder(TorchDispatchMode):
         self._memory: dict[int, _Memory] = {}
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
-                self._known(tensor, f"{kind}:{name}")
+                self._memory_of(tensor, f"{kind}:{name}")
         for number, tensor in enumerate(sample):
-            self._known(tensor, f"sample:{number}")
+            self._memory_of(tensor, f"sample:{number}")
 
     def operators(self) -> tuple[Operator, ...]:
         """Return what was recorded, in the order it ran."""
-        kept, last = [0] * len(self._operators), list(range(len(self._operators)))
+        saved, last = [0] * len(self._operators), list(range(len(self._operators)))
         for memory in self._memory.values():
             if isinstance(memory.owner, int):
-                kept[memory.owner] += memory.kept_bytes
+                saved[memory.owner] += memory.saved_bytes
                 last[memory.owner] = max(last[memory.owner], memory.last_use)
         return tuple(
-            Operator(**fields, kept_bytes=kept[at], last_use=last[at]) for at, fields in enumerate(self._operators)
+            Operator(**fields, saved_bytes=saved[at], last_use=last[at]) for at, fields in enumerate(self._operators)
         )
 
     def returned(self, outputs: Any) -> None:
@@ -137,12 +137,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") in ("prim", "prims") or func in _SAME_VALUE:
             return func(*args, **kwargs)
-        place = self._place()
-        result = self._run(func, args, kwargs, place["module"])
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if made or taken:
-            self._note(func, args, kwargs, result, place)
+        site = self._place()
+        result = self._run(func, args, kwargs, site["module"])
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if outputs or inputs:
+            self._note(func, args, kwargs, result, site)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, module: str) -> Any:
@@ -161,10 +161,10 @@ class Recorder(TorchDispatchMode):
 
     def _made_up(self, func: Any, args: Any, answer: bool) -> bool | float:
         """Answer one for numbers, else no and yes in turn: loops end, and modules that are alike get the same."""
-        asked = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-        if asked.dtype is torch.bool or not str(func).startswith("aten._local_scalar_dense"):
+        tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        if tensor.dtype is torch.bool or not str(func).startswith("aten._local_scalar_dense"):
             return answer
-        return 1.0 if asked.is_floating_point() else 1
+        return 1.0 if tensor.is_floating_point() else 1
 
     def _all_rows(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what the operator makes where it finds ones: all rows where rows are chosen."""
@@ -174,37 +174,37 @@ class Recorder(TorchDispatchMode):
             answer = func(*args, **kwargs)
         return tree_map_only(Tensor, self._mode.from_tensor, answer)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, place: dict[str, Any]) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, site: dict[str, Any]) -> None:
         at = len(self._operators)
         packet = getattr(func, "overloadpacket", func)
-        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        changed = _changed(func, args, kwargs)
-        held = [self._find(tensor) for tensor in taken]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        changed = _list_mutated(func, args, kwargs)
+        memories = [self._find(tensor) for tensor in inputs]
         arguments = tuple(self._argument(value) for value in args)
         keywords = tuple((name, self._argument(value)) for name, value in sorted(kwargs.items()))
-        for memory in held:
+        for memory in memories:
             memory.last_use = at
-        fresh = [tensor for tensor in made if _key(tensor) not in self._memory]
+        fresh = [tensor for tensor in outputs if _key(tensor) not in self._memory]
         moves = (fresh or changed) and packet not in _MAKES_SPACE
         formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)
         self._operators.append(
             {
-                **place,
+                **site,
                 "name": str(func),
                 "arguments": arguments,
                 "keywords": keywords,
-                "outputs": tuple(_shape(tensor) for tensor in made),
-                "parameters": tuple(dict.fromkeys(name for m in held if (name := _parameter(m.owner)))),
+                "outputs": tuple(_shape(tensor) for tensor in outputs),
+                "parameters": tuple(dict.fromkeys(name for m in memories if (name := _parameter_name(m.owner)))),
                 "flops": int(formula(*args, **kwargs, out_val=result)) if formula else 0,
-                "read_bytes": sum(_bytes(tensor) for tensor in _distinct(taken)) if moves else 0,
+                "read_bytes": sum(_bytes(tensor) for tensor in _distinct(inputs)) if moves else 0,
                 "written_bytes": sum(_bytes(tensor) for tensor in (*fresh, *changed)) if moves else 0,
             }
         )
         for tensor in changed:
             self._find(tensor).written_by = at
-        for output, tensor in enumerate(made):
-            self._known(tensor, at).views[_view(tensor)] = (at, output)
+        for output, tensor in enumerate(outputs):
+            self._memory_of(tensor, at).views[_view(tensor)] = (at, output)
 
     def _argument(self, value: Any) -> Argument:
         if isinstance(value, Tensor):
@@ -221,18 +221,18 @@ class Recorder(TorchDispatchMode):
             return str(value)
         return type(value).__name__
 
-    def _known(self, tensor: Tensor, owner: int | str) -> _Memory:
+    def _memory_of(self, tensor: Tensor, owner: int | str) -> _Memory:
         at = owner if isinstance(owner, int) else 0
         storage = _storage(tensor)
         return self._memory.setdefault(_key(tensor), _Memory(storage, owner, last_use=at))
 
     def _find(self, tensor: Tensor) -> _Memory:
-        return self._known(tensor, "constant")
+        return self._memory_of(tensor, "constant")
 
     def _saved(self, tensor: Tensor) -> Tensor:
         memory = self._memory.get(_key(tensor))
         if memory is not None and self.phase != "backward":
-            memory.kept_bytes = _held_bytes(tensor)
+            memory.saved_bytes = _storage_bytes(tensor)
         return tensor
 
     def _place(self) -> dict[str, Any]:
@@ -256,23 +256,23 @@ class Recorder(TorchDispatchMode):
         self._stack.pop()
 
 
-def _parameter(owner: int | str) -> str:
+def _parameter_name(owner: int | str) -> str:
     """Return the name of the parameter that an owner is, or nothing."""
     kind, _, name = str(owner).partition(":")
     return name if kind == "parameter" else ""
 
 
-def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _list_mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operator writes in place."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    found = []
+    tensors = []
     for at, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -294,7 +294,7 @@ def _shape(tensor: Tensor) -> TensorShape:
     return TensorShape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _held_bytes(tensor: Tensor) -> int:
+def _storage_bytes(tensor: Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.untyped_storage().nbytes()
     return tensor.numel() * tensor.element_size()
@@ -302,7 +302,7 @@ def _held_bytes(tensor: Tensor) -> int:
 
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes that reading or writing a tensor moves; an expanded one lies in memory once."""
-    return min(tensor.numel() * tensor.element_size(), _held_bytes(tensor))
+    return min(tensor.numel() * tensor.element_size(), _storage_bytes(tensor))
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from phalanx.cluster.spec.devices import Device
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GroupTopology:
     """Where the ranks of a group lie."""
 
     ranks: int
@@ -27,7 +27,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class ClusterLinks:
     """The links of a cluster of equal nodes."""
 
     device: Device
@@ -36,9 +36,9 @@ class Links:
 
     constants: Constants
     strided: float = 1.0
-    """Share of the ports' rate that groups side by side reach together; see `Node.strided`."""
+    """Share of the ports' rate that groups side by side reach together; see `LayerNode.strided`."""
 
-    def bandwidth(self, layout: Layout) -> float:
+    def bandwidth(self, layout: GroupTopology) -> float:
         """Return the bytes/s that a group's ring carries."""
         inside = self.device.link * self.constants.link
         if layout.ranks <= layout.in_node:
@@ -46,47 +46,47 @@ class Links:
         share = 1.0 if layout.sharing == 1 else self.strided / layout.sharing
         return min(inside, self.node_gbps / 8 * 1e9 * self.constants.network * share)
 
-    def start(self, layout: Layout) -> float:
+    def start(self, layout: GroupTopology) -> float:
         """Return the seconds before a collective moves its bytes: up and down a tree of nodes."""
-        known = self.constants
+        constants = self.constants
         if layout.ranks <= layout.in_node:
-            return known.link_start_s + known.link_hop_s * layout.ranks
-        return known.link_start_s + 2 * known.network_hop_s * math.log2(layout.ranks / layout.in_node)
+            return constants.link_start_s + constants.link_hop_s * layout.ranks
+        return constants.link_start_s + 2 * constants.network_hop_s * math.log2(layout.ranks / layout.in_node)
 
-    def ring_start(self, layout: Layout) -> float:
+    def ring_start(self, layout: GroupTopology) -> float:
         """Return the seconds before a gather, a scatter or a send moves its bytes: once round a ring of all ranks."""
-        known = self.constants
+        constants = self.constants
         nodes = layout.ranks / min(layout.ranks, layout.in_node)
-        within, between = known.link_hop_s / 2 * (layout.ranks - nodes), known.network_hop_s * (nodes - 1)
-        return known.link_start_s + within + between
+        within, between = constants.link_hop_s / 2 * (layout.ranks - nodes), constants.network_hop_s * (nodes - 1)
+        return constants.link_start_s + within + between
 
-    def _measured(self, kind: Kind, size: float, layout: Layout) -> float | None:
+    def _measured_seconds(self, kind: Kind, size: float, layout: GroupTopology) -> float | None:
         """Return what a collective inside a node took where that was measured, else None."""
         rates = self.device.measured
         if rates is None or layout.ranks > layout.in_node or f"{kind} shm {layout.ranks}" not in rates.grids:
             return None
         return rates.collective_s(kind, size, layout.ranks)
 
-    def all_gather(self, whole: float, layout: Layout) -> float:
+    def all_gather(self, whole: float, layout: GroupTopology) -> float:
         """Return the seconds until every rank has `whole` bytes, of which each brought an equal part.
 
         A reduce-scatter of as many bytes takes as long.
         """
         if layout.ranks == 1:
             return 0.0
-        if (seconds := self._measured("all_gather", whole, layout)) is not None:
+        if (seconds := self._measured_seconds("all_gather", whole, layout)) is not None:
             return seconds
         return self.ring_start(layout) + (layout.ranks - 1) / layout.ranks * whole / self.bandwidth(layout)
 
-    def all_reduce(self, size: float, layout: Layout) -> float:
+    def all_reduce(self, size: float, layout: GroupTopology) -> float:
         """Return the seconds of an all-reduce of `size` bytes: each byte goes round twice."""
         if layout.ranks == 1:
             return 0.0
-        if (seconds := self._measured("all_reduce", size, layout)) is not None:
+        if (seconds := self._measured_seconds("all_reduce", size, layout)) is not None:
             return seconds
         return self.start(layout) + 2 * (layout.ranks - 1) / layout.ranks * size / self.bandwidth(layout)
 
-    def all_to_all(self, size: float, layout: Layout) -> float:
+    def all_to_all(self, size: float, layout: GroupTopology) -> float:
         """Return the seconds of an all-to-all in which each rank holds `size` bytes."""
         if layout.ranks == 1:
             return 0.0
@@ -103,5 +103,5 @@ class Links:
             across: Whether the neighbour is on another node.
             sharing: Ranks of a node that send at the same time.
         """
-        pair = Layout(2, 1 if across else 2, sharing if across else 1)
+        pair = GroupTopology(2, 1 if across else 2, sharing if across else 1)
         return self.ring_start(pair) + size / self.bandwidth(pair)

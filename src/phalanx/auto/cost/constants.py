@@ -80,7 +80,7 @@ class Constants:
     """Seconds more for each further rank of a node (1 MiB over 8 A100: 93 us)."""
 
     last_host_s: float = 1.8e-4
-    """Seconds that a collective of a cut layer over more than four ranks waits for the host that comes last, where
+    """Seconds that a collective of a sharded layer over more than four ranks waits for the host that comes last, where
     hosts are not ahead of their devices: only SimuMax's B200 tell it; four ranks of theirs do not wait."""
 
     network_hop_s: float = 1.4e-5
@@ -102,13 +102,13 @@ class Constants:
 DEFAULT = Constants()
 
 
-def constants_of(device: Device, known: Constants = DEFAULT) -> Constants:
+def constants_of(device: Device, constants: Constants = DEFAULT) -> Constants:
     """Return the constants for a device: a measured machine has launches and links of its own, no accelerator's."""
     rates = device.measured
     if rates is None:
-        return known
+        return constants
     return replace(
-        known,
+        constants,
         backward_rate=1.0,
         stream=1.0,
         kernel_gap_s=0.0,

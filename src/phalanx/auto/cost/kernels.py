@@ -50,16 +50,16 @@ class Kernels:
             return max(
                 least, self.device.measured.matmul_s(batch * m, n, k, "fp32" if self.precision == "fp32" else "bf16")
             )
-        known, width = self.constants, 1 if self.precision == "fp8" else 2
-        rate = self.device.rate(self.precision) * (known.backward_rate if backward and width == 2 else 1.0)
+        constants, width = self.constants, 1 if self.precision == "fp8" else 2
+        rate = self.device.rate(self.precision) * (constants.backward_rate if backward and width == 2 else 1.0)
         best = min(self._tiled(m, n, k, batch, tile) for tile in TILES) / rate * self.device.multiprocessors
         moved = batch * (width * (m * k + k * n) + 2 * m * n)
-        seconds = max(best, self.streamed(moved)) + known.kernel_gap_s
+        seconds = max(best, self.streamed(moved)) + constants.kernel_gap_s
         if self.precision != "fp8":
             return seconds
         # The activations of a product are cast each time, both ways round; weights once a step.
-        cast = known.fused_cast_bytes if self.fuses_casts else known.cast_bytes
-        return seconds + self.streamed(cast * batch * m * k) + known.kernel_gap_s
+        cast = constants.fused_cast_bytes if self.fuses_casts else constants.cast_bytes
+        return seconds + self.streamed(cast * batch * m * k) + constants.kernel_gap_s
 
     def _tiled(self, m: float, n: float, k: float, batch: float, tile: tuple[int, int, float]) -> float:
         rows, columns, relative = tile
@@ -84,18 +84,18 @@ class Kernels:
             longest: FLOP of the block of rows that sees most keys: one multiprocessor works on it, in the end alone.
             generation: Which kernels.
         """
-        known, device = self.constants, self.device
+        constants, device = self.constants, self.device
         if device.measured is not None:
             measured = device.measured.attention_s(*_ATTENTION, backward=backward)
             return flops / (2 * _ATTENTION[0] * _ATTENTION[1] ** 2 * _ATTENTION[2]) * measured
-        share = known.attention_backward if backward else known.attention
-        share *= {"first": known.first_attention, "common": 1.0, "native": 1.0}[generation]
+        share = constants.attention_backward if backward else constants.attention
+        share *= {"first": constants.first_attention, "common": 1.0, "native": 1.0}[generation]
         if generation != "native":
             share *= device.older_instructions
-        work = flops + known.attention_tail * longest * device.multiprocessors
+        work = flops + constants.attention_tail * longest * device.multiprocessors
         return (
             work * (2.5 if backward else 1.0) / (device.flops[self.precision] * device.clock * share)
-            + known.kernel_gap_s
+            + constants.kernel_gap_s
         )
 
     def streamed(self, moved: float) -> float:

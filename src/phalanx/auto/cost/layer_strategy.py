@@ -1,6 +1,6 @@
-"""What it costs to compute a part of a model in one way: time of both passes, and memory (pure).
+"""What one strategy for a part of a model costs: time of both passes, and memory (pure).
 
-What travels is what the layers of `parallel/tensor` send; parameters and their gradients are `auto/cost/parameters`.
+What is sent is what the layers of `parallel/tensor` send; parameters and their gradients are `auto/cost/parameters`.
 """
 
 from __future__ import annotations
@@ -8,200 +8,218 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import WHOLE, Layers, Way
-from phalanx.auto.capture.module_calls import Segment
-from phalanx.auto.cost.collectives import Layout
-from phalanx.auto.cost.machine_model import Speed
-from phalanx.auto.cost.operators import Share, Times
-from phalanx.auto.cost.parallel_config import Arrangement
-from phalanx.auto.cost.parameters import ParameterCost
-from phalanx.auto.cost.segment_work import LayerWork, Work
-from phalanx.auto.solver.problem import Option
+from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.operators import PassTimes, ShardFraction
+from phalanx.auto.cost.parallel_config import ParallelConfig
+from phalanx.auto.cost.parameters import ParameterCostModel
+from phalanx.auto.cost.segment_work import CallWork, LayerWork
+from phalanx.auto.solver.problem import StrategyCost
 from phalanx.cluster.calibration.figures import Kind
 from phalanx.plan.rules.tensor import CUT_DIM
 
-_TOLD_BYTES = 72
+_HEADER_BYTES = 72
 """Bytes that ranks tell each other of their rows before a layer gathers them."""
 
 
-class WayCost:
-    """Prices ways under one arrangement, segment after segment: a parameter counts where it is met first."""
+class LayerCostModel:
+    """Prices strategies under one parallel config, call after call: a parameter counts at its first use."""
 
-    def __init__(self, layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Speed) -> None:
-        self._work, self._at, self._speed = work, arrangement, speed
-        self._parameters = ParameterCost(layers, work, arrangement, speed)
-        self._meets = arrangement.over_model if arrangement.model > 1 else arrangement.over_data
-        passes = arrangement.micro_batches / arrangement.stages
-        self._waits = _waits(passes * work.whole_s(1 / arrangement.row_parts), speed, self._meets)
+    def __init__(self, layers: Layers, work: LayerWork, config: ParallelConfig, machine: MachineModel) -> None:
+        self._work, self._config, self._machine = work, config, machine
+        self._parameters = ParameterCostModel(layers, work, config, machine)
+        self._meets = config.over_model if config.model > 1 else config.over_data
+        passes = config.micro_batches / config.stages
+        self._waits = _waiting_share(passes * work.total_s(1 / config.batch_parts), machine, self._meets)
         self._seen: set[str] = set()
-        self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
+        self._cache: dict[tuple[object, ...], tuple[StrategyCost, ...]] = {}
 
-    def options(self, work: Work, ways: Iterable[Way]) -> tuple[Option, ...]:
-        """Return what the ways of the next segment cost."""
-        names, chosen = {param.name for param in work.segment.parameters}, tuple(ways)
+    def options(self, work: CallWork, strategies: Iterable[LayerStrategy]) -> tuple[StrategyCost, ...]:
+        """Return the costs of the strategies of the next call."""
+        names, chosen = {param.name for param in work.call.parameters}, tuple(strategies)
         key = self._work.alike(work), frozenset(names & self._seen), chosen
-        if key not in self._known:
-            self._known[key] = tuple(self._option(work, way) for way in chosen)
+        if key not in self._cache:
+            self._cache[key] = tuple(self._option(work, strategy) for strategy in chosen)
         self._seen |= names
-        return self._known[key]
+        return self._cache[key]
 
-    def _option(self, work: Work, way: Way) -> Option:
-        at = self._at
-        ranks = 1 if way == WHOLE else at.model if at.model > 1 else at.data
-        own_rows = way.style is not None and at.model == 1
-        in_rows = way.style in ("parts", "sequence") or (way.style is None and way.takes == "tokens")
-        part = _largest_part(work.segment, way, ranks)
-        share = Share(
-            rows=1.0 if own_rows else 1 / at.row_parts / (ranks if in_rows else 1),
-            outer=part if way.style in ("column", None) and not in_rows else 1.0,
-            inner=part if way.style == "row" else 1.0,
+    def _option(self, work: CallWork, strategy: LayerStrategy) -> StrategyCost:
+        config = self._config
+        ranks = 1 if strategy == WHOLE else config.model if config.model > 1 else config.data
+        own_rows = strategy.style is not None and config.model == 1
+        in_rows = strategy.style in ("parts", "sequence") or (
+            strategy.style is None and strategy.input_state == "tokens"
+        )
+        part = _largest_part(work.call, strategy, ranks)
+        share = ShardFraction(
+            rows=1.0 if own_rows else 1 / config.batch_parts / (ranks if in_rows else 1),
+            outer=part if strategy.style in ("column", None) and not in_rows else 1.0,
+            inner=part if strategy.style == "row" else 1.0,
         )
         times = self._work.times(work, share)
-        sent = self._sent_by_rows(work, way) if own_rows else self._sent(work, way)
-        sent, times = self._with_waits(sent, times)
-        own = [param for param in work.segment.parameters if param.name not in self._seen]
-        held = self._parameters.of(own, 1 / part if way.style in CUT_DIM else 1, way)
-        kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives != "whole" or way.style == "row" else 1)
-        kept += work.taken if own_rows else 0.0
-        if way.style == "column" and way.takes == "tokens":
-            kept += work.taken / at.row_parts  # put together, and kept for the gradient of the weight
-        working, again, selected = work.given / at.row_parts / (ranks if way.gives != "whole" else 1), 0.0, 0.0
-        if at.recompute == "selective" and work.in_block:
-            selected = len(work.operators) * self._speed.host.selective_op_s
-        if at.recompute != "none" and work.in_block:
-            again = sent.forward + self._work.again_s(work, share, at.recompute) + selected
-            again += self._speed.host.checkpoint_s if work.opens_block else 0.0
-            kept = self._kept_of_products(work, share)
-            kept += work.taken / at.row_parts if work.opens_block else 0.0
-            working += work.kept_inside / at.row_parts  # as if nothing were cut
-        apart = self._apart(work, share, times) if at.zero_bubble else _Apart(0.0, 0.0, 0.0)
+        sent = self._comm_over_data(work, strategy) if own_rows else self._comm_times(work, strategy)
+        sent, times = self._add_waits(sent, times)
+        own = [param for param in work.call.parameters if param.name not in self._seen]
+        parameters = self._parameters.of(own, 1 / part if strategy.style in CUT_DIM else 1, strategy)
+        activation = (
+            work.call.saved_bytes
+            / config.batch_parts
+            / (ranks if strategy.output_state != "whole" or strategy.style == "row" else 1)
+        )
+        activation += work.input_bytes if own_rows else 0.0
+        if strategy.style == "column" and strategy.input_state == "tokens":
+            activation += work.input_bytes / config.batch_parts  # put together, and kept for the gradient of the weight
+        working, again, selected = (
+            work.output_bytes / config.batch_parts / (ranks if strategy.output_state != "whole" else 1),
+            0.0,
+            0.0,
+        )
+        if config.recompute == "selective" and work.in_block:
+            selected = len(work.operators) * self._machine.host.selective_op_s
+        if config.recompute != "none" and work.in_block:
+            again = sent.forward + self._work.recompute_s(work, share, config.recompute) + selected
+            again += self._machine.host.checkpoint_s if work.starts_block else 0.0
+            activation = self._product_bytes(work, share)
+            activation += work.input_bytes / config.batch_parts if work.starts_block else 0.0
+            working += work.block_saved_bytes / config.batch_parts  # as if nothing were cut
+        apart = self._defer_weights(work, share, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
-        before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_again_s)
-        return Option(
-            label=str(way),
+        before, again_back = (0.0, 0.0) if config.stages > 1 else (parameters.gather_s, parameters.gather_again_s)
+        return StrategyCost(
+            label=str(strategy),
             forward_s=times.forward + sent.forward + selected + before,
-            backward_s=times.backward + sent.backward + again + again_back + held.moved_s + apart.added_s,
-            weights_s=apart.weights_s,
-            sent_s=sent.forward + sent.backward + before + again_back,
-            exchange_s=held.exchange_s + (held.gather_s if at.stages > 1 else 0.0),
-            update_s=held.update_s,
-            held=held.bytes,
-            kept=kept,
-            owed=apart.owed,
-            working=working + held.whole_bytes,
+            backward_s=times.backward + sent.backward + again + again_back + parameters.copy_s + apart.added_s,
+            weight_grad_s=apart.weight_grad_s,
+            comm_s=sent.forward + sent.backward + before + again_back,
+            grad_sync_s=parameters.grad_sync_s + (parameters.gather_s if config.stages > 1 else 0.0),
+            update_s=parameters.update_s,
+            persistent_bytes=parameters.bytes,
+            activation_bytes=activation,
+            deferred_bytes=apart.deferred_bytes,
+            workspace_bytes=working + parameters.whole_bytes,
         )
 
-    def _called(self, kind: Kind, size: float, where: Layout) -> float:
+    def _collective_s(self, kind: Kind, size: float, where: GroupTopology) -> float:
         """Return the seconds of a collective of a layer, with what autograd and Python add."""
-        host = self._speed.host
+        host = self._machine.host
         if host.layer_s is not None:
             return host.layer_s(kind, size, where)
-        return self._speed.collective_s(kind, size, where) + host.collective_call_s
+        return self._machine.collective_s(kind, size, where) + host.collective_call_s
 
-    def _apart(self, work: Work, share: Share, times: Times) -> _Apart:
+    def _defer_weights(self, work: CallWork, share: ShardFraction, times: PassTimes) -> _DeferredWeights:
         """Return what it costs to compute gradients of weights after those of inputs, of a backward pass so long."""
         those = [op for op in work.operators if op.parameters and op.written_bytes and work.trains]
         # Autograd walks twice, which takes the host as long for an operator as to watch it in both passes: 46 us on a
         # processor on which selective recomputation adds 24 us each.
-        added = 2 * self._speed.host.selective_op_s * len(those)
+        added = 2 * self._machine.host.selective_op_s * len(those)
         owed = sum(op.written_bytes for op in those) * share.rows * share.outer
-        return _Apart(times.weights, added, owed)
+        return _DeferredWeights(times.weights, added, owed)
 
-    def _with_waits(self, sent: Times, work: Times) -> tuple[Times, Times]:
-        """Return collectives and work of a segment with what ranks wait for the slowest of them after it.
+    def _add_waits(self, sent: PassTimes, work: PassTimes) -> tuple[PassTimes, PassTimes]:
+        """Return collectives and work of a call with what ranks wait for the slowest of them after it.
 
-        A segment whose ranks meet in a pass waits itself, in full. Else the next one that meets waits for this work
+        A call whose ranks meet in a pass waits itself, in full. Else the next one that meets waits for this work
         too: which one that is depends on what is chosen for others, so the work counts with its part of what ranks
         would wait after a whole step. Collectives before the work find ranks in step, if nothing else was done since
         they last met.
         """
-        waiting_s = self._speed.host.waiting_s
+        waiting_s = self._machine.host.waiting_s
         if waiting_s is None:
             return sent, work
         late = 1 + self._waits
-        met = Times(
+        met = PassTimes(
             sent.forward and sent.forward + waiting_s(work.forward, self._meets),
             sent.backward and sent.backward + waiting_s(work.backward, self._meets),
         )
         forward, backward = 1.0 if sent.forward else late, 1.0 if sent.backward else late
-        return met, Times(work.forward * forward, work.backward * backward, work.weights * backward)
+        return met, PassTimes(work.forward * forward, work.backward * backward, work.weights * backward)
 
-    def _kept_of_products(self, work: Work, share: Share) -> float:
-        if self._at.recompute == "full":
+    def _product_bytes(self, work: CallWork, share: ShardFraction) -> float:
+        if self._config.recompute == "full":
             return 0.0
         return sum(op.written_bytes for op in work.operators if op.flops) * share.rows * share.outer
 
-    def _sent_by_rows(self, work: Work, way: Way) -> Times:
+    def _comm_over_data(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
         """Return the collectives of a layer that gathers the rows of all ranks; terms travel to who adds them."""
-        ranks, where, said = self._at.data, self._at.over_data, self._called
-        taken, given = work.taken, work.given
-        told = self._speed.collective_s("all_gather", _TOLD_BYTES * ranks, where) + self._speed.host.collective_call_s
-        if way.style == "column":
-            exchanged = said("all_to_all", given / ranks, where)
-            forward = told + said("all_gather", taken, where) + exchanged
-            return Times(forward, exchanged + (0.0 if work.is_first else said("all_to_all", taken, where)))
-        exchanged = said("all_to_all", taken / ranks, where)
-        forward = told + exchanged + said("all_to_all", given, where)
-        return Times(forward, said("all_gather", given, where) + (0.0 if work.is_first else exchanged))
+        ranks, where, comm_s = self._config.data, self._config.over_data, self._collective_s
+        input_bytes, output_bytes = work.input_bytes, work.output_bytes
+        header_s = (
+            self._machine.collective_s("all_gather", _HEADER_BYTES * ranks, where)
+            + self._machine.host.collective_call_s
+        )
+        if strategy.style == "column":
+            exchanged = comm_s("all_to_all", output_bytes / ranks, where)
+            forward = header_s + comm_s("all_gather", input_bytes, where) + exchanged
+            return PassTimes(forward, exchanged + (0.0 if work.is_first else comm_s("all_to_all", input_bytes, where)))
+        exchanged = comm_s("all_to_all", input_bytes / ranks, where)
+        forward = header_s + exchanged + comm_s("all_to_all", output_bytes, where)
+        return PassTimes(forward, comm_s("all_gather", output_bytes, where) + (0.0 if work.is_first else exchanged))
 
-    def _sent(self, work: Work, way: Way) -> Times:
-        """Return the collectives of a layer whose ranks read the same rows."""
-        if way.style in (None, "sequence"):
-            return Times(0.0, 0.0)
-        where, said = self._at.over_model, self._called
-        taken, given = work.taken / self._at.row_parts, work.given / self._at.row_parts
-        if way.style == "parts":
-            return self._sent_around_parts(work)
-        if way.style == "column":
-            forward = 0.0 if way.gives_cut else said("all_gather", given, where)
-            if way.takes == "tokens":  # terms of its gradients travel to who adds them
-                return Times(forward + said("all_gather", taken, where), said("all_to_all", taken, where))
-            return Times(forward, 0.0 if work.is_first else said("all_reduce", taken, where))
-        if way.gives == "tokens":
-            return Times(said("all_to_all", given, where), said("all_gather", given, where))
-        forward = said("all_reduce", given, where)
-        whole_taken = way.style == "row" and not way.takes_cut and not work.is_first
-        return Times(forward, said("all_gather", taken, where) if whole_taken else 0.0)
+    def _comm_times(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
+        """Return the collectives of a layer whose ranks read the same samples."""
+        if strategy.style in (None, "sequence"):
+            return PassTimes(0.0, 0.0)
+        where, comm_s = self._config.over_model, self._collective_s
+        input_bytes, output_bytes = (
+            work.input_bytes / self._config.batch_parts,
+            work.output_bytes / self._config.batch_parts,
+        )
+        if strategy.style == "parts":
+            return self._comm_around_parts(work)
+        if strategy.style == "column":
+            forward = 0.0 if strategy.has_sharded_output else comm_s("all_gather", output_bytes, where)
+            if strategy.input_state == "tokens":  # terms of its gradients travel to who adds them
+                return PassTimes(
+                    forward + comm_s("all_gather", input_bytes, where), comm_s("all_to_all", input_bytes, where)
+                )
+            return PassTimes(forward, 0.0 if work.is_first else comm_s("all_reduce", input_bytes, where))
+        if strategy.output_state == "tokens":
+            return PassTimes(comm_s("all_to_all", output_bytes, where), comm_s("all_gather", output_bytes, where))
+        forward = comm_s("all_reduce", output_bytes, where)
+        whole_taken = strategy.style == "row" and not strategy.has_sharded_input and not work.is_first
+        return PassTimes(forward, comm_s("all_gather", input_bytes, where) if whole_taken else 0.0)
 
-    def _sent_around_parts(self, work: Work) -> Times:
+    def _comm_around_parts(self, work: CallWork) -> PassTimes:
         """Return the collectives that put together what is computed in parts: outputs, and gradients of inputs.
 
         Those of whole parameters are terms. What DTensor adds counts as measured, or
         like recomputation of operators.
         """
-        where, said, rows = self._at.over_model, self._called, self._at.row_parts
-        host, count = self._speed.host, len(work.operators)
-        trained = [param for param in work.segment.parameters if param.trainable]
+        where, comm_s, rows = self._config.over_model, self._collective_s, self._config.batch_parts
+        host, count = self._machine.host, len(work.operators)
+        trained = [param for param in work.call.parameters if param.trainable]
         watched = 2 * count * host.selective_op_s
         if host.placed_s is not None:
             watched = host.placed_s(count, len(trained), where) / 2
-        forward = sum(said("all_gather", output.bytes / rows, where) for output in work.segment.outputs)
-        backward = sum(said("all_reduce", param.bytes, where) for param in trained)
+        forward = sum(comm_s("all_gather", output.bytes / rows, where) for output in work.call.outputs)
+        backward = sum(comm_s("all_reduce", param.bytes, where) for param in trained)
         if not work.is_first:
-            inputs = (one for one in work.segment.inputs if isinstance(one.source, int))
-            backward += sum(said("all_gather", one.value.bytes / rows, where) for one in inputs)
-        return Times(forward + watched, backward + watched)
+            inputs = (source for source in work.call.inputs if isinstance(source.source, int))
+            backward += sum(comm_s("all_gather", source.value.bytes / rows, where) for source in inputs)
+        return PassTimes(forward + watched, backward + watched)
 
 
-def _waits(step_s: float, speed: Speed, where: Layout) -> float:
+def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -> float:
     """Return what ranks wait for the slowest of them, as a part of their work, if they meet once a step."""
-    waiting_s = speed.host.waiting_s
+    waiting_s = machine.host.waiting_s
     return 0.0 if waiting_s is None or not step_s else waiting_s(step_s, where) / step_s
 
 
-def _largest_part(segment: Segment, way: Way, ranks: int) -> float:
-    """Return the share of a segment that the rank with the largest part has."""
-    weight = next((param for param in segment.parameters if len(param.shape) == 2), None)
-    if weight is None or way.style not in CUT_DIM:
+def _largest_part(call: ModuleCall, strategy: LayerStrategy, ranks: int) -> float:
+    """Return the share of a call that the rank with the largest part has."""
+    weight = next((param for param in call.parameters if len(param.shape) == 2), None)
+    if weight is None or strategy.style not in CUT_DIM:
         return 1 / ranks
-    size = weight.shape[CUT_DIM[way.style]]
+    size = weight.shape[CUT_DIM[strategy.style]]
     return -(-size // ranks) / size
 
 
-class _Apart(NamedTuple):
-    weights_s: float
+class _DeferredWeights(NamedTuple):
+    weight_grad_s: float
     added_s: float
     """Of the host."""
 
-    owed: float
+    deferred_bytes: float
     """Bytes of the gradients of outputs, from which those of weights are computed."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.auto.capture.graph import Operator
-from phalanx.auto.cost.machine_model import Operators
+from phalanx.auto.cost.machine_model import OperatorTimes
 
 _BOUND_BY_MEMORY = {
     "gelu": "gelu",
@@ -27,11 +27,11 @@ _BOUND_BY_MEMORY = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ShardFraction:
     """What part of an operator a rank computes, along each of its extents."""
 
     rows: float = 1.0
-    """Of the rows of the batch."""
+    """Of the samples of the batch."""
 
     outer: float = 1.0
     """Of the output features of products with parameters; of heads in attention; of the last dim elsewhere."""
@@ -41,7 +41,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class PassTimes:
     """Seconds of both passes."""
 
     forward: float
@@ -50,62 +50,68 @@ class Times:
     """Of the backward pass, gradients of parameters that are computed apart: others come with those of inputs."""
 
 
-def times_of(
-    operators: Iterable[Operator], speed: Operators, share: Share, *, is_first: bool, trains: bool = True
-) -> Times:
+def estimate_passes(
+    operators: Iterable[Operator], machine: OperatorTimes, share: ShardFraction, *, is_first: bool, trains: bool = True
+) -> PassTimes:
     """Return the seconds of forward operators and of their backward passes.
 
     Args:
         operators: What runs one after another; views are free.
-        speed: Of the rank.
+        machine: Of the rank.
         share: The part it computes.
         is_first: Whether nobody needs the gradient of their inputs.
         trains: Whether their parameters get gradients.
     """
-    found = [_times(op, speed, share, is_first, trains) for op in operators if op.written_bytes]
-    return Times(*(sum(getattr(one, name) for one in found) for name in ("forward", "backward", "weights")))
+    times = [_times(op, machine, share, is_first, trains) for op in operators if op.written_bytes]
+    return PassTimes(
+        *(sum(getattr(op_times, name) for op_times in times) for name in ("forward", "backward", "weights"))
+    )
 
 
-def _times(op: Operator, speed: Operators, share: Share, is_first: bool, trains: bool) -> Times:
+def _times(op: Operator, machine: OperatorTimes, share: ShardFraction, is_first: bool, trains: bool) -> PassTimes:
     shapes = [read.value.shape for read in op.reads()]
     if "attention" in op.name and shapes and len(shapes[0]) == 4:
         rows, heads, seq, dim = shapes[0]
         extent = (rows * heads * share.rows * share.outer, seq, dim)
-        return Times(speed.attention_s(*extent), 0.0 if is_first else speed.attention_s(*extent, backward=True))
+        return PassTimes(machine.attention_s(*extent), 0.0 if is_first else machine.attention_s(*extent, backward=True))
     if op.name.startswith("aten.convolution"):
-        return _convolution(op, shapes, speed, share, not is_first, trains)
+        return _convolution(op, shapes, machine, share, not is_first, trains)
     product = _product(op, shapes, share)
     if product is not None:
         batch, m, n, k = product
-        forward = batch * speed.matmul_s(m, n, k)
-        to_weight, to_input = batch * speed.matmul_s(n, k, m), batch * speed.matmul_s(m, k, n)
+        forward = batch * machine.matmul_s(m, n, k)
+        to_weight, to_input = batch * machine.matmul_s(n, k, m), batch * machine.matmul_s(m, k, n)
         has_right = trains if op.parameters else not is_first
         backward = (to_weight if has_right else 0.0) + (0.0 if is_first else to_input)
-        return Times(forward, backward, to_weight if has_right and op.parameters else 0.0)
+        return PassTimes(forward, backward, to_weight if has_right and op.parameters else 0.0)
     name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
     size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.rows * share.outer
-    return Times(speed.operator_s(name, size), 0.0 if is_first else speed.operator_s(name, size, backward=True))
+    return PassTimes(machine.operator_s(name, size), 0.0 if is_first else machine.operator_s(name, size, backward=True))
 
 
 def _convolution(
     op: Operator,
     shapes: list[tuple[int, ...]],
-    speed: Operators,
-    share: Share,
+    machine: OperatorTimes,
+    share: ShardFraction,
     to_input: bool,
     to_weight: bool,
-) -> Times:
+) -> PassTimes:
     image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
     groups: int = max(1, image[1] // weight[1])
     m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
     extent = m, weight[0] // groups, k, groups
     pointwise = math.prod(weight[2:]) == 1
-    backward = speed.conv_s(*extent, backward=True, pointwise=pointwise)
+    backward = machine.conv_s(*extent, backward=True, pointwise=pointwise)
     weights = backward / 2 if to_weight else 0.0  # both are timed together
-    return Times(speed.conv_s(*extent, pointwise=pointwise), weights + (backward / 2 if to_input else 0.0), weights)
+    return PassTimes(
+        machine.conv_s(*extent, pointwise=pointwise), weights + (backward / 2 if to_input else 0.0), weights
+    )
 
 
-def _product(op: Operator, shapes: list[tuple[int, ...]], share: Share) -> tuple[float, float, float, float] | None:
+def _product(
+    op: Operator, shapes: list[tuple[int, ...]], share: ShardFraction
+) -> tuple[float, float, float, float] | None:
     """Return (products, m, n, k) of a matrix product, of the rank's part; None if the operator is none."""
     if op.name.startswith(("aten.addmm", "aten.mm")):
         left, right = shapes[-2:]

@@ -1,4 +1,4 @@
-"""How ranks are arranged: how many read other rows, how many hold a layer together, where each group lies (pure)."""
+"""How ranks are arranged: how many read other samples, how many hold a layer together, where each group lies (pure)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.auto.cost.collectives import Layout
+from phalanx.auto.cost.collectives import GroupTopology
 
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
-Kind = Literal["dp", "pp", "sharding", "mp"]
+GroupKind = Literal["dp", "pp", "sharding", "mp"]
 ScheduleKind = Literal["none", "1f1b", "interleaved", "zero_bubble"]
 
 SCHEDULES: tuple[ScheduleKind, ...] = ("none", "1f1b", "interleaved", "zero_bubble")
@@ -19,20 +19,20 @@ ZERO: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrangement:
+class ParallelConfig:
     """What is the same for all layers of a model."""
 
     data: int
-    """Ranks that read rows of their own."""
+    """Ranks that read samples of their own."""
 
     model: int = 1
-    """Ranks that read the same rows and hold layers together. With 1, layers may be cut over the ranks of `data`."""
+    """Ranks that read the same samples and hold layers together. With 1, layers may be cut over the ranks of `data`."""
 
     zero: Zero = 0
     """Stage of sharding over the ranks of `data`: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
     recompute: Recompute = "none"
-    """What repeated blocks compute again in the backward pass: nothing, all but products, all."""
+    """What repeated blocks recompute in the backward pass: nothing, all but products, all."""
 
     stages: int = 1
     """Ranks along the stages of a pipeline."""
@@ -41,11 +41,11 @@ class Arrangement:
     """Stages of each of them."""
 
     micro_batches: int = 1
-    """Parts into which a rank's rows are cut for the stages."""
+    """Parts into which a rank's samples are cut for the stages."""
 
     zero_bubble: bool = False
     """Whether gradients of weights are computed apart, where stages would wait for each other. One stage a rank then,
-    and nothing sharded or computed again."""
+    and nothing sharded or recomputed."""
 
     model_inside: bool = True
     """Order of the ranks: whether those that hold a layer together are neighbours, or those furthest apart."""
@@ -54,7 +54,7 @@ class Arrangement:
     """Ranks of one machine."""
 
     rows: int = field(default=0, compare=False)
-    """Rows of a global batch; 0 if they divide evenly."""
+    """Samples of a global batch; 0 if they divide evenly."""
 
     @property
     def ranks(self) -> int:
@@ -62,13 +62,13 @@ class Arrangement:
         return self.data * self.model * self.stages
 
     @property
-    def row_parts(self) -> float:
+    def batch_parts(self) -> float:
         """Parts of a global batch that are computed one by one, or apart, as large as the largest."""
         return self.micro_batches * (self.rows / -(-self.rows // self.data) if self.rows else self.data)
 
     @property
-    def cuts_by_rows(self) -> bool:
-        """Whether layers may be cut over ranks that read other rows."""
+    def shards_over_data(self) -> bool:
+        """Whether layers may be cut over ranks that read other samples."""
         return self.model == 1 and self.zero == 0 and self.data > 1 and self.stages == 1
 
     @property
@@ -87,32 +87,38 @@ class Arrangement:
         return "interleaved" if self.virtual > 1 else "1f1b"
 
     @property
-    def order(self) -> tuple[Kind, ...]:
+    def order(self) -> tuple[GroupKind, ...]:
         """Kinds of parallelism by Fleet's names, those whose ranks are furthest apart first."""
         return ("dp", "pp", "sharding", "mp") if self.model_inside else ("mp", "sharding", "dp", "pp")
 
     @property
-    def over_data(self) -> Layout:
-        """Where the ranks lie that read other rows."""
+    def sizes(self) -> dict[GroupKind, int]:
+        """Ranks of each kind of parallelism, in the order of the ranks."""
+        sizes = {"sharding" if self.zero else "dp": self.data, "pp": self.stages, "mp": self.model}
+        return {kind: sizes[kind] for kind in self.order if kind in sizes}
+
+    @property
+    def over_data(self) -> GroupTopology:
+        """Where the ranks lie that read other samples."""
         return self._layout("sharding" if self.zero else "dp")
 
     @property
-    def over_model(self) -> Layout:
+    def over_model(self) -> GroupTopology:
         """Where the ranks lie that hold a layer together."""
         return self._layout("mp")
 
     @property
-    def over_rows_and_parts(self) -> Layout:
-        """Where the ranks lie that read other rows, or other tokens of the same."""
+    def over_data_and_tokens(self) -> GroupTopology:
+        """Where the ranks lie that read other samples, or other tokens of the same."""
         data, model = self.over_data, self.over_model
         in_node = min(data.ranks * model.ranks, data.in_node * model.in_node)
-        return Layout(data.ranks * model.ranks, in_node, min(data.sharing, model.sharing))
+        return GroupTopology(data.ranks * model.ranks, in_node, min(data.sharing, model.sharing))
 
     @property
-    def over_stages(self) -> Layout:
+    def over_stages(self) -> GroupTopology:
         """Where two neighbours along the stages lie."""
-        found = self._layout("pp")
-        return Layout(2, min(2, found.in_node), found.sharing)
+        topology = self._layout("pp")
+        return GroupTopology(2, min(2, topology.in_node), topology.sharing)
 
     def __str__(self) -> str:
         parts = [f"data={self.data}", f"model={self.model}"]
@@ -125,13 +131,12 @@ class Arrangement:
             parts.append("order=model,data")
         return " ".join(parts)
 
-    def _layout(self, name: Kind) -> Layout:
+    def _layout(self, name: GroupKind) -> GroupTopology:
         """Return where the ranks of one kind lie."""
-        sizes: dict[Kind, int] = {"sharding" if self.zero else "dp": self.data, "pp": self.stages, "mp": self.model}
-        later = self.order[self.order.index(name) + 1 :]
-        ranks, stride = sizes[name], math.prod(sizes.get(one, 1) for one in later)
+        sizes, later = self.sizes, self.order[self.order.index(name) + 1 :]
+        ranks, stride = sizes[name], math.prod(sizes.get(axis, 1) for axis in later)
         in_node = min(ranks, max(1, self.per_node // stride))
-        return Layout(ranks, in_node, max(1, self.per_node // in_node) if in_node < ranks else 1)
+        return GroupTopology(ranks, in_node, max(1, self.per_node // in_node) if in_node < ranks else 1)
 
 
 def divisors(number: int) -> list[int]:

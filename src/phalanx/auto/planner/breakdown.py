@@ -5,32 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phalanx.auto.capture.layers import Layers, Way
-from phalanx.auto.cost.layer_strategy import WayCost
-from phalanx.auto.cost.machine_model import Speed
-from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.capture.layers import Layers, LayerStrategy
+from phalanx.auto.cost.layer_strategy import LayerCostModel
+from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import Choices
-from phalanx.auto.solver.solve import Solved
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import IntraStageProblem
+from phalanx.auto.solver.solve import Solution
 
 
-def sent_by_layers(layers: Layers, work: LayerWork, at: Arrangement, speed: Speed, picked: Sequence[Way]) -> float:
+def estimate_layer_comm(
+    layers: Layers, work: LayerWork, config: ParallelConfig, machine: MachineModel, strategies: Sequence[LayerStrategy]
+) -> float:
     """Return the seconds of collectives of layers, those of sharding not among them; of stages, of one micro-batch.
 
     Args:
         layers: The model.
-        work: What its segments take.
-        at: Of the ranks.
-        speed: How fast they are.
-        picked: How each segment is computed.
+        work: What its calls take.
+        config: Of the ranks.
+        machine: How fast they are.
+        strategies: How each call is computed.
     """
-    cost = WayCost(layers, work, replace(at, zero=0), speed)
-    return sum(cost.options(one, (way,))[0].sent_s for one, way in zip(work.all, picked, strict=True))
+    cost = LayerCostModel(layers, work, replace(config, zero=0), machine)
+    return sum(
+        cost.options(work_of_call, (strategy,))[0].comm_s
+        for work_of_call, strategy in zip(work.all, strategies, strict=True)
+    )
 
 
-def parts_of(
-    choices: Choices | StagedChoices, solved: Solved, is_sharded: bool, layers_s: float | None
+def compute_breakdown(
+    problem: IntraStageProblem | PipelineProblem, solution: Solution, is_sharded: bool, layers_s: float | None
 ) -> dict[str, float]:
     """Return the seconds of a step by what takes them; of stages, what an average rank does.
 
@@ -38,21 +43,21 @@ def parts_of(
     slices.
 
     Args:
-        choices: What could be chosen.
-        solved: What was.
+        problem: What could be chosen.
+        solution: What was.
         is_sharded: Whether it shards.
-        layers_s: As `sent_by_layers` returns it; all collectives that passes wait for when None.
+        layers_s: As `estimate_layer_comm` returns it; all collectives that passes wait for when None.
     """
-    options = [node.options[solved.pick[node.decision]] for node in choices.nodes]
-    sent = sum(one.sent_s for one in options)
-    update = sum(one.update_s for one in options)
-    passes = sum(one.forward_s + one.backward_s for one in options)
+    options = [node.options[solution.pick[node.decision]] for node in problem.nodes]
+    sent = sum(cost.comm_s for cost in options)
+    update = sum(cost.update_s for cost in options)
+    passes = sum(cost.forward_s + cost.backward_s for cost in options)
     layers_s = sent if layers_s is None else min(sent, layers_s)
-    if isinstance(choices, Choices):
-        each, ranks, exchange = 1.0, 1, solved.seconds - choices.fixed_s - passes - update
+    if isinstance(problem, IntraStageProblem):
+        each, ranks, exchange = 1.0, 1, solution.seconds - problem.fixed_s - passes - update
     else:
-        each, ranks = choices.micro_batches / choices.ranks, choices.ranks
-        exchange = sum(one.exchange_s for one in options) / ranks
+        each, ranks = problem.micro_batches / problem.ranks, problem.ranks
+        exchange = sum(cost.grad_sync_s for cost in options) / ranks
     parts = {
         "compute": each * (passes - sent),
         "collectives of layers": each * layers_s,
@@ -60,4 +65,7 @@ def parts_of(
         "exchange of gradients": 0.0 if is_sharded else exchange,
         "optimizer": update / ranks,
     }
-    return {**parts, "stages": 0.0 if isinstance(choices, Choices) else solved.seconds - sum(parts.values())}
+    return {
+        **parts,
+        "stages": 0.0 if isinstance(problem, IntraStageProblem) else solution.seconds - sum(parts.values()),
+    }

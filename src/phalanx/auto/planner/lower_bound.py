@@ -1,6 +1,6 @@
-"""Seconds that a step takes at least under an arrangement, found without listing the model segment by segment (pure).
+"""Seconds that a step takes at least under a parallel config, found without listing the model call by call (pure).
 
-Every option is priced as a program has it, collectives and the exchange of gradients among them, once for all segments
+Every option is priced as a program has it, collectives and the gradient synchronisation among them, once for all calls
 that cost the same; what goes together is not asked. A sum over the options of a pick is no less than the sum of the
 least that each decision adds to it, and a step takes at least each of these sums:
 
@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.capture.layers import Way
-from phalanx.auto.cost.layer_strategy import WayCost
-from phalanx.auto.cost.machine_model import Speed
-from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.capture.layers import LayerStrategy
+from phalanx.auto.cost.layer_strategy import LayerCostModel
+from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.strategies import Listing
+from phalanx.auto.planner.strategies import StrategyCatalog
 
 _ROUNDING = 1e-12
 """What sums in another order may differ by, as a part of them."""
@@ -37,114 +37,129 @@ _ROUNDING = 1e-12
 Floats = NDArray[np.float64]
 
 
-class FirstBound:
-    """Bounds of arrangements, which share the prices that they have in common."""
+class LowerBound:
+    """Bounds of parallel configs, which share the prices that they have in common."""
 
-    def __init__(self, listing: Listing, work: LayerWork, speed: Speed) -> None:
-        self._listing, self._work, self._speed = listing, work, speed
+    def __init__(self, listing: StrategyCatalog, work: LayerWork, machine: MachineModel) -> None:
+        self._listing, self._work, self._machine = listing, work, machine
         pieces = listing.layers.pieces
         self._crossing = [] if pieces is None else sorted(pieces.crossing)
-        self._distinct = _Distinct(work, (0,) * len(work.all) if pieces is None else pieces.of)
-        self._costs: dict[tuple[object, ...], _Costs] = {}
+        self._distinct = _DistinctCalls(work, (0,) * len(work.all) if pieces is None else pieces.of)
+        self._costs: dict[tuple[object, ...], _StrategyTimes] = {}
 
-    def least_s(self, at: Arrangement) -> float:
-        """Return seconds that no pick of an arrangement takes less than; infinity if there is no pick.
+    def least_s(self, config: ParallelConfig) -> float:
+        """Return seconds that no pick of a parallel config takes less than; infinity if there is no pick.
 
-        That is so where some layer has no way, and where ranks that read the same rows can cut none.
+        That is so where a layer has no strategy, and where ranks that read the same samples can cut none.
         """
-        listed = self._listing.of(at)
-        if not all(listed.ways.values()) or (at.model > 1 and not listed.needed):
+        listed = self._listing.of(config)
+        if not all(listed.strategies.values()) or (config.model > 1 and not listed.needed):
             return math.inf
         # Prices know of stages only whether there are some, unless ranks wait for the slowest, and of schedules whether
         # these take backward passes apart.
-        pricing = at.row_parts, at.stages if self._speed.host.waiting_s else at.stages > 1, at.zero_bubble
-        key = at.data, at.model, at.zero, at.recompute, *pricing, at.over_data, at.over_model
+        pricing = (
+            config.batch_parts,
+            config.stages if self._machine.host.waiting_s else config.stages > 1,
+            config.zero_bubble,
+        )
+        key = config.data, config.model, config.zero, config.recompute, *pricing, config.over_data, config.over_model
         if key not in self._costs:
-            self._costs[key] = self._priced(at, listed.ways)
-        seconds = self._in_stages(at, self._costs[key]) if at.stages > 1 else self._together(self._costs[key])
+            self._costs[key] = self._priced(config, listed.strategies)
+        seconds = self._in_stages(config, self._costs[key]) if config.stages > 1 else self._together(self._costs[key])
         return seconds * (1 - _ROUNDING)
 
-    def _priced(self, at: Arrangement, ways: Mapping[str, tuple[Way, ...]]) -> _Costs:
-        cost, most = WayCost(self._listing.layers, self._work, at, self._speed), max(map(len, ways.values()))
-        found = np.zeros((7, self._distinct.all.shape[1], most))
+    def _priced(self, config: ParallelConfig, strategies: Mapping[str, tuple[LayerStrategy, ...]]) -> _StrategyTimes:
+        cost, most = (
+            LayerCostModel(self._listing.layers, self._work, config, self._machine),
+            max(map(len, strategies.values())),
+        )
+        prices = np.zeros((7, self._distinct.all.shape[1], most))
         for kind, work in self._distinct.priced:
-            for place, one in enumerate(cost.options(work, ways[str(work.segment.like)])):
-                found[:, kind, place] = one.forward_s, one.backward_s, one.exchange_s, one.update_s, *one.fills_s
-        numbers = np.array([len(ways[name]) for name in self._distinct.decisions])
-        return _Costs(np.arange(most) < numbers[:, None], found[0], found[1], found[2], found[3], found[4:])
+            for position, price in enumerate(cost.options(work, strategies[str(work.call.template)])):
+                prices[:, kind, position] = (
+                    price.forward_s,
+                    price.backward_s,
+                    price.grad_sync_s,
+                    price.update_s,
+                    *price.fills_s,
+                )
+        numbers = np.array([len(strategies[name]) for name in self._distinct.decisions])
+        return _StrategyTimes(
+            np.arange(most) < numbers[:, None], prices[0], prices[1], prices[2], prices[3], prices[4:]
+        )
 
-    def _together(self, costs: _Costs) -> float:
-        share, after = self._speed.contention, costs.forward + costs.update
+    def _together(self, costs: _StrategyTimes) -> float:
+        share, after = self._machine.contention, costs.forward + costs.update
         sums = (costs.backward + share * costs.exchange, costs.exchange + share * costs.backward)
-        return float(max(costs.least(self._distinct.all @ (after + one)) for one in sums))
+        return float(max(costs.least(self._distinct.all @ (after + times)) for times in sums))
 
-    def _in_stages(self, at: Arrangement, costs: _Costs) -> float:
-        p, v, m = at.stages, at.virtual, at.micro_batches
+    def _in_stages(self, config: ParallelConfig, costs: _StrategyTimes) -> float:
+        p, v, m = config.stages, config.virtual, config.micro_batches
         work, after = costs.forward + costs.backward, costs.exchange + costs.update
         # What some rank has at least: an even share of all, and of the pieces of each kind.
         some = np.concatenate([self._distinct.all[None] / p, self._distinct.of_some_rank(p)])
-        sends = self._sends(at)
+        sends = self._sends(config)
         sent = np.full(len(some), (2 * v - 1) * sends[0])
         sent[0] = 2 * sum(sends) / p
         busiest, latest = some @ work, some @ after
         # The smallest of three sums is taken off, so each of them gives a bound.
-        fills = costs.fills[:, None, None] if at.zero_bubble else 0.0
+        fills = costs.fills[:, None, None] if config.zero_bubble else 0.0
         own = work / v - (1 - 1 / p) * fills
         each = self._distinct.all @ own + (m - 1 / v) * busiest[:, None] + latest[None]
         seconds = costs.least(each) + ((m - 1 / v) * sent + 2 * sum(sends) / v)[:, None]
         working = costs.least(m * busiest[:, None] + latest[None]) + m * sent[:, None]
         return float(max(seconds.max(), working.max()))
 
-    def _sends(self, at: Arrangement) -> list[float]:
+    def _sends(self, config: ParallelConfig) -> list[float]:
         """Return the seconds that the cheapest borders between all stages cost each of two ranks."""
-        sizes = self._crossing[: at.stages * at.virtual - 1]
-        return [2 * self._speed.collective_s("send", size / at.row_parts, at.over_stages) for size in sizes]
+        sizes = self._crossing[: config.stages * config.virtual - 1]
+        return [2 * self._machine.collective_s("send", size / config.batch_parts, config.over_stages) for size in sizes]
 
 
-class _Costs(NamedTuple):
-    """Seconds of distinct segments in their ways."""
+class _StrategyTimes(NamedTuple):
+    """Seconds of distinct calls by strategy."""
 
     is_way: NDArray[np.bool_]
-    """Whether a decision has a way: by decision and way."""
+    """Whether a decision has a strategy: by decision and strategy."""
 
     forward: Floats
-    """By distinct segment and way."""
+    """By distinct call and strategy."""
 
     backward: Floats
     exchange: Floats
     update: Floats
     fills: Floats
-    """Of idle time: by sum, distinct segment and way."""
+    """Of idle time: by sum, distinct call and strategy."""
 
     def least(self, seconds: Floats) -> Floats:
-        """Return the sum over decisions of their fastest way, of seconds by anything, decision and way."""
+        """Return the sum over decisions of their fastest strategy, of seconds by anything, decision and strategy."""
         return np.asarray(np.where(self.is_way, seconds, math.inf).min(axis=-1).sum(axis=-1))
 
 
-class _Distinct:
-    """The segments of a model, those that cost the same seconds under every arrangement counted as one kind."""
+class _DistinctCalls:
+    """The calls of a model, those that cost the same seconds under every parallel config counted as one kind."""
 
     def __init__(self, works: LayerWork, piece_of: tuple[int, ...]) -> None:
         kinds: dict[tuple[object, ...], int] = {}
-        kind_of, first_with, told, decision_of = list[int](), dict[str, int](), set[int](), list[str]()
-        for place, work in enumerate(works.all):
-            names = {param.name for param in work.segment.parameters}
+        kind_of, first_with, priced, decision_of = list[int](), dict[str, int](), set[int](), list[str]()
+        for position, work in enumerate(works.all):
+            names = {param.name for param in work.call.parameters}
             met = frozenset(names & first_with.keys())
             key = works.alike(work), met
             if key not in kinds:
-                told.add(place)
-                decision_of.append(str(work.segment.like))
+                priced.add(position)
+                decision_of.append(str(work.call.template))
             # Prices of what was met before have to know those who met it first.
-            told |= {first_with[name] for name in met}
-            first_with |= {name: place for name in names - met}
+            priced |= {first_with[name] for name in met}
+            first_with |= {name: position for name in names - met}
             kind_of.append(kinds.setdefault(key, len(kinds)))
-        self.priced = [(kind_of[place], works.all[place]) for place in sorted(told)]
-        """One segment or more of every kind, in the order of the model."""
+        self.priced = [(kind_of[position], works.all[position]) for position in sorted(priced)]
+        """One call or more of every kind, in the order of the model."""
 
         self.decisions = list(dict.fromkeys(decision_of))
         inside = np.zeros((piece_of[-1] + 1, len(kinds)))
         np.add.at(inside, (np.array(piece_of), np.array(kind_of)), 1.0)
-        self._of_decision = np.array([[one == name for one in decision_of] for name in self.decisions])
+        self._of_decision = np.array([[decision == name for decision in decision_of] for name in self.decisions])
         self._pieces, self._count = np.unique(inside, axis=0, return_counts=True)
         self.all: Floats = self._of_decision * inside.sum(axis=0)
         """How often each kind counts for a decision: by decision and kind."""

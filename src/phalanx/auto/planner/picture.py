@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from phalanx.auto.capture.module_calls import Segment
-from phalanx.auto.planner.candidate_cost import options_of, stages_of
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.solver.problem import Option
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.planner.candidate_cost import list_call_costs, list_stages
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.solver.problem import StrategyCost
 
 COLOURS = {
     "whole": "#d9d9d9",
@@ -29,7 +29,7 @@ _NAME, _KIND, _PLACE, _TIMES = 14, 300, 430, 640
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    segment: Segment
+    call: ModuleCall
     way: str
     count: int
     """How many of it the model has, all placed alike."""
@@ -37,10 +37,10 @@ class _Line:
     stages: tuple[int, int]
     """The first and the last that has one."""
 
-    option: Option
+    option: StrategyCost
 
 
-def picture_of_plan(answer: Planned) -> str:
+def draw_plan(answer: PlanResult) -> str:
     """Return the SVG picture of the fastest Plan: a row for each layer that is not a repetition of another.
 
     Bars are the seconds of both passes of one micro-batch on one rank, all repetitions together; their red ends are
@@ -49,8 +49,8 @@ def picture_of_plan(answer: Planned) -> str:
     lines = list(_lines(answer))
     height, width = _TOP + _ROW * len(lines) + 30, _TIMES + _BAR + 130
     most = max(_seconds(line) for line in lines) or 1.0
-    best = answer.searched.best
-    head = f"{best.arrangement}: {best.seconds * 1e3:.4g} ms a step, {best.peak / 2**20:.4g} MiB a rank"
+    best = answer.search.best
+    head = f"{best.config}: {best.step_time_s * 1e3:.4g} ms a step, {best.memory_bytes / 2**20:.4g} MiB a rank"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">',
         '<g font-family="sans-serif" font-size="12" fill="#222">',
@@ -59,22 +59,22 @@ def picture_of_plan(answer: Planned) -> str:
         f'<text x="{_NAME}" y="41">{escape(head)}</text>',
         *_legend(),
     ]
-    for place, line in enumerate(lines):
-        parts += _row(line, _TOP + place * _ROW, most, has_stages=best.arrangement.stages > 1)
+    for position, line in enumerate(lines):
+        parts += _row(line, _TOP + position * _ROW, most, has_stages=best.config.stages > 1)
     return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
 
 
-def _lines(answer: Planned) -> Iterator[_Line]:
-    best, layers = answer.searched.best, answer.layers
-    options = options_of(best, layers, answer.work, answer.speed)
-    stages = stages_of(best, layers)
-    for place, segment in enumerate(layers.segments):
-        if segment.like != place:
+def _lines(answer: PlanResult) -> Iterator[_Line]:
+    best, layers = answer.search.best, answer.layers
+    options = list_call_costs(best, layers, answer.work, answer.machine)
+    stages = list_stages(best, layers)
+    for position, call in enumerate(layers.calls):
+        if call.template != position:
             continue
-        way = best.picked[place]
-        name = way.style or ("cut as it comes" if way.takes_cut else "whole")
-        alike = [i for i, one in enumerate(layers.segments) if one.like == place]
-        yield _Line(segment, name, len(alike), (stages[alike[0]], stages[alike[-1]]), options[place])
+        strategy = best.call_strategies[position]
+        name = strategy.style or ("cut as it comes" if strategy.has_sharded_input else "whole")
+        alike = [i for i, other in enumerate(layers.calls) if other.template == position]
+        yield _Line(call, name, len(alike), (stages[alike[0]], stages[alike[-1]]), options[position])
 
 
 def _seconds(line: _Line) -> float:
@@ -90,22 +90,23 @@ def _legend() -> Iterator[str]:
 
 
 def _row(line: _Line, top: float, most: float, *, has_stages: bool) -> Iterator[str]:
-    segment, middle = line.segment, top + 14
-    name = segment.path or ("loss" if segment.kind == "loss" else "(model)")
+    call, middle = line.call, top + 14
+    name = call.path or ("loss" if call.kind == "loss" else "(model)")
     times = f" x {line.count}" if line.count > 1 else ""
-    kind, weight = ("between", "normal") if segment.is_glue else (segment.kind, "bold")
+    kind, weight = ("between", "normal") if call.is_glue else (call.kind, "bold")
     yield f'<text x="{_NAME}" y="{middle:g}" font-weight="{weight}">{escape(_short(name) + times)}</text>'
     yield f'<text x="{_KIND}" y="{middle:g}" fill="#777">{escape(kind)}</text>'
     yield f'<rect x="{_PLACE}" y="{top + 2:g}" width="180" height="{_ROW - 4}" fill="{COLOURS[line.way]}"/>'
-    said = f"{line.option.label}{_staged(line)}" if has_stages else line.option.label
+    label = f"{line.option.label}{_staged(line)}" if has_stages else line.option.label
     dark = line.way in ("column", "row", "vocab", "sequence")
-    yield f'<text x="{_PLACE + 6}" y="{middle:g}" fill="{"#fff" if dark else "#222"}">{escape(said)}</text>'
+    yield f'<text x="{_PLACE + 6}" y="{middle:g}" fill="{"#fff" if dark else "#222"}">{escape(label)}</text>'
     length = _BAR * _seconds(line) / most
-    sent = min(length, _BAR * line.count * line.option.sent_s / most)
+    sent = min(length, _BAR * line.count * line.option.comm_s / most)
     yield f'<rect x="{_TIMES}" y="{top + 4:g}" width="{length - sent:.1f}" height="{_ROW - 8}" fill="#76b7b2"/>'
     red = f'x="{_TIMES + length - sent:.1f}" y="{top + 4:g}" width="{sent:.1f}" height="{_ROW - 8}"'
     yield f'<rect {red} fill="{_SENT}"/>'
-    figures = f"{_seconds(line) * 1e3:.3g} ms, {line.count * (line.option.held + line.option.kept) / 2**20:.3g} MiB"
+    size = line.count * (line.option.persistent_bytes + line.option.activation_bytes)
+    figures = f"{_seconds(line) * 1e3:.3g} ms, {size / 2**20:.3g} MiB"
     yield f'<text x="{_TIMES + length + 6:.1f}" y="{middle:g}" fill="#555">{figures}</text>'
 
 

@@ -1,8 +1,8 @@
 """The fastest Plan for a model on given ranks, and a bound that proves how good it is (pure).
 
-Outside, every arrangement of the ranks; inside each, a mixed-integer program over the ways to compute the layers. The
-arrangements are taken in the order of a lower bound of their time (`auto/planner/lower_bound`). When that passes the
-fastest Plan so far, none that is left can be better. So the bound covers the whole space.
+The outer loop runs over parallel configs; for each, a mixed-integer program chooses the strategies of the layers. The
+configs are taken in the order of a lower bound of their time (`auto/planner/lower_bound`). When that passes the fastest
+Plan so far, none that is left can be better. So the bound covers the whole space.
 """
 
 from __future__ import annotations
@@ -14,84 +14,72 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.auto.capture.layers import WHOLE, Layers, Way
-from phalanx.auto.cost.machine_model import Speed
-from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, Arrangement, divisors
+from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
+from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, ParallelConfig, divisors
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.breakdown import parts_of, sent_by_layers
-from phalanx.auto.planner.lower_bound import FirstBound
-from phalanx.auto.planner.strategies import Listing, Ways, ways_of
-from phalanx.auto.planner.unsupported import none_left
-from phalanx.auto.solver.min_memory import Least, least_of_space, low_peak, most_held
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import ROUNDING, Choices
-from phalanx.auto.solver.solve import Solved, solve
-from phalanx.auto.solver.solve_pipeline import solve_staged
+from phalanx.auto.planner.assignment import Assignment
+from phalanx.auto.planner.breakdown import compute_breakdown, estimate_layer_comm
+from phalanx.auto.planner.lower_bound import LowerBound
+from phalanx.auto.planner.strategies import ConfigProblem, StrategyCatalog, build_problem
+from phalanx.auto.planner.unsupported import explain_empty_space
+from phalanx.auto.search.result import SearchResult
+from phalanx.auto.solver.min_memory import MinMemory, find_min_memory, largest_part, peak_lower_bound
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import ROUNDING, IntraStageProblem
+from phalanx.auto.solver.solve import Solution, solve
+from phalanx.auto.solver.solve_pipeline import solve_pipeline
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
 from phalanx.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """The fastest way to train under one arrangement."""
+class Candidate(Assignment):
+    """The fastest Plan under one parallel config."""
 
-    arrangement: Arrangement
-    picked: tuple[Way, ...]
-    """How each segment is computed."""
-
-    ways: Mapping[str, Way]
+    strategies: Mapping[str, LayerStrategy]
     """How layers are computed, by path; those that are not named stand as they are."""
 
-    stages: tuple[str, ...]
-    """The units that stages 1, 2, ... of a pipeline begin with."""
-
-    seconds: float
-    """Of a step."""
-
-    peak: float
-    """Bytes of a rank."""
+    step_time_s: float
+    memory_bytes: float
+    """Of the peak rank."""
 
     parts: Mapping[str, float]
-    """Seconds by what takes them; an exchange counts what of it is not beside computation."""
+    """Seconds of a step by cause; gradient synchronisation counts where nothing else runs beside it."""
 
     bound: float
-    """Seconds that nothing under this arrangement beats."""
+    """Seconds that nothing under this parallel config beats."""
 
     @property
-    def cut(self) -> dict[str, Way]:
+    def sharded_layers(self) -> dict[str, LayerStrategy]:
         """The layers with a style."""
-        return {path: way for path, way in self.ways.items() if way.style is not None}
+        return {path: strategy for path, strategy in self.strategies.items() if strategy.style is not None}
+
+    def part_label(self, part: str) -> str:
+        """Return the name of a part, in the user's language."""
+        return text(f"plan {part}")
+
+    def is_same_as(self, other: object) -> bool:
+        """Return whether another candidate has the same config and strategies."""
+        return isinstance(other, Candidate) and (self.config, self.strategies) == (other.config, other.strategies)
+
+    def __str__(self) -> str:
+        return str(self.config)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Searched:
-    """What a search found."""
+@dataclass(frozen=True, kw_only=True)
+class PlanSearch(SearchResult[Candidate]):
+    """The fastest candidate of each parallel config that was worth solving, best first."""
 
-    candidates: tuple[Candidate, ...]
-    """The fastest of each arrangement that was worth solving, best first."""
+    configs: tuple[ParallelConfig, ...]
+    """The parallel configs of the space."""
 
-    bound: float
-    """Seconds that no Plan of the space beats."""
-
-    arrangements: tuple[Arrangement, ...]
-    """The space outside."""
-
-    solved: int
-    """How many of these were listed layer by layer; the others cannot be better by their first bounds."""
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest."""
-        return self.candidates[0]
-
-    @property
-    def gap(self) -> float:
-        """How much slower than the bound the best may be, in %."""
-        return round((self.best.seconds / self.bound - 1) * 100, 6)
+    listed: int
+    """How many of these were listed layer by layer; the others cannot be better by their lower bounds."""
 
 
-class NothingFitsError(PlanError):
+class DoesNotFitError(PlanError):
     """No Plan fits. Its message says what the Plan needs that needs the least."""
 
     def __init__(self, message: str, least: Candidate) -> None:
@@ -105,110 +93,115 @@ class NothingFitsError(PlanError):
         self.least = least
 
 
-_LEAST_S = 20.0
+_MIN_MEMORY_S = 20.0
 """Seconds of the search for what a Plan needs at least."""
 
 
 def search_plans(
     layers: Layers,
     work: LayerWork,
-    arrangements: Iterable[Arrangement],
-    speed: Speed,
+    configs: Iterable[ParallelConfig],
+    machine: MachineModel,
     *,
     room: float = math.inf,
     top_k: int = 5,
     time_limit: float | None = None,
     limits: Sequence[str] = (),
-) -> Searched:
+) -> PlanSearch:
     """Return the fastest Plans of a model that fit the room of every rank.
 
     Args:
         layers: The model, the optimizer and what layers may not be.
-        work: What its segments take, with this speed.
-        arrangements: How ranks may be arranged.
-        speed: How fast they are.
+        work: What its calls take, with this speed.
+        configs: How ranks may be arranged.
+        machine: How fast they are.
         room: Bytes that each has.
-        top_k: Arrangements of which the fastest Plan is to be proved.
+        top_k: Parallel configs of which the fastest Plan is to be proved.
         time_limit: Seconds after which the best so far and its gap are returned.
-        limits: What left arrangements and ways out, in the user's words, for the error.
+        limits: Limits that exclude configs and strategies, as the user wrote them, for the error.
 
     Raises:
         NothingFitsError: If nothing fits; says the least bytes that a Plan needs.
         PlanError: If nothing keeps to the limits.
     """
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
-    space = tuple(arrangements)
-    listing = Listing(layers)
-    first = FirstBound(listing, work, speed)
-    # Bounds twice: of the arithmetic alone, and with all that ranks send once an arrangement is near enough.
+    space = tuple(configs)
+    listing = StrategyCatalog(layers)
+    first = LowerBound(listing, work, machine)
+    # Bounds twice: of the arithmetic alone, and with all that ranks send once a parallel config is near enough.
     queue = [
-        (in_stages(work.least_s(at), at.stages, at.virtual, at.micro_batches), i, False) for i, at in enumerate(space)
+        (pipeline_lower_bound(work.least_s(config), config.stages, config.virtual, config.micro_batches), i, False)
+        for i, config in enumerate(space)
     ]
     heapq.heapify(queue)
-    found: list[Candidate] = []
-    bound, listed = math.inf, dict[int, Ways]()
+    candidates: list[Candidate] = []
+    bound, listed = math.inf, dict[int, ConfigProblem]()
     while queue:
-        low, i, is_priced = heapq.heappop(queue)
-        marks = sorted(one.seconds for one in found)
+        bound_s, i, is_priced = heapq.heappop(queue)
+        marks = sorted(candidate.step_time_s for candidate in candidates)
         mark = marks[top_k - 1] if len(marks) >= top_k else math.inf
         left = stop - time.monotonic()
-        if low >= mark or (found and left <= 0):
-            bound = min(bound, low)
+        if bound_s >= mark or (candidates and left <= 0):
+            bound = min(bound, bound_s)
             break
         if not is_priced:
-            low = max(low, first.least_s(space[i]))
-            if low < math.inf:
-                heapq.heappush(queue, (low, i, True))
+            bound_s = max(bound_s, first.least_s(space[i]))
+            if bound_s < math.inf:
+                heapq.heappush(queue, (bound_s, i, True))
             continue
-        listed[i] = ways = ways_of(layers, work, space[i], speed, room, listing.of(space[i]))
-        if low_peak(ways.choices) > room * (1 + 2 * ROUNDING):
+        listed[i] = config_problem = build_problem(layers, work, space[i], machine, room, listing.of(space[i]))
+        if peak_lower_bound(config_problem.problem) > room * (1 + 2 * ROUNDING):
             continue
         # The first is solved whatever the time: there is to be a Plan.
         try:
-            solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
+            solution = _solve(
+                config_problem.problem, time_limit=None if stop == math.inf or not candidates else left, below=mark
+            )
         except TimeoutError:
-            bound = min(bound, low)
+            bound = min(bound, bound_s)
             break
-        if solved is not None:
-            solved = replace(solved, bound=max(low, solved.bound))  # of one that time stopped it may be nothing
-            found.append(_candidate(layers, work, space[i], ways, solved, speed))
-            bound = min(bound, solved.bound)
+        if solution is not None:
+            solution = replace(
+                solution, bound=max(bound_s, solution.bound)
+            )  # of one that time stopped it may be nothing
+            candidates.append(_build_candidate(layers, work, space[i], config_problem, solution, machine))
+            bound = min(bound, solution.bound)
     if not listed:
-        raise PlanError(none_left(limits, text("layers left", count=len(space)) if space else ""))
-    if not found:
-        tried = [(space[i], ways) for i, ways in listed.items()]
-        raise _too_large(layers, work, speed, tried, room, limits)
-    found.sort(key=lambda one: one.seconds)
-    return Searched(
-        candidates=tuple(found[:top_k]),
-        bound=min(bound, found[0].seconds),
-        arrangements=space,
-        solved=len(listed),
+        raise PlanError(explain_empty_space(limits, text("layers left", count=len(space)) if space else ""))
+    if not candidates:
+        tried = [(space[i], config_problem) for i, config_problem in listed.items()]
+        raise _build_memory_error(layers, work, machine, tried, room, limits)
+    candidates.sort(key=lambda candidate: candidate.step_time_s)
+    return PlanSearch(
+        top_k=tuple(candidates[:top_k]),
+        bound=min(bound, candidates[0].step_time_s),
+        configs=space,
+        listed=len(listed),
     )
 
 
-def in_stages(seconds: float, stages: int, virtual: int, micro_batches: int) -> float:
+def pipeline_lower_bound(seconds: float, stages: int, virtual: int, micro_batches: int) -> float:
     """Return seconds that a step takes at least whose micro-batches take so long over all stages of equal work."""
     return seconds * ((micro_batches - 1 / virtual) / stages + 1 / virtual)
 
 
-def _solved(choices: Choices | StagedChoices, *, time_limit: float | None, below: float) -> Solved | None:
-    if isinstance(choices, Choices):
-        return solve(choices, time_limit=time_limit, below=below)
-    return solve_staged(choices, time_limit=time_limit, below=below)
+def _solve(problem: IntraStageProblem | PipelineProblem, *, time_limit: float | None, below: float) -> Solution | None:
+    if isinstance(problem, IntraStageProblem):
+        return solve(problem, time_limit=time_limit, below=below)
+    return solve_pipeline(problem, time_limit=time_limit, below=below)
 
 
-def arrangements_of(
+def list_configs(
     ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 0, may_split: bool = True
-) -> Iterator[Arrangement]:
-    """Yield every way to arrange ranks.
+) -> Iterator[ParallelConfig]:
+    """Yield every parallel config of the ranks.
 
     Args:
         ranks: All of them.
-        has_blocks: Whether there is something to compute again.
+        has_blocks: Whether there is something to recompute.
         per_node: Ranks of one machine; all when None.
         pieces: Stages that the model may be cut into at most.
-        rows: Rows of a global batch; 0 if they are not known.
+        rows: Samples of a global batch; 0 if they are not known.
         may_split: Whether gradients of weights may be computed apart from those of inputs.
     """
     node, again = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
@@ -220,13 +213,13 @@ def arrangements_of(
         zeros = ZERO if data > 1 else ZERO[:1]
         for virtual, micro in _schedules(stages, pieces, _micro_batches(rows, data)):
             for zero, recompute, inside in itertools.product(zeros, again, orders):
-                at = Arrangement(
+                config = ParallelConfig(
                     data=data, model=model, zero=zero, recompute=recompute, stages=stages, virtual=virtual,
                     micro_batches=micro, model_inside=inside, per_node=node, rows=rows,
                 )  # fmt: skip
-                yield at
-                if may_split and at.can_split:
-                    yield replace(at, zero_bubble=True)
+                yield config
+                if may_split and config.can_split:
+                    yield replace(config, zero_bubble=True)
 
 
 def _micro_batches(rows: int, data: int) -> list[int]:
@@ -248,61 +241,72 @@ def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[t
             yield from ((virtual, micro) for micro in fitting)
 
 
-def _candidate(layers: Layers, work: LayerWork, at: Arrangement, ways: Ways, solved: Solved, speed: Speed) -> Candidate:
-    picked = tuple(ways.ways[str(one.like)][solved.pick[str(one.like)]] for one in layers.segments)
-    by_path = {one.path: way for one, way in zip(layers.segments, picked, strict=True) if not one.is_glue}
-    layers_s = sent_by_layers(layers, work, at, speed, picked) if at.zero else None
+def _build_candidate(
+    layers: Layers,
+    work: LayerWork,
+    config: ParallelConfig,
+    config_problem: ConfigProblem,
+    solution: Solution,
+    machine: MachineModel,
+) -> Candidate:
+    picked = tuple(
+        config_problem.strategies[str(call.template)][solution.pick[str(call.template)]] for call in layers.calls
+    )
+    by_path = {call.path: strategy for call, strategy in zip(layers.calls, picked, strict=True) if not call.is_glue}
+    layers_s = estimate_layer_comm(layers, work, config, machine, picked) if config.zero else None
     return Candidate(
-        arrangement=at,
-        picked=picked,
-        ways={path: way for path, way in by_path.items() if way != WHOLE},
-        stages=_starts(layers, solved.stages),
-        seconds=solved.seconds,
-        peak=_peak(ways.choices, solved),
-        parts=parts_of(ways.choices, solved, at.zero > 0, layers_s),
-        bound=solved.bound,
+        config=config,
+        call_strategies=picked,
+        strategies={path: strategy for path, strategy in by_path.items() if strategy != WHOLE},
+        stages=_stage_starts(layers, solution.stages),
+        step_time_s=solution.seconds,
+        memory_bytes=_peak(config_problem.problem, solution),
+        parts=compute_breakdown(config_problem.problem, solution, config.zero > 0, layers_s),
+        bound=solution.bound,
     )
 
 
-def _starts(layers: Layers, stages: tuple[int, ...]) -> tuple[str, ...]:
+def _stage_starts(layers: Layers, stages: tuple[int, ...]) -> tuple[str, ...]:
     if layers.pieces is None:
         return ()
     pairs = enumerate(itertools.pairwise(stages), start=1)
-    return tuple(layers.pieces.starts[place] for place, (before, after) in pairs if before != after)
+    return tuple(layers.pieces.starts[piece] for piece, (before, after) in pairs if before != after)
 
 
-def _peak(choices: Choices | StagedChoices, solved: Solved) -> float:
-    if isinstance(choices, Choices):
-        return choices.peak(solved.pick)
-    return max(choices.peaks(solved.pick, solved.stages))
+def _peak(problem: IntraStageProblem | PipelineProblem, solution: Solution) -> float:
+    if isinstance(problem, IntraStageProblem):
+        return problem.peak(solution.pick)
+    return max(problem.peaks(solution.pick, solution.stages))
 
 
-def _too_large(
+def _build_memory_error(
     layers: Layers,
     work: LayerWork,
-    speed: Speed,
-    space: list[tuple[Arrangement, Ways]],
+    machine: MachineModel,
+    space: list[tuple[ParallelConfig, ConfigProblem]],
     room: float,
     limits: Sequence[str],
 ) -> PlanError:
-    """Return what to raise where no arrangement has a way that fits."""
-    found = least_of_space([ways.choices for _, ways in space], _LEAST_S)
-    if found.least is None and found.bound == math.inf:
-        return PlanError(none_left(limits, text("layers left", count=len(space))))
-    said = {"bound": format_bytes(found.bound), "room": format_bytes(room)}
-    if found.least is None:
-        return PlanError(text("nothing fits in time", **said, found=""))
-    (at, ways), least = space[found.place], found.least
-    said |= {"least": format_bytes(least.peak, up=True), "where": str(at), "bytes": str(math.ceil(least.peak))}
-    said["part"] = text(f"plan {most_held(ways.choices, least)}")
-    seconds = _seconds(ways.choices, least)
-    solved = Solved(pick=least.pick, seconds=seconds, bound=seconds, stages=least.stages)
-    key = "nothing fits" if found.is_proved else "nothing fits in time"
-    more = {} if found.is_proved else {"found": text("enough was found", **said)}
-    return NothingFitsError(text(key, **said, **more), _candidate(layers, work, at, ways, solved, speed))
+    """Return the error to raise where no config has strategies that fit."""
+    result = find_min_memory([config_problem.problem for _, config_problem in space], _MIN_MEMORY_S)
+    if result.least is None and result.bound == math.inf:
+        return PlanError(explain_empty_space(limits, text("layers left", count=len(space))))
+    facts = {"bound": format_bytes(result.bound), "room": format_bytes(room)}
+    if result.least is None:
+        return PlanError(text("nothing fits in time", **facts, found=""))
+    (config, config_problem), least = space[result.index], result.least
+    facts |= {"least": format_bytes(least.peak, up=True), "where": str(config), "bytes": str(math.ceil(least.peak))}
+    facts["part"] = text(f"plan {largest_part(config_problem.problem, least)}")
+    seconds = _seconds(config_problem.problem, least)
+    solution = Solution(pick=least.pick, seconds=seconds, bound=seconds, stages=least.stages)
+    key = "nothing fits" if result.is_proved else "nothing fits in time"
+    more = {} if result.is_proved else {"found": text("enough was found", **facts)}
+    return DoesNotFitError(
+        text(key, **facts, **more), _build_candidate(layers, work, config, config_problem, solution, machine)
+    )
 
 
-def _seconds(choices: Choices | StagedChoices, least: Least) -> float:
-    if isinstance(choices, Choices):
-        return choices.seconds(least.pick)
-    return choices.seconds(least.pick, least.stages)
+def _seconds(problem: IntraStageProblem | PipelineProblem, least: MinMemory) -> float:
+    if isinstance(problem, IntraStageProblem):
+        return problem.seconds(least.pick)
+    return problem.seconds(least.pick, least.stages)

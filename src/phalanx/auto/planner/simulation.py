@@ -6,98 +6,114 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.cost.machine_model import Speed
+from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.candidate_cost import borders_of, collectives_of, options_of, stages_of
-from phalanx.auto.planner.planner import Candidate
+from phalanx.auto.planner.assignment import Assignment
+from phalanx.auto.planner.candidate_cost import list_border_bytes, list_call_costs, list_comm_costs, list_stages
 from phalanx.auto.simulate.events import simulate
-from phalanx.auto.simulate.values import Pipeline, Simulated, StageWork, Work
-from phalanx.auto.solver.problem import Option
+from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
+from phalanx.auto.solver.problem import StrategyCost
 from phalanx.plan.value import Schedule
 
 
-def simulate_plan(candidate: Candidate, layers: Layers, work: LayerWork, speed: Speed) -> Simulated:
-    """Return one step of a candidate, event by event.
+def simulate_assignment(
+    assignment: Assignment, layers: Layers, work: LayerWork, machine: MachineModel
+) -> SimulatedStep:
+    """Return one step of a assignment, event by event.
 
-    Without stages every layer is simulated by itself, with its exchange of gradients beside the backward passes of the
-    layers before it. With stages a pass of a stage is one event; gradients are exchanged once, after all passes.
+    Without stages every layer is simulated by itself, with its gradient synchronisation beside the backward passes of
+    the layers before it. With stages a pass of a stage is one event; gradients are exchanged once, after all passes.
 
     Args:
-        candidate: What the planner chose.
+        assignment: What a Plan decides.
         layers: The model it chose for.
-        work: What its segments take.
-        speed: How fast the ranks are.
+        work: What its calls take.
+        machine: How fast the ranks are.
     """
-    options = options_of(candidate, layers, work, speed)
-    waits = collectives_of(candidate, layers, speed)
-    in_stages = candidate.arrangement.stages > 1
+    options = list_call_costs(assignment, layers, work, machine)
+    waits = list_comm_costs(assignment, layers, machine)
+    in_stages = assignment.config.stages > 1
     if in_stages:
-        pipeline = _staged(candidate, layers, options, waits, speed)
+        pipeline = _build_stages(assignment, layers, options, waits, machine)
     else:
-        pipeline = _layered(candidate, options, waits, speed)
+        pipeline = _build_layers(assignment, options, waits, machine)
     step = simulate(pipeline)
-    return Simulated(
-        name=f"{dict(layers.captured.modules)['']}, {candidate.arrangement}",
+    return SimulatedStep(
+        name=f"{dict(layers.captured.modules)['']}, {assignment.config}",
         simulation=step,
-        per_s=candidate.arrangement.rows / step.step_time_s,
+        per_s=assignment.config.rows / step.step_time_s,
         unit="rows",
-        layers=() if in_stages else tuple(one.path or one.kind for one in layers.segments),
+        layers=() if in_stages else tuple(call.path or call.kind for call in layers.calls),
     )
 
 
-def _layered(candidate: Candidate, options: Sequence[Option], waits: Sequence[Option], speed: Speed) -> Pipeline:
+def _build_layers(
+    assignment: Assignment, options: Sequence[StrategyCost], waits: Sequence[StrategyCost], machine: MachineModel
+) -> PipelineSpec:
     """Return a rank whose layers are stages of its own, one after another."""
-    stages = tuple(_work((one,), (wait,)) for one, wait in zip(options, waits, strict=True))
-    return Pipeline(
+    stages = tuple(_work((cost,), (wait,)) for cost, wait in zip(options, waits, strict=True))
+    return PipelineSpec(
         schedule=Schedule(kind="interleaved", virtual=len(stages)),
         ranks=1,
         stages=stages,
-        held=(sum(one.held for one in options),),
-        optimizer=(sum(one.update_s for one in options),),
-        contention=speed.contention,
+        persistent_bytes=(sum(cost.persistent_bytes for cost in options),),
+        optimizer=(sum(cost.update_s for cost in options),),
+        contention=machine.contention,
         waits_contend=True,
-        copies=candidate.arrangement.ranks,
+        copies=assignment.config.ranks,
     )
 
 
-def _staged(
-    candidate: Candidate, layers: Layers, options: Sequence[Option], waits: Sequence[Option], speed: Speed
-) -> Pipeline:
-    at, stage_of = candidate.arrangement, stages_of(candidate, layers)
-    schedule = Schedule(kind=at.schedule, virtual=at.virtual, microbatches=at.micro_batches)
-    count = at.stages * at.virtual
-    mine = [[place for place, stage in enumerate(stage_of) if stage == one] for one in range(count)]
+def _build_stages(
+    assignment: Assignment,
+    layers: Layers,
+    options: Sequence[StrategyCost],
+    waits: Sequence[StrategyCost],
+    machine: MachineModel,
+) -> PipelineSpec:
+    config, stage_of = assignment.config, list_stages(assignment, layers)
+    schedule = Schedule(kind=config.schedule, virtual=config.virtual, microbatches=config.micro_batches)
+    count = config.stages * config.virtual
+    mine = [[i for i, stage in enumerate(stage_of) if stage == number] for number in range(count)]
     works = [_work([options[i] for i in those], [waits[i] for i in those]) for those in mine]
-    borders = [*(speed.collective_s("send", size, at.over_stages) for size in borders_of(candidate, layers)), 0.0]
+    borders = [
+        *(machine.collective_s("send", size, config.over_stages) for size in list_border_bytes(assignment, layers)),
+        0.0,
+    ]
     # The first has no gradients of inputs to compute before others.
-    owed = [sum(options[i].owed for i in those) if stage else 0.0 for stage, those in enumerate(mine)]
-    held, update = [0.0] * at.stages, [0.0] * at.stages
+    deferred = [sum(options[i].deferred_bytes for i in those) if stage else 0.0 for stage, those in enumerate(mine)]
+    persistent, update_s = [0.0] * config.stages, [0.0] * config.stages
     for option, stage in zip(options, stage_of, strict=True):
-        held[schedule.holder(stage, at.stages)] += option.held
-        update[schedule.holder(stage, at.stages)] += option.update_s
-    return Pipeline(
+        persistent[schedule.holder(stage, config.stages)] += option.persistent_bytes
+        update_s[schedule.holder(stage, config.stages)] += option.update_s
+    return PipelineSpec(
         schedule=schedule,
-        ranks=at.stages,
-        stages=tuple(replace(one, send=send, owed=due) for one, send, due in zip(works, borders, owed, strict=True)),
-        held=tuple(held),
-        optimizer=tuple(update),
+        ranks=config.stages,
+        stages=tuple(
+            replace(work, send=send, deferred_bytes=due)
+            for work, send, due in zip(works, borders, deferred, strict=True)
+        ),
+        persistent_bytes=tuple(persistent),
+        optimizer=tuple(update_s),
         overlaps_sends=False,
         holds_receivers=True,
         overlaps_gradients=False,
-        copies=at.data * at.model,
+        copies=config.data * config.model,
     )
 
 
-def _work(options: Iterable[Option], waits: Iterable[Option]) -> StageWork:
-    """Return what some segments do and hold together."""
+def _work(options: Iterable[StrategyCost], waits: Iterable[StrategyCost]) -> StageWork:
+    """Return what some calls do and hold together."""
     options, waits = tuple(options), tuple(waits)
-    forward, backward = sum(one.forward_s for one in waits), sum(one.backward_s for one in waits)
-    weights = sum(one.weights_s for one in options)
+    forward, backward = sum(cost.forward_s for cost in waits), sum(cost.backward_s for cost in waits)
+    weights = sum(cost.weight_grad_s for cost in options)
     return StageWork(
-        forward=Work(compute=max(0.0, sum(one.forward_s for one in options) - forward), exposed=forward),
-        inputs=Work(compute=max(0.0, sum(one.backward_s for one in options) - backward - weights), exposed=backward),
-        weights=Work(compute=weights),
-        kept=sum(one.kept for one in options),
-        again=max(one.working for one in options),
-        buckets=tuple(one.exchange_s for one in reversed(options) if one.exchange_s),
+        forward=PassWork(compute=max(0.0, sum(cost.forward_s for cost in options) - forward), exposed=forward),
+        inputs=PassWork(
+            compute=max(0.0, sum(cost.backward_s for cost in options) - backward - weights), exposed=backward
+        ),
+        weights=PassWork(compute=weights),
+        activation_bytes=sum(cost.activation_bytes for cost in options),
+        workspace_bytes=max(cost.workspace_bytes for cost in options),
+        buckets=tuple(cost.grad_sync_s for cost in reversed(options) if cost.grad_sync_s),
     )

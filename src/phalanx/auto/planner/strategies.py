@@ -1,8 +1,9 @@
-"""The ways to compute each part of a captured model under one arrangement of the ranks, as choices (pure).
+"""The strategies for each part of a captured model under one parallel config, as an optimization problem (pure).
 
-A way is a style of `px.shard`, or none. Between layers whose ranks read the same rows, activations are whole or cut
-along their last dim; a way says how it takes and gives them, and neighbours must agree. Layers that are cut over ranks
-that read other rows take and give a rank's own rows whole, so these ways know nothing of each other.
+A strategy is a style of `px.shard`, or none. Between layers whose ranks read the same samples, activations are
+replicated or sharded along their last dim; a strategy says in which state it takes and returns them, and neighbours
+must agree. Layers that are cut over ranks that read other samples take and give a rank's own rows whole, so these
+strategies do not depend on each other.
 """
 
 from __future__ import annotations
@@ -12,262 +13,271 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import PARTS, WHOLE, Layers, Way
-from phalanx.auto.capture.module_calls import Segment
-from phalanx.auto.cost.layer_strategy import WayCost
-from phalanx.auto.cost.machine_model import Speed
-from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.capture.layers import PARTS, WHOLE, Layers, LayerStrategy
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.cost.layer_strategy import LayerCostModel
+from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import Choices, Link, Node
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import IntraStageProblem, LayerNode, TransitionCost
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """The choices of an arrangement, and what each stands for."""
+class ConfigProblem:
+    """The problem of a parallel config, and the strategies that its options stand for."""
 
-    choices: Choices | StagedChoices
-    ways: Mapping[str, tuple[Way, ...]]
+    problem: IntraStageProblem | PipelineProblem
+    strategies: Mapping[str, tuple[LayerStrategy, ...]]
     """By decision, in the order of the options."""
 
 
-class Kind(NamedTuple):
-    """What of an arrangement decides which ways there are."""
+class CatalogKey(NamedTuple):
+    """What of a parallel config decides which strategies exist."""
 
     model: int
     by_rows: int
-    """Ranks that read other rows, over which layers may be cut; 1 if they may not."""
+    """Ranks that read other samples, over which layers may be cut; 1 if they may not."""
 
     in_stages: bool
     leaves_parts: bool
-    """Whether rows divide among all ranks, and no backward pass is taken apart or computed again by operators."""
+    """Whether rows divide among all ranks, and no backward pass is taken apart or recomputed by operators."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """The ways of the segments, and which of them go together."""
+class StrategySets:
+    """The strategies of the calls, and which of them go together."""
 
-    ways: Mapping[str, tuple[Way, ...]]
-    """By decision, the whole first."""
+    strategies: Mapping[str, tuple[LayerStrategy, ...]]
+    """By decision, the unsharded one first."""
 
-    links: tuple[Link, ...]
+    transitions: tuple[TransitionCost, ...]
     forbidden: tuple[frozenset[tuple[str, int]], ...]
     needed: frozenset[tuple[str, int]]
 
 
-class Listing:
-    """The ways of a model, listed once for all arrangements that have the same."""
+class StrategyCatalog:
+    """The strategies of a model, listed once for all configs that share them."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self._known: dict[Kind, Listed] = {}
+        self._cache: dict[CatalogKey, StrategySets] = {}
 
-    def of(self, at: Arrangement) -> Listed:
-        """Return the ways under an arrangement."""
-        divides = at.rows % (at.data * at.model * at.micro_batches) == 0
-        leaves_parts = at.model > 1 and divides and at.recompute != "selective" and not at.zero_bubble
-        kind = Kind(at.model, at.data if at.cuts_by_rows else 1, at.stages > 1, leaves_parts)
-        if kind not in self._known:
-            self._known[kind] = self._listed(kind)
-        return self._known[kind]
+    def of(self, config: ParallelConfig) -> StrategySets:
+        """Return the strategies under a parallel config."""
+        divides = config.rows % (config.data * config.model * config.micro_batches) == 0
+        leaves_parts = config.model > 1 and divides and config.recompute != "selective" and not config.zero_bubble
+        kind = CatalogKey(config.model, config.data if config.shards_over_data else 1, config.stages > 1, leaves_parts)
+        if kind not in self._cache:
+            self._cache[kind] = self._list_strategies(kind)
+        return self._cache[kind]
 
-    def _listed(self, kind: Kind) -> Listed:
-        found = _Found(self.layers, kind)
-        ways = {str(like): found.ways(alike[0]) for like, alike in self.layers.calls.alike.items()}
-        # Ranks that read the same rows and cut no layer would all do the same.
-        needed = frozenset(_cuts(ways)) if kind.model > 1 else frozenset[tuple[str, int]]()
-        return Listed(ways, tuple(found.links(ways)), tuple(found.forbidden(ways)), needed)
+    def _list_strategies(self, kind: CatalogKey) -> StrategySets:
+        enumeration = _Enumeration(self.layers, kind)
+        strategies = {str(like): enumeration.strategies(alike[0]) for like, alike in self.layers.index.alike.items()}
+        # Ranks that read the same samples and cut no layer would all do the same.
+        needed = frozenset(_list_sharded(strategies)) if kind.model > 1 else frozenset[tuple[str, int]]()
+        return StrategySets(
+            strategies, tuple(enumeration.transitions(strategies)), tuple(enumeration.forbidden(strategies)), needed
+        )
 
 
-def ways_of(
+def build_problem(
     layers: Layers,
     work: LayerWork,
-    arrangement: Arrangement,
-    speed: Speed,
+    config: ParallelConfig,
+    machine: MachineModel,
     room: float = math.inf,
-    listed: Listed | None = None,
-) -> Ways:
-    """Return all ways to compute a model under one arrangement.
+    listed: StrategySets | None = None,
+) -> ConfigProblem:
+    """Return the problem of choosing strategies under one parallel config.
 
     Args:
         layers: The model.
-        work: What its segments take.
-        arrangement: Of the ranks.
-        speed: How fast they are.
+        work: What its calls take.
+        config: Of the ranks.
+        machine: How fast they are.
         room: Bytes that each has.
-        listed: Its ways, where they are known.
+        listed: Its strategies, if they are listed already.
     """
-    found = listed or Listing(layers).of(arrangement)
-    cost = WayCost(layers, work, arrangement, speed)
-    nodes: list[Node] = []
-    for place, one in enumerate(work.all):
-        segment, decision = one.segment, str(one.segment.like)
-        name = f"{place}:{segment.path or segment.kind}"
-        nodes.append(Node(name=name, decision=decision, options=cost.options(one, found.ways[decision])))
-    links, forbidden, needed = found.links, found.forbidden, found.needed
-    if arrangement.stages == 1:
-        together = Choices(
-            nodes=tuple(nodes), links=links, forbidden=forbidden, needed=needed, room=room, contention=speed.contention
+    sets = listed or StrategyCatalog(layers).of(config)
+    cost = LayerCostModel(layers, work, config, machine)
+    nodes: list[LayerNode] = []
+    for position, work_of_call in enumerate(work.all):
+        call, decision = work_of_call.call, str(work_of_call.call.template)
+        name = f"{position}:{call.path or call.kind}"
+        nodes.append(
+            LayerNode(name=name, decision=decision, options=cost.options(work_of_call, sets.strategies[decision]))
         )
-        return Ways(together, found.ways)
+    links, forbidden, needed = sets.transitions, sets.forbidden, sets.needed
+    if config.stages == 1:
+        together = IntraStageProblem(
+            nodes=tuple(nodes),
+            transitions=links,
+            forbidden=forbidden,
+            needed=needed,
+            room=room,
+            contention=machine.contention,
+        )
+        return ConfigProblem(together, sets.strategies)
     assert layers.pieces is not None
-    parts, where = arrangement.row_parts, arrangement.over_stages
-    staged = StagedChoices(
+    parts, where = config.batch_parts, config.over_stages
+    staged = PipelineProblem(
         nodes=tuple(nodes),
         pieces=layers.pieces.of,
-        sends=tuple(2 * speed.collective_s("send", size / parts, where) for size in layers.pieces.crossing),
-        ranks=arrangement.stages,
-        virtual=arrangement.virtual,
-        micro_batches=arrangement.micro_batches,
-        zero_bubble=arrangement.zero_bubble,
-        links=links,
+        sends=tuple(2 * machine.collective_s("send", size / parts, where) for size in layers.pieces.crossing),
+        ranks=config.stages,
+        virtual=config.virtual,
+        micro_batches=config.micro_batches,
+        zero_bubble=config.zero_bubble,
+        transitions=links,
         forbidden=forbidden,
         needed=needed,
         room=room,
     )
-    return Ways(staged, found.ways)
+    return ConfigProblem(staged, sets.strategies)
 
 
-def _cuts(ways: Mapping[str, tuple[Way, ...]]) -> Iterable[tuple[str, int]]:
-    for decision, found in ways.items():
-        yield from ((decision, place) for place, way in enumerate(found) if way.style is not None)
+def _list_sharded(ways: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[tuple[str, int]]:
+    for decision, strategies in ways.items():
+        yield from ((decision, index) for index, strategy in enumerate(strategies) if strategy.style is not None)
 
 
-class _Found:
-    """The ways of the segments, and which of them do not go together."""
+class _Enumeration:
+    """The strategies of the calls, and which of them do not go together."""
 
-    def __init__(self, layers: Layers, kind: Kind) -> None:
-        self._layers, self._kind, self._calls = layers, kind, layers.calls
+    def __init__(self, layers: Layers, kind: CatalogKey) -> None:
+        self._layers, self._kind, self._calls = layers, kind, layers.index
 
-    def ways(self, segment: Segment) -> tuple[Way, ...]:
-        """Return the ways of a segment and of all that are like it, the whole first."""
-        alike = self._calls.alike[segment.like]
-        found = [WHOLE]
+    def strategies(self, call: ModuleCall) -> tuple[LayerStrategy, ...]:
+        """Return the strategies of a call and of its repetitions, the unsharded one first."""
+        alike = self._calls.alike[call.template]
+        result = [WHOLE]
         if self._kind.model > 1:
-            if self._passes_cut(alike):
-                found.append(Way(None, "features", "features"))
-            if self._layers.on_tokens:
-                found += self._ways_on_tokens(alike)
-            found += self._layer_ways(alike, self._kind.model, same_rows=True)
+            if self._propagates_shards(alike):
+                result.append(LayerStrategy(None, "features", "features"))
+            if self._layers.shards_tokens:
+                result += self._token_strategies(alike)
+            result += self._layer_strategies(alike, self._kind.model, same_rows=True)
             if self._is_placeable(alike):
-                found.append(PARTS)
+                result.append(PARTS)
         elif self._kind.by_rows > 1:
-            found += self._layer_ways(alike, self._kind.by_rows, same_rows=False)
-        if segment.like in self._calls.ends:
-            found = [way for way in found if way.gives == "whole"]
-        return tuple(way for way in found if (segment.like, way) not in self._layers.unwanted)
+            result += self._layer_strategies(alike, self._kind.by_rows, same_rows=False)
+        if call.template in self._calls.ends:
+            result = [strategy for strategy in result if strategy.output_state == "whole"]
+        return tuple(strategy for strategy in result if (call.template, strategy) not in self._layers.excluded)
 
-    def forbidden(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[frozenset[tuple[str, int]]]:
+    def forbidden(self, strategies: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[frozenset[tuple[str, int]]]:
         """Yield options that do not run together."""
-        for region in self._layers.failing:
-            known = all(way in ways[str(like)] for like, way in region.ways)
-            if region.parts == self._kind.model and known:
-                yield frozenset((str(like), ways[str(like)].index(way)) for like, way in region.ways)
+        for region in self._layers.failing_regions:
+            is_available = all(strategy in strategies[str(like)] for like, strategy in region.strategies)
+            if region.parts == self._kind.model and is_available:
+                yield frozenset(
+                    (str(like), strategies[str(like)].index(strategy)) for like, strategy in region.strategies
+                )
 
-    def _layer_ways(self, alike: list[Segment], ranks: int, *, same_rows: bool) -> Iterable[Way]:
+    def _layer_strategies(self, alike: list[ModuleCall], ranks: int, *, same_rows: bool) -> Iterable[LayerStrategy]:
         first = alike[0]
         weight = next((param for param in first.parameters if len(param.shape) == 2), None)
-        if weight is None or not all(self._can_be_cut(one) for one in alike):
+        if weight is None or not all(self._can_be_sharded(call) for call in alike):
             return
         if first.kind == "Embedding" and same_rows and weight.shape[0] >= ranks:
-            yield Way("vocab")
+            yield LayerStrategy("vocab")
         if first.kind != "Linear":
             return
         if weight.shape[0] >= ranks:
-            yield Way("column")
+            yield LayerStrategy("column")
             if same_rows:
-                yield Way("column", gives="features")
+                yield LayerStrategy("column", output_state="features")
         if weight.shape[1] >= ranks:
-            yield Way("row")
-            if same_rows and _has_makers(alike):
-                yield Way("row", "features")
+            yield LayerStrategy("row")
+            if same_rows and _reads_calls_only(alike):
+                yield LayerStrategy("row", "features")
 
-    def _ways_on_tokens(self, alike: list[Segment]) -> Iterable[Way]:
-        """Yield the ways that take or give activations of which each rank has some of the tokens."""
+    def _token_strategies(self, alike: list[ModuleCall]) -> Iterable[LayerStrategy]:
+        """Yield the strategies that take or return activations sharded over tokens."""
         first, ranks = alike[0], self._kind.model
-        if any(len(shape.shape) < 3 or shape.shape[-2] % ranks for one in alike for shape in one.outputs):
+        if any(len(shape.shape) < 3 or shape.shape[-2] % ranks for call in alike for shape in call.outputs):
             return
-        if first.token_parts and all(one.token_parts % ranks == 0 and not self._drops(one) for one in alike):
-            if not any(one.parameters for one in alike):
-                yield Way(None, "tokens", "tokens")
+        if first.token_parts and all(call.token_parts % ranks == 0 and not self._draws_dropout(call) for call in alike):
+            if not any(call.parameters for call in alike):
+                yield LayerStrategy(None, "tokens", "tokens")
             elif not first.is_glue and all(map(self._is_alone, alike)):
-                yield Way("sequence", "tokens", "tokens")
-        for way in tuple(self._layer_ways(alike, ranks, same_rows=True)):
-            if way.style in ("row", "vocab") and (way.style == "vocab" or way.takes_cut):
-                yield way._replace(gives="tokens")
-            if way.style == "column" and _has_makers(alike):
-                yield way._replace(takes="tokens")
+                yield LayerStrategy("sequence", "tokens", "tokens")
+        for strategy in tuple(self._layer_strategies(alike, ranks, same_rows=True)):
+            if strategy.style in ("row", "vocab") and (strategy.style == "vocab" or strategy.has_sharded_input):
+                yield strategy._replace(output_state="tokens")
+            if strategy.style == "column" and _reads_calls_only(alike):
+                yield strategy._replace(input_state="tokens")
 
-    def _is_placeable(self, alike: list[Segment]) -> bool:
+    def _is_placeable(self, alike: list[ModuleCall]) -> bool:
         """Return whether ranks can compute parts of the operators of these modules, each with as many rows."""
         kind, first = self._kind, alike[0]
         # With stages they double the decisions of a program that is large already (a ResNet-50 on small images: 4 s to
         # 33 s), so there they are tried where the user wants them.
-        if kind.in_stages and (first.like, WHOLE) not in self._layers.unwanted:
+        if kind.in_stages and (first.template, WHOLE) not in self._layers.excluded:
             return False
         if not kind.leaves_parts:
             return False
-        if not all(one.path in self._calls.once and not one.is_glue and one.outputs for one in alike):
+        if not all(call.path in self._calls.once and not call.is_glue and call.outputs for call in alike):
             return False
         if first.kind in ("Linear", "Embedding"):  # they have styles of their own
             return False
         return self._layers.has_parts(first, kind.model)
 
-    def _passes_cut(self, alike: list[Segment]) -> bool:
-        """Return whether a cut goes through segments, none of whose cut inputs comes from outside all segments."""
+    def _propagates_shards(self, alike: list[ModuleCall]) -> bool:
+        """Return whether a cut goes through calls, none of whose cut inputs comes from outside all calls."""
         return all(
-            one.last_dim_parts
-            and one.last_dim_parts % self._kind.model == 0
-            and not any(source.follows and isinstance(source.source, str) for source in one.inputs)
-            and not self._drops(one)
-            for one in alike
+            call.last_dim_parts
+            and call.last_dim_parts % self._kind.model == 0
+            and not any(source.follows and isinstance(source.source, str) for source in call.inputs)
+            and not self._draws_dropout(call)
+            for call in alike
         )
 
-    def _drops(self, one: Segment) -> bool:
-        """Return whether parts of a segment would draw the same random numbers: a module for it knows better."""
-        return one.kind != "Dropout" and any(map(self._draws, one.operators))
+    def _draws_dropout(self, call: ModuleCall) -> bool:
+        """Return whether parts of a call would draw the same random numbers: a module for it knows better."""
+        return call.kind != "Dropout" and any(map(self._draws, call.operators))
 
-    def _draws(self, place: int) -> bool:
+    def _draws(self, position: int) -> bool:
         """Return whether an operator draws random numbers."""
-        operator = self._layers.captured.operators[place]
+        operator = self._layers.captured.operators[position]
         if "attention" in operator.name:
             return any(isinstance(value, float) and value > 0 for value in operator.arguments)  # its dropout
         return "dropout" in operator.name or "bernoulli" in operator.name
 
-    def _can_be_cut(self, segment: Segment) -> bool:
+    def _can_be_sharded(self, call: ModuleCall) -> bool:
         """Return whether a layer can have a style, is called once, and holds its parameters alone."""
-        return self._is_alone(segment) and segment.path in self._layers.may_be_cut
+        return self._is_alone(call) and call.path in self._layers.shardable
 
-    def _is_alone(self, segment: Segment) -> bool:
+    def _is_alone(self, call: ModuleCall) -> bool:
         """Return whether a module is called once, and nobody else has its parameters."""
-        return segment.path in self._calls.once and not any(
-            param.name in self._calls.shared for param in segment.parameters
-        )
+        return call.path in self._calls.once and not any(param.name in self._calls.shared for param in call.parameters)
 
-    def links(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[Link]:
-        """Yield which ways of neighbours leave an activation in another state than it is taken in."""
+    def transitions(self, strategies: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[TransitionCost]:
+        """Yield pairs of strategies whose activation states do not match."""
         if self._kind.model == 1:
             return
-        segments = self._layers.segments
+        calls = self._layers.calls
         met: set[tuple[str, str, bool]] = set()
-        for segment in segments:
-            for source in segment.inputs:
+        for call in calls:
+            for source in call.inputs:
                 if isinstance(source.source, str):
-                    continue  # what is no segment's is whole, and only arrives at ways that take it so
-                pair = str(segments[source.source].like), str(segment.like)
+                    continue  # what no call made is replicated; only strategies that take it so read it
+                pair = str(calls[source.source].template), str(call.template)
                 if (*pair, source.follows) in met:
                     continue
                 met.add((*pair, source.follows))
                 apart = {
                     (i, j): math.inf
-                    for i, one in enumerate(ways[pair[0]])
-                    for j, two in enumerate(ways[pair[1]])
-                    if one.gives != two.takes_of(source)
+                    for i, first in enumerate(strategies[pair[0]])
+                    for j, second in enumerate(strategies[pair[1]])
+                    if first.output_state != second.input_state_of(source)
                 }
                 if apart:
-                    yield Link(first=pair[0], second=pair[1], seconds=apart)
+                    yield TransitionCost(first=pair[0], second=pair[1], seconds=apart)
 
 
-def _has_makers(alike: list[Segment]) -> bool:
-    """Return whether all inputs are what other segments made: others are whole."""
-    return all(isinstance(source.source, int) for one in alike for source in one.inputs)
+def _reads_calls_only(alike: list[ModuleCall]) -> bool:
+    """Return whether all inputs are what other calls made: others are replicated."""
+    return all(isinstance(source.source, int) for call in alike for source in call.inputs)

@@ -1,4 +1,4 @@
-"""What a planner found as a person reads it, in 80 columns too: the answer, the runners-up, and what was searched."""
+"""The result of the planner as a table, in 80 columns too: the answer, the runners-up, and what was searched."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.auto.planner.planner import Candidate, Searched
-from phalanx.auto.units import percent
+from phalanx.auto.planner.planner import Candidate, PlanSearch
+from phalanx.auto.units import format_percent
 from phalanx.cluster.messages.messages import text
 from phalanx.units import format_bytes, format_seconds
 
 
-def planned_table(
+def build_result_table(
     where: str,
-    found: Searched,
+    search: PlanSearch,
     space: Mapping[str, Iterable[object]],
     notes: Iterable[str],
     cut: Callable[[Candidate], str],
@@ -27,32 +27,39 @@ def planned_table(
 
     Args:
         where: The cluster, in words.
-        found: What was found.
+        search: What was found.
         space: The dimensions that were searched, and their values.
         notes: What else is to be known, such as what was not searched.
         cut: Says which layers of a candidate are cut.
     """
-    best = found.best
+    best = search.best
     head = text(
         "plan head",
         where=where,
-        step=format_seconds(best.seconds),
-        gap=percent(found.gap),
-        memory=format_bytes(best.peak),
+        step=format_seconds(best.step_time_s),
+        gap=format_percent(search.gap),
+        memory=format_bytes(best.memory_bytes),
         cause=text(f"plan {max(best.parts, key=lambda name: best.parts[name])}"),
     )
     grid = Table(box=box.SIMPLE, pad_edge=False, title=text("plan fastest"), title_justify="left")
     grid.add_column(text("plan arrangement"))
     grid.add_column(text("plan step"), justify="right", no_wrap=True)
     grid.add_column(text("plan a rank"), justify="right", no_wrap=True)
-    for one in found.candidates:
-        said = (Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2)) for line in _lines(one, cut(one)))
-        grid.add_row(Group(str(one.arrangement), *said), format_seconds(one.seconds), format_bytes(one.peak))
+    for candidate in search.top_k:
+        lines = (
+            Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2))
+            for line in _lines(candidate, cut(candidate))
+        )
+        grid.add_row(
+            Group(str(candidate.config), *lines),
+            format_seconds(candidate.step_time_s),
+            format_bytes(candidate.memory_bytes),
+        )
     dimensions = (f"{text(f'space {name}')} {', '.join(map(str, values))}" for name, values in space.items())
     searched = text(
         "plan searched",
-        count=len(found.arrangements),
-        listed=found.solved,
+        count=len(search.configs),
+        listed=search.listed,
         space=text("space between").join(dimensions),
     )
     return Group(Text(head), grid, Text(searched, style="dim"), *map(Text, notes))
@@ -60,7 +67,7 @@ def planned_table(
 
 def _lines(candidate: Candidate, cut: str) -> Iterable[str]:
     """Yield where the seconds go, and the layers that are cut."""
-    parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.seconds}
+    parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.step_time_s}
     yield text("list between").join(
         f"{text(f'plan {name}')} {format_seconds(seconds)}" for name, seconds in parts.items()
     )

@@ -10,54 +10,67 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.cost.collectives import Layout
-from phalanx.auto.cost.machine_model import Speed
-from phalanx.auto.planner.candidate_cost import borders_of, collectives_of, stages_of
-from phalanx.auto.planner.planner import Candidate
+from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.planner.assignment import Assignment
+from phalanx.auto.planner.candidate_cost import list_border_bytes, list_comm_costs, list_stages
 from phalanx.cluster.calibration.figures import Kind
 
-Sent = tuple[Kind, float]
+Transfer = tuple[Kind, float]
 """Kind of a collective and its bytes, as `phalanx.cluster.calibration.figures` counts them."""
 
 
-def traffic(candidate: Candidate, layers: Layers, speed: Speed, stage: int = 0) -> Counter[Sent]:
+def count_traffic(assignment: Assignment, layers: Layers, machine: MachineModel, stage: int = 0) -> Counter[Transfer]:
     """Return how often each collective runs on a rank in a step, and what it sends to other stages.
 
     Gradients of one layer may be a part of a bucket: they count as that part of a collective of the bucket's bytes.
     What passes from one stage to the next in a micro-batch is one send, of however many tensors.
 
     Args:
-        candidate: How the model is computed.
+        assignment: How the model is computed.
         layers: The model.
-        speed: How fast the ranks are, of which nothing is asked but how it prices layers.
+        machine: How fast the ranks are, of which nothing is asked but how it prices layers.
         stage: The rank's place along the stages.
     """
-    at = candidate.arrangement
-    mine = [place for place, one in enumerate(stages_of(candidate, layers)) if one % at.stages == stage]
-    priced = _Priced()
-    _seconds(candidate, layers, speed, priced, mine)
-    found = Counter({one: _seconds(candidate, layers, speed, _Priced(one), mine) for one in priced.met})
-    for before, size in enumerate(borders_of(candidate, layers)):
+    config = assignment.config
+    mine = [
+        position
+        for position, stage_of_call in enumerate(list_stages(assignment, layers))
+        if stage_of_call % config.stages == stage
+    ]
+    priced = _UnitPrices()
+    _seconds(assignment, layers, machine, priced, mine)
+    counts = Counter(
+        {
+            stage_of_call: _seconds(assignment, layers, machine, _UnitPrices(stage_of_call), mine)
+            for stage_of_call in priced.met
+        }
+    )
+    for before, size in enumerate(list_border_bytes(assignment, layers)):
         # Forward from the one, gradients back from the other.
-        found["send", size] += at.micro_batches * [before % at.stages, (before + 1) % at.stages].count(stage)
-    return Counter({sent: count for sent, count in found.items() if count})
+        counts["send", size] += config.micro_batches * [before % config.stages, (before + 1) % config.stages].count(
+            stage
+        )
+    return Counter({sent: count for sent, count in counts.items() if count})
 
 
 @dataclass(slots=True)
-class _Priced:
+class _UnitPrices:
     """Prices of collectives: a second for one of them."""
 
-    of: Sent | None = None
-    met: dict[Sent, None] = field(default_factory=dict)
+    of: Transfer | None = None
+    met: dict[Transfer, None] = field(default_factory=dict)
 
-    def __call__(self, kind: Kind, size: float, layout: Layout) -> float:
+    def __call__(self, kind: Kind, size: float, layout: GroupTopology) -> float:
         if layout.ranks == 1 or not size:
             return 0.0
         self.met[kind, size] = None
         return float((kind, size) == self.of)
 
 
-def _seconds(candidate: Candidate, layers: Layers, speed: Speed, priced: _Priced, mine: list[int]) -> float:
-    options = collectives_of(candidate, layers, speed, priced)
-    each = candidate.arrangement.micro_batches
-    return sum(each * (options[i].forward_s + options[i].backward_s) + options[i].exchange_s for i in mine)
+def _seconds(
+    assignment: Assignment, layers: Layers, machine: MachineModel, priced: _UnitPrices, mine: list[int]
+) -> float:
+    options = list_comm_costs(assignment, layers, machine, priced)
+    each = assignment.config.micro_batches
+    return sum(each * (options[i].forward_s + options[i].backward_s) + options[i].grad_sync_s for i in mine)

@@ -7,40 +7,42 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from phalanx.auto.capture.graph import Captured
+from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.capture.module_calls import Segment
-from phalanx.auto.capture.partition_points import Pieces, in_no_unit_alone, pieces_of
-from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.capture.partition_points import PartitionPoints, find_parameter_outside_units, find_partition_points
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.search.request import Limit
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
 from phalanx.strategy import DistributedStrategy
 
 _PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none", "zero": 0}
-"""What an arrangement without stages and sharding says."""
+"""What a parallel config without stages and sharding says."""
 
 
-def pieces_or_why(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) -> tuple[Pieces | None, str | None]:
+def find_pieces_or_reason(
+    model: nn.Module, captured: CapturedStep, calls: tuple[ModuleCall, ...]
+) -> tuple[PartitionPoints | None, str | None]:
     """Return where a model may be cut into stages, or why it cannot be."""
     try:
-        pieces = pieces_of(model, captured, found)
+        pieces = find_partition_points(model, captured, calls)
     except PlanError as error:
         return None, text("left out pipelines", why=error)
     return pieces, None if len(pieces.starts) > 1 else text("left out pipelines", why=text("stages of one piece"))
 
 
-def why_unsharded(captured: Captured) -> dict[bool, str]:
+def find_sharding_obstacles(captured: CapturedStep) -> dict[bool, str]:
     """Return why a model cannot be sharded, by whether it is in stages."""
     flat = next((param.name for param in captured.parameters if not param.shape), None)
     if flat is not None:
         why = text("left out sharding", name=flat)
         return {False: why, True: why}
-    alone = in_no_unit_alone(captured)
+    alone = find_parameter_outside_units(captured)
     return {} if alone is None else {True: text("left out sharded stages", name=alone)}
 
 
-def why_unsplit(layers: Layers, base: DistributedStrategy) -> str | None:
+def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str | None:
     """Return why the backward passes of stages cannot compute gradients of inputs first, if they cannot.
 
     Stages run whole where they find that out (`parallel/pipeline/schedule`), which fills nothing.
@@ -49,52 +51,59 @@ def why_unsplit(layers: Layers, base: DistributedStrategy) -> str | None:
         return text("left out compiled zero bubble")
     forward = (op for op in layers.captured.operators if op.phase != "backward" and op.written_bytes)  # no views
     uses = Counter(name for op in forward for name in op.parameters)
-    shared = next((one.name for one in layers.captured.parameters if one.trainable and uses[one.name] > 1), None)
+    shared = next(
+        (
+            parameter.name
+            for parameter in layers.captured.parameters
+            if parameter.trainable and uses[parameter.name] > 1
+        ),
+        None,
+    )
     if shared is not None:
         return text("left out shared zero bubble", name=shared)
-    placed = zip(layers.segments, layers.pieces.of if layers.pieces else (), strict=False)
-    trained = [piece for segment, piece in placed if any(param.trainable for param in segment.parameters)]
+    placed = zip(layers.calls, layers.pieces.of if layers.pieces else (), strict=False)
+    trained = [piece for call, piece in placed if any(param.trainable for param in call.parameters)]
     return text("left out frozen zero bubble") if trained and trained[0] > 0 else None
 
 
-def left_out_of_limits(
+def explain_unsearched_limits(
     limits: Iterable[Limit], unstaged: str | None, unsharded: Mapping[bool, str], unsplit: str | None
 ) -> str:
     """Return why what limits ask for is not searched, as the end of a sentence; nothing if it is.
 
     Args:
-        limits: Those of the arrangement.
+        limits: Those of the parallel config.
         unstaged: Why there are no stages, if there are none.
-        unsharded: As `why_unsharded` returns it.
-        unsplit: As `why_unsplit` returns it.
+        unsharded: As `find_sharding_obstacles` returns it.
+        unsplit: As `find_zero_bubble_obstacle` returns it.
     """
-    asked = [one for one in limits if one.knob in _PLAIN and not one.allows(_PLAIN)]
-    in_stages = any(one.knob != "zero" for one in asked)
+    relevant = [limit for limit in limits if limit.knob in _PLAIN and not limit.allows(_PLAIN)]
+    in_stages = any(limit.knob != "zero" for limit in relevant)
     why = [unstaged] if in_stages else []
-    if in_stages and all(one.knob in ("zero", "micro") for one in asked):
+    if in_stages and all(limit.knob in ("zero", "micro") for limit in relevant):
         why.append(text("left out accumulation"))
-    why += unsharded.values() if any(one.knob == "zero" for one in asked) else ()
-    why += [unsplit] if any(one.value == "zero_bubble" for one in asked) else []
-    found = dict.fromkeys(one for one in why if one is not None)
-    return text("left out of limits", why="; ".join(found)) if found else ""
+    why += unsharded.values() if any(limit.knob == "zero" for limit in relevant) else ()
+    why += [unsplit] if any(limit.value == "zero_bubble" for limit in relevant) else []
+    reasons = dict.fromkeys(limit for limit in why if limit is not None)
+    return text("left out of limits", why="; ".join(reasons)) if reasons else ""
 
 
-def none_left(limits: Sequence[str], found: str) -> str:
-    """Return that no way to arrange the ranks keeps to these limits, and what was found instead."""
-    asked = text("keeps to limits", limits=", ".join(map(repr, limits))) if limits else text("computes the model")
-    return text("no arrangement", asked=asked, found=found)
+def explain_empty_space(limits: Sequence[str], reason: str) -> str:
+    """Return the message that no parallel config satisfies these limits, and what remains."""
+    purpose = text("keeps to limits", limits=", ".join(map(repr, limits))) if limits else text("computes the model")
+    return text("no arrangement", asked=purpose, found=reason)
 
 
-def left_out_in_stages(searched: Iterable[Arrangement], unsplit: str | None) -> Iterator[str]:
+def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str | None) -> Iterator[str]:
     """Yield what of stages and micro-batches was not searched.
 
     Args:
-        searched: The arrangements that were.
-        unsplit: Why no backward pass of them is in two parts (`why_unsplit`).
+        searched: The parallel configs that were searched.
+        unsplit: Why no backward pass of them is in two parts (`find_zero_bubble_obstacle`).
     """
     yield text("left out accumulation")
-    in_stages = [at for at in searched if at.stages > 1]
-    if any(at.model > 1 for at in in_stages):
+    in_stages = [config for config in searched if config.stages > 1]
+    if any(config.model > 1 for config in in_stages):
         yield text("left out staged parts")
     if in_stages:
         yield unsplit or text("left out zero bubble")

@@ -1,4 +1,4 @@
-"""Bytes that one rank of a described run holds at its peak, by category (pure).
+"""Bytes that one rank of a run spec holds at its peak, by category (pure).
 
 Activations after V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 equations 1 to 5, told apart by kernel so that grouped queries, gated layers, fused attention and experts have theirs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import HALF, keeps_every_second_product, tokens
 
 FLOAT = 4
@@ -30,7 +30,7 @@ class Footprint:
     activations: float
     logits: float
     gathered: float
-    """Parameters and gradients of the layers in use, whole again (ZeRO); inputs that were cut over the sequence."""
+    """Parameters and gradients of the layers in use, gathered (ZeRO); inputs that were sharded over the sequence."""
 
     workspace: float
     """What libraries of matrix products and of collectives keep, and what is lost between blocks."""
@@ -41,35 +41,35 @@ class Footprint:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-def footprint(run: Run) -> Footprint:
-    """Return what the fullest rank of a run holds: on the first stage of a pipeline, or on the last.
+def compute_footprint(run: RunSpec) -> Footprint:
+    """Return the footprint of a run's peak rank: on the first stage of a pipeline, or on the last.
 
     A run that says which kind of memory it means (`allocated`, `reserved`) gets that; otherwise all that is taken of
     the device.
     """
-    first = stage_footprint(run)
+    first = compute_stage_footprint(run)
     if run.parallel.pp == 1:
         return first
-    last = stage_footprint(run, last=True)
-    return max(first, last, key=lambda held: held.total)
+    last = compute_stage_footprint(run, last=True)
+    return max(first, last, key=lambda footprint: footprint.total)
 
 
-def stage_footprint(run: Run, *, last: bool = False) -> Footprint:
+def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
     """Return what a rank of the first or of the last stage holds."""
-    held, par = parameters_held(run, last=last), run.parallel
+    parameters_here, par = count_parameters(run, last=last), run.parallel
     shards = par.dp * par.cp // par.hsdp
     mixed = run.precision != "fp32"
     if par.zero >= 2:
         # FSDP keeps float32 parameters and gradients, and casts what it gathers.
-        parameters = held * (FLOAT / shards if par.zero == 3 else HALF + FLOAT / shards)
-        gradients, optimizer = held * FLOAT / shards, held * 2 * FLOAT / shards
+        parameters = parameters_here * (FLOAT / shards if par.zero == 3 else HALF + FLOAT / shards)
+        gradients, optimizer = parameters_here * FLOAT / shards, parameters_here * 2 * FLOAT / shards
         largest = max(run.model.parameters / run.model.layers / par.tp, run.model.vocab * run.model.hidden / par.tp)
         gathered = largest * (2 * HALF + FLOAT)
-        if par.pp > 1 and shards > 1:  # stages gather and scatter once a step: whole parameters and gradients between
-            gathered += held * ((HALF if par.zero == 3 else 0) + FLOAT)
+        if par.pp > 1 and shards > 1:  # stages gather and scatter once a step: full parameters and gradients between
+            gathered += parameters_here * ((HALF if par.zero == 3 else 0) + FLOAT)
     else:
-        parameters, gradients, gathered = held * (HALF if mixed else FLOAT), held * FLOAT, 0.0
-        optimizer = held * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
+        parameters, gradients, gathered = parameters_here * (HALF if mixed else FLOAT), parameters_here * FLOAT, 0.0
+        optimizer = parameters_here * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
     if run.attention_kernels == "native":  # products that add to gradients in place leave autograd an empty one a shape
         gathered += HALF * run.block_parameters
     if par.sequence_parallel and par.tp > 1:
@@ -83,16 +83,16 @@ def stage_footprint(run: Run, *, last: bool = False) -> Footprint:
         activations=activations,
         logits=logits,
         gathered=gathered,
-        workspace=_beside(run, activations + logits),
+        workspace=_workspace_bytes(run, activations + logits),
     )
 
 
-def _beside(run: Run, moving: float) -> float:
+def _workspace_bytes(run: RunSpec, moving: float) -> float:
     lost = 0.0 if run.memory_kind == "allocated" else LOST * moving
     return lost + (0.0 if run.memory_kind in ("allocated", "reserved") else WORKSPACE)
 
 
-def parameters_held(run: Run, *, last: bool = False) -> float:
+def count_parameters(run: RunSpec, *, last: bool = False) -> float:
     """Return the parameters of a rank of the first stage, or of the last."""
     model, par = run.model, run.parallel
     layers = model.layers // par.pp if last else math.ceil(model.layers / par.pp)
@@ -100,7 +100,7 @@ def parameters_held(run: Run, *, last: bool = False) -> float:
     return layers * run.block_parameters + edges * model.vocab * model.hidden / par.tp
 
 
-def block_bytes(run: Run) -> float:
+def block_bytes(run: RunSpec) -> float:
     """Return what one block keeps of one micro-batch for its backward pass."""
     model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
     rest = rows * model.hidden / (cut if run.parallel.sequence_parallel else 1)
@@ -110,18 +110,18 @@ def block_bytes(run: Run) -> float:
     if keeps_every_second_product(run) and model.gated:
         # The block's input and output, queries, values, the attention's output, the gate.
         return HALF * (2 * rest + (2 * model.hidden + (model.qkv - model.hidden) / 2) * rows / cut + inner)
-    kept = 10 * rest if not model.flash else 8 * rest  # norms' inputs and outputs; with dropout, two masks
-    kept += HALF * rows * (model.qkv + model.hidden) / cut  # queries, keys, values and the attention's output
-    kept += HALF * inner * (3 if model.gated else 2)
+    size = 10 * rest if not model.flash else 8 * rest  # norms' inputs and outputs; with dropout, two masks
+    size += HALF * rows * (model.qkv + model.hidden) / cut  # queries, keys, values and the attention's output
+    size += HALF * inner * (3 if model.gated else 2)
     if keeps_every_second_product(run):
-        return kept / 2
+        return size / 2
     if not model.flash and run.recompute == "none":
-        kept += 5 * run.micro * model.heads / cut * model.seq * model.seq / run.parallel.cp
-    return kept
+        size += 5 * run.micro * model.heads / cut * model.seq * model.seq / run.parallel.cp
+    return size
 
 
-def _activations(run: Run, *, last: bool) -> float:
-    """Return what micro-batches on their way keep, and the block that is computed again, which is there in whole."""
+def _activations(run: RunSpec, *, last: bool) -> float:
+    """Return what micro-batches on their way keep, and the block that is recomputed, which is there in full."""
     par, count = run.parallel, run.micro_batches
     layers = run.model.layers // par.pp if last else math.ceil(run.model.layers / par.pp)
     stages_on_their_way = 1 if last else par.pp
@@ -132,7 +132,7 @@ def _activations(run: Run, *, last: bool) -> float:
     return layers * in_flight * block_bytes(run) + again
 
 
-def logits_bytes(run: Run) -> float:
+def logits_bytes(run: RunSpec) -> float:
     """Return the bytes of a micro-batch's logits, their copies in float32, and their gradients.
 
     A fused loss writes the gradient over the logits in 16 bit. Megatron's keeps one copy in float32 and its gradient,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from phalanx.auto.cost.collectives import Layout, Links
+from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.cost.constants import DEFAULT, Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
-from phalanx.auto.predict.memory_model import FLOAT, footprint
+from phalanx.auto.predict.memory_model import FLOAT, compute_footprint
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.predict.run_spec import Axis, Run
-from phalanx.auto.predict.transformer import HALF, Work, block, boundary_bytes, head, keeps_every_second_product
+from phalanx.auto.predict.run_spec import Axis, RunSpec
+from phalanx.auto.predict.transformer import HALF, KernelWork, block, boundary_bytes, head, keeps_every_second_product
 from phalanx.cluster.spec.devices import GIB
 
 USABLE = 0.94
@@ -26,7 +26,7 @@ _HOSTS_ABREAST = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What a run takes. Seconds and bytes of the slowest and the fullest rank."""
+    """What a run takes. Seconds and bytes of the slowest rank and of the peak rank."""
 
     name: str
     step_time_s: float
@@ -38,46 +38,46 @@ class Prediction:
     """Seconds of a step by cause, under `*_s`; GiB by what they hold, under `*_gib`."""
 
 
-def predict(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Prediction:
-    """Return time and memory of one step of a described run. Pure: no devices are looked at.
+def predict(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT) -> Prediction:
+    """Return time and memory of one step of a run spec. Pure: no devices are looked at.
 
     Args:
-        run: A `Run`, or a mapping as a line of a file of runs has it (docs/predict.md).
+        run: A `RunSpec`, or a mapping as a line of a file of runs has it (docs/predict.md).
         constants: The physical quantities to compute with.
 
     Raises:
         ConfigError: If the run cannot be; says which key, what was found and what is known.
     """
-    run = run if isinstance(run, Run) else read_run(run)
+    run = run if isinstance(run, RunSpec) else read_run(run)
     seconds = StepSeconds(run, constants).breakdown()
-    total, held = sum(seconds.values()), footprint(run)
+    total, footprint = sum(seconds.values()), compute_footprint(run)
     per_device = run.batch.whole * run.model.seq / run.parallel.ranks / total
     return Prediction(
         name=run.name,
         step_time_s=total,
         tokens_per_s_per_device=per_device,
         model_tflops_per_device=per_device * run.model.flops_per_token() / 1e12,
-        memory_gib=held.total / GIB,
-        fits=held.total <= USABLE * run.device.memory,
-        breakdown=seconds | {f"{name}_gib": getattr(held, name) / GIB for name in held.__dataclass_fields__},
+        memory_gib=footprint.total / GIB,
+        fits=footprint.total <= USABLE * run.device.memory,
+        breakdown=seconds | {f"{name}_gib": getattr(footprint, name) / GIB for name in footprint.__dataclass_fields__},
     )
 
 
-def layout_of(run: Run, axis: Axis) -> Layout:
+def group_topology(run: RunSpec, axis: Axis) -> GroupTopology:
     """Return where the ranks of one axis lie, by the order of the ranks."""
     ranks, stride = getattr(run.parallel, axis), run.parallel.stride(axis)
     per_node = run.cluster.per_node
-    return Layout(ranks, max(1, min(ranks, per_node // stride)), min(stride, per_node))
+    return GroupTopology(ranks, max(1, min(ranks, per_node // stride)), min(stride, per_node))
 
 
 class StepSeconds:
     """One optimizer step of a run, summed up from passes; `auto/simulate/run` lets them run one by one."""
 
-    def __init__(self, run: Run, constants: Constants) -> None:
+    def __init__(self, run: RunSpec, constants: Constants) -> None:
         constants = constants_of(run.device, constants)
-        self.run, self.known = run, constants
+        self.run, self.constants = run, constants
         self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.attention_kernels == "native")
-        self.links = Links(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
+        self.links = ClusterLinks(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
@@ -87,16 +87,16 @@ class StepSeconds:
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
         # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
-        each = self._send + self.known.micro_batch_s
+        each = self._send + self.constants.micro_batch_s
         others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * each
         bubble = self._idle_share * others / run.parallel.vpp
         return {
-            "compute_s": count * (alone + self._head_on_top + self.known.micro_batch_s),
+            "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone),
             "pipeline_send_s": count * self._send,
             "pipeline_bubble_s": bubble,
             "gradients_s": self._gradients,
-            "optimizer_s": self.optimizer + self.known.step_s,
+            "optimizer_s": self.optimizer + self.constants.step_s,
         }
 
     @property
@@ -109,22 +109,22 @@ class StepSeconds:
 
     @cached_property
     def _launch(self) -> float:
-        return self.known.compiled_launch_s if self.run.compile else self.known.launch_s
+        return self.constants.compiled_launch_s if self.run.compile else self.constants.launch_s
 
     @cached_property
-    def again(self) -> Work:
-        """What backward computes again before it can begin."""
+    def recompute(self) -> KernelWork:
+        """What the backward pass recomputes before it can begin."""
         run, whole = self.run, self.block
         if run.recompute == "full":
             # PyTorch's checkpoints stop as soon as everything that was kept is there again: before the last product.
             left_out = whole.last if run.parallel.zero >= 2 else 0.0
-            return Work(forward=whole.forward - left_out, backward=0.0, forward_launches=whole.forward_launches)
+            return KernelWork(forward=whole.forward - left_out, backward=0.0, forward_launches=whole.forward_launches)
         if keeps_every_second_product(run):
             half = (whole.forward - whole.attention - whole.plain) / 2
-            return Work(forward=half + whole.plain, backward=0.0, forward_launches=whole.forward_launches / 2)
+            return KernelWork(forward=half + whole.plain, backward=0.0, forward_launches=whole.forward_launches / 2)
         if run.recompute == "selective" and not run.model.flash:
-            return Work(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
-        return Work(forward=0.0, backward=0.0)
+            return KernelWork(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
+        return KernelWork(forward=0.0, backward=0.0)
 
     @cached_property
     def _issue_forward(self) -> float:
@@ -132,7 +132,7 @@ class StepSeconds:
 
     @cached_property
     def _issue_backward(self) -> float:
-        return (self.block.backward_launches + self.again.forward_launches) * self._launch
+        return (self.block.backward_launches + self.recompute.forward_launches) * self._launch
 
     @cached_property
     def compute_forward(self) -> float:
@@ -142,7 +142,7 @@ class StepSeconds:
     @cached_property
     def compute_backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included, without communication."""
-        return max(self.block.backward + self.again.forward, self._issue_backward)
+        return max(self.block.backward + self.recompute.forward, self._issue_backward)
 
     @cached_property
     def forward(self) -> float:
@@ -153,7 +153,7 @@ class StepSeconds:
     @cached_property
     def backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included."""
-        compute = self.block.backward + self.again.forward + self.cut_backward
+        compute = self.block.backward + self.recompute.forward + self.cut_backward
         device = self._beside(compute, self._gathers + self._scatters)
         again = 1 if self.run.recompute == "full" else 0
         return self._issued(device, self._issue_backward, (1 + again) * self._cut_calls)
@@ -168,7 +168,7 @@ class StepSeconds:
         if not self.run.overlap.dp:
             return device + communication
         shared = min(device, communication)
-        return max(device, communication) + self.known.contention * shared
+        return max(device, communication) + self.constants.contention * shared
 
     def _issued(self, device: float, host: float, calls: float) -> float:
         """Return the seconds of a pass of a block: of its device, or of the host that issues its kernels.
@@ -176,7 +176,7 @@ class StepSeconds:
         The nearer a host is to its device, the more of the pass' collectives wait for the last of many hosts. It is not
         later by more than all that it has to issue.
         """
-        waits = min(host, calls * self.known.last_host_s) if self.run.parallel.tp > _HOSTS_ABREAST else 0.0
+        waits = min(host, calls * self.constants.last_host_s) if self.run.parallel.tp > _HOSTS_ABREAST else 0.0
         return max(device, host) + waits * min(1.0, host / device)
 
     @cached_property
@@ -191,19 +191,19 @@ class StepSeconds:
     def cut_layers(self) -> float:
         """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
         run, par = self.run, self.run.parallel
-        layout = layout_of(run, "tp")
+        layout = group_topology(run, "tp")
         # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
         share = 0.75 if run.precision == "fp8" and par.sequence_parallel else 1.0
         seconds = 2 * self.links.all_reduce(share * boundary_bytes(run), layout)  # or all-gather and reduce-scatter
         if run.overlap.tp:
             beside = min(seconds, self.block.forward)
-            seconds -= (1 - self.known.contention) * beside
+            seconds -= (1 - self.constants.contention) * beside
         if run.model.experts and par.ep > 1:
-            experts = Layout(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
+            experts = GroupTopology(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
             seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
         if par.cp > 1:
             kv = 2 * boundary_bytes(run) * run.model_as_cut.keys_heads / run.model.heads / par.tp
-            ring = layout_of(run, "cp")
+            ring = group_topology(run, "cp")
             # The ring runs beside attention, and shows where it is the longer.
             seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)
         return seconds
@@ -215,14 +215,14 @@ class StepSeconds:
         return self.cut_layers * (2 if self.run.recompute == "full" else 1) - hidden
 
     @cached_property
-    def replicas(self) -> Layout:
+    def replicas(self) -> GroupTopology:
         """The ranks that hold the same part of the model: all copies of it, and all parts of their sequences."""
         par = self.run.parallel
-        in_node = layout_of(self.run, "dp").in_node * layout_of(self.run, "cp").in_node
-        return Layout(par.dp * par.cp, in_node, max(1, self.run.cluster.per_node // in_node))
+        in_node = group_topology(self.run, "dp").in_node * group_topology(self.run, "cp").in_node
+        return GroupTopology(par.dp * par.cp, in_node, max(1, self.run.cluster.per_node // in_node))
 
     @cached_property
-    def held(self) -> float:
+    def parameters(self) -> float:
         """Parameters of this rank's layers."""
         return self.run.block_parameters * self.layers
 
@@ -231,8 +231,8 @@ class StepSeconds:
         """Seconds to gather the parameters of one block from their shards, or to scatter its gradients."""
         replicas = self.replicas
         shards = replicas.ranks // self.run.parallel.hsdp
-        layout = Layout(shards, min(replicas.in_node, shards), replicas.sharing)
-        return self.links.all_gather(HALF * self.held / self.layers, layout)
+        layout = GroupTopology(shards, min(replicas.in_node, shards), replicas.sharing)
+        return self.links.all_gather(HALF * self.parameters / self.layers, layout)
 
     @cached_property
     def scatter_step(self) -> float:
@@ -264,7 +264,7 @@ class StepSeconds:
         once, par = self.send_once, self.run.parallel
         if self.run.overlap.pp:
             chunk = self.layers / par.vpp * self.forward
-            once = max(0.0, once - chunk) + self.known.contention * min(once, chunk)
+            once = max(0.0, once - chunk) + self.constants.contention * min(once, chunk)
         return 2 * par.vpp * once
 
     @cached_property
@@ -283,17 +283,17 @@ class StepSeconds:
         if par.zero >= 2:  # stages gather and scatter once a step
             whole = self.layers * first_and_last
         else:
-            whole = self.links.all_reduce(HALF * (self.held + edges), self.replicas)
+            whole = self.links.all_reduce(HALF * (self.parameters + edges), self.replicas)
         if not self.run.overlap.dp:
             return whole
         beside = min(whole, self.layers * self.backward)
-        return whole - beside + self.known.contention * beside
+        return whole - beside + self.constants.contention * beside
 
     @cached_property
     def optimizer(self) -> float:
         """Seconds of Adam on what this rank updates."""
         par = self.run.parallel
-        updated = self.held + self.run.model.vocab * self.run.model.hidden / par.tp
+        updated = self.parameters + self.run.model.vocab * self.run.model.hidden / par.tp
         shards = par.dp * par.cp // par.hsdp if par.zero else 1
-        moved = self.known.optimizer_bytes if self.run.precision != "fp32" else 7 * FLOAT
+        moved = self.constants.optimizer_bytes if self.run.precision != "fp32" else 7 * FLOAT
         return self.kernels.streamed(moved * updated / shards)

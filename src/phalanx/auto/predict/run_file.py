@@ -1,4 +1,4 @@
-"""Reads described runs from mappings and files of JSON, and says what is wrong with them and where."""
+"""Reads run specs from mappings and files of JSON, and reports where they are invalid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.messages.wrong_values import why_wrong
 from phalanx.errors import ConfigError
@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 _SOMETHING = re.compile(r"\S")
 
 
-def read_run(described: Any, where: str = "the run") -> Run:
+def read_run(described: Any, where: str = "the run") -> RunSpec:
     """Return a run, checked.
 
     Args:
@@ -31,16 +31,16 @@ def read_run(described: Any, where: str = "the run") -> Run:
     if not isinstance(described, Mapping):
         raise ConfigError(text("not an object", place=where, found=type(described).__name__))
     try:
-        run = Run.model_validate(dict(described))
+        run = RunSpec.model_validate(dict(described))
         run.device.rate(run.precision)
     except ValidationError as error:
-        raise ConfigError(_first(error, where)) from None
+        raise ConfigError(_first_error(error, where)) from None
     except ConfigError as error:
-        raise ConfigError(text("wrong values", place=where, why=_unended(str(error)))) from None
+        raise ConfigError(text("wrong values", place=where, why=_without_period(str(error)))) from None
     return run
 
 
-def read_runs(lines: Iterable[str], where: str) -> list[Run]:
+def read_runs(lines: Iterable[str], where: str) -> list[RunSpec]:
     """Return the runs of a file, checked.
 
     Args:
@@ -50,10 +50,10 @@ def read_runs(lines: Iterable[str], where: str) -> list[Run]:
     Raises:
         ConfigError: If it is not JSON, or holds a run that cannot be; names the line.
     """
-    return [read_run(one, place) for place, one in described_in(lines, where)[0]]
+    return [read_run(description, position) for position, description in parse_runs(lines, where)[0]]
 
 
-def described_in(lines: Iterable[str], where: str) -> tuple[list[tuple[str, Any]], Counter[str]]:
+def parse_runs(lines: Iterable[str], where: str) -> tuple[list[tuple[str, Any]], Counter[str]]:
     """Return the runs of a file, unchecked, with the line that each begins in; and how many collectives of each kind.
 
     An object about a single collective is no run: `collective` says its kind.
@@ -69,38 +69,38 @@ def described_in(lines: Iterable[str], where: str) -> tuple[list[tuple[str, Any]
         content = "\n".join(line.removesuffix("\n") for line in lines).removeprefix("\ufeff")
     except UnicodeDecodeError:
         raise ConfigError(text("not text", path=where)) from None
-    found, decoder, at, line = [], json.JSONDecoder(), 0, 1
+    runs, decoder, at, line = [], json.JSONDecoder(), 0, 1
     collectives: Counter[str] = Counter()
     while start := _SOMETHING.search(content, at):
         line += content.count("\n", at, start.start())
-        at, place = start.start(), text("line of", path=where, number=line)
+        at, position = start.start(), text("line of", path=where, number=line)
         try:
             value, end = decoder.raw_decode(content, at)
         except json.JSONDecodeError as error:
-            why = text("not JSON", place=place, why=error.msg, line=error.lineno, column=error.colno)
+            why = text("not JSON", place=position, why=error.msg, line=error.lineno, column=error.colno)
             raise ConfigError(why) from None
         line, at = line + content.count("\n", at, end), end
         if isinstance(value, dict) and "collective" in value:
             collectives[str(value["collective"])] += 1
         else:
-            found.append((place, value))
-    return found, collectives
+            runs.append((position, value))
+    return runs, collectives
 
 
-def _first(error: ValidationError, where: str) -> str:
+def _first_error(error: ValidationError, where: str) -> str:
     # A key that is not known explains one that is missing.
-    found = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    path = ".".join(str(part) for part in found["loc"])
-    if found["type"] == "extra_forbidden":
-        part: Any = Run
-        for name in found["loc"][:-1]:
+    first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        part: Any = RunSpec
+        for name in first["loc"][:-1]:
             part = part.model_fields[str(name)].annotation
-        known = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
-        hint = meant(str(found["loc"][-1]), known)
-        return text("unknown key", place=where, path=path, nearest=hint, known=", ".join(known))
-    why = _unended(why_wrong(found))
+        fields = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
+        hint = meant(str(first["loc"][-1]), fields)
+        return text("unknown key", place=where, path=path, nearest=hint, known=", ".join(fields))
+    why = _without_period(why_wrong(first))
     return text("wrong value", place=where, path=path, why=why) if path else text("wrong values", place=where, why=why)
 
 
-def _unended(sentence: str) -> str:
+def _without_period(sentence: str) -> str:
     return sentence.removesuffix(".").removesuffix("。")

@@ -106,10 +106,10 @@ class ClusterOf(_Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _worded(cls, said: Any) -> Any:
-        if not isinstance(said, str | Cluster):
-            return said
-        cluster = read_cluster(said)
+    def _worded(cls, value: Any) -> Any:
+        if not isinstance(value, str | Cluster):
+            return value
+        cluster = read_cluster(value)
         if cluster.assumed:
             logger.warning("%s", text("cluster assumed", what="; ".join(cluster.assumed)))
         equal = cluster.weakest()
@@ -129,7 +129,7 @@ class ClusterOf(_Part):
 
 
 class ParallelOf(_Part):
-    """How many ways each thing is cut."""
+    """Degree of each kind of parallelism."""
 
     tp: int = Field(default=1, gt=0)
     pp: int = Field(default=1, gt=0)
@@ -153,8 +153,8 @@ class ParallelOf(_Part):
         return prod(getattr(self, inner) for inner in axes[: axes.index(axis)])
 
 
-def why_uncut(model: ModelOf, par: ParallelOf) -> str | None:
-    """Return why a model cannot be cut in these ways; None if it can be."""
+def find_shape_conflict(model: ModelOf, par: ParallelOf) -> str | None:
+    """Return why a model does not support these degrees; None if it does."""
     if model.layers < par.pp * par.vpp:
         return text("run stages", layers=model.layers, stages=par.pp, virtual=par.vpp)
     if model.heads % par.tp:
@@ -189,8 +189,8 @@ class OverlapOf(_Part):
     pp: bool = True
 
 
-class Run(_Part):
-    """One described run; the format is that of docs/predict.md."""
+class RunSpec(_Part):
+    """One run spec; the format is that of docs/predict.md."""
 
     name: str
     model: ModelOf
@@ -215,7 +215,7 @@ class Run(_Part):
     note: str | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> Run:
+    def _fits(self) -> RunSpec:
         par = self.parallel
         devices = self.cluster.per_node * self.cluster.nodes
         if par.ranks > devices:
@@ -227,8 +227,8 @@ class Run(_Part):
         return self
 
     @model_validator(mode="after")
-    def _is_cut(self) -> Run:
-        if (why := why_uncut(self.model, self.parallel)) is not None:
+    def _is_cut(self) -> RunSpec:
+        if (why := find_shape_conflict(self.model, self.parallel)) is not None:
             raise ValueError(why)
         return self
 
@@ -268,10 +268,10 @@ class Run(_Part):
     @property
     def attention_kernels(self) -> Literal["first", "common", "native"]:
         """Which kernels of fused attention its software has; those common since 2023 if it does not say."""
-        said = self.software.lower()
-        if any(name in said for name in ("transformer engine", "megatron-core", "megatron core", "nemo", "cudnn")):
+        software = self.software.lower()
+        if any(name in software for name in ("transformer engine", "megatron-core", "megatron core", "nemo", "cudnn")):
             return "native"
-        return "first" if any(name in said for name in ("mosaicml", "llm-foundry", "triton")) else "common"
+        return "first" if any(name in software for name in ("mosaicml", "llm-foundry", "triton")) else "common"
 
     @property
     def fuses(self) -> bool:
@@ -287,18 +287,18 @@ class Run(_Part):
 
         Megatron-Core has a kernel for it, and so have MosaicML's runs (llm-foundry's `fused_crossentropy`).
         """
-        said = self.software.lower()
-        return self.attention_kernels == "native" or "mosaicml" in said or "llm-foundry" in said
+        software = self.software.lower()
+        return self.attention_kernels == "native" or "mosaicml" in software or "llm-foundry" in software
 
     @property
     def later_megatron(self) -> bool:
         """Whether it is Megatron since the end of 2021.
 
-        The collectives of a cut layer's gradients run beside the gradients of its weights, and these are added to those
-        of earlier micro-batches by the products that compute them.
+        The collectives of a sharded layer's gradients run beside the gradients of its weights, and these are added to
+        those of earlier micro-batches by the products that compute them.
         """
-        said = self.software.lower()
-        return self.attention_kernels == "native" or ("megatron-lm" in said and "2021" not in said)
+        software = self.software.lower()
+        return self.attention_kernels == "native" or ("megatron-lm" in software and "2021" not in software)
 
     @property
     def splits_softmax(self) -> bool:

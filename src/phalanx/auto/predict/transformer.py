@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.auto.cost.kernels import ROWS, Kernels
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_spec import RunSpec
 
 HALF = 2
 """Bytes of an activation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class KernelWork:
     """Seconds of the device, and kernels that the host has to issue, for a forward and a backward pass."""
 
     forward: float
@@ -33,7 +33,7 @@ class Work:
     """The last product's part of `forward`: nothing that is kept comes after it."""
 
 
-def keeps_every_second_product(run: Run) -> bool:
+def keeps_every_second_product(run: RunSpec) -> bool:
     """Return whether selective recomputation is PyTorch's policy for sharded models: half of a block again.
 
     Elsewhere it is Megatron's: the scores of attention again, of which fused attention keeps none anyway.
@@ -41,24 +41,24 @@ def keeps_every_second_product(run: Run) -> bool:
     return run.recompute == "selective" and run.parallel.zero >= 2
 
 
-def tokens(run: Run) -> float:
+def tokens(run: RunSpec) -> float:
     """Return the tokens of a micro-batch on one rank."""
     return run.micro * run.model.seq / run.parallel.cp
 
 
-def boundary_bytes(run: Run) -> float:
+def boundary_bytes(run: RunSpec) -> float:
     """Return the bytes of the activations between two blocks, before they are cut over ranks."""
     return HALF * tokens(run) * run.model.hidden
 
 
-def block(run: Run, kernels: Kernels) -> Work:
+def block(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return the work of one block: attention, feed-forward, and what stands between them."""
     products_f, products_b, last = _products(run, kernels)
     attention = _attention(run, kernels.in_half())
     plain = _element_wise(run, kernels)
-    return Work(
+    return KernelWork(
         forward=products_f + attention.forward + plain.forward,
-        backward=products_b + attention.backward + plain.backward + kernels.streamed(_added_up(run)),
+        backward=products_b + attention.backward + plain.backward + kernels.streamed(_gradient_copy_bytes(run)),
         forward_launches=attention.forward_launches + plain.forward_launches + 4,
         backward_launches=attention.backward_launches + plain.backward_launches + 8,
         attention=attention.forward,
@@ -69,7 +69,7 @@ def block(run: Run, kernels: Kernels) -> Work:
     )
 
 
-def _added_up(run: Run) -> float:
+def _gradient_copy_bytes(run: RunSpec) -> float:
     """Return the bytes that one micro-batch moves to join a block's gradients, or to add them to those before.
 
     Shards cost two copies in half precision: PyTorch's first FSDP lays gradients side by side and divides them, its
@@ -83,16 +83,20 @@ def _added_up(run: Run) -> float:
     return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
 
 
-def _products(run: Run, kernels: Kernels) -> tuple[float, float, float]:
+def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
     """Return the seconds of the matrix products of one block's layers, forward and backward, and of the last alone."""
     model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
     h = model.hidden
     layers = [(rows, model.qkv / cut, h, 1.0), (rows, h, h / cut, 1.0)]
     wide = (2 if model.gated else 1) * model.inner
     if model.experts:
-        here = model.experts / run.parallel.ep
-        each = rows * model.top_k / here
-        layers += [(each, wide / cut, h, here), (each, h, model.inner / cut, here), (rows, model.experts, h, 1.0)]
+        own_experts = model.experts / run.parallel.ep
+        each = rows * model.top_k / own_experts
+        layers += [
+            (each, wide / cut, h, own_experts),
+            (each, h, model.inner / cut, own_experts),
+            (rows, model.experts, h, 1.0),
+        ]
     else:
         layers += [(rows, wide / cut, h, 1.0), (rows, h, model.inner / cut, 1.0)]
     forward = [kernels.matmul(m, n, k, batch=count) for m, n, k, count in layers]
@@ -103,7 +107,7 @@ def _products(run: Run, kernels: Kernels) -> tuple[float, float, float]:
     return sum(forward), backward, 0.0 if model.experts else forward[-1]
 
 
-def _attention(run: Run, kernels: Kernels) -> Work:
+def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return scores, softmax and their product with the values: fused, or kernel by kernel."""
     model, cut, seq = run.model, run.parallel.tp, run.model.seq
     if model.flash:
@@ -114,7 +118,7 @@ def _attention(run: Run, kernels: Kernels) -> Work:
             kernels.attention(flops, backward=back, longest=longest, generation=run.attention_kernels)
             for back in (False, True)
         )
-        return Work(
+        return KernelWork(
             forward=forward,
             backward=backward,
             forward_launches=1,
@@ -133,7 +137,7 @@ def _attention(run: Run, kernels: Kernels) -> Work:
     if run.splits_softmax:  # casts to float32, scales, masks, softmax and a cast back, an operator each
         passes, passes_back, launches = 20.5, 22.5, 4
     gap = kernels.constants.kernel_gap_s
-    return Work(
+    return KernelWork(
         forward=forward + kernels.streamed(passes * scores) + (3 + launches) * gap,
         backward=backward + kernels.streamed(passes_back * scores) + (3 + launches) * gap,
         forward_launches=5 + launches,
@@ -141,7 +145,7 @@ def _attention(run: Run, kernels: Kernels) -> Work:
     )
 
 
-def _element_wise(run: Run, kernels: Kernels) -> Work:
+def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
     model, cut = run.model_as_cut, run.parallel.tp
     rest = boundary_bytes(run) / (cut if run.parallel.sequence_parallel else 1)
@@ -158,7 +162,7 @@ def _element_wise(run: Run, kernels: Kernels) -> Work:
         forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
         launches = 40
     gap = kernels.constants.kernel_gap_s
-    return Work(
+    return KernelWork(
         forward=kernels.streamed(forward) + launches / 2 * gap,
         backward=kernels.streamed(backward) + launches * gap,
         forward_launches=launches,
@@ -166,7 +170,7 @@ def _element_wise(run: Run, kernels: Kernels) -> Work:
     )
 
 
-def head(run: Run, kernels: Kernels) -> Work:
+def head(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return the embedding, the projection to the vocabulary, the loss in float32, and their backward pass."""
     model, rows, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
     kernels = kernels.in_half()
@@ -174,16 +178,16 @@ def head(run: Run, kernels: Kernels) -> Work:
     backward = kernels.matmul(rows, model.hidden, columns, backward=True)
     backward += kernels.matmul(model.hidden, columns, rows, backward=True)
     read, write = _loss_bytes(run)
-    # The embedding's gradient is a whole table: made of zeros, filled, and added to what is there.
+    # The embedding's gradient is a full table: made of zeros, filled, and added to what is there.
     table = 5 * HALF * columns * model.hidden
-    return Work(
+    return KernelWork(
         forward=forward + kernels.streamed(read * rows * columns),
         backward=backward + kernels.streamed(write * rows * columns + table),
         weights=backward / 2,
     )
 
 
-def _loss_bytes(run: Run) -> tuple[float, float]:
+def _loss_bytes(run: RunSpec) -> tuple[float, float]:
     """Return the bytes moved for each logit by the loss and by its backward pass.
 
     Fused, logits in half precision are read twice, and their gradient is written. PyTorch's operators copy them to

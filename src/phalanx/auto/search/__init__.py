@@ -1,4 +1,4 @@
-"""The fastest parallel configuration of a described transformer, with a bound.
+"""The fastest parallel configuration of a transformer run spec, with a bound.
 
 Pure. Start with `request`, then `search`.
 """

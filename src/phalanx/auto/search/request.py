@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.auto.cost.parallel_config import RECOMPUTE, SCHEDULES
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.predict.run_spec import ORDERS, Run
+from phalanx.auto.predict.run_spec import ORDERS, RunSpec
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError
@@ -19,10 +19,10 @@ from phalanx.errors import ConfigError
 _SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 
 KNOBS = (*_SHARED, "order")
-"""What a search chooses for a described run, and what limits may name; `micro` is the sequences of a micro-batch."""
+"""What a search chooses for a run spec, and what limits may name; `micro` is the sequences of a micro-batch."""
 
 PLAN_KNOBS = (*_SHARED, "schedule")
-"""The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a described run
+"""The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a run spec
 is part of its description."""
 
 _FIXED = {
@@ -32,9 +32,9 @@ _FIXED = {
     "schedule": "fixed schedule",
     "sequence_parallel": "fixed sequence_parallel",
 }
-"""What a described run has besides, which is not searched, and the message that says why."""
+"""What a run spec has besides, which is not searched, and the message that says why."""
 
-_WORDS: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "order": ORDERS}
+_CHOICES: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "order": ORDERS}
 
 STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
 """How a limit may have layers computed."""
@@ -58,56 +58,56 @@ class Limit:
         return f"{self.knob}{self.compare}{self.value}"
 
 
-def is_of_arrangement(said: str) -> bool:
+def is_config_limit(word: str) -> bool:
     """Return whether a limit begins with a knob, and so is not one of layers."""
-    return re.split(r"[<>=\s]", said.strip())[0] in PLAN_KNOBS
+    return re.split(r"[<>=\s]", word.strip())[0] in PLAN_KNOBS
 
 
-def read_limit(said: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
+def read_limit(word: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
     """Return a limit from words.
 
     Args:
-        said: Such as `tp<=8`.
+        word: Such as `tp<=8`.
         knobs: What it may name.
 
     Raises:
         ConfigError: If it names no knob, or compares with something that cannot be.
     """
-    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w[\w-]*)\s*", said)
-    if found is None:
-        raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=""))
-    knob, compare, value = found.groups()
+    match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w[\w-]*)\s*", word)
+    if match is None:
+        raise ConfigError(text("limit", said=word, knobs=", ".join(knobs), nearest=""))
+    knob, compare, value = match.groups()
     if knob not in knobs and knobs == KNOBS and knob in _FIXED:
         why = text(_FIXED[knob], knob=knob)
-        raise ConfigError(text("limit not searched", said=said, knob=knob, why=why, knobs=", ".join(knobs)))
+        raise ConfigError(text("limit not searched", said=word, knob=knob, why=why, knobs=", ".join(knobs)))
     if knob not in knobs:
-        raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=meant(knob, knobs)))
-    if knob in _WORDS:
-        if compare != "=" or value not in _WORDS[knob]:
-            raise ConfigError(text("limit one of", said=said, knob=knob, known=", ".join(_WORDS[knob])))
+        raise ConfigError(text("limit", said=word, knobs=", ".join(knobs), nearest=meant(knob, knobs)))
+    if knob in _CHOICES:
+        if compare != "=" or value not in _CHOICES[knob]:
+            raise ConfigError(text("limit one of", said=word, knob=knob, known=", ".join(_CHOICES[knob])))
         return Limit(knob, compare, value)
     if not value.isdigit():
-        raise ConfigError(text("limit number", said=said, knob=knob))
+        raise ConfigError(text("limit number", said=word, knob=knob))
     if knob == "zero" and int(value) > 3:
-        raise ConfigError(text("limit one of", said=said, knob=knob, known="0, 1, 2, 3"))
+        raise ConfigError(text("limit one of", said=word, knob=knob, known="0, 1, 2, 3"))
     return Limit(knob, compare, int(value))
 
 
-def read_layer_limit(said: str) -> tuple[str, str]:
+def read_layer_limit(limit: str) -> tuple[str, str]:
     """Return which layers a limit is on, and how they are to be computed, such as `classifier.*` and `whole`.
 
     Raises:
         ConfigError: If it says neither; whether there are such layers is for who has the model.
     """
-    name, _, style = (word.strip() for word in said.partition("="))
+    name, _, style = (word.strip() for word in limit.partition("="))
     if style not in STYLES:
         hint = meant(style, STYLES) or meant(re.split(r"[<>]", name)[0], PLAN_KNOBS)
-        known = {"knobs": ", ".join(PLAN_KNOBS), "styles": ", ".join(STYLES)}
-        raise ConfigError(text("limit of a layer", said=said, **known, nearest=hint))
+        words = {"knobs": ", ".join(PLAN_KNOBS), "styles": ", ".join(STYLES)}
+        raise ConfigError(text("limit of a layer", said=limit, **words, nearest=hint))
     return name, style
 
 
-def check_asked(model: Any, limits: Any, memory: float | None, top_k: int) -> None:
+def check_arguments(model: Any, limits: Any, memory: float | None, top_k: int) -> None:
     """Raise if what a planner is asked for could never be.
 
     Raises:
@@ -123,11 +123,11 @@ def check_asked(model: Any, limits: Any, memory: float | None, top_k: int) -> No
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class SearchRequest:
     """A model to train on a cluster of equal nodes, within limits."""
 
-    base: Run
-    """The run that every choice changes: all devices, one way of cutting."""
+    base: RunSpec
+    """The run that every choice changes: all devices, no parallelism."""
 
     limits: tuple[Limit, ...]
 
@@ -137,7 +137,9 @@ class Job:
         return self.base.cluster.per_node * self.base.cluster.nodes
 
 
-def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits: Iterable[str | Limit] = ()) -> Job:
+def read_request(
+    described: Mapping[str, Any], cluster: str | Cluster | None, limits: Iterable[str | Limit] = ()
+) -> SearchRequest:
     """Return a job, checked.
 
     Args:
@@ -157,8 +159,8 @@ def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits
     batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
     run |= {"name": run.get("name", "job"), "parallel": {}, "batch": {**batch, "micro": 1}, "recompute": "none"}
     run.setdefault("precision", "bf16")
-    read = [one if isinstance(one, Limit) else read_limit(one) for one in limits]
-    return Job(base=read_run(run, str(run["name"])), limits=tuple(read))
+    read = [limit if isinstance(limit, Limit) else read_limit(limit) for limit in limits]
+    return SearchRequest(base=read_run(run, str(run["name"])), limits=tuple(read))
 
 
 def _priced(cluster: Cluster, described: Any) -> Cluster:

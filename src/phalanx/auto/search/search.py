@@ -1,4 +1,4 @@
-"""The fastest way to cut a described transformer over a cluster, and a bound that proves how good it is (pure).
+"""The fastest parallel configuration of a transformer run spec, and a bound that proves how good it is (pure).
 
 The space is everything that `dimensions` says. Its choices are taken in the order of a lower bound of their time: the
 products alone, at the rate of large ones, with the pipeline's idle time. As soon as that bound reaches the best time
@@ -15,17 +15,18 @@ import heapq
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
-from phalanx.auto.predict.memory_model import Footprint, footprint
+from phalanx.auto.predict.memory_model import Footprint, compute_footprint
 from phalanx.auto.predict.prediction import USABLE, Prediction, StepSeconds, predict
-from phalanx.auto.predict.run_spec import Run
-from phalanx.auto.search.request import Job, read_job, read_limit
-from phalanx.auto.search.space import MOST_VIRTUAL, choices_of, dimensions_of, knobs_of, most_cut
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.search.request import SearchRequest, read_limit, read_request
+from phalanx.auto.search.result import SearchResult, why_not
+from phalanx.auto.search.space import MOST_VIRTUAL, get_knobs, list_dimensions, list_runs, max_tensor_parallel
 from phalanx.auto.simulate.events import WHOLE_ROUNDS
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.cluster.messages.messages import text
@@ -35,11 +36,11 @@ from phalanx.errors import ConfigError, PlanError
 
 _T = TypeVar("_T")
 
-_OF_BYTES = ("dp", "tp", "pp", "vpp", "zero", "micro", "recompute")
+_MEMORY_KNOBS = ("dp", "tp", "pp", "vpp", "zero", "micro", "recompute")
 """Knobs that `footprint` depends on."""
 
-_OF_CUT = ("tp", "micro", "recompute", "order", "dp")
-"""Knobs that `cut_seconds` depends on."""
+_TENSOR_PARALLEL_KNOBS = ("tp", "micro", "recompute", "order", "dp")
+"""Knobs that `estimate_tensor_parallel` depends on."""
 
 SIMULATED = 8
 """How many of the fastest are simulated at least, so that the first is the same whatever smaller number is shown."""
@@ -49,10 +50,10 @@ _PASSES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One way to run the job, and what it takes."""
+class RunCandidate:
+    """One configuration of the run, and its predicted cost."""
 
-    run: Run
+    run: RunSpec
     prediction: Prediction
     """By the closed form."""
 
@@ -74,31 +75,44 @@ class Choice:
     @property
     def values(self) -> dict[str, int | str]:
         """The knobs."""
-        return knobs_of(self.run)
+        return get_knobs(self.run)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the peak rank."""
+        return self.prediction.memory_gib * GIB
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by cause, by the closed form."""
+        breakdown = self.prediction.breakdown.items()
+        return {name.removesuffix("_s"): seconds for name, seconds in breakdown if name.endswith("_s")}
+
+    def part_label(self, part: str) -> str:
+        """Return the name of a part, in the user's language."""
+        return text(f"spent {part}")
+
+    def is_same_as(self, other: object) -> bool:
+        """Return whether another candidate is the same configuration."""
+        return self == other
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What a search found."""
+@dataclass(frozen=True, kw_only=True)
+class RunSearch(SearchResult[RunCandidate]):
+    """The fastest configurations by the closed form, in the order of their simulated steps."""
 
-    job: Job
-    top_k: tuple[Choice, ...]
-    """The fastest choices that fit by the closed form, in the order of their simulated steps."""
-
+    request: SearchRequest
     closed_form_s: float
-    """Seconds of a step of the fastest choice found, by the closed form."""
-
-    bound: float
-    """Seconds of a step that no choice of the space beats by the closed form."""
+    """Seconds of a step of the fastest configuration, by the closed form, as is the bound."""
 
     choices: int
-    """Choices of the space, those that do not fit among them."""
+    """Configurations of the space, those that do not fit among them."""
 
     priced: int
-    """How many the closed form was asked for; the bound ruled out the others, or their memory did."""
+    """How many the closed form was computed for; the bound or their memory ruled out the others."""
 
     simulated: int
     """How many of the fastest by the closed form were simulated event by event."""
@@ -107,20 +121,18 @@ class Found:
     """The values of every knob that the space has."""
 
     @property
-    def best(self) -> Choice:
-        """The choice whose simulated step is the fastest."""
-        return self.top_k[0]
-
-    @property
-    def gap(self) -> float:
-        """How much slower than the bound the fastest choice found is by the closed form, in %."""
-        return (self.closed_form_s / self.bound - 1) * 100
+    def proved_s(self) -> float:
+        """Seconds of the fastest configuration by the closed form."""
+        return self.closed_form_s
 
     @property
     def not_searched(self) -> str:
-        """What a described run may be and no choice is, as the end of a sentence."""
+        """What a run spec may contain and no candidate has, as the end of a sentence."""
         return text(
-            "left out described", schedule=self.job.base.schedule, virtual=MOST_VIRTUAL, cut=most_cut(self.job.base)
+            "left out described",
+            schedule=self.request.base.schedule,
+            virtual=MOST_VIRTUAL,
+            cut=max_tensor_parallel(self.request.base),
         )
 
     def why_not(self, *limits: str) -> str:
@@ -132,28 +144,12 @@ class Found:
         Raises:
             ConfigError: If none is given, or one cannot be.
         """
-        if not limits:
-            raise ConfigError(text("why not nothing"))
-        said = ", ".join(limits)
-        try:
-            other = search_job(Job(base=self.job.base, limits=(*self.job.limits, *map(read_limit, limits))))
-        except PlanError as error:
-            return text("why not impossible", limits=said, why=error)
-        mine, theirs = self.best.prediction, other.best.prediction
-        changes = {name: theirs.breakdown[name] - mine.breakdown[name] for name in mine.breakdown}
-        cause = max((name for name in changes if name.endswith("_s")), key=lambda name: changes[name])
-        if other.best == self.best:
-            return text("why not same", limits=said, arrangement=self.best, step=f"{self.best.step_time_s:.4g} s")
-        return text(
-            "why not choice",
-            limits=said,
-            choice=other.best,
-            step=f"{other.best.step_time_s:.4g} s",
-            change=f"{other.best.step_time_s / self.best.step_time_s - 1:+.1%}",
-            memory=f"{theirs.memory_gib - mine.memory_gib:+.1f} GiB",
-            cause=text(f"spent {cause.removesuffix('_s')}"),
-            more=f"{changes[cause]:+.3g} s",
-        )
+
+        def search_again(more: Sequence[str]) -> RunSearch:
+            limits = (*self.request.limits, *map(read_limit, more))
+            return search_request(SearchRequest(base=self.request.base, limits=limits))
+
+        return why_not(self, limits, search_again)
 
 
 def search(
@@ -164,8 +160,8 @@ def search(
     top_k: int = 5,
     time_limit: float | None = None,
     constants: Constants = DEFAULT,
-) -> Found:
-    """Return the fastest ways to train a described transformer that fit the memory of every device.
+) -> RunSearch:
+    """Return the fastest configurations to train a transformer that fit the memory of every device.
 
     Args:
         described: A run as `px.predict` takes it, without what is searched.
@@ -179,89 +175,96 @@ def search(
         ConfigError: If the job cannot be.
         PlanError: If no choice keeps to the limits and fits; says the least memory that any needs, and for what.
     """
-    return search_job(read_job(described, cluster, limits), top_k=top_k, time_limit=time_limit, constants=constants)
+    return search_request(
+        read_request(described, cluster, limits), top_k=top_k, time_limit=time_limit, constants=constants
+    )
 
 
-def search_job(job: Job, *, top_k: int = 5, time_limit: float | None = None, constants: Constants = DEFAULT) -> Found:
+def search_request(
+    request: SearchRequest, *, top_k: int = 5, time_limit: float | None = None, constants: Constants = DEFAULT
+) -> RunSearch:
     """See `search`."""
     if top_k < 1:
         raise ConfigError(text("not above zero", name="top_k", value=top_k))
-    runs = list(choices_of(job))
+    runs = list(list_runs(request))
     if not runs:
-        kept = ", ".join(map(str, job.limits)) or text("none cut")
-        raise PlanError(text("no choice", devices=job.devices, limits=kept))
-    room = USABLE * job.base.device.memory
-    least: tuple[float, Run, Footprint | None] = (math.inf, runs[0], None)
-    ordered: list[tuple[float, int, Run]] = []
-    bytes_of, seconds_of = _once(footprint, *_OF_BYTES), _once(partial(cut_seconds, constants=constants), *_OF_CUT)
+        limits = ", ".join(map(str, request.limits)) or text("none cut")
+        raise PlanError(text("no choice", devices=request.devices, limits=limits))
+    room = USABLE * request.base.device.memory
+    least: tuple[float, RunSpec, Footprint | None] = (math.inf, runs[0], None)
+    ordered: list[tuple[float, int, RunSpec]] = []
+    bytes_of, seconds_of = (
+        _cache_by_knobs(compute_footprint, *_MEMORY_KNOBS),
+        _cache_by_knobs(partial(estimate_tensor_parallel, constants=constants), *_TENSOR_PARALLEL_KNOBS),
+    )
     for number, run in enumerate(runs):
-        held = bytes_of(run)
-        if held.total <= room:
+        footprint = bytes_of(run)
+        if footprint.total <= room:
             ordered.append((lower_bound(run, seconds_of(run)), number, run))
-        elif held.total < least[0]:
-            least = (held.total, run, held)
+        elif footprint.total < least[0]:
+            least = (footprint.total, run, footprint)
     if not ordered:
-        raise PlanError(_too_large(job, *least))
-    ordered.sort(key=lambda one: one[:2])
-    return _best_first(job, runs, ordered, top_k, time_limit, constants)
+        raise PlanError(_memory_error(request, *least))
+    ordered.sort(key=lambda entry: entry[:2])
+    return _best_first(request, runs, ordered, top_k, time_limit, constants)
 
 
 def _best_first(
-    job: Job,
-    runs: list[Run],
-    ordered: list[tuple[float, int, Run]],
+    request: SearchRequest,
+    runs: list[RunSpec],
+    ordered: list[tuple[float, int, RunSpec]],
     top_k: int,
     time_limit: float | None,
     constants: Constants,
-) -> Found:
+) -> RunSearch:
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
-    kept: list[tuple[float, int, Choice]] = []  # a heap whose first is the slowest kept
+    heap: list[tuple[float, int, RunCandidate]] = []  # a heap whose first is the slowest kept
     priced, bound, most = 0, math.inf, max(top_k, SIMULATED)
     for low, number, run in ordered:
         # All that are simulated must be proved, so the slowest of them is the mark.
-        if len(kept) == most and low >= -kept[0][0]:
+        if len(heap) == most and low >= -heap[0][0]:
             break
-        if kept and time.monotonic() > stop:
+        if heap and time.monotonic() > stop:
             bound = low
             break
-        found = predict(run, constants)
+        prediction = predict(run, constants)
         priced += 1
-        heapq.heappush(kept, (-found.step_time_s, -number, Choice(run, found)))
-        if len(kept) > most:
-            heapq.heappop(kept)
-    best = [choice for _, _, choice in sorted(kept, reverse=True)]
-    shown = _by_events(best, constants, stop)
-    return Found(
-        job=job,
+        heapq.heappush(heap, (-prediction.step_time_s, -number, RunCandidate(run, prediction)))
+        if len(heap) > most:
+            heapq.heappop(heap)
+    best = [candidate for _, _, candidate in sorted(heap, reverse=True)]
+    shown = _rank_by_simulation(best, constants, stop)
+    return RunSearch(
+        request=request,
         top_k=tuple(shown[:top_k]),
         closed_form_s=best[0].prediction.step_time_s,
         bound=min(bound, best[0].prediction.step_time_s),
         choices=len(runs),
         priced=priced,
-        simulated=sum(choice.simulated_s is not None for choice in shown),
-        dimensions=dimensions_of(runs),
+        simulated=sum(candidate.simulated_s is not None for candidate in shown),
+        dimensions=list_dimensions(runs),
     )
 
 
-def _by_events(best: Iterable[Choice], constants: Constants, stop: float) -> list[Choice]:
+def _rank_by_simulation(best: Iterable[RunCandidate], constants: Constants, stop: float) -> list[RunCandidate]:
     """Return choices in the order of their simulated steps; those that would take too long to simulate come last.
 
     After the time `stop` only the first is simulated.
     """
-    found: list[Choice] = []
-    rest: list[Choice] = []
+    simulated: list[RunCandidate] = []
+    rest: list[RunCandidate] = []
     passes = 0
-    for choice in best:
-        passes += _passes(choice.run)
-        if found and (passes > _PASSES or time.monotonic() > stop):
-            rest.append(choice)
+    for candidate in best:
+        passes += _passes(candidate.run)
+        if simulated and (passes > _PASSES or time.monotonic() > stop):
+            rest.append(candidate)
         else:
-            step = simulate_run(choice.run, constants).simulation.step_time_s
-            found.append(replace(choice, simulated_s=step))
-    return sorted(found, key=lambda choice: choice.step_time_s) + rest
+            step = simulate_run(candidate.run, constants).simulation.step_time_s
+            simulated.append(replace(candidate, simulated_s=step))
+    return sorted(simulated, key=lambda candidate: candidate.step_time_s) + rest
 
 
-def _passes(run: Run) -> int:
+def _passes(run: RunSpec) -> int:
     """Return about how many passes the simulation of a run takes: it leaves out what comes again and again."""
     par, count = run.parallel, math.ceil(run.micro_batches)
     if run.schedule == "zero-bubble":
@@ -271,43 +274,43 @@ def _passes(run: Run) -> int:
     return 2 * par.pp * par.vpp * min(count, WHOLE_ROUNDS * par.pp)
 
 
-def _once(function: Callable[[Run], _T], *knobs: str) -> Callable[[Run], _T]:
+def _cache_by_knobs(function: Callable[[RunSpec], _T], *knobs: str) -> Callable[[RunSpec], _T]:
     """Return a function of a run that is asked once for all runs of a job with the same of these knobs."""
-    known: dict[tuple[int | str, ...], _T] = {}
+    cache: dict[tuple[int | str, ...], _T] = {}
     knobs_in = operator.itemgetter(*knobs)
 
-    def of(run: Run) -> _T:
-        key = knobs_in(knobs_of(run))
-        if key not in known:
-            known[key] = function(run)
-        return known[key]
+    def of(run: RunSpec) -> _T:
+        key = knobs_in(get_knobs(run))
+        if key not in cache:
+            cache[key] = function(run)
+        return cache[key]
 
     return of
 
 
-def cut_seconds(run: Run, constants: Constants = DEFAULT) -> float:
-    """Return the seconds at least in which a block, forward and backward, waits for collectives of cut layers."""
+def estimate_tensor_parallel(run: RunSpec, constants: Constants = DEFAULT) -> float:
+    """Return the seconds at least in which a block, forward and backward, waits for collectives of sharded layers."""
     if run.parallel.tp == 1 or run.overlap.tp:
         return 0.0
     seconds = StepSeconds(run, constants)
     return seconds.cut_layers + seconds.cut_backward
 
 
-def lower_bound(run: Run, cut_s: float = 0.0) -> float:
+def lower_bound(run: RunSpec, cut_s: float = 0.0) -> float:
     """Return seconds that a step of a run takes at least, whatever else it has to do.
 
-    Products at the rate of large ones, spread over all devices with nothing in between, collectives of cut layers, and
-    the idle time of its pipeline. Attention, element-wise kernels, the host, other communication and the optimizer come
-    on top.
+    Products at the rate of large ones, spread over all devices with nothing in between, collectives of sharded layers,
+    and the idle time of its pipeline. Attention, element-wise kernels, the host, other communication and the optimizer
+    come on top.
 
     Args:
         run: The run.
-        cut_s: As `cut_seconds` returns it.
+        cut_s: As `estimate_tensor_parallel` returns it.
     """
     model, par = run.model, run.parallel
     rows = run.batch.whole * model.seq
     block = model.attention_parameters + max(1, model.top_k) * model.expert_parameters
-    # Shards leave the last product out of what is computed again (`predict.StepSeconds`).
+    # Shards leave the last product out of what is recomputed (`predict.StepSeconds`).
     last = model.hidden * model.inner if par.zero >= 2 and not model.experts else 0
     passes = 4 - last / block if run.recompute == "full" else 3
     rate = run.device.rate(run.precision)
@@ -317,17 +320,17 @@ def lower_bound(run: Run, cut_s: float = 0.0) -> float:
     return blocks * (1 + idle)
 
 
-def _too_large(job: Job, total: float, run: Run, held: Footprint | None) -> str:
-    assert held is not None
-    parts = {name: getattr(held, name) for name in held.__dataclass_fields__}
+def _memory_error(request: SearchRequest, total: float, run: RunSpec, footprint: Footprint | None) -> str:
+    assert footprint is not None
+    parts = {name: getattr(footprint, name) for name in footprint.__dataclass_fields__}
     most = max(parts, key=lambda name: parts[name])
-    choice = " ".join(f"{name}={value}" for name, value in knobs_of(run).items())
+    choice = " ".join(f"{name}={value}" for name, value in get_knobs(run).items())
     return text(
         "no choice fits",
         least=f"{total / GIB:.1f}",
         choice=choice,
         part=text(f"held {most}"),
         most=f"{parts[most] / GIB:.1f}",
-        device=job.base.device.name,
-        room=f"{USABLE * job.base.device.memory / GIB:.1f}",
+        device=request.base.device.name,
+        room=f"{USABLE * request.base.device.memory / GIB:.1f}",
     )

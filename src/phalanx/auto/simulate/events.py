@@ -1,8 +1,9 @@
 """A training step event by event: stages x micro-batches x streams, from the seconds of single passes (pure).
 
-Every rank has four streams: `compute`, the `collectives` of cut layers and shards, `send` to neighbouring stages, and
-the reduction of `gradients`. A rank runs its passes in the schedule's order, each as soon as the rank is free and its
-input is there. Ranks that hold the same stages do the same and are simulated once. docs/design/simulate.md says more.
+Every rank has four streams: `compute`, the `collectives` of sharded layers and shards, `send` to neighbouring stages,
+and the reduction of `gradients`. A rank runs its passes in the schedule's order, each as soon as the rank is free and
+its input is there. Ranks that hold the same stages do the same and are simulated once. docs/design/simulate.md says
+more.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from phalanx.auto.simulate.gradients import Reduction
-from phalanx.auto.simulate.values import Pipeline, RankTime, Simulation, Slice, Work
+from phalanx.auto.simulate.gradients import GradientReduction
+from phalanx.auto.simulate.values import PassWork, PipelineSpec, RankTime, Simulation, Slice
 from phalanx.plan.pipeline_order import Action, Pass, order_of
 
 WHOLE_ROUNDS = 8
@@ -22,7 +23,7 @@ _STEADY = 1e-9
 """Share of the step by which two rounds of the steady state may differ."""
 
 
-def simulate(pipeline: Pipeline) -> Simulation:
+def simulate(pipeline: PipelineSpec) -> Simulation:
     """Return a step of a pipeline, event by event.
 
     With many micro-batches, only as many are run one by one as it takes to be in the steady state, where every rank
@@ -32,60 +33,63 @@ def simulate(pipeline: Pipeline) -> Simulation:
         PlanError: If the schedule does not take so many stages or micro-batches.
     """
     count = pipeline.schedule.microbatches
-    kept = _KEPT_ROUNDS * pipeline.ranks
-    while pipeline.schedule.kind != "gpipe" and kept * WHOLE_ROUNDS <= count * _KEPT_ROUNDS:
-        found = _collapsed(pipeline, kept + count % pipeline.ranks)
-        if found is not None:
-            return found
-        kept *= 2
+    simulated_count = _KEPT_ROUNDS * pipeline.ranks
+    while pipeline.schedule.kind != "gpipe" and simulated_count * WHOLE_ROUNDS <= count * _KEPT_ROUNDS:
+        simulation = _simulate_steady(pipeline, simulated_count + count % pipeline.ranks)
+        if simulation is not None:
+            return simulation
+        simulated_count *= 2
     return _Step(pipeline).run()
 
 
-def _collapsed(pipeline: Pipeline, kept: int) -> Simulation | None:
+def _simulate_steady(pipeline: PipelineSpec, simulated_count: int) -> Simulation | None:
     """Return the step from one with fewer micro-batches; None if that does not come into a steady state."""
     ranks, schedule = pipeline.ranks, pipeline.schedule
     if schedule.kind != "1f1b" and schedule.microbatches % ranks:
         return None  # its rounds are not as many micro-batches as ranks
-    fewer = schedule.model_copy(update={"microbatches": kept})
+    fewer = schedule.model_copy(update={"microbatches": simulated_count})
     step = _Step(replace(pipeline, schedule=fewer))
-    found = step.run()
-    a_round = _steady_round(found)
+    simulation = step.run()
+    a_round = _steady_round(simulation)
     if a_round is None:
         return None
-    rounds = (schedule.microbatches - kept) // ranks
-    seconds = found.step_time_s + rounds * a_round
+    rounds = (schedule.microbatches - simulated_count) // ranks
+    seconds = simulation.step_time_s + rounds * a_round
     times = []
-    for rank, one in enumerate(found.ranks):
+    for rank, rank_time in enumerate(simulation.ranks):
         moves = [move for (_, stage), move in step.moves.items() if schedule.holder(stage, ranks) == rank]
-        busy = one.busy + rounds * ranks * sum(move.work.compute for move in moves)
+        busy = rank_time.busy + rounds * ranks * sum(move.work.compute for move in moves)
         sent = 0.0 if pipeline.overlaps_sends else sum(move.send for move in moves)
         waits = sent + sum(move.work.exposed + move.receive for move in moves)
-        exposed = one.exposed + rounds * ranks * waits
+        exposed = rank_time.exposed + rounds * ranks * waits
         times.append(RankTime(busy=busy, exposed=exposed, idle=max(0.0, seconds - busy - exposed)))
-    left_out = schedule.microbatches - kept
-    return replace(found, pipeline=pipeline, step_time_s=seconds, ranks=tuple(times), left_out=left_out)
+    left_out = schedule.microbatches - simulated_count
+    return replace(simulation, pipeline=pipeline, step_time_s=seconds, ranks=tuple(times), left_out=left_out)
 
 
-def _steady_round(found: Simulation) -> float | None:
+def _steady_round(simulation: Simulation) -> float | None:
     """Return by how much later every pass is than that of the round before; None if that is not the same for all.
 
     What a pass waits for is at most a round behind. So if two rounds of all passes are later by the same time, all that
     follow are, until the first rank has no forward pass left. Forward passes are ahead by one to two rounds.
     """
-    ranks, middle = found.pipeline.ranks, found.pipeline.schedule.microbatches // found.pipeline.ranks // 2
-    starts = {one[2:5]: one.start for one in found.slices if one.stream == "compute" and one.stage >= 0}
+    ranks, middle = (
+        simulation.pipeline.ranks,
+        simulation.pipeline.schedule.microbatches // simulation.pipeline.ranks // 2,
+    )
+    starts = {item[2:5]: item.start for item in simulation.slices if item.stream == "compute" and item.stage >= 0}
     later = []
     for (kind, stage, microbatch), start in starts.items():
         first = middle - (1 if kind == Pass.FORWARD else 2)
         if first <= microbatch // ranks < first + 2:
             later.append(starts[kind, stage, microbatch + ranks] - start)
-    return later[0] if max(later) - min(later) <= _STEADY * found.step_time_s else None
+    return later[0] if max(later) - min(later) <= _STEADY * simulation.step_time_s else None
 
 
-class _Move(NamedTuple):
+class _PassSpec(NamedTuple):
     """What is the same in all passes of one kind through one stage."""
 
-    work: Work
+    work: PassWork
     """Slowed down by the send beside it."""
 
     send: float
@@ -94,24 +98,24 @@ class _Move(NamedTuple):
     receive: float
     """Seconds that taking its input holds the rank up."""
 
-    takes: int | None
+    source_stage: int | None
     """The stage whose result it needs; None where it needs none of another stage."""
 
-    gives: int | None
+    target_stage: int | None
     """The stage that needs its result."""
 
-    kept: float
+    activation_bytes: float
     """Bytes more when it begins, or less when it ends if negative."""
 
-    again: float
+    workspace_bytes: float
     """Bytes more while it runs."""
 
 
-def _move(pipeline: Pipeline, kind: Pass, stage: int) -> _Move:
+def _build_pass(pipeline: PipelineSpec, kind: Pass, stage: int) -> _PassSpec:
     own, forward = pipeline.stages[stage], kind is Pass.FORWARD
     takes, gives = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
     there = range(len(pipeline.stages)) if kind is not Pass.WEIGHTS else range(0)
-    holder = [pipeline.schedule.holder(one, pipeline.ranks) for one in range(len(pipeline.stages))]
+    holder = [pipeline.schedule.holder(index, pipeline.ranks) for index in range(len(pipeline.stages))]
     send = receive = 0.0
     if gives in there and holder[gives] != holder[stage]:
         send = pipeline.stages[min(stage, gives)].send
@@ -119,36 +123,40 @@ def _move(pipeline: Pipeline, kind: Pass, stage: int) -> _Move:
         receive = pipeline.stages[min(stage, takes)].send
     parts = {Pass.FORWARD: (own.forward,), Pass.INPUTS: (own.inputs,), Pass.WEIGHTS: (own.weights,)}
     works = parts.get(kind, (own.inputs, own.weights))
-    compute, exposed = sum(one.compute for one in works), sum(one.exposed for one in works)
+    compute, exposed = sum(index.compute for index in works), sum(index.exposed for index in works)
     if pipeline.overlaps_sends:
         compute += pipeline.contention * min(send, compute + exposed)
-    kept = {Pass.FORWARD: own.kept, Pass.INPUTS: own.owed, Pass.WEIGHTS: -own.kept - own.owed}
-    return _Move(
-        work=Work(compute=compute, exposed=exposed, beside=min(compute, sum(one.beside for one in works))),
+    activation = {
+        Pass.FORWARD: own.activation_bytes,
+        Pass.INPUTS: own.deferred_bytes,
+        Pass.WEIGHTS: -own.activation_bytes - own.deferred_bytes,
+    }
+    return _PassSpec(
+        work=PassWork(compute=compute, exposed=exposed, beside=min(compute, sum(index.beside for index in works))),
         send=send,
         receive=receive,
-        takes=takes if takes in there else None,
-        gives=gives if gives in there else None,
-        kept=kept.get(kind, -own.kept),
-        again=own.again if kind in (Pass.BACKWARD, Pass.INPUTS) else 0.0,
+        source_stage=takes if takes in there else None,
+        target_stage=gives if gives in there else None,
+        activation_bytes=activation.get(kind, -own.activation_bytes),
+        workspace_bytes=own.workspace_bytes if kind in (Pass.BACKWARD, Pass.INPUTS) else 0.0,
     )
 
 
 class _Step:
     """One run through the actions of all ranks."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: PipelineSpec) -> None:
         self.pipeline = pipeline
         self.order = order_of(pipeline.schedule, pipeline.ranks)
         kinds = {(action.kind, action.stage) for actions in self.order for action in actions}
-        self.moves = {(kind, stage): _move(pipeline, kind, stage) for kind, stage in kinds}
+        self.moves = {(kind, stage): _build_pass(pipeline, kind, stage) for kind, stage in kinds}
         self.last = {a.stage: a for actions in self.order for a in actions if a.kind in (Pass.BACKWARD, Pass.WEIGHTS)}
         self.slices: list[Slice] = []
         self.free = [pipeline.opening] * pipeline.ranks
         self.port_free = [0.0] * pipeline.ranks
-        self.reductions = [Reduction(pipeline.contention) for _ in range(pipeline.ranks)]
+        self.reductions = [GradientReduction(pipeline.contention) for _ in range(pipeline.ranks)]
         self.busy, self.exposed = [0.0] * pipeline.ranks, [pipeline.opening] * pipeline.ranks
-        self.changes: list[list[tuple[float, float]]] = [[(0.0, held)] for held in pipeline.held]
+        self.changes: list[list[tuple[float, float]]] = [[(0.0, size)] for size in pipeline.persistent_bytes]
         self.given: dict[tuple[bool, int, int], float] = {}
         """When a stage's result is where it is needed, by whether it is of a forward pass, stage and micro-batch."""
 
@@ -172,8 +180,8 @@ class _Step:
         """Run one pass; return whether its input is there."""
         kind, stage, microbatch = action
         move, forward, start = self.moves[kind, stage], kind is Pass.FORWARD, self.free[rank]
-        if move.takes is not None:
-            ready = self.given.get((forward, move.takes, microbatch))
+        if move.source_stage is not None:
+            ready = self.given.get((forward, move.source_stage, microbatch))
             if ready is None:
                 return False
             if ready > start:
@@ -194,11 +202,11 @@ class _Step:
             self.slices.append(Slice(rank, "collectives", kind, stage, microbatch, start + computed, end))
         self.busy[rank] += computed
         self.exposed[rank] += end - start - computed
-        if move.kept:
-            self.changes[rank].append((start if move.kept > 0 else end, move.kept))
-        if move.again:
-            self.changes[rank] += [(start, move.again), (end, -move.again)]
-        self.free[rank] = end if move.gives is None else self._pass_on(rank, action, end)
+        if move.activation_bytes:
+            self.changes[rank].append((start if move.activation_bytes > 0 else end, move.activation_bytes))
+        if move.workspace_bytes:
+            self.changes[rank] += [(start, move.workspace_bytes), (end, -move.workspace_bytes)]
+        self.free[rank] = end if move.target_stage is None else self._pass_on(rank, action, end)
         return True
 
     def _receive(self, rank: int, start: float, action: Action) -> float:
@@ -222,7 +230,7 @@ class _Step:
         return at - start
 
     def _pass_on(self, rank: int, action: Action, end: float) -> float:
-        """Hand the result of a pass to the stage that needs it; return when the rank can go on."""
+        """Hand the result of a pass to the stage that needs it; return when the rank can continue."""
         kind, stage, microbatch = action
         send = self.moves[kind, stage].send
         start = max(end, self.port_free[rank]) if send else end
@@ -267,18 +275,18 @@ class _Step:
                 for busy, exposed in zip(self.busy, self.exposed, strict=True)
             ),
             slices=tuple(self.slices),
-            memory=tuple(_added_up(changes) for changes in self.changes),
+            memory=tuple(_accumulate(changes) for changes in self.changes),
         )
 
 
-def _added_up(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def _accumulate(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Return the bytes held from each time on. What is given back at a time is so before anything is taken."""
-    held = 0.0
-    found: list[tuple[float, float]] = []
+    size = 0.0
+    timeline: list[tuple[float, float]] = []
     for time, change in sorted(changes):
-        held += change
-        if found and found[-1][0] == time:
-            found[-1] = time, held
+        size += change
+        if timeline and timeline[-1][0] == time:
+            timeline[-1] = time, size
         else:
-            found.append((time, held))
-    return tuple(found)
+            timeline.append((time, size))
+    return tuple(timeline)

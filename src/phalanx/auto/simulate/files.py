@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from phalanx.auto.predict.prediction import predict
-from phalanx.auto.predict.run_spec import Run
-from phalanx.auto.simulate.picture import picture_of, rate_in_words
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.simulate.picture import draw_step, format_rate
 from phalanx.auto.simulate.run import simulate_run
-from phalanx.auto.simulate.trace import trace_of
-from phalanx.auto.simulate.values import Simulated
+from phalanx.auto.simulate.trace import build_trace
+from phalanx.auto.simulate.values import SimulatedStep
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
 from phalanx.units import format_bytes, format_seconds
@@ -22,7 +22,7 @@ from phalanx.units import format_bytes, format_seconds
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-def drawn_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def simulation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options `--trace` and `--timeline`, which `draw` acts on."""
     timeline = "Simulate the step, and draw stages and micro-batches over time to this SVG file."
     trace = "Simulate the step, and write its events and memory to this file, for ui.perfetto.dev."
@@ -30,7 +30,7 @@ def drawn_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--trace", type=_FILE, metavar="FILE.json", help=trace)(command)
 
 
-def draw(run: Run, trace: Path | None, timeline: Path | None) -> None:
+def write_simulation(run: RunSpec, trace: Path | None, timeline: Path | None) -> None:
     """Simulate a run if a trace or a picture is wanted, write them, and say so on standard error.
 
     Raises:
@@ -38,10 +38,12 @@ def draw(run: Run, trace: Path | None, timeline: Path | None) -> None:
         PlanError: If the run's schedule does not take so many stages or micro-batches.
     """
     if trace is not None or timeline is not None:
-        draw_simulated(simulate_run(run), predict(run).step_time_s, trace, timeline)
+        write_simulated_step(simulate_run(run), predict(run).step_time_s, trace, timeline)
 
 
-def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None, timeline: Path | None) -> None:
+def write_simulated_step(
+    simulated: SimulatedStep, predicted_s: float, trace: Path | None, timeline: Path | None
+) -> None:
     """Write the trace and the picture of a step, those that are wanted, and say so on standard error.
 
     Args:
@@ -54,20 +56,20 @@ def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None,
         ConfigError: If a file cannot be written.
     """
     price = "" if simulated.usd_per_step is None else text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
-    said = {
+    facts = {
         "step": format_seconds(simulated.simulation.step_time_s),
         "idle": f"{simulated.simulation.idle_share:.1%}",
         "memory": format_bytes(max(simulated.simulation.peaks)),
-        "rate": rate_in_words(simulated),
+        "rate": format_rate(simulated),
         "price": price,
         "predicted": format_seconds(predicted_s),
     }
     if trace is not None:
-        write_file(trace, json.dumps(trace_of(simulated)))
-        click.echo(text("timeline written", path=trace, **said), err=True)
+        write_file(trace, json.dumps(build_trace(simulated)))
+        click.echo(text("timeline written", path=trace, **facts), err=True)
     if timeline is not None:
-        write_file(timeline, picture_of(simulated))
-        click.echo(text("timeline written", path=timeline, **said), err=True)
+        write_file(timeline, draw_step(simulated))
+        click.echo(text("timeline written", path=timeline, **facts), err=True)
 
 
 def check_folders(*files: Path | None) -> None:

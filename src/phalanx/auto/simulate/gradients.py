@@ -6,7 +6,7 @@ import math
 from collections import deque
 
 
-class Reduction:
+class GradientReduction:
     """Buckets in the order in which they became ready, and how far the first of them is.
 
     Beside computation both go at 1 / (1 + contention) of their speed, so the longer takes its own time, and contention

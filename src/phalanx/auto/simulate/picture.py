@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from phalanx.auto.simulate.values import Simulated, Slice
+from phalanx.auto.simulate.values import SimulatedStep, Slice
 from phalanx.cluster.messages.messages import text
 from phalanx.units import format_bytes, format_seconds
 
@@ -34,7 +34,7 @@ _PALER = 0.4
 """How much paler the last of several stages of a rank is drawn than the first."""
 
 
-def picture_of(simulated: Simulated) -> str:
+def draw_step(simulated: SimulatedStep) -> str:
     """Return the SVG picture of a step, in the user's language (PHALANX_LANG).
 
     A row is one place along the stage axis. Its upper part is what its devices compute, or wait for; its lower part the
@@ -43,7 +43,7 @@ def picture_of(simulated: Simulated) -> str:
     simulation = simulated.simulation
     ranks, row = simulation.pipeline.ranks, _row_height(simulation.pipeline.ranks)
     width, height = _LEFT + _TIME + _RIGHT, _TOP + ranks * row + _BOTTOM
-    shown = max(one.end for one in simulation.slices)
+    shown = max(item.end for item in simulation.slices)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}">',
         '<g font-family="sans-serif" font-size="12" fill="#222">',
@@ -52,8 +52,8 @@ def picture_of(simulated: Simulated) -> str:
         *_axis(shown, _TOP + ranks * row),
     ]
     by_rank: dict[int, list[Slice]] = defaultdict(list)
-    for one in sorted(simulation.slices, key=lambda one: one.start):
-        by_rank[one.rank].append(one)
+    for item in sorted(simulation.slices, key=lambda item: item.start):
+        by_rank[item.rank].append(item)
     for rank in range(ranks):
         parts += _labels(simulated, rank, _TOP + rank * row, row)
         parts += _row(by_rank[rank], _TOP + rank * row, row, _TIME / shown, simulated.layers)
@@ -64,14 +64,14 @@ def _row_height(ranks: int) -> float:
     return max(9.0, min(40.0, _ROWS / ranks))
 
 
-def _heading(simulated: Simulated) -> Iterator[str]:
+def _heading(simulated: SimulatedStep) -> Iterator[str]:
     simulation = simulated.simulation
-    said = text("timeline title", name=simulated.name, step=format_seconds(simulation.step_time_s))
-    yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(said)}</text>'
+    title = text("timeline title", name=simulated.name, step=format_seconds(simulation.step_time_s))
+    yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(title)}</text>'
     pipeline = simulation.pipeline
     facts = text(
         "timeline facts layers" if simulated.layers else "timeline facts",
-        rate=rate_in_words(simulated),
+        rate=format_rate(simulated),
         idle=f"{simulation.idle_share:.1%}",
         microbatches=pipeline.schedule.microbatches,
         schedule=pipeline.schedule.kind,
@@ -86,28 +86,28 @@ def _heading(simulated: Simulated) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="41">{escape(facts)}</text>'
     x = float(_LEFT)
     for name, colour in COLOURS.items():
-        said = text(f"timeline {name}")
+        title = text(f"timeline {name}")
         yield f'<rect x="{x:g}" y="54" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="{x + 16:g}" y="64">{escape(said)}</text>'
-        x += 34 + sum(12 if ord(letter) > 0x2E80 else 6.6 for letter in said)
+        yield f'<text x="{x + 16:g}" y="64">{escape(title)}</text>'
+        x += 34 + sum(12 if ord(letter) > 0x2E80 else 6.6 for letter in title)
 
 
 def _axis(shown: float, bottom: float) -> Iterator[str]:
     step = 10 ** math.floor(math.log10(shown / 5))
     step = next(step * factor for factor in (1, 2, 5, 10) if shown / (step * factor) <= 8)
     for number in range(int(shown / step) + 1):
-        x, said = _LEFT + number * step / shown * _TIME, format_seconds(number * step)
+        x, label = _LEFT + number * step / shown * _TIME, format_seconds(number * step)
         yield f'<path d="M{x:.2f} {_TOP - 4}V{bottom + 5:g}" stroke="#bbb" stroke-width="0.7"/>'
-        yield f'<text x="{x:.2f}" y="{bottom + 19:g}" text-anchor="middle" font-size="11">{said}</text>'
+        yield f'<text x="{x:.2f}" y="{bottom + 19:g}" text-anchor="middle" font-size="11">{label}</text>'
     yield f'<text x="{_LEFT + _TIME + 8}" y="{_TOP - 8}" font-size="11">{escape(text("timeline peak"))}</text>'
 
 
-def _labels(simulated: Simulated, rank: int, top: float, row: float) -> Iterator[str]:
+def _labels(simulated: SimulatedStep, rank: int, top: float, row: float) -> Iterator[str]:
     pipeline = simulated.simulation.pipeline
     stages = [s for s in range(len(pipeline.stages)) if pipeline.schedule.holder(s, pipeline.ranks) == rank]
-    said = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
+    stage_names = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
     size, middle = min(12.0, row - 1), top + row / 2 + min(12.0, row - 1) / 3
-    label = escape(text("timeline each rank") if simulated.layers else text("timeline stage", stages=said))
+    label = escape(text("timeline each rank") if simulated.layers else text("timeline stage", stages=stage_names))
     peak = format_bytes(simulated.simulation.peaks[rank])
     yield f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end" font-size="{size:g}">{label}</text>'
     yield f'<text x="{_LEFT + _TIME + 8}" y="{middle:.1f}" font-size="{size:g}">{peak}</text>'
@@ -128,16 +128,16 @@ def _row(slices: list[Slice], top: float, row: float, scale: float, names: tuple
     drawn: dict[_Layer, list[str]] = defaultdict(list)
     reached: dict[_Layer, float] = defaultdict(float)
     numbers: list[str] = []
-    for one, layer in _layers(slices):
-        start, end = max(one.start * scale, reached[layer]), one.end * scale
+    for item, layer in _layers(slices):
+        start, end = max(item.start * scale, reached[layer]), item.end * scale
         if end - reached[layer] < _LEAST_PIXELS:
             continue
         reached[layer] = end
         y, high = (top + upper + row * 0.04, lower) if layer.is_beside else (top, upper)
         wide = end - start - (0.5 if end - start > 3 else 0.0)
         drawn[layer].append(f"M{_LEFT + start:.2f} {y:.1f}h{wide:.2f}v{high:.1f}h{-wide:.2f}z")
-        number = names[one.stage].rpartition(".")[2] if names else str(one.microbatch)
-        if one.stream == "compute" and one.stage >= 0 and upper >= 11 and wide > 7 * len(number) + 3:
+        number = names[item.stage].rpartition(".")[2] if names else str(item.microbatch)
+        if item.stream == "compute" and item.stage >= 0 and upper >= 11 and wide > 7 * len(number) + 3:
             x, base = _LEFT + (start + end) / 2, top + upper / 2 + 4
             numbers.append(
                 f'<text x="{x:.1f}" y="{base:.1f}" text-anchor="middle" font-size="11">{escape(number)}</text>'
@@ -149,21 +149,21 @@ def _row(slices: list[Slice], top: float, row: float, scale: float, names: tuple
 
 def _layers(slices: list[Slice]) -> Iterator[tuple[Slice, _Layer]]:
     """Yield the slices of a rank, and the wait for its last gradients."""
-    stages = sorted({one.stage for one in slices if one.stage >= 0})
-    began = {one[2:6] for one in slices if one.stream == "compute"}
+    stages = sorted({item.stage for item in slices if item.stage >= 0})
+    began = {item[2:6] for item in slices if item.stream == "compute"}
     computed = 0.0
-    for one in slices:
+    for item in slices:
         # Collectives that begin with their pass run beside it; the others hold it up.
-        beside = one.stream in ("send", "gradients") or (one.stream == "collectives" and one[2:6] in began)
-        if one.kind == "optimizer" and one.start > computed:
-            wait = one._replace(stream="gradients", start=computed, end=one.start)
+        beside = item.stream in ("send", "gradients") or (item.stream == "collectives" and item[2:6] in began)
+        if item.kind == "optimizer" and item.start > computed:
+            wait = item._replace(stream="gradients", start=computed, end=item.start)
             yield wait, _Layer("gradients", False, 1.0)
-        computed = computed if beside else max(computed, one.end)
-        turn = stages.index(one.stage) / max(1, len(stages) - 1) if one.stage >= 0 else 0.0
-        opacity = 1 - _PALER * turn if one.stream == "compute" else 1.0
-        yield one, _Layer(_KINDS[one.kind] if one.stream == "compute" else one.stream, beside, opacity)
+        computed = computed if beside else max(computed, item.end)
+        turn = stages.index(item.stage) / max(1, len(stages) - 1) if item.stage >= 0 else 0.0
+        opacity = 1 - _PALER * turn if item.stream == "compute" else 1.0
+        yield item, _Layer(_KINDS[item.kind] if item.stream == "compute" else item.stream, beside, opacity)
 
 
-def rate_in_words(simulated: Simulated) -> str:
+def format_rate(simulated: SimulatedStep) -> str:
     """Return what all ranks get through in a second, in the user's language."""
     return text(f"timeline {simulated.unit} a second", rate=f"{simulated.per_s:,.0f}")

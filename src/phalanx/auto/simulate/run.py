@@ -1,4 +1,4 @@
-"""A described run as events: its stages, what they do and hold, and its simulated step (pure)."""
+"""A run spec as events: its stages, what they do and hold, and its simulated step (pure)."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
-from phalanx.auto.predict.memory_model import block_bytes, logits_bytes, parameters_held, stage_footprint
+from phalanx.auto.predict.memory_model import block_bytes, compute_stage_footprint, count_parameters, logits_bytes
 from phalanx.auto.predict.prediction import StepSeconds
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import HALF
 from phalanx.auto.simulate.events import simulate
-from phalanx.auto.simulate.values import Pipeline, Simulated, StageWork, Work
+from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
 from phalanx.plan.value import Schedule
 
 
-def simulate_run(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Simulated:
-    """Return one step of a described run, event by event.
+def simulate_run(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT) -> SimulatedStep:
+    """Return one step of a run spec, event by event.
 
     Args:
-        run: A `Run`, or a mapping, as `predict` takes them.
+        run: A `RunSpec`, or a mapping, as `predict` takes them.
         constants: The physical quantities to compute with.
 
     Raises:
         ConfigError: If the run cannot be; says which key, what was found and what is known.
         PlanError: If the schedule does not take so many stages a rank or micro-batches.
     """
-    run = run if isinstance(run, Run) else read_run(run)
-    step, cluster = simulate(pipeline_of(run, constants)), run.cluster
+    run = run if isinstance(run, RunSpec) else read_run(run)
+    step, cluster = simulate(build_pipeline(run, constants)), run.cluster
     an_hour = cluster.usd_per_device_hour
     devices = cluster.per_node * cluster.nodes
-    return Simulated(
+    return SimulatedStep(
         name=run.name,
         simulation=step,
         per_s=run.batch.whole * run.model.seq / step.step_time_s,
@@ -41,8 +41,8 @@ def simulate_run(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -
     )
 
 
-def pipeline_of(run: Run, constants: Constants = DEFAULT) -> Pipeline:
-    """Return what the stages of a run do and hold. A smaller last micro-batch counts as a whole one.
+def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec:
+    """Return what the stages of a run do and hold. A smaller last micro-batch counts as a full one.
 
     Stages have equal numbers of blocks, the first ones one more where they do not divide. The embedding is on the first
     stage, the projection to the vocabulary and the loss are on the last.
@@ -53,14 +53,17 @@ def pipeline_of(run: Run, constants: Constants = DEFAULT) -> Pipeline:
     blocks = [run.model.layers // count + (stage < run.model.layers % count) for stage in range(count)]
     mine = [[stage for stage in range(count) if schedule.holder(stage, par.pp) == rank] for rank in range(par.pp)]
     weights = [_weights(run, seconds, blocks, stages) for stages in mine]
-    held, most = stage_footprint(run), parameters_held(run)
-    by_weight = held.parameters + held.gradients + held.optimizer
-    return Pipeline(
+    footprint, most = compute_stage_footprint(run), count_parameters(run)
+    by_weight = footprint.parameters + footprint.gradients + footprint.optimizer
+    return PipelineSpec(
         schedule=schedule,
         ranks=par.pp,
         stages=tuple(_stage(run, seconds, blocks, stage) for stage in range(count)),
-        held=tuple(
-            by_weight * own / most + held.gathered + held.workspace + (logits_bytes(run) if count - 1 in stages else 0)
+        persistent_bytes=tuple(
+            by_weight * own / most
+            + footprint.gathered
+            + footprint.workspace
+            + (logits_bytes(run) if count - 1 in stages else 0)
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
@@ -72,7 +75,7 @@ def pipeline_of(run: Run, constants: Constants = DEFAULT) -> Pipeline:
     )
 
 
-def _schedule(run: Run) -> Schedule:
+def _schedule(run: RunSpec) -> Schedule:
     microbatches, virtual = math.ceil(run.micro_batches), run.parallel.vpp
     if run.schedule == "gpipe":
         return Schedule(kind="gpipe", microbatches=microbatches, virtual=virtual)
@@ -81,46 +84,50 @@ def _schedule(run: Run) -> Schedule:
     return Schedule(kind="interleaved" if virtual > 1 else "1f1b", microbatches=microbatches, virtual=virtual)
 
 
-def _weights(run: Run, seconds: StepSeconds, blocks: list[int], stages: Iterable[int]) -> float:
+def _weights(run: RunSpec, seconds: StepSeconds, blocks: list[int], stages: Iterable[int]) -> float:
     """Return the parameters of a rank that holds these stages."""
     edge, last = run.model.vocab * run.model.hidden / run.parallel.tp, len(blocks) - 1
     edges = {"embedding" if stage == 0 else "head" for stage in stages if stage in (0, last)}
     if {0, last} <= set(stages):  # both on one rank
         edges = {"embedding"} if run.model.tied else {"embedding", "head"}
-    return sum(blocks[stage] for stage in stages) * seconds.held / seconds.layers + len(edges) * edge
+    return sum(blocks[stage] for stage in stages) * seconds.parameters / seconds.layers + len(edges) * edge
 
 
-def _stage(run: Run, seconds: StepSeconds, blocks: list[int], stage: int) -> StageWork:
+def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) -> StageWork:
     own, is_last = blocks[stage], stage == len(blocks) - 1
     head = seconds.head if is_last else None
     backward = own * seconds.compute_backward + (head.backward if head else 0.0)
-    apart = own * seconds.block.weights * seconds.compute_backward / (seconds.block.backward + seconds.again.forward)
+    apart = (
+        own * seconds.block.weights * seconds.compute_backward / (seconds.block.backward + seconds.recompute.forward)
+    )
     apart += head.weights if head else 0.0
     collectives_forward, collectives_backward = seconds.collectives
     exposed_forward = seconds.forward - seconds.compute_forward
     exposed_backward = seconds.backward - seconds.compute_backward
     return StageWork(
-        forward=Work(
+        forward=PassWork(
             compute=own * seconds.compute_forward
             + (head.forward if head else 0.0)
-            + seconds.known.micro_batch_s / run.parallel.vpp,
+            + seconds.constants.micro_batch_s / run.parallel.vpp,
             exposed=own * exposed_forward,
             beside=own * max(0.0, collectives_forward - exposed_forward),
         ),
-        inputs=Work(
+        inputs=PassWork(
             compute=backward - apart,
             exposed=own * exposed_backward,
             beside=own * max(0.0, collectives_backward - exposed_backward),
         ),
-        weights=Work(compute=apart),
-        kept=own * block_bytes(run),
-        again=block_bytes(run.model_copy(update={"recompute": "none"})) if run.recompute == "full" and own else 0.0,
+        weights=PassWork(compute=apart),
+        activation_bytes=own * block_bytes(run),
+        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"}))
+        if run.recompute == "full" and own
+        else 0.0,
         send=seconds.send_once,
         buckets=_buckets(run, seconds, own, stage, is_last),
     )
 
 
-def _buckets(run: Run, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
+def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
     par, replicas = run.parallel, seconds.replicas
     if replicas.ranks == 1:
@@ -129,7 +136,7 @@ def _buckets(run: Run, seconds: StepSeconds, blocks: int, stage: int, is_last: b
         return (seconds.shard_step + seconds.scatter_step,) * blocks
     if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
         return (seconds.scatter_step,) if stage < par.pp else ()
-    block = seconds.links.all_reduce(HALF * seconds.held / seconds.layers, replicas)
+    block = seconds.links.all_reduce(HALF * seconds.parameters / seconds.layers, replicas)
     edge = seconds.links.all_reduce(HALF * run.model.vocab * run.model.hidden / par.tp, replicas)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

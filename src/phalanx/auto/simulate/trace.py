@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.auto.simulate.values import Simulated, Slice
+from phalanx.auto.simulate.values import SimulatedStep, Slice
 from phalanx.cluster.spec.devices import GIB
 
 STREAMS = ("compute", "collectives", "send", "gradients")
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
-def trace_of(simulated: Simulated) -> dict[str, Any]:
+def build_trace(simulated: SimulatedStep) -> dict[str, Any]:
     """Return the trace of a step; written as JSON it is a file that Perfetto opens.
 
     Its processes are the simulated ranks, one for each place along the stage axis. Where all ranks do the same it is
@@ -25,8 +25,8 @@ def trace_of(simulated: Simulated) -> dict[str, Any]:
     simulation = simulated.simulation
     return {
         "traceEvents": [
-            *_named(simulated),
-            *(_event(one, simulated.layers) for one in simulation.slices),
+            *_list_names(simulated),
+            *(_event(item, simulated.layers) for item in simulation.slices),
             *_memory(simulated),
         ],
         "displayTimeUnit": "ms",
@@ -41,7 +41,7 @@ def trace_of(simulated: Simulated) -> dict[str, Any]:
     }
 
 
-def _named(simulated: Simulated) -> Iterator[dict[str, Any]]:
+def _list_names(simulated: SimulatedStep) -> Iterator[dict[str, Any]]:
     pipeline = simulated.simulation.pipeline
     for rank in range(pipeline.ranks):
         stages = ", ".join(
@@ -55,24 +55,24 @@ def _named(simulated: Simulated) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": line, "args": {"sort_index": line}}
 
 
-def _event(one: Slice, layers: tuple[str, ...]) -> dict[str, Any]:
-    number = f" {one.microbatch}" if one.microbatch >= 0 else ""
-    if layers and one.stage >= 0:
-        number = f" {layers[one.stage]}"
-    told = {"stage": one.stage, "microbatch": one.microbatch} if one.stage >= 0 else {}
+def _event(item: Slice, layers: tuple[str, ...]) -> dict[str, Any]:
+    number = f" {item.microbatch}" if item.microbatch >= 0 else ""
+    if layers and item.stage >= 0:
+        number = f" {layers[item.stage]}"
+    arguments = {"stage": item.stage, "microbatch": item.microbatch} if item.stage >= 0 else {}
     return {
         "ph": "X",
-        "name": NAMES.get(one.kind, one.kind) + number,
-        "cat": one.stream,
-        "pid": one.rank,
-        "tid": STREAMS.index(one.stream),
-        "ts": one.start * 1e6,
-        "dur": (one.end - one.start) * 1e6,
-        "args": told,
+        "name": NAMES.get(item.kind, item.kind) + number,
+        "cat": item.stream,
+        "pid": item.rank,
+        "tid": STREAMS.index(item.stream),
+        "ts": item.start * 1e6,
+        "dur": (item.end - item.start) * 1e6,
+        "args": arguments,
     }
 
 
-def _memory(simulated: Simulated) -> Iterator[dict[str, Any]]:
+def _memory(simulated: SimulatedStep) -> Iterator[dict[str, Any]]:
     for rank, timeline in enumerate(simulated.simulation.memory):
-        for time, held in timeline:
-            yield {"ph": "C", "name": "memory", "pid": rank, "ts": time * 1e6, "args": {"GiB": round(held / GIB, 4)}}
+        for time, size in timeline:
+            yield {"ph": "C", "name": "memory", "pid": rank, "ts": time * 1e6, "args": {"GiB": round(size / GIB, 4)}}

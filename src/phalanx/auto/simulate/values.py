@@ -10,7 +10,7 @@ from phalanx.plan.value import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class PassWork:
     """One micro-batch through one stage, one way. What overlaps within it is already counted."""
 
     compute: float
@@ -27,20 +27,20 @@ class Work:
 class StageWork:
     """What one stage does and holds."""
 
-    forward: Work
-    inputs: Work
+    forward: PassWork
+    inputs: PassWork
     """The backward pass without gradients of weights, recomputation included."""
 
-    weights: Work
+    weights: PassWork
     """Gradients of weights, which `zero_bubble` alone runs apart from `inputs`."""
 
-    kept: float = 0.0
+    activation_bytes: float = 0.0
     """Bytes that a micro-batch keeps from its forward pass to the end of its backward pass."""
 
-    owed: float = 0.0
+    deferred_bytes: float = 0.0
     """Bytes that it keeps besides from `inputs` to the end of `weights`, where these are apart."""
 
-    again: float = 0.0
+    workspace_bytes: float = 0.0
     """Bytes more while a backward pass runs."""
 
     send: float = 0.0
@@ -51,7 +51,7 @@ class StageWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline:
+class PipelineSpec:
     """One optimizer step, as far as one copy of each stage does it."""
 
     schedule: Schedule
@@ -61,7 +61,7 @@ class Pipeline:
     stages: tuple[StageWork, ...]
     """`ranks` x `schedule.virtual` of them, in the model's order."""
 
-    held: tuple[float, ...]
+    persistent_bytes: tuple[float, ...]
     """Bytes that each rank holds throughout: parameters, gradients, optimizer, workspace."""
 
     optimizer: tuple[float, ...]
@@ -86,10 +86,10 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         stages = self.ranks * self.schedule.virtual
-        if len(self.stages) != stages or len(self.held) != self.ranks or len(self.optimizer) != self.ranks:
+        if len(self.stages) != stages or len(self.persistent_bytes) != self.ranks or len(self.optimizer) != self.ranks:
             raise PlanError(
                 f"{self.ranks} ranks of {self.schedule.virtual} stages need {stages} stages and {self.ranks} values of "
-                f"held and optimizer, found {len(self.stages)}, {len(self.held)} and {len(self.optimizer)}."
+                f"held and optimizer, found {len(self.stages)}, {len(self.persistent_bytes)} and {len(self.optimizer)}."
             )
 
 
@@ -129,7 +129,7 @@ class RankTime:
 class Simulation:
     """A simulated step."""
 
-    pipeline: Pipeline
+    pipeline: PipelineSpec
     step_time_s: float
     ranks: tuple[RankTime, ...]
     slices: tuple[Slice, ...]
@@ -142,16 +142,16 @@ class Simulation:
     @property
     def peaks(self) -> tuple[float, ...]:
         """Bytes of every rank at its fullest."""
-        return tuple(max(held for _, held in one) for one in self.memory)
+        return tuple(max(size for _, size in timeline) for timeline in self.memory)
 
     @property
     def idle_share(self) -> float:
         """Share of the step that the average rank waits for others."""
-        return sum(one.idle for one in self.ranks) / len(self.ranks) / self.step_time_s
+        return sum(rank_time.idle for rank_time in self.ranks) / len(self.ranks) / self.step_time_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Simulated:
+class SimulatedStep:
     """A simulated step and whose it is."""
 
     name: str

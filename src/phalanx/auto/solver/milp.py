@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import highspy
 
-    from phalanx.auto.solver.problem import Link
+    from phalanx.auto.solver.problem import TransitionCost
 
 _TOLERANCE = 1e-9
 """How far HiGHS may miss a row, of rows scaled to about 1."""
@@ -27,7 +27,7 @@ Term = tuple[int, float]
 """Number of a column, and its coefficient."""
 
 
-class Decided(Protocol):
+class DecisionProblem(Protocol):
     """What every kind of choices has."""
 
     @property
@@ -35,7 +35,7 @@ class Decided(Protocol):
         """Number of options by decision."""
 
     @property
-    def links(self) -> Sequence[Link]:
+    def transitions(self) -> Sequence[TransitionCost]:
         """What options of two decisions cost together."""
 
     @property
@@ -48,7 +48,7 @@ class Decided(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProgramSolution:
     """What a solver says: values of all columns, and what no values reach."""
 
     values: Sequence[float]
@@ -60,15 +60,15 @@ class Answer:
 class Program:
     """Columns and rows, in units near 1. Columns of options come first."""
 
-    def __init__(self, choices: Decided, second: float) -> None:
+    def __init__(self, problem: DecisionProblem, second: float) -> None:
         """Add what all choices have in common.
 
         Args:
-            choices: What can be chosen.
+            problem: What can be chosen.
             second: Seconds of one unit of the objective.
         """
         self.second = second
-        self._decisions = choices.decisions
+        self._decisions = problem.decisions
         self._start: dict[str, int] = {}
         self._cost: list[float] = []
         self._is_whole: list[bool] = []
@@ -78,31 +78,31 @@ class Program:
         self._columns: list[int] = []
         self._values: list[float] = []
         for name, count in self._decisions.items():
-            self._start[name] = self.whole(count)
-            self.row(((self.option(name, o), 1.0) for o in range(count)), 1.0, 1.0)
-        if choices.needed:
-            self.row(((self.option(*one), 1.0) for one in choices.needed), 1.0, math.inf)
-        for one in choices.forbidden:
-            self.forbid(dict(one))
-        for link in choices.links:
-            self._add_link(link)
+            self._start[name] = self.add_binaries(count)
+            self.add_row(((self.option(name, o), 1.0) for o in range(count)), 1.0, 1.0)
+        if problem.needed:
+            self.add_row(((self.option(*combination), 1.0) for combination in problem.needed), 1.0, math.inf)
+        for combination in problem.forbidden:
+            self.forbid(dict(combination))
+        for transition in problem.transitions:
+            self._add_link(transition)
 
     def __len__(self) -> int:
         """Return the number of columns so far."""
         return len(self._cost)
 
-    def option(self, decision: str, place: int) -> int:
+    def option(self, decision: str, index: int) -> int:
         """Return the column of an option."""
-        return self._start[decision] + place
+        return self._start[decision] + index
 
-    def whole(self, count: int) -> int:
+    def add_binaries(self, count: int) -> int:
         """Add columns that are 0 or 1; return the first."""
         first = len(self._cost)
         self._cost += [0.0] * count
         self._is_whole += [True] * count
         return first
 
-    def column(self, cost: float = 0.0) -> int:
+    def add_column(self, cost: float = 0.0) -> int:
         """Add a column of any value from 0 up, with its cost in units; return it."""
         self._cost.append(cost)
         self._is_whole.append(False)
@@ -112,7 +112,7 @@ class Program:
         """Add to the cost of a column, in units."""
         self._cost[column] += cost
 
-    def row(self, terms: Iterable[Term], lower: float, upper: float) -> None:
+    def add_row(self, terms: Iterable[Term], lower: float, upper: float) -> None:
         """Add a row; terms of one column are added up."""
         summed: dict[int, float] = {}
         for column, value in terms:
@@ -125,7 +125,7 @@ class Program:
 
     def forbid(self, pick: Mapping[str, int]) -> None:
         """Take one set of options out of the program."""
-        self.row(((self.option(name, o), 1.0) for name, o in pick.items()), -math.inf, len(pick) - 1.0)
+        self.add_row(((self.option(name, o), 1.0) for name, o in pick.items()), -math.inf, len(pick) - 1.0)
 
     def pick(self, values: Sequence[float]) -> dict[str, int]:
         """Return the options that are on."""
@@ -134,7 +134,7 @@ class Program:
             for name, count in self._decisions.items()
         }
 
-    def solved(self, *, time_limit: float | None, below: float) -> Answer | None:
+    def solve(self, *, time_limit: float | None, below: float) -> ProgramSolution | None:
         """Return the best values; None if there are none, or none of less cost than `below`, in units.
 
         Raises:
@@ -165,20 +165,20 @@ class Program:
             if is_late:
                 raise TimeoutError("no values were found in time")
             return None
-        return Answer(solver.getSolution().col_value, info.mip_dual_bound, not is_late)
+        return ProgramSolution(solver.getSolution().col_value, info.mip_dual_bound, not is_late)
 
-    def _add_link(self, link: Link) -> None:
+    def _add_link(self, transition: TransitionCost) -> None:
         pairs: dict[tuple[int, int], int] = {}
-        names = (link.first, link.second)
-        for one in range(self._decisions[link.first]):
-            for two in range(self._decisions[link.second]):
-                seconds = link.seconds.get((one, two), 0.0)
+        names = (transition.first, transition.second)
+        for i in range(self._decisions[transition.first]):
+            for j in range(self._decisions[transition.second]):
+                seconds = transition.seconds.get((i, j), 0.0)
                 if seconds < math.inf:
-                    pairs[one, two] = self.column(seconds / self.second)
-        for place, name in enumerate(names):
+                    pairs[i, j] = self.add_column(seconds / self.second)
+        for end, name in enumerate(names):
             for option in range(self._decisions[name]):
-                sums = [(column, 1.0) for pair, column in pairs.items() if pair[place] == option]
-                self.row([*sums, (self.option(name, option), -1.0)], 0.0, 0.0)
+                sums = [(column, 1.0) for pair, column in pairs.items() if pair[end] == option]
+                self.add_row([*sums, (self.option(name, option), -1.0)], 0.0, 0.0)
 
     def _model(self) -> highspy.HighsLp:
         import highspy

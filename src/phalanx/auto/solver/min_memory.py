@@ -1,4 +1,4 @@
-"""The least bytes that a step needs on its fullest rank, over all choices, and what most of them are (pure).
+"""The least bytes that a step needs on its peak rank, over all choices, and what most of them are (pure).
 
 One program as that of the fastest choice, with the peak as its goal. Of stages, one for each rank, whose decisions are
 few once merged (`auto/solver/dominance`), every pick is tried: the cut with the least peak is computed stage after
@@ -17,15 +17,15 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.dominance import merged
+from phalanx.auto.solver.dominance import reduce_problem
 from phalanx.auto.solver.milp import Program
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import Choices, Link, Node, Option
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import IntraStageProblem, LayerNode, StrategyCost, TransitionCost
 from phalanx.auto.solver.solve import add_memory
-from phalanx.auto.solver.solve_pipeline import StagedProgram
+from phalanx.auto.solver.solve_pipeline import PipelineProgram
 
-AnyChoices: TypeAlias = Choices | StagedChoices
-Held: TypeAlias = Literal["parameters, gradients and optimizer state", "activations", "what one layer needs"]
+AnyProblem: TypeAlias = IntraStageProblem | PipelineProblem
+MemoryPart: TypeAlias = Literal["parameters, gradients and optimizer state", "activations", "what one layer needs"]
 Floats = NDArray[np.float64]
 
 _MOST_PICKS = 20_000
@@ -35,8 +35,8 @@ _TILTS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Least:
-    """The choice that needs the least of its fullest rank."""
+class MinMemory:
+    """The choice that needs the least of its peak rank."""
 
     pick: Mapping[str, int]
     peak: float
@@ -47,25 +47,25 @@ class Least:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeastOfSpace:
+class MinMemoryOfSpace:
     """What a space needs at least."""
 
     bound: float
     """Bytes that every choice of it needs; infinity if nothing can be chosen."""
 
-    place: int = 0
-    """Of the choices with the least peak that was found."""
+    index: int = 0
+    """Of the problem with the smallest peak so far."""
 
-    least: Least | None = None
-    """None if none was found in time, or there is none."""
+    least: MinMemory | None = None
+    """None if there is none, or none in time."""
 
     @property
     def is_proved(self) -> bool:
-        """Whether nothing needs less than what was found."""
+        """Whether nothing needs less than `least`."""
         return self.least is not None and self.least.peak <= self.bound * (1 + 1e-6)
 
 
-def least_of_space(space: Sequence[AnyChoices], time_limit: float) -> LeastOfSpace:
+def find_min_memory(space: Sequence[AnyProblem], time_limit: float) -> MinMemoryOfSpace:
     """Return the least that any of several choices needs.
 
     Args:
@@ -73,179 +73,198 @@ def least_of_space(space: Sequence[AnyChoices], time_limit: float) -> LeastOfSpa
         time_limit: Seconds after which the least so far is returned with its bound.
     """
     stop = time.monotonic() + time_limit
-    lows = [low_peak(choices) for choices in space]
-    found, bound = LeastOfSpace(bound=math.inf), math.inf
-    for place in sorted(range(len(space)), key=lows.__getitem__):
-        best = math.inf if found.least is None else found.least.peak
+    lows = [peak_lower_bound(problem) for problem in space]
+    result, bound = MinMemoryOfSpace(bound=math.inf), math.inf
+    for index in sorted(range(len(space)), key=lows.__getitem__):
+        best = math.inf if result.least is None else result.least.peak
         left = stop - time.monotonic()
-        if lows[place] >= best or left <= 0:
-            bound = min(bound, lows[place])
+        if lows[index] >= best or left <= 0:
+            bound = min(bound, lows[index])
             break
         try:
-            least = least_peak(space[place], below=best, time_limit=left)
+            least = minimize_peak(space[index], below=best, time_limit=left)
         except TimeoutError:
-            bound = min(bound, lows[place])
+            bound = min(bound, lows[index])
             continue
         if least is not None:
-            bound = min(bound, max(lows[place], least.bound))
+            bound = min(bound, max(lows[index], least.bound))
         if least is not None and least.peak < best:
-            found = LeastOfSpace(bound=0.0, place=place, least=least)
-    return replace(found, bound=bound if found.least is None else min(bound, found.least.peak))
+            result = MinMemoryOfSpace(bound=0.0, index=index, least=least)
+    return replace(result, bound=bound if result.least is None else min(bound, result.least.peak))
 
 
-def low_peak(choices: AnyChoices) -> float:
-    """Return bytes that every choice needs, found without asking what goes together."""
-    if isinstance(choices, Choices):
-        until = itertools.accumulate(min(o.kept for o in node.options) for node in choices.nodes)
-        working = (min(o.working for o in node.options) for node in choices.nodes)
-        return _least_sum(choices, "held") + max((k + w for k, w in zip(until, working, strict=True)), default=0.0)
-    largest = max(min(o.held + o.kept + o.working for o in node.options) for node in choices.nodes)
-    flying = [choices.in_flight(rank) for rank in range(choices.ranks)]
-    held, kept = _least_sum(choices, "held"), _least_sum(choices, "kept")
-    return max(largest, *(_spread(held, kept, flying, tilt) for tilt in _TILTS))
+def peak_lower_bound(problem: AnyProblem) -> float:
+    """Return bytes that every choice needs, without regard to what goes together."""
+    if isinstance(problem, IntraStageProblem):
+        until = itertools.accumulate(min(o.activation_bytes for o in node.options) for node in problem.nodes)
+        working = (min(o.workspace_bytes for o in node.options) for node in problem.nodes)
+        return _least_sum(problem, "persistent_bytes") + max(
+            (k + w for k, w in zip(until, working, strict=True)), default=0.0
+        )
+    largest = max(
+        min(o.persistent_bytes + o.activation_bytes + o.workspace_bytes for o in node.options) for node in problem.nodes
+    )
+    flying = [problem.in_flight(rank) for rank in range(problem.ranks)]
+    persistent, activation = _least_sum(problem, "persistent_bytes"), _least_sum(problem, "activation_bytes")
+    return max(largest, *(_spread_bound(persistent, activation, flying, tilt) for tilt in _TILTS))
 
 
-def _spread(held: float, kept: float, flying: Sequence[int], tilt: float) -> float:
-    """Return what the fullest rank has at least, of sums over all: no less than any weighted mean of the ranks."""
+def _spread_bound(persistent: float, activation: float, flying: Sequence[int], tilt: float) -> float:
+    """Return what the peak rank has at least, of sums over all: no less than any weighted mean of the ranks."""
     weights = [1 / (1 + tilt * times) for times in flying]
     passing = min(weight * times for weight, times in zip(weights, flying, strict=True))
-    return (held * min(weights) + kept * passing) / sum(weights)
+    return (persistent * min(weights) + activation * passing) / sum(weights)
 
 
-def _least_sum(choices: AnyChoices, name: Literal["held", "kept"]) -> float:
-    sums = {decision: [0.0] * count for decision, count in choices.decisions.items()}
-    for node in choices.nodes:
-        for place, option in enumerate(node.options):
-            sums[node.decision][place] += getattr(option, name)
+def _least_sum(problem: AnyProblem, name: Literal["persistent_bytes", "activation_bytes"]) -> float:
+    sums = {decision: [0.0] * count for decision, count in problem.decisions.items()}
+    for node in problem.nodes:
+        for index, option in enumerate(node.options):
+            sums[node.decision][index] += getattr(option, name)
     return sum(map(min, sums.values()))
 
 
-def least_peak(choices: AnyChoices, *, below: float = math.inf, time_limit: float | None = None) -> Least | None:
+def minimize_peak(problem: AnyProblem, *, below: float = math.inf, time_limit: float | None = None) -> MinMemory | None:
     """Return the choice with the least peak; None if there is none, or none that needs less than `below`.
 
     Args:
-        choices: What can be chosen; their room does not count.
+        problem: What can be chosen; their room does not count.
         below: Bytes that others need.
         time_limit: Seconds after which the least so far is returned with a bound.
 
     Raises:
         TimeoutError: If none was found in time.
     """
-    if isinstance(choices, Choices):
-        return _together(choices, below, time_limit)
-    if choices.pieces[-1] + 1 < choices.stages:
+    if isinstance(problem, IntraStageProblem):
+        return _minimize_one_stage(problem, below, time_limit)
+    if problem.pieces[-1] + 1 < problem.stages:
         return None
-    return _in_stages(choices, below, time_limit)
+    return _minimize_pipeline(problem, below, time_limit)
 
 
-def _together(choices: Choices, below: float, time_limit: float | None) -> Least | None:
-    unit = low_peak(choices) or 1.0
-    program = Program(replace(choices, links=_forbidden_pairs(choices.links)), 1.0)
-    add_memory(program, choices, unit, program.column(1.0))
-    answer = program.solved(time_limit=time_limit, below=below / unit)
+def _minimize_one_stage(problem: IntraStageProblem, below: float, time_limit: float | None) -> MinMemory | None:
+    unit = peak_lower_bound(problem) or 1.0
+    program = Program(replace(problem, transitions=_forbidden_pairs(problem.transitions)), 1.0)
+    add_memory(program, problem, unit, program.add_column(1.0))
+    answer = program.solve(time_limit=time_limit, below=below / unit)
     if answer is None:
         return None
     pick = program.pick(answer.values)
-    peak = choices.peak(pick)
-    return Least(pick=pick, peak=peak, bound=min(peak, answer.bound * unit))
+    peak = problem.peak(pick)
+    return MinMemory(pick=pick, peak=peak, bound=min(peak, answer.bound * unit))
 
 
-def _in_stages(choices: StagedChoices, below: float, time_limit: float | None) -> Least | None:
-    only = _without_times(choices)
-    smaller = merged(only)
+def _minimize_pipeline(problem: PipelineProblem, below: float, time_limit: float | None) -> MinMemory | None:
+    only = _without_times(problem)
+    smaller = reduce_problem(only)
     if smaller is None:
         return _by_program(only, below, time_limit)
     if not all(smaller.picks.values()):
         return None
-    few = math.prod(smaller.choices.decisions.values()) <= _MOST_PICKS
-    if few and choices.virtual == 1:
-        least = _by_trying(smaller.choices, below, time_limit)
+    few = math.prod(smaller.problem.decisions.values()) <= _MOST_PICKS
+    if few and problem.virtual == 1:
+        least = _by_trying(smaller.problem, below, time_limit)
     else:
-        least = _by_program(smaller.choices, below, time_limit)
+        least = _by_program(smaller.problem, below, time_limit)
     return None if least is None else replace(least, pick=smaller.original(least.pick))
 
 
-def _without_times(choices: StagedChoices) -> StagedChoices:
+def _without_times(problem: PipelineProblem) -> PipelineProblem:
     """Return the same choices of which all take the same time, with a room that leaves nothing out."""
     nodes = tuple(
-        Node(name=node.name, decision=node.decision, options=tuple(map(_without_time, node.options)))
-        for node in choices.nodes
+        LayerNode(name=node.name, decision=node.decision, options=tuple(map(_without_time, node.options)))
+        for node in problem.nodes
     )
-    most = sum(o.held + choices.micro_batches * (o.kept + o.owed) + o.working for n in nodes for o in n.options)
-    links = _forbidden_pairs(choices.links)
-    return replace(choices, nodes=nodes, links=links, sends=(0.0,) * len(choices.sends), room=most or 1.0)
+    most = sum(
+        o.persistent_bytes + problem.micro_batches * (o.activation_bytes + o.deferred_bytes) + o.workspace_bytes
+        for n in nodes
+        for o in n.options
+    )
+    transitions = _forbidden_pairs(problem.transitions)
+    return replace(problem, nodes=nodes, transitions=transitions, sends=(0.0,) * len(problem.sends), room=most or 1.0)
 
 
-def _without_time(option: Option) -> Option:
-    return Option(label=option.label, held=option.held, kept=option.kept, owed=option.owed, working=option.working)
+def _without_time(option: StrategyCost) -> StrategyCost:
+    return StrategyCost(
+        label=option.label,
+        persistent_bytes=option.persistent_bytes,
+        activation_bytes=option.activation_bytes,
+        deferred_bytes=option.deferred_bytes,
+        workspace_bytes=option.workspace_bytes,
+    )
 
 
-def _forbidden_pairs(links: Sequence[Link]) -> tuple[Link, ...]:
-    pairs = ({pair: s for pair, s in link.seconds.items() if s == math.inf} for link in links)
-    return tuple(replace(link, seconds=never) for link, never in zip(links, pairs, strict=True) if never)
+def _forbidden_pairs(transitions: Sequence[TransitionCost]) -> tuple[TransitionCost, ...]:
+    pairs = ({pair: s for pair, s in transition.seconds.items() if s == math.inf} for transition in transitions)
+    return tuple(
+        replace(transition, seconds=never) for transition, never in zip(transitions, pairs, strict=True) if never
+    )
 
 
-def _by_program(choices: StagedChoices, below: float, time_limit: float | None) -> Least | None:
-    unit = low_peak(choices) or 1.0
-    made = StagedProgram(choices, goal_bytes=unit)
-    answer = made.program.solved(time_limit=time_limit, below=below / unit)
+def _by_program(problem: PipelineProblem, below: float, time_limit: float | None) -> MinMemory | None:
+    unit = peak_lower_bound(problem) or 1.0
+    model = PipelineProgram(problem, goal_bytes=unit)
+    answer = model.program.solve(time_limit=time_limit, below=below / unit)
     if answer is None:
         return None
-    pick, stages = made.program.pick(answer.values), made.stages(answer.values)
-    peak = max(choices.peaks(pick, stages))
-    return Least(pick=pick, peak=peak, bound=min(peak, answer.bound * unit), stages=stages)
+    pick, stages = model.program.pick(answer.values), model.stages(answer.values)
+    peak = max(problem.peaks(pick, stages))
+    return MinMemory(pick=pick, peak=peak, bound=min(peak, answer.bound * unit), stages=stages)
 
 
-def _by_trying(choices: StagedChoices, below: float, time_limit: float | None) -> Least | None:
+def _by_trying(problem: PipelineProblem, below: float, time_limit: float | None) -> MinMemory | None:
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
-    costs, names = _costs(choices), list(choices.decisions)
-    best: Least | None = None
-    for places in itertools.product(*(range(count) for count in choices.decisions.values())):
-        pick = dict(zip(names, places, strict=True))
-        if not _is_allowed(choices, pick):
+    costs, names = _costs(problem), list(problem.decisions)
+    best: MinMemory | None = None
+    for indices in itertools.product(*(range(count) for count in problem.decisions.values())):
+        pick = dict(zip(names, indices, strict=True))
+        if not _is_allowed(problem, pick):
             continue
         if time.monotonic() > stop:
             if best is None:
                 raise TimeoutError("no choice was found in time")
-            return replace(best, bound=min(best.peak, low_peak(choices)))
-        peak, stages = _best_cut(choices, [costs[one] for one in pick.items()], below)
+            return replace(best, bound=min(best.peak, peak_lower_bound(problem)))
+        peak, stages = _best_partition(problem, [costs[option] for option in pick.items()], below)
         if peak < below:
             below = peak
-            best = Least(pick=pick, peak=peak, bound=peak, stages=stages)
+            best = MinMemory(pick=pick, peak=peak, bound=peak, stages=stages)
     return best
 
 
-def _is_allowed(choices: StagedChoices, pick: Mapping[str, int]) -> bool:
-    if choices.needed and choices.needed.isdisjoint(pick.items()):
+def _is_allowed(problem: PipelineProblem, pick: Mapping[str, int]) -> bool:
+    if problem.needed and problem.needed.isdisjoint(pick.items()):
         return False
-    linked = (link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in choices.links)
-    return math.inf not in linked and not any(one <= pick.items() for one in choices.forbidden)
+    linked = (
+        transition.seconds.get((pick[transition.first], pick[transition.second]), 0.0)
+        for transition in problem.transitions
+    )
+    return math.inf not in linked and not any(combination <= pick.items() for combination in problem.forbidden)
 
 
-def _costs(choices: StagedChoices) -> dict[tuple[str, int], Floats]:
+def _costs(problem: PipelineProblem) -> dict[tuple[str, int], Floats]:
     """Return what each option holds, keeps, owes and needs while it runs, by piece."""
-    count = choices.pieces[-1] + 1
-    costs = {(name, o): np.zeros((4, count)) for name, size in choices.decisions.items() for o in range(size)}
-    for node, piece in zip(choices.nodes, choices.pieces, strict=True):
+    count = problem.pieces[-1] + 1
+    costs = {(name, o): np.zeros((4, count)) for name, size in problem.decisions.items() for o in range(size)}
+    for node, piece in zip(problem.nodes, problem.pieces, strict=True):
         for o, option in enumerate(node.options):
             cost = costs[node.decision, o]
-            cost[:3, piece] += option.held, option.kept, option.owed
-            cost[3, piece] = max(cost[3, piece], option.working)
+            cost[:3, piece] += option.persistent_bytes, option.activation_bytes, option.deferred_bytes
+            cost[3, piece] = max(cost[3, piece], option.workspace_bytes)
     return costs
 
 
-def _best_cut(choices: StagedChoices, picked: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
+def _best_partition(problem: PipelineProblem, picked: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
     """Return the least peak over cuts of one pick, one stage a rank, and the stage of every piece."""
-    sums = np.sum([one[:3] for one in picked], axis=0)
-    working = _most_between(np.max([one[3] for one in picked], axis=0))
+    sums = np.sum([costs[:3] for costs in picked], axis=0)
+    working = _most_between(np.max([costs[3] for costs in picked], axis=0))
     until = np.concatenate([np.zeros((3, 1)), np.cumsum(sums, axis=1)], axis=1)
     between = until[:, None, :] - until[:, :, None]  # by what, first piece and end
     count = sums.shape[1]
     best, came = np.full(count + 1, math.inf), list[NDArray[np.int64]]()
     best[0] = 0.0
-    for stage in range(choices.stages):
-        held, kept, owed = between
-        peaks = held + choices.in_flight(stage) * kept + choices.in_debt(stage) * owed + working
+    for stage in range(problem.stages):
+        persistent, activation, deferred = between
+        peaks = persistent + problem.in_flight(stage) * activation + problem.in_debt(stage) * deferred + working
         reached = np.maximum(best[:, None], peaks)
         came.append(reached.argmin(axis=0))
         best = reached.min(axis=0)
@@ -265,35 +284,37 @@ def _most_between(values: Floats) -> Floats:
 
 def _stages(came: list[NDArray[np.int64]], count: int) -> tuple[int, ...]:
     """Return the stage of every piece from where each stage begins, by its end."""
-    found, end = [0] * count, count
+    stages, end = [0] * count, count
     for stage in reversed(range(len(came))):
         start = int(came[stage][end])
-        found[start:end] = [stage] * (end - start)
+        stages[start:end] = [stage] * (end - start)
         end = start
-    return tuple(found)
+    return tuple(stages)
 
 
-def most_held(choices: AnyChoices, least: Least) -> Held:
-    """Return what the fullest rank holds most of, where it is fullest."""
-    fullest = _fullest(choices, least) if isinstance(choices, Choices) else _fullest_in_stages(choices, least)
-    parts = dict(zip(get_args(Held), fullest, strict=True))
+def largest_part(problem: AnyProblem, least: MinMemory) -> MemoryPart:
+    """Return what the peak rank holds most of, where it is fullest."""
+    fullest = _fullest(problem, least) if isinstance(problem, IntraStageProblem) else _fullest_in_stages(problem, least)
+    parts = dict(zip(get_args(MemoryPart), fullest, strict=True))
     return max(parts, key=lambda name: parts[name])
 
 
-def _fullest(choices: Choices, least: Least) -> tuple[float, float, float]:
-    options = choices.picked(least.pick)
-    kept = list(itertools.accumulate(one.kept for one in options))
-    place = max(range(len(options)), key=lambda i: kept[i] + options[i].working)
-    return sum(one.held for one in options), kept[place], options[place].working
+def _fullest(problem: IntraStageProblem, least: MinMemory) -> tuple[float, float, float]:
+    options = problem.list_costs(least.pick)
+    activation = list(itertools.accumulate(cost.activation_bytes for cost in options))
+    index = max(range(len(options)), key=lambda i: activation[i] + options[i].workspace_bytes)
+    return sum(cost.persistent_bytes for cost in options), activation[index], options[index].workspace_bytes
 
 
-def _fullest_in_stages(choices: StagedChoices, least: Least) -> tuple[float, float, float]:
-    peaks = choices.peaks(least.pick, least.stages)
-    rank, held, kept, working = peaks.index(max(peaks)), 0.0, 0.0, 0.0
-    for node, piece in zip(choices.nodes, choices.pieces, strict=True):
-        one, stage = node.options[least.pick[node.decision]], least.stages[piece]
-        if stage % choices.ranks == rank:
-            held += one.held
-            kept += choices.in_flight(stage) * one.kept + choices.in_debt(stage) * one.owed
-            working = max(working, one.working)
-    return held, kept, working
+def _fullest_in_stages(problem: PipelineProblem, least: MinMemory) -> tuple[float, float, float]:
+    peaks = problem.peaks(least.pick, least.stages)
+    rank, persistent, activation, workspace = peaks.index(max(peaks)), 0.0, 0.0, 0.0
+    for node, piece in zip(problem.nodes, problem.pieces, strict=True):
+        cost, stage = node.options[least.pick[node.decision]], least.stages[piece]
+        if stage % problem.ranks == rank:
+            persistent += cost.persistent_bytes
+            activation += (
+                problem.in_flight(stage) * cost.activation_bytes + problem.in_debt(stage) * cost.deferred_bytes
+            )
+            workspace = max(workspace, cost.workspace_bytes)
+    return persistent, activation, workspace

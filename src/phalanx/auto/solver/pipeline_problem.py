@@ -3,7 +3,7 @@
 A model is a chain of pieces, runs of which are stages. What its options cost is said of one micro-batch. With m
 micro-batches, v stages a rank and w the seconds that a rank works on one, sends among them, a step takes
 
-    m x max w + (sum w - max w) / v + the most of any rank's exchange of gradients and update
+    m x max w + (sum w - max w) / v + the most of any rank's gradient synchronisation and update
 
 which is the time of 1F1B and of its interleaved form (D. Narayanan et al., SC 2021, section 2.2) where all sends are
 waited for. A rank keeps the activations of as many micro-batches as 1F1B has in flight on it.
@@ -31,14 +31,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.auto.solver.problem import ROUNDING, Link, Node
+from phalanx.auto.solver.problem import ROUNDING, LayerNode, TransitionCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StagedChoices:
-    """All ways to compute a step in stages."""
+class PipelineProblem:
+    """A step in pipeline stages: the strategies of its nodes, and where stages may begin."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[LayerNode, ...]
     pieces: tuple[int, ...]
     """The piece that each node is in, rising."""
 
@@ -55,7 +55,7 @@ class StagedChoices:
     zero_bubble: bool = False
     """Whether gradients of weights are computed apart."""
 
-    links: tuple[Link, ...] = ()
+    transitions: tuple[TransitionCost, ...] = ()
     forbidden: tuple[frozenset[tuple[str, int]], ...] = ()
     needed: frozenset[tuple[str, int]] = frozenset()
     room: float = math.inf
@@ -91,16 +91,19 @@ class StagedChoices:
             pick: Place of the option by decision.
             stages: Stage of each piece.
         """
-        linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in self.links)
+        linked = sum(
+            transition.seconds.get((pick[transition.first], pick[transition.second]), 0.0)
+            for transition in self.transitions
+        )
         if self.needed and self.needed.isdisjoint(pick.items()):
             return math.inf
-        if linked == math.inf or any(one <= pick.items() for one in self.forbidden):
+        if linked == math.inf or any(combination <= pick.items() for combination in self.forbidden):
             return math.inf
         work, after = [0.0] * self.ranks, [0.0] * self.ranks
         for node, piece in zip(self.nodes, self.pieces, strict=True):
-            one, rank = node.options[pick[node.decision]], stages[piece] % self.ranks
-            work[rank] += one.forward_s + one.backward_s
-            after[rank] += one.exchange_s + one.update_s
+            combination, rank = node.options[pick[node.decision]], stages[piece] % self.ranks
+            work[rank] += combination.forward_s + combination.backward_s
+            after[rank] += combination.grad_sync_s + combination.update_s
         for send, (one_stage, next_stage) in zip(self.sends, itertools.pairwise(stages), strict=True):
             if one_stage != next_stage:
                 work[one_stage % self.ranks] += send
@@ -120,11 +123,11 @@ class StagedChoices:
         """Return the most bytes that each rank holds at a time."""
         always, working = [0.0] * self.ranks, [0.0] * self.ranks
         for node, piece in zip(self.nodes, self.pieces, strict=True):
-            one, stage = node.options[pick[node.decision]], stages[piece]
-            passing = self.in_flight(stage) * one.kept + self.in_debt(stage) * one.owed
-            always[stage % self.ranks] += one.held + passing
-            working[stage % self.ranks] = max(working[stage % self.ranks], one.working)
-        return [held + more for held, more in zip(always, working, strict=True)]
+            cost, stage = node.options[pick[node.decision]], stages[piece]
+            passing = self.in_flight(stage) * cost.activation_bytes + self.in_debt(stage) * cost.deferred_bytes
+            always[stage % self.ranks] += cost.persistent_bytes + passing
+            working[stage % self.ranks] = max(working[stage % self.ranks], cost.workspace_bytes)
+        return [persistent + more for persistent, more in zip(always, working, strict=True)]
 
     def fits(self, pick: Mapping[str, int], stages: Sequence[int]) -> bool:
         """Return whether all ranks keep to the room."""

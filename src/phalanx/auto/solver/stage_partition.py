@@ -17,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.pipeline_problem import StagedChoices
-from phalanx.auto.solver.problem import ROUNDING, Option
-from phalanx.auto.solver.solve import Solved
-from phalanx.auto.solver.uniform_chain import Costs, Repeated, equal_pieces
+from phalanx.auto.solver.pipeline_problem import PipelineProblem
+from phalanx.auto.solver.problem import ROUNDING, StrategyCost
+from phalanx.auto.solver.solve import Solution
+from phalanx.auto.solver.uniform_chain import ChainCosts, UniformChain, find_equal_pieces
 
 _MOST_PICKS = 100_000
 _MOST_CUTS = 50_000
@@ -33,7 +33,7 @@ _OVER = (1.001, *(1.005**step for step in range(1, 70)), 2.0, 4.0, math.inf)
 """Work of the rank that works the most, over what one has to at least."""
 
 _BEAM = 20_000
-"""Cuts that go on where there are too many, of all kinds."""
+"""Partitions that are kept where there are too many, of all kinds."""
 
 _CLOSE = 0.005
 """How far from its bound the best of these may be."""
@@ -46,14 +46,14 @@ class TooManyError(Exception):
     """There are more picks or cuts than are sooner tried than solved."""
 
 
-def best_cut(choices: StagedChoices, below: float, time_limit: float | None = None) -> Solved | None:
+def find_best_partition(problem: PipelineProblem, below: float, time_limit: float | None = None) -> Solution | None:
     """Return the fastest choice that fits; None if none is faster than `below`.
 
     Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest; its bound says so,
     and it may be slower than `below` where the bound is not.
 
     Args:
-        choices: What can be chosen.
+        problem: What can be chosen.
         below: Seconds that others have reached.
         time_limit: Seconds after which the best so far is returned with a bound.
 
@@ -61,52 +61,52 @@ def best_cut(choices: StagedChoices, below: float, time_limit: float | None = No
         TooManyError: If it is better left to a program.
         TimeoutError: If none is known to be faster than `below` when time is over, and one may be.
     """
-    if math.prod(choices.decisions.values()) > _MOST_PICKS:
+    if math.prod(problem.decisions.values()) > _MOST_PICKS:
         raise TooManyError
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
-    tried, names = _Tried(choices), list(choices.decisions)
-    picks = np.indices(tuple(choices.decisions.values())).reshape(len(names), -1)
+    tried, names = _PartitionSearch(problem), list(problem.decisions)
+    picks = np.indices(tuple(problem.decisions.values())).reshape(len(names), -1)
     least = tried.least_s(picks)
-    best, found = below, None
+    best, solution = below, None
     bound = math.inf
     for number in np.argsort(least, kind="stable"):
         if least[number] >= best:
             break
         if time.monotonic() > stop:
-            if found is None:
+            if solution is None:
                 raise TimeoutError("no choice was found in time")
             bound = min(bound, float(least[number]))
             break
         pick = dict(zip(names, map(int, picks[:, number]), strict=True))
         seconds, stages, low = tried.best_of(pick, float(least[number]), best)
         bound = min(bound, low)
-        # One whose bound is below the mark is told though it is not: others of its cuts may be.
-        if seconds < best or (found is None and low < best < math.inf):
-            found = Solved(pick=pick, seconds=seconds, bound=seconds, stages=stages)
+        # One whose bound is below the mark is returned even if its time is not: others of its cuts may be.
+        if seconds < best or (solution is None and low < best < math.inf):
+            solution = Solution(pick=pick, seconds=seconds, bound=seconds, stages=stages)
             best = min(best, seconds)
-    return None if found is None else replace(found, bound=min(bound, found.seconds))
+    return None if solution is None else replace(solution, bound=min(bound, solution.seconds))
 
 
-class _Tried:
-    def __init__(self, choices: StagedChoices) -> None:
-        self._choices = choices
-        self._count = count = choices.pieces[-1] + 1
+class _PartitionSearch:
+    def __init__(self, problem: PipelineProblem) -> None:
+        self._problem = problem
+        self._count = count = problem.pieces[-1] + 1
         self._all: Ints | None = None
-        self._costs: dict[tuple[str, int], Costs] = {}
-        self._fills = {name: np.zeros((3, size)) for name, size in choices.decisions.items()}
-        for node, piece in zip(choices.nodes, choices.pieces, strict=True):
+        self._costs: dict[tuple[str, int], ChainCosts] = {}
+        self._fills = {name: np.zeros((3, size)) for name, size in problem.decisions.items()}
+        for node, piece in zip(problem.nodes, problem.pieces, strict=True):
             for o, option in enumerate(node.options):
-                new = Costs(np.zeros((5, count)), np.zeros(count))
+                new = ChainCosts(np.zeros((5, count)), np.zeros(count))
                 sums, working = self._costs.setdefault((node.decision, o), new)
                 sums[:, piece] += _sums(option)
                 self._fills[node.decision][:, o] += option.fills_s
-                working[piece] = max(working[piece], option.working)
-        self._sends = np.array(choices.sends, dtype=np.float64)
-        self._passes = choices.micro_batches - 1 / choices.virtual
-        equal = equal_pieces(list(self._costs.values()), choices.sends)
-        self._repeated = Repeated(choices, equal) if Repeated.is_for(choices, equal) else None
-        if self._repeated is None and math.comb(count - 1, choices.stages - 1) <= _ALL_CUTS:
-            cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
+                working[piece] = max(working[piece], option.workspace_bytes)
+        self._sends = np.array(problem.sends, dtype=np.float64)
+        self._passes = problem.micro_batches - 1 / problem.virtual
+        equal = find_equal_pieces(list(self._costs.values()), problem.sends)
+        self._repeated = UniformChain(problem, equal) if UniformChain.is_for(problem, equal) else None
+        if self._repeated is None and math.comb(count - 1, problem.stages - 1) <= _ALL_CUTS:
+            cuts = list(itertools.combinations(range(1, count), problem.stages - 1))
             self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
 
     def least_s(self, picks: Ints) -> Floats:
@@ -117,29 +117,29 @@ class _Tried:
         Args:
             picks: Place of the option by decision and pick.
         """
-        choices, rows = self._choices, {name: row for row, name in enumerate(self._choices.decisions)}
+        problem, rows = self._problem, {name: row for row, name in enumerate(self._problem.decisions)}
         least: Floats = np.zeros(picks.shape[1])
         work: Floats = np.zeros((picks.shape[1], self._count))
         after = work.copy()
-        for name, size in choices.decisions.items():
-            found = np.array([self._costs[name, o].sums for o in range(size)])
-            work += found[picks[rows[name]], 0]
-            after += found[picks[rows[name]], 1]
+        for name, size in problem.decisions.items():
+            sums = np.array([self._costs[name, o].sums for o in range(size)])
+            work += sums[picks[rows[name]], 0]
+            after += sums[picks[rows[name]], 1]
         most = self._least_most(work)
-        idle = (work.sum(axis=1) - most) / choices.virtual
-        if choices.zero_bubble:
+        idle = (work.sum(axis=1) - most) / problem.virtual
+        if problem.zero_bubble:
             fills = sum(self._fills[name][:, picks[row]] for name, row in rows.items())
-            idle -= (1 - 1 / choices.ranks) * np.min(fills, axis=0)
-        least += self._least_most(after) + choices.micro_batches * most + np.maximum(idle, 0.0)
-        for link in choices.links:
-            table = np.zeros((choices.decisions[link.first], choices.decisions[link.second]))
-            for pair, seconds in link.seconds.items():
+            idle -= (1 - 1 / problem.ranks) * np.min(fills, axis=0)
+        least += self._least_most(after) + problem.micro_batches * most + np.maximum(idle, 0.0)
+        for transition in problem.transitions:
+            table = np.zeros((problem.decisions[transition.first], problem.decisions[transition.second]))
+            for pair, seconds in transition.seconds.items():
                 table[pair] = seconds
-            least += table[picks[rows[link.first]], picks[rows[link.second]]]
-        for one in choices.forbidden:
-            least[np.all([picks[rows[name]] == o for name, o in one], axis=0)] = math.inf
-        if choices.needed:
-            least[~np.any([picks[rows[name]] == o for name, o in choices.needed], axis=0)] = math.inf
+            least += table[picks[rows[transition.first]], picks[rows[transition.second]]]
+        for combination in problem.forbidden:
+            least[np.all([picks[rows[name]] == o for name, o in combination], axis=0)] = math.inf
+        if problem.needed:
+            least[~np.any([picks[rows[name]] == o for name, o in problem.needed], axis=0)] = math.inf
         return least * (1 - 1e-12)  # what rounding may add
 
     def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, tuple[int, ...], float]:
@@ -153,14 +153,17 @@ class _Tried:
         Raises:
             TooManyError: If the best that was found may be far from the best.
         """
-        sums = np.asarray(sum(self._costs[one].sums for one in pick.items()))
-        working = np.maximum.reduce([self._costs[one].working for one in pick.items()])
+        sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
+        working = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
         if self._repeated is not None:
-            links = self._choices.links
-            linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in links)
-            saved = self._choices.saved(pick)
-            stages = self._repeated.best_of(Costs(sums, working), saved, below - linked)
-            seconds = self._checked(pick, stages)
+            transitions = self._problem.transitions
+            linked = sum(
+                transition.seconds.get((pick[transition.first], pick[transition.second]), 0.0)
+                for transition in transitions
+            )
+            saved = self._problem.saved(pick)
+            stages = self._repeated.best_of(ChainCosts(sums, working), saved, below - linked)
+            seconds = self._check_seconds(pick, stages)
             return seconds, stages, min(seconds, below)
         if self._all is not None:
             seconds, stages = self._best_among(self._all, pick, sums)
@@ -186,83 +189,85 @@ class _Tried:
 
     def _least_most(self, work: Floats) -> Floats:
         """Return the work of the rank that works the most, at least, from that of pieces in rows."""
-        return np.asarray(np.maximum(work.sum(axis=1) / self._choices.ranks, work.max(axis=1)))
+        return np.asarray(np.maximum(work.sum(axis=1) / self._problem.ranks, work.max(axis=1)))
 
     def _bounds(self, work: Floats, most: float) -> tuple[Ints, bool]:
         """Return where stages begin, and the last ends, in cuts in which no rank works more than `most`; if in all."""
-        choices, count = self._choices, self._count
+        problem, count = self._problem, self._count
         until = np.concatenate([[0.0], np.cumsum(work)])
         bounds: Ints = np.zeros((1, 1), dtype=np.int64)
-        load: Floats = np.zeros((1, choices.ranks))
+        load: Floats = np.zeros((1, problem.ranks))
         is_all = True
-        for stage in range(choices.stages):
-            left, rank = choices.stages - 1 - stage, stage % choices.ranks
+        for stage in range(problem.stages):
+            left, rank = problem.stages - 1 - stage, stage % problem.ranks
             ends = np.arange(1, count - left + 1) if left else np.array([count])
             starts = bounds[:, -1:]
             own = load[:, rank : rank + 1] + until[ends] - until[starts]
             # What is left must go to ranks with stages to come; those of this turn and before have theirs.
             room = most - load
             room[:, rank] = 0.0
-            later = sorted({one % choices.ranks for one in range(stage + 1, choices.stages)})
-            free = room[:, [one for one in later if one != rank]].sum(axis=1, keepdims=True)
+            later = sorted({other % problem.ranks for other in range(stage + 1, problem.stages)})
+            free = room[:, [other for other in later if other != rank]].sum(axis=1, keepdims=True)
             free = free + (most - own if rank in later else 0.0)
             slack = most * 1e-9 if most < math.inf else 0.0
             good = (ends > starts) & (own <= most + slack) & (until[count] - until[ends] <= free + slack)
-            state, place = np.nonzero(good)
+            state, end = np.nonzero(good)
             if len(state) > _MOST_CUTS:
                 chosen = np.linspace(0, len(state) - 1, _BEAM).astype(np.int64)
-                state, place, is_all = state[chosen], place[chosen], False
+                state, end, is_all = state[chosen], end[chosen], False
             load = load[state]
-            load[:, rank] = own[state, place]
-            bounds = np.concatenate([bounds[state], ends[place][:, None]], axis=1)
+            load[:, rank] = own[state, end]
+            bounds = np.concatenate([bounds[state], ends[end][:, None]], axis=1)
         return bounds, is_all
 
     def _best_among(self, bounds: Ints, pick: Mapping[str, int], sums: Floats) -> tuple[float, tuple[int, ...]]:
         """Return the least seconds over cuts, and the stage of every piece in the best; infinity if none fits."""
-        choices = self._choices
+        problem = self._problem
         self._starts, self._ends = bounds[:, :-1], bounds[:, 1:]
-        work, after, held, kept, owed = (self._by_stage(values) for values in sums)
-        if choices.stages > 1:
+        work, after, persistent, activation, deferred = (self._by_stage(values) for values in sums)
+        if problem.stages > 1:
             sent = self._sends[self._starts[:, 1:] - 1]
             work[:, :-1] += sent
             work[:, 1:] += sent
         work, after = self._by_rank(work), self._by_rank(after)
         most = work.max(axis=1)
-        idle = (work.sum(axis=1) - most) / choices.virtual - choices.saved(pick)
-        seconds = choices.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1)
-        if choices.room < math.inf:
-            flying = np.array([choices.in_flight(stage) for stage in range(choices.stages)])
-            owing = np.array([choices.in_debt(stage) for stage in range(choices.stages)])
-            working = self._most_by_rank(np.maximum.reduce([self._costs[one].working for one in pick.items()]))
-            peaks = (self._by_rank(held + flying * kept + owing * owed) + working).max(axis=1)
-            seconds[peaks > choices.room * (1 + ROUNDING)] = math.inf
+        idle = (work.sum(axis=1) - most) / problem.virtual - problem.saved(pick)
+        seconds = problem.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1)
+        if problem.room < math.inf:
+            flying = np.array([problem.in_flight(stage) for stage in range(problem.stages)])
+            owing = np.array([problem.in_debt(stage) for stage in range(problem.stages)])
+            working = self._most_by_rank(
+                np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
+            )
+            peaks = (self._by_rank(persistent + flying * activation + owing * deferred) + working).max(axis=1)
+            seconds[peaks > problem.room * (1 + ROUNDING)] = math.inf
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:
             return math.inf, ()
         starts = self._starts[chosen]
         stages = tuple(int((starts <= piece).sum()) - 1 for piece in range(self._count))
-        return self._checked(pick, stages), stages
+        return self._check_seconds(pick, stages), stages
 
-    def _checked(self, pick: Mapping[str, int], stages: tuple[int, ...]) -> float:
+    def _check_seconds(self, pick: Mapping[str, int], stages: tuple[int, ...]) -> float:
         """Return seconds as the choices say them: sums in another order are not the same to the last digit."""
-        return self._choices.seconds(pick, stages) if stages and self._choices.fits(pick, stages) else math.inf
+        return self._problem.seconds(pick, stages) if stages and self._problem.fits(pick, stages) else math.inf
 
     def _by_stage(self, values: Floats) -> Floats:
         until = np.concatenate([[0.0], np.cumsum(values)])
         return np.asarray(until[self._ends] - until[self._starts])
 
     def _by_rank(self, values: Floats) -> Floats:
-        return np.asarray(values.reshape(len(values), self._choices.virtual, self._choices.ranks).sum(axis=1))
+        return np.asarray(values.reshape(len(values), self._problem.virtual, self._problem.ranks).sum(axis=1))
 
     def _most_by_rank(self, values: Floats) -> Floats:
         """Return the largest value of any piece of each rank."""
         most = np.zeros((self._count + 1, self._count + 1))
         for start in range(self._count):
             most[start, start + 1 :] = np.maximum.accumulate(values[start:])
-        found = most[self._starts, self._ends]
-        return np.asarray(found.reshape(len(found), self._choices.virtual, self._choices.ranks).max(axis=1))
+        largest = most[self._starts, self._ends]
+        return np.asarray(largest.reshape(len(largest), self._problem.virtual, self._problem.ranks).max(axis=1))
 
 
-def _sums(option: Option) -> tuple[float, ...]:
-    work, after = option.forward_s + option.backward_s, option.exchange_s + option.update_s
-    return work, after, option.held, option.kept, option.owed
+def _sums(option: StrategyCost) -> tuple[float, ...]:
+    work, after = option.forward_s + option.backward_s, option.grad_sync_s + option.update_s
+    return work, after, option.persistent_bytes, option.activation_bytes, option.deferred_bytes

@@ -9,7 +9,7 @@ PLANNER: dict[str, tuple[str, str]] = {
     ),
     "measuring": ("ranks: {ranks}, {part}", "进程数 {ranks}：{part}"),
     "measured kept": (
-        "Kept in {path}; the cluster word `here` means this machine.",
+        "Saved to {path}; the cluster name `here` means this machine.",
         "已保存到 {path}；集群名 here 即指本机。",
     ),
     "measured column": ("ranks: {ranks}, threads each: {threads}", "进程 {ranks}，各 {threads} 线程"),
@@ -19,13 +19,13 @@ PLANNER: dict[str, tuple[str, str]] = {
     "measured beside": ("seconds lost per second of overlap", "每重叠一秒多耗的秒数"),
     "timeline title": ("{name}: {step} a step", "{name}：每步 {step}"),
     "timeline facts": (
-        "{rate}, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks a row: {copies}",
+        "{rate}, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks per row: {copies}",
         "{rate}，空闲 {idle}；{schedule}，微批数 {microbatches}，每行代表 {copies} 个进程",
     ),
     "timeline facts layers": ("{rate}; all {copies} ranks do the same", "{rate}；全部 {copies} 个进程相同"),
     "timeline each rank": ("each rank", "每个进程"),
     "timeline tokens a second": ("{rate} tokens/s", "{rate} tokens/s"),
-    "timeline rows a second": ("{rate} rows/s", "{rate} 行/s"),
+    "timeline rows a second": ("{rate} samples/s", "{rate} 行/s"),
     "timeline price": ("; {usd} USD a step", "；每步 {usd} 美元"),
     "timeline paler": ("; later stages of a rank are paler", "；同一进程靠后的阶段颜色较浅"),
     "timeline left out": (
@@ -43,20 +43,20 @@ PLANNER: dict[str, tuple[str, str]] = {
     "timeline stage": ("stage {stages}", "阶段 {stages}"),
     "timeline peak": ("peak memory", "内存峰值"),
     "plan head": (
-        "{where}: {step} a step, at most {gap} % over the best; {memory} a rank; mostly {cause}",
+        "{where}: {step} a step, at most {gap} % over the optimum; {memory} a rank; mostly {cause}",
         "{where}：每步 {step}，最多比最优慢 {gap} %；每个进程 {memory}；耗时最多的是{cause}",
     ),
     "plan alone": (
-        "one process alone: {step} a step, faster than these ranks together",
+        "a single process is faster: {step} a step",
         "单个进程：每步 {step}，比这些进程一起更快",
     ),
-    "plan fastest": ("Fastest of each arrangement", "各种排布中最快的方案"),
-    "plan arrangement": ("arrangement", "排布"),
+    "plan fastest": ("Fastest Plan of each configuration", "各种排布中最快的方案"),
+    "plan arrangement": ("configuration", "排布"),
     "plan step": ("a step", "每步"),
     "plan a rank": ("a rank", "每个进程"),
-    "plan cut": ("layers cut: {layers}", "切分的层：{layers}"),
+    "plan cut": ("sharded layers: {layers}", "切分的层：{layers}"),
     "plan searched": (
-        "searched: {count} arrangements, {listed} of them layer by layer; {space}",
+        "searched: {count} configurations, {listed} of them layer by layer; {space}",
         "搜索范围：{count} 种排布，其中 {listed} 种逐层求解；{space}",
     ),
     "plan not searched": ("not searched: {why}", "未搜索：{why}"),
@@ -71,11 +71,11 @@ PLANNER: dict[str, tuple[str, str]] = {
         ),
     ),
     "left out tokens": (
-        "tokens apart between layers, as the model's code does not run on some",
+        "activations sharded over tokens, as the model's code fails on them",
         "层间按 token 切分，因为模型代码不能在部分 token 上运行",
     ),
     "left out cut loss": (
-        "a loss over logits that stay cut by classes (`vocab` of a head), as the loss function takes whole ones",
+        "a loss over logits sharded by class (`vocab` of a head), as the loss function takes full logits",
         "在按类别切分的 logits 上计算损失（输出层的 `vocab`），因为损失函数需要完整的 logits",
     ),
     "left out staged parts": (
@@ -128,11 +128,11 @@ PLANNER: dict[str, tuple[str, str]] = {
     "space between": ("; ", "；"),
     "space decisions": ("{count} decisions", "{count} 个选择"),
     "explain title": ("{layer} under {arrangement}", "{layer}，排布 {arrangement}"),
-    "explain way": ("way", "方式"),
+    "explain way": ("strategy", "策略"),
     "explain forward": ("forward ms", "前向 ms"),
     "explain backward": ("backward ms", "反向 ms"),
-    "explain sent": ("of these sent ms", "其中通信 ms"),
-    "explain exchange": ("exchange ms", "梯度交换 ms"),
+    "explain sent": ("of these comm ms", "其中通信 ms"),
+    "explain exchange": ("grad sync ms", "梯度同步 ms"),
     "explain update": ("update ms", "更新 ms"),
     "plan picture": ("{path}: the model with its placements", "{path}：模型及其切分方式"),
     "plan stages train": (
@@ -146,40 +146,35 @@ PLANNER: dict[str, tuple[str, str]] = {
     "plan compute": ("compute", "计算"),
     "plan collectives of layers": ("collectives of layers", "层内集合通信"),
     "plan sharding": ("sharding", "ZeRO 切分"),
-    "plan exchange of gradients": ("exchange of gradients", "梯度交换"),
+    "plan exchange of gradients": ("gradient synchronisation", "梯度同步"),
     "plan optimizer": ("optimizer", "优化器"),
     "plan stages": ("waits of stages", "流水线等待"),
     "timeline written": (
-        "{path}: {step} a step (predicted {predicted}), idle {idle}, fullest rank {memory}, {rate}{price}",
+        "{path}: {step} a step (predicted {predicted}), idle {idle}, peak rank {memory}, {rate}{price}",
         "{path}：每步 {step}（公式预测 {predicted}），空闲 {idle}，内存最多的进程 {memory}，{rate}{price}",
     ),
     "plan captured": (
-        "read as {level}, without every operator: {why}",
+        "captured at level {level} only: {why}",
         "仅以 {level} 级别读取，未得到全部算子：{why}",
     ),
     "settings aside": (
-        "set aside of the script's strategy, as the planner decides it: {names}",
+        "ignored settings of the script's strategy, which the planner decides: {names}",
         "已忽略脚本策略中由规划器决定的设置：{names}",
     ),
     "planning": (
-        "planning {model} for global batches of {rows} rows; --time-limit ends the search with the best so far",
+        "planning {model} for a global batch of {rows} samples; --time-limit stops the search at the best Plan so far",
         "正在为 {model} 制定方案，全局批为 {rows} 行；--time-limit 到时返回当前最优",
     ),
     "planning adam": (
-        "the script hands no optimizer over, so the plan is for adam; --optimizer says another",
+        "the script passes no optimizer, so the plan is for adam; choose another with --optimizer",
         "脚本没有交出优化器，方案按 adam 制定；可用 --optimizer 另行指定",
     ),
     "and more": ("{names} and {count} more", "{names} 等，另有 {count} 个"),
     "why not": (
-        (
-            "With {limits} the best is {arrangement}, layers cut: {cut}; {step} a step, {change}, {memory}; most of it "
-            "{cause} ({more})."
-        ),
-        (
-            "限制 {limits} 时最优为 {arrangement}，切分的层：{cut}；每步 {step}，{change}，{memory}；"
-            "差别最大的是{cause}（{more}）。"
-        ),
+        "With {limits} the best is {config}: {step} a step, {change}, {memory}; most of it {cause} ({more}).",
+        "限制 {limits} 时最优为 {config}：每步 {step}，{change}，{memory}；差别最大的是{cause}（{more}）。",
     ),
+    "why not cut": ("{config}, sharded layers: {layers}", "{config}，切分的层：{layers}"),
     "plan parameters, gradients and optimizer state": (
         "parameters, gradients and optimizer state",
         "参数、梯度与优化器状态",
@@ -226,13 +221,9 @@ PLANNER: dict[str, tuple[str, str]] = {
     "choices price": ("The first costs {usd} USD a step.", "第一种每步 {usd} 美元。"),
     "choices micro": ("micro (sequences of a micro-batch)", "micro（每个微批的序列数）"),
     "choices searched": ("searched: {space}", "搜索范围：{space}"),
-    "why not choice": (
-        "With {limits} the best is {choice}: {step} a step, {change}, {memory}; most of it {cause} ({more}).",
-        "限制 {limits} 时最优为 {choice}：每步 {step}，{change}，{memory}；差别最大的是{cause}（{more}）。",
-    ),
     "why not same": (
-        "The answer keeps to {limits} already: {arrangement}, {step} a step.",
-        "结果本已满足 {limits}：{arrangement}，每步 {step}。",
+        "The answer keeps to {limits} already: {config}, {step} a step.",
+        "结果本已满足 {limits}：{config}，每步 {step}。",
     ),
     "why not impossible": ("With {limits}: {why}", "限制 {limits} 时：{why}"),
     "none cut": ("none", "无"),

@@ -8,7 +8,7 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "{script} 在训练模型之前已结束（{code}）。{advice}",
     ),
     "script trained nothing": (
-        "{script} ran to its end and trained no model that it distributed. {advice}",
+        "{script} finished without training a distributed model. {advice}",
         "{script} 运行到结尾，没有训练任何分布的模型。{advice}",
     ),
     "script inputs": (
@@ -48,15 +48,12 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "{path}：无法写入（{why}）。请给出位于已存在且有权限的目录中的文件。",
     ),
     "limit": (
-        (
-            "Asked for the limit {said!r}. Write a knob ({knobs}), one of <=, >= and =, and a value, such as "
-            "tp<=8.{nearest}"
-        ),
+        ("Invalid limit {said!r}. Write a knob ({knobs}), one of <=, >= and =, and a value, such as tp<=8.{nearest}"),
         "限制 {said!r} 无法识别。请写旋钮（{knobs}）、<=、>= 或 = 之一，再写值，如 tp<=8。{nearest}",
     ),
     "limit of a layer": (
         (
-            "Asked for the limit {said!r}. Write a knob ({knobs}) and a value, such as tp<=2, or a layer and one of "
+            "Invalid limit {said!r}. Write a knob ({knobs}) and a value, such as tp<=2, or a layer and one of "
             "{styles}, such as classifier.*=whole.{nearest}"
         ),
         (
@@ -65,11 +62,11 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
     ),
     "limit of no layer": (
-        "Asked for the limit {said!r}, and the model calls no layer {layer!r}.{nearest} It calls {known}.",
+        "Invalid limit {said!r}: the model calls no layer {layer!r}.{nearest} It calls {known}.",
         "限制 {said!r} 中的层 {layer!r} 未被此模型调用。{nearest}被调用的有 {known}。",
     ),
     "limit of another kind": (
-        "Asked for the limit {said!r}, and {layer!r} is a {kind}: {style!r} is a way of {able}. Take another.{why}",
+        "Invalid limit {said!r}: {layer!r} is a {kind}, and {style!r} is a style of {able}. Use another.{why}",
         "限制 {said!r} 无效：{layer!r} 属于 {kind}，而 {style!r} 只适用于 {able}。请选其他方式。{why}",
     ),
     "limit of a head": (
@@ -83,15 +80,15 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
     ),
     "limit one of": (
-        "Asked for the limit {said!r}. Write {knob}= and one of {known}.",
+        "Invalid limit {said!r}. Write {knob}= and one of {known}.",
         "限制 {said!r} 无效。请写 {knob}= 和 {known} 之一。",
     ),
     "limit number": (
-        "Asked for the limit {said!r}, whose value is no whole number. Write one, such as {knob}<=8.",
+        "Invalid limit {said!r}: the value is not an integer. Write one, such as {knob}<=8.",
         "限制 {said!r} 的值不是整数。请写整数，如 {knob}<=8。",
     ),
     "limit many": (
-        "limits takes several, found the words {said!r}. Write limits=[{said!r}].",
+        "limits takes a list, got {said!r}. Write limits=[{said!r}].",
         "limits 应为列表，实际为 {said!r}。请写 limits=[{said!r}]。",
     ),
     "not above zero": (
@@ -103,11 +100,11 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "auto_parallel 的 {name}={value!r} 无效。请给出字节数，或 '8GiB'、'500MiB'、'8GB' 这样的量。",
     ),
     "no seconds": (
-        "auto_parallel was asked for {name}={value!r}. Give seconds, 0 or more, or None for a whole search.",
+        "auto_parallel was asked for {name}={value!r}. Give seconds, 0 or more, or None for a complete search.",
         "auto_parallel 的 {name}={value!r} 无效。请给出不小于 0 的秒数，或 None 表示完整搜索。",
     ),
     "not a module": (
-        "auto_parallel plans a torch.nn.Module, found {found}. Hand in the model itself.",
+        "auto_parallel takes a torch.nn.Module, got {found}. Pass the model itself.",
         "auto_parallel 为 torch.nn.Module 制定方案，实际为 {found}。请传入模型本身。",
     ),
     "unknown optimizer": (
@@ -122,14 +119,14 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "模块 {name!r} 产生稀疏梯度，进程间无法相加，auto_parallel 不能为其制定方案。请用 sparse=False 构造它。",
     ),
     "no arrangement": (
-        "No way to arrange the ranks{asked}{found}. Loosen one, or take another number of ranks.",
+        "No parallel configuration{asked}{found}. Relax a limit, or use another number of ranks.",
         "没有可用的进程排布{asked}{found}。请放宽限制，或换一个进程数。",
     ),
     "keeps to limits": (" keeps to the limits {limits}", "满足限制 {limits}"),
     "computes the model": (" computes this model", "可以计算此模型"),
     "left out of limits": (" (not searched: {why})", "（未搜索：{why}）"),
     "layers left": (
-        ": {count} are left, and in each some layer has no way to be computed",
+        ": {count} are left, and in each a layer has no strategy",
         "：剩下 {count} 种，每种都有某层无法计算",
     ),
     "nothing fits": (
@@ -168,11 +165,23 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
     ),
     "strategy decides": (
-        (
-            "strategy.{name} says how to cut the model, and a planner is asked to find out. Leave it out, or say it as "
-            "a limit, such as tp=2."
-        ),
+        ("strategy.{name} sets what the planner is to decide. Remove it, or pass it as a limit, such as tp=2."),
         "strategy.{name} 规定了如何切分模型，而这正是规划器要找的。请去掉它，或写成限制，如 tp=2。",
+    ),
+    "plan without price": (
+        "This Plan cannot be simulated: the cost model has no price for {what}. Leave it out of the Plan.",
+        "无法模拟此方案：代价模型无法计算 {what}。请从方案中去掉它。",
+    ),
+    "plan of other ranks": (
+        "The Plan is for {ranks} ranks, and the cluster {cluster} has {devices} devices. Name another cluster.",
+        "此方案用于 {ranks} 个进程，而集群 {cluster} 有 {devices} 个设备。请换一个集群。",
+    ),
+    "strategy against plan": (
+        (
+            "strategy.{first} and {second}, of the Plan {config}, exclude each other: {why}. Turn the setting off, or "
+            "limit the search."
+        ),
+        "strategy.{first} 与方案 {config} 中的 {second} 互斥：{why}。请关闭该设置，或限制搜索。",
     ),
     "plan of unknown step": (
         (
@@ -209,13 +218,13 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     ),
     "no choice": (
         (
-            "No way to cut the job over {devices} devices keeps to its limits ({limits}). Loosen one, or take another "
+            "No parallel configuration on {devices} devices satisfies the limits ({limits}). Relax one, or use another "
             "number of devices."
         ),
         "{devices} 个设备没有满足限制（{limits}）的切分方式。请放宽限制，或换一个设备数。",
     ),
     "why not nothing": (
-        "why_not was asked for nothing. Name a limit, such as tp=1 or classifier.4=column.",
+        "why_not needs a limit, such as tp=1 or classifier.4=column.",
         "why_not 未给出限制。请给出，如 tp=1 或 classifier.4=column。",
     ),
     "capture level": (
@@ -291,7 +300,7 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
             "请用 pipeline_configs 的 cuts 把一起使用的放在同一阶段，或按运行顺序注册模块。"
         ),
     ),
-    "capture advice": ("Hand in what one training step takes.", "请传入一个训练步所用的数据。"),
+    "capture advice": ("Pass what one training step takes.", "请传入一个训练步所用的数据。"),
     "no Plan file": (
         "no Plan at {path}. Write one with phalanx.plan.save_plan(plan, path).",
         "{path} 处没有方案文件。请用 phalanx.plan.save_plan(plan, path) 写入。",

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 import phalanx.comm.context as context_of
-from phalanx.auto.planner.result import Planned
-from phalanx.auto.planner.to_plan import PLANNED
+from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.to_plan import PLANNED_SETTINGS
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError, PhalanxError
@@ -28,7 +28,7 @@ from phalanx.train.model.planning import batch_size_of, global_batch, require_no
 logger = logging.getLogger("phalanx.train")
 
 
-def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Planned:
+def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanResult:
     """Run a script as one process until it would train a model, and return the Plan for that model.
 
     What the script prints goes to standard error. The batch is one of the data that it trains on, with the samples of
@@ -89,7 +89,7 @@ def _stop(training: TrainingRequest) -> NoReturn:
     raise _Reached(training)
 
 
-def _plan_reached(training: TrainingRequest, cluster: Cluster, options: dict[str, Any]) -> Planned:
+def _plan_reached(training: TrainingRequest, cluster: Cluster, options: dict[str, Any]) -> PlanResult:
     session.planner = None
     model = training.model
     require_no_tables(model)
@@ -137,7 +137,7 @@ def _by_name(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -
 def _settings(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """Return the script's settings without those that the planner decides."""
     chosen, usual = strategy or DistributedStrategy(), DistributedStrategy()
-    aside = [name for name in (*PLANNED, "hybrid_configs") if getattr(chosen, name) != getattr(usual, name)]
+    aside = [name for name in (*PLANNED_SETTINGS, "hybrid_configs") if getattr(chosen, name) != getattr(usual, name)]
     if aside:
         logger.info("%s", text("settings aside", names=", ".join(aside)))
     return chosen.model_copy(update={name: getattr(usual, name) for name in aside})

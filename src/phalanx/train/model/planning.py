@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.auto.units import percent
+from phalanx.auto.units import format_percent
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.messages.messages import text
 from phalanx.comm.agreement import agree, share
@@ -206,15 +206,15 @@ def _search_plan(
         top_k=1,
         time_limit=SEARCH_S,
     )
-    best = answer.searched.best
-    strategies = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
+    best = answer.search.best
+    cut = ", ".join(f"{path} {way}" for path, way in best.sharded_layers.items()) or "none"
     logger.info(
         "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %s %% over the best Plan, "
         "%.4g MiB a rank",
-        best.arrangement,
-        strategies,
+        best.config,
+        cut,
         answer.seconds * 1e3,
-        percent(answer.gap),
+        format_percent(answer.gap),
         answer.memory / 2**20,
     )
     return answer.plan

@@ -1,0 +1,160 @@
+"""Read what a Plan decides for a captured model: the inverse of `to_plan`, for Plans edited by hand too (pure).
+
+What the cost model has no price for is an error that names the field of the Plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phalanx.auto.capture.layers import PARTS, WHOLE, ActivationState, Layers, LayerStrategy
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute, Zero
+from phalanx.auto.planner.assignment import Assignment
+from phalanx.cluster.messages.messages import text
+from phalanx.errors import PlanError
+from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
+from phalanx.plan.shape import ModelShape
+from phalanx.plan.sites import regions
+from phalanx.plan.stages import stage_of, units
+from phalanx.plan.value import AllReduce, Frozen, Layout, ModuleRule, OnRanks, Plan, ReduceScatter, Shard, matches
+
+_STATES: dict[int, ActivationState] = {-1: "features", -2: "tokens"}
+
+_FOLLOWING = (WHOLE, LayerStrategy(None, "features", "features"), LayerStrategy(None, "tokens", "tokens"))
+"""Strategies of calls without a rule: they take activations as they arrive."""
+
+
+def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> Assignment:
+    """Return what a Plan decides for a model.
+
+    Args:
+        plan: Any Plan of the model.
+        layers: The model.
+        batch_size: Samples of a global batch.
+        per_node: Ranks of one node.
+
+    Raises:
+        PlanError: If the cost model has no price for something that the Plan says.
+    """
+    sizes = {axis.name: axis.size for axis in plan.mesh}
+    for name in sizes.keys() - {DATA_AXIS, SHARD_AXIS, STAGE_AXIS, MODEL_AXIS}:
+        raise _unpriced(f"mesh axis {name!r}")
+    if plan.servers or plan.tables:
+        raise _unpriced("servers and tables")
+    if sizes.get(DATA_AXIS, 1) > 1 and sizes.get(SHARD_AXIS, 1) > 1:
+        raise _unpriced(f"mesh axes {DATA_AXIS!r} and {SHARD_AXIS!r} together")
+    stages = sizes.get(STAGE_AXIS, 1)
+    schedule = plan.schedule
+    if schedule.kind == "gpipe" or schedule.is_v or schedule.microbatch_rows is not None:
+        raise _unpriced(f"schedule {schedule.model_dump(exclude_defaults=True)}")
+    config = ParallelConfig(
+        data=sizes.get(DATA_AXIS, 1) * sizes.get(SHARD_AXIS, 1),
+        model=sizes.get(MODEL_AXIS, 1),
+        zero=_read_zero(plan, layers),
+        recompute=_read_recompute(plan, layers),
+        stages=stages,
+        virtual=schedule.virtual if stages > 1 else 1,
+        micro_batches=schedule.microbatches if stages > 1 else 1,
+        zero_bubble=schedule.kind == "zero_bubble",
+        model_inside=_is_model_inside(plan),
+        per_node=per_node,
+        rows=batch_size,
+    )
+    starts = _read_stages(plan, layers) if stages > 1 else ()
+    return Assignment(config=config, call_strategies=_read_strategies(plan, layers, config), stages=starts)
+
+
+def _unpriced(what: str) -> PlanError:
+    return PlanError(text("plan without price", what=what))
+
+
+def _read_zero(plan: Plan, layers: Layers) -> Zero:
+    """Return the stage of sharding, which is the same for all parameters."""
+    zeros: set[Zero] = set()
+    for param in layers.captured.parameters:
+        rule = plan.rule_for(param.name)
+        if isinstance(rule.update, Frozen) or not param.trainable:
+            continue
+        if not isinstance(rule.update, AllReduce | ReduceScatter) or not isinstance(rule.place, OnRanks):
+            raise _unpriced(f"params[{rule.match}].update = {rule.update.kind}")
+        zeros.add(rule.update.zero if isinstance(rule.update, ReduceScatter) else 0)
+    if len(zeros) > 1:
+        raise _unpriced(f"params.update zero = {sorted(zeros)}")
+    return zeros.pop() if zeros else 0
+
+
+def _read_recompute(plan: Plan, layers: Layers) -> Recompute:
+    """Return what repeated blocks recompute, which is the same for all of them."""
+    rules = [rule for rule in plan.modules if rule.recompute != "none"]
+    kinds: set[Recompute] = set()
+    for block in layers.blocks:
+        kinds.add(next((rule.recompute for rule in reversed(rules) if matches(rule.match, block)), "none"))
+    other = next((rule for rule in rules if not any(matches(rule.match, block) for block in layers.blocks)), None)
+    if len(kinds) > 1 or other is not None:
+        raise _unpriced(f"modules.recompute of other modules than all repeated blocks ({', '.join(layers.blocks)})")
+    return kinds.pop() if kinds else "none"
+
+
+def _is_model_inside(plan: Plan) -> bool:
+    order = [axis.name for axis in plan.mesh if axis.size > 1]
+    if order == [name for name in (DATA_AXIS, STAGE_AXIS, SHARD_AXIS, MODEL_AXIS) if name in order]:
+        return True
+    if order == [name for name in (MODEL_AXIS, SHARD_AXIS, DATA_AXIS, STAGE_AXIS) if name in order]:
+        return False
+    raise _unpriced(f"mesh axes in the order {', '.join(order)}")
+
+
+def _read_stages(plan: Plan, layers: Layers) -> tuple[str, ...]:
+    """Return the units that stages begin with, all of which may begin one."""
+    names = units(ModelShape(layers.captured.parameters))
+    stages = [stage_of(plan, name) for name in names]
+    starts = [name for name, stage, before in zip(names[1:], stages[1:], stages, strict=False) if stage != before]
+    possible = () if layers.pieces is None else layers.pieces.starts
+    wrong = next((name for name in starts if name not in possible), None)
+    if wrong is not None or [stage_of(plan, name) for name in starts] != list(range(1, len(starts) + 1)):
+        raise _unpriced(f"modules.stage: a stage that begins with {wrong or starts}")
+    return tuple(starts)
+
+
+def _read_strategies(plan: Plan, layers: Layers, config: ParallelConfig) -> tuple[LayerStrategy, ...]:
+    rules = [rule for rule in plan.modules if rule.style or rule.inputs]
+    axis = MODEL_AXIS if config.model > 1 else DATA_AXIS
+    in_parts = regions(plan)
+    strategies: list[LayerStrategy] = []
+    for call in layers.calls:
+        own = None if call.is_glue else next((r for r in reversed(rules) if matches(r.match, call.path)), None)
+        tried = _FOLLOWING if own is None else (_read_rule(own, call, axis, in_parts),)
+        fitting = (strategy for strategy in tried if _fits(strategy, call, strategies))
+        strategy = next(fitting, None)
+        if strategy is None:
+            states = {str(strategies[s.source].output_state) for s in call.inputs if isinstance(s.source, int)}
+            raise _unpriced(f"activations that arrive {', '.join(sorted(states))} at {call.path or call.kind!r}")
+        strategies.append(strategy)
+    return tuple(strategies)
+
+
+def _read_rule(rule: ModuleRule, call: ModuleCall, axis: str, in_parts: Iterable[str]) -> LayerStrategy:
+    takes, returns = _read_state(rule, rule.inputs, axis), _read_state(rule, rule.outputs, axis)
+    if rule.style is None and call.path in in_parts:
+        return PARTS
+    if rule.style is None or rule.style == "context":
+        raise _unpriced(f"modules[{rule.match}]")
+    if call.kind == "Dropout":
+        return LayerStrategy(None, takes, takes)
+    return LayerStrategy(rule.style, takes, returns)
+
+
+def _read_state(rule: ModuleRule, layout: Layout | None, axis: str) -> ActivationState:
+    placed = (layout or {}).get(axis)
+    if not isinstance(placed, Shard) or rule.style is None:
+        return "whole"
+    if placed.dim not in _STATES:
+        raise _unpriced(f"modules[{rule.match}] with activations sharded along dim {placed.dim}")
+    return _STATES[placed.dim]
+
+
+def _fits(strategy: LayerStrategy, call: ModuleCall, before: list[LayerStrategy]) -> bool:
+    """Return whether a call takes its inputs in the state in which earlier calls leave them."""
+    sources = ((source, before[source.source]) for source in call.inputs if isinstance(source.source, int))
+    return all(maker.output_state == strategy.input_state_of(source) for source, maker in sources)
