@@ -111,12 +111,14 @@ def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
         on_wait: Called once before waiting.
     """
     descriptor = try_lock(path)
+    is_held = descriptor is not None
     if descriptor is None:
         if on_wait is not None:
             on_wait()
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
+        if not is_held:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
