@@ -121,7 +121,7 @@ def test_parameter_server_workers_see_only_their_own_cards() -> None:
     found = [environment.build(p, layout, dealt, {}) for p in layout.local]
     assert [v["CUDA_VISIBLE_DEVICES"] for v in found] == ["", "0", "1"]
     assert [v.get("XPU_VISIBLE_DEVICES") for v in found] == [None, "0", "1"]
-    assert dict(environment.shown(layout.local[2], "ps", found[2]))["FLAGS_selected_xpus"] == "1"
+    assert dict(environment.table_rows(layout.local[2], "ps", found[2]))["FLAGS_selected_xpus"] == "1"
 
 
 def parameter_servers() -> Topology:
@@ -133,7 +133,7 @@ def test_server_and_worker_read_what_fleet_wrote() -> None:
     layout = parameter_servers()
     server, worker, _ = layout.local
     variables = environment.build(server, layout, facts(mode="ps"), {})
-    assert dict(environment.shown(server, "ps", variables)) == {
+    assert dict(environment.table_rows(server, "ps", variables)) == {
         "TRAINING_ROLE": "PSERVER",
         "POD_IP": "127.0.0.1",
         "PADDLE_PORT": "34008",
@@ -155,7 +155,7 @@ def test_server_and_worker_read_what_fleet_wrote() -> None:
 def test_the_environment_table_shows_no_secret() -> None:
     layout = second_node()
     variables = environment.build(layout.local[0], layout, facts(), {"AWS_SECRET": "hush"}) | {"MY_TOKEN": "hush"}
-    text = report.environment_table(environment.shown(layout.local[0], "collective", variables))
+    text = report.environment_table(environment.table_rows(layout.local[0], "collective", variables))
     assert "hush" not in text
     assert re.search(r"\| PADDLE_TRAINERS_NUM +3 \|", text)
     assert len({len(line) for line in text.splitlines()}) == 1
@@ -197,7 +197,7 @@ def test_the_secret_is_in_no_table_and_in_no_repr() -> None:
     given = facts(mode="ps", secret="ab" * 32)
     for process in parameter_servers().local:
         variables = environment.build(process, parameter_servers(), given, {})
-        assert "ab" * 32 not in str(environment.shown(process, "ps", variables))
+        assert "ab" * 32 not in str(environment.table_rows(process, "ps", variables))
     assert "ab" * 32 not in repr(given)
 
 

@@ -61,7 +61,7 @@ def test_a_table_says_hosts_processes_and_cards(table: str):
     asked = request.resolve(read, EIGHT_CARDS)
     assert asked.ranks == ((0, 2, 3), (1,))
     assert asked.gpus == (("4",), ("5",), ("7",))
-    assert asked.given == ("--rank_table",)
+    assert asked.mode_flags == ("--rank_table",)
     assert dict(read.banner_items())["nproc_per_node"] == "3 (from --rank_table)"
     assert dict(read.banner_items())["ips"] == "10.0.0.1,10.0.0.2 (from --rank_table)"
     assert request.resolve(filled({}, rank_table=table), CPU).gpus == ()
@@ -76,7 +76,7 @@ def test_cards_that_are_not_there_name_the_table(table: str):
 def test_the_variable_says_it_too_unless_flags_or_a_launcher_do(table: str, caplog: pytest.LogCaptureFixture):
     environment = {"RANK_TABLE_FILE": table}
     assert filled(environment).origins["ips"] == "RANK_TABLE_FILE"
-    assert request.resolve(filled(environment), CPU).given == ("RANK_TABLE_FILE",)
+    assert request.resolve(filled(environment), CPU).mode_flags == ("RANK_TABLE_FILE",)
     assert filled({**environment, "PHALANX_RANK": "0"}) == options()
     with caplog.at_level(logging.INFO):
         assert filled(environment, nproc_per_node=2) == options(nproc_per_node=2)

@@ -212,7 +212,7 @@ def test_dictionaries_without_their_switch_are_known():
         ({"gradient_merge": True}, "gradient_merge does not act: it merges 1 batch"),
         ({"base_batch": 32}, "base_batch does not act: the learning rate is not scaled"),
         ({"amp": True, "amp_configs": {"incr_ratio": 3.0}}, r"amp_configs\['incr_ratio'\] does not act: bfloat16"),
-        ({"dgc": True, "fuse_grad_size_in_MB": 3}, "fuse_grad_size_in_MB does not act: with dgc, gradients do not"),
+        ({"dgc": True, "fuse_grad_size_in_MB": 3}, "fuse_grad_size_in_MB does not act: with dgc, gradients are not"),
     ],
 )
 def test_settings_that_need_others_say_so(settings, sentence):
