@@ -194,5 +194,5 @@ def test_a_label_of_one_rank_that_is_no_class_is_an_error_on_all_before_the_firs
     first, second = run_ranks(train_on_a_label_that_is_no_class, 2, expect_failure=True)
     assert (first.error_type, second.error_type) == ("ConfigError", "DataError")
     for outcome in (first, second):
-        assert "The label 3, of row 1 of this rank's batch, is outside the 3 classes" in outcome.message
+        assert "The label 3, of sample 1 of this rank's batch, is outside the 3 classes" in outcome.message
     assert "on rank 1" in first.message

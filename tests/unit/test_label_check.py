@@ -15,7 +15,7 @@ from phalanx.errors import DataError
 
 COLUMN = r"The loss takes labels of shape \(4,\) for outputs of shape \(4, 3\), found \(4, 1\)"
 INT32 = r"The loss takes labels of type int64, found int32. Write target.long\(\)"
-OUTSIDE = r"The label 7, of row 3 of this rank's batch, is outside the 3 classes of the output \(0 to 2\)"
+OUTSIDE = r"The label 7, of sample 3 of this rank's batch, is outside the 3 classes of the output \(0 to 2\)"
 
 
 def own_loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

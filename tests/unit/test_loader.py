@@ -453,7 +453,7 @@ def test_a_run_seeded_otherwise_goes_on_in_the_saved_order(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "phalanx"):
         of_generator.load_state_dict(state)
     assert first + rows_of(of_generator) == rows_of(loader(1))
-    assert "goes on in the order of seed 1, with which it was saved, and not in that of the generator's seed 3" in (
+    assert "continues in the order of seed 1, with which it was saved, and not in that of the generator's seed 3" in (
         caplog.text
     )
 
