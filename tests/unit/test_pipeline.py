@@ -14,7 +14,7 @@ from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.pipeline.partition import owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
-from phalanx.parallel.pipeline.schedule import Route, Stage, _splits, flow, microbatches_of
+from phalanx.parallel.pipeline.schedule import Route, StageModule, _splits, flow, microbatches_of
 from phalanx.parallel.pipeline.stage_io import pack, unpack
 from phalanx.plan.report.explain import explain
 from phalanx.plan.value import Schedule
@@ -37,7 +37,7 @@ def alone(stages: int) -> Route:
 def test_stages_one_after_another_are_the_model(model: nn.Module, stages: dict[str, int]) -> None:
     recorded = record(model, stages, 4)
     x = torch.randn(4, WIDTH)
-    made = [Stage(recorded.body(model, index), index, lambda _: (x.clone(),), STREAMS) for index in range(4)]
+    made = [StageModule(recorded.body(model, index), index, lambda _: (x.clone(),), STREAMS) for index in range(4)]
     ends = flow(made, alone(4))
     torch.testing.assert_close(unpack(made[3].gives, ends[3][1]), model(x.clone()))
     own = {id(param) for param in model.parameters()}
@@ -143,13 +143,13 @@ def test_a_backward_pass_is_taken_apart_where_torch_can(caplog: pytest.LogCaptur
     model = Glued()
     x = torch.randn(4, WIDTH)
     recorded = record(model, GLUED4, 4)
-    made = [Stage(recorded.body(model, index), index, lambda _: (x,), STREAMS) for index in range(4)]
+    made = [StageModule(recorded.body(model, index), index, lambda _: (x,), STREAMS) for index in range(4)]
     ends = flow(made, alone(4))
     assert all(_splits(stage, *ends[stage.index]) for stage in made)
     assert all(param.grad is None for param in model.parameters())
     model = chain()
     recorded = record(model, UNITS, 4)
-    made = [Stage(recorded.body(model, index), index, lambda _: (x,), STREAMS) for index in range(4)]
+    made = [StageModule(recorded.body(model, index), index, lambda _: (x,), STREAMS) for index in range(4)]
     ends = flow(made, alone(4))
     with caplog.at_level(logging.WARNING):
         assert [_splits(stage, *ends[stage.index]) for stage in made] == [True, True, False, True]
