@@ -29,7 +29,7 @@ def nets(outputs: tuple[int, int]) -> list[nn.Module]:
 
 
 def off(values: Any, expected: Any) -> float:
-    return max(float((x - y).abs().max()) for x, y in zip(values, expected, strict=True))
+    return max(float((x - y).detach().abs().max()) for x, y in zip(values, expected, strict=True))
 
 
 class Plain:
