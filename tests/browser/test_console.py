@@ -209,7 +209,7 @@ def test_a_viewer_looks_and_cannot_touch(open_browser, server):
     open_browser.get(f"{server.url}/ui/jobs/{job.id}")
     assert open_browser.find_elements(By.CSS_SELECTOR, "main form, main .actions > *") == []
     open_browser.get(f"{server.url}/ui/w/default/new")
-    assert "vera is viewer" in _text(open_browser)
+    assert "vera has role viewer" in _text(open_browser)
     assert open_browser.find_elements(By.CSS_SELECTOR, "header nav a")
     # What no page offers is refused all the same.
     open_browser.get(f"{server.url}/ui/jobs/{job.id}")
@@ -217,7 +217,7 @@ def test_a_viewer_looks_and_cannot_touch(open_browser, server):
         "const form = document.createElement('form'); form.method = 'post'; form.action = location.pathname + '/stop'"
     )
     open_browser.execute_script(f"{post}; document.body.append(form); form.submit()")
-    _until(open_browser, lambda: "vera is viewer" in _text(open_browser) and "stop" in open_browser.current_url)
+    _until(open_browser, lambda: "vera has role viewer" in _text(open_browser) and "stop" in open_browser.current_url)
     assert server.store.job(job.id).state is JobState.QUEUED
 
 

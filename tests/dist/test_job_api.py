@@ -126,9 +126,9 @@ def test_who_may_do_what(server, owner, tree):
     spec = TrainingJob(name="no", command="python train.py")
     with Client(server.url, server.token("vera", MemberRole.VIEWER)) as vera:
         assert vera.job(mine.id).id == mine.id
-        with pytest.raises(AccessError, match="vera is viewer"):
+        with pytest.raises(AccessError, match="vera has role viewer"):
             vera.submit(spec, base=tree)
-        with pytest.raises(AccessError, match="vera is viewer"):
+        with pytest.raises(AccessError, match="vera has role viewer"):
             vera.put_secret("default", "A", "b")
         with pytest.raises(AccessError):
             vera.stop(mine.id)

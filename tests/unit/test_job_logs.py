@@ -29,7 +29,7 @@ def write(folder: Path, text: str | bytes, name: str = "workerlog.0") -> Path:
 def test_names_are_those_of_ranks_first_and_in_their_order(folder: Path) -> None:
     for name in ("workerlog.10", "workerlog.2", "node-0.log", "serverlog.1", "workerlog.x", "events.0.jsonl"):
         write(folder, "", name)
-    assert logs.names(folder) == ["2", "10", "server-1", "node-0"]
+    assert logs.list_logs(folder) == ["2", "10", "server-1", "node-0"]
 
 
 def test_a_log_is_read_on_from_where_the_last_piece_ended(folder: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_long_log_keeps_its_ends_and_its_offsets(folder: Path, monkeypatch: py
         monkeypatch.setattr(logs, name, size)
     path = write(folder, b"".join(b"line %7d\n" % i for i in range(2**17)))
     before = path.stat().st_size
-    logs.cap(folder)
+    logs.cap_sizes(folder)
     if path.stat().st_blocks * 512 > 2**20:
         pytest.skip("the file system of the test's folder frees no part of a file")
     assert path.stat().st_size == before
@@ -160,4 +160,4 @@ def test_each_rank_is_heard_of_by_its_log_or_its_events(tmp_path: Path) -> None:
     for name, time in times.items():
         (folder / name).touch()
         os.utime(folder / name, (time, time))
-    assert logs.signs(tmp_path) == {"0": 9.0, "1": 6.0}
+    assert logs.last_signs(tmp_path) == {"0": 9.0, "1": 6.0}

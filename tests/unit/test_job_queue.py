@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.jobs.scheduling.queue import AGEING_S, Amount, Running, Waiting, choose, line, need_of
+from phalanx.jobs.scheduling.queue import AGEING_S, Amount, Running, Waiting, choose, needed_amount, sort_queue
 from phalanx.jobs.scheduling.quotas import Quota
 from phalanx.jobs.spec import TrainingJob
 
@@ -91,12 +91,12 @@ def test_who_does_not_say_gets_one_core_a_process_and_at_most_the_machine() -> N
     def spec(**more: object) -> TrainingJob:
         return TrainingJob.model_validate({"name": "n", "command": "python t.py", **more})
 
-    assert need_of(spec(resources={"procs_per_node": 2}), MACHINE) == Amount(2000)
-    assert need_of(spec(resources={"nodes": 2, "procs_per_node": 8}), MACHINE) == Amount(4000)
-    assert need_of(spec(resources={"nodes": 2, "procs_per_node": 8}, launch="env"), MACHINE) == Amount(2000)
+    assert needed_amount(spec(resources={"procs_per_node": 2}), MACHINE) == Amount(2000)
+    assert needed_amount(spec(resources={"nodes": 2, "procs_per_node": 8}), MACHINE) == Amount(4000)
+    assert needed_amount(spec(resources={"nodes": 2, "procs_per_node": 8}, launch="env"), MACHINE) == Amount(2000)
     stated = {"nodes": 2, "cpu": 3, "memory": "1Gi", "gpu": 1}
     servers = {"count": 2, "cpu": 0.5, "memory": "512Mi"}
-    assert need_of(spec(resources=stated, servers=servers), MACHINE) == Amount(7000, 3072, 2)
+    assert needed_amount(spec(resources=stated, servers=servers), MACHINE) == Amount(7000, 3072, 2)
 
 
 amounts = st.builds(
@@ -142,7 +142,7 @@ def test_no_backfill_ever_delays_the_first_in_line(jobs: list[Waiting], held: li
     by_right: list[Running] = []
     for id in chosen.start:
         one = next(job for job in jobs if job.id == id)
-        if line([one, first], held + by_right, {})[0] is first:
+        if sort_queue([one, first], held + by_right, {})[0] is first:
             break
         by_right.append(Running(one.id, one.owner, one.need))
     before = [one.need for one in held + by_right]

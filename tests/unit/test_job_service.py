@@ -131,7 +131,7 @@ def test_each_role_may_do_what_it_should(members, acting, tree):
             if verb in may[role]:
                 verb(jobs)
             else:
-                with pytest.raises(AccessError, match=f"the-{role} is {role} in workspace 'default'"):
+                with pytest.raises(AccessError, match=f"the-{role} has role {role} in workspace 'default'"):
                     verb(jobs)
         for verb in (lambda jobs: jobs.add_workspace("x"), lambda jobs: jobs.remove_workspace("default")):
             with pytest.raises(AccessError, match="only the owner of"):

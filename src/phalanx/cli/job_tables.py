@@ -28,7 +28,7 @@ def print_jobs(jobs: Sequence[Job]) -> None:
         return
     spaces = len({job.workspace for job in jobs}) > 1
     headings = [say("job"), say("state"), say("duration"), say("reason")]
-    rows = [[job.id, say(job.state), span(job.started or job.created, job.ended), why(job)] for job in jobs]
+    rows = [[job.id, say(job.state), span(job.started or job.created, job.ended), reason_of(job)] for job in jobs]
     if spaces:
         headings.insert(1, say("workspace"))
         for row, job in zip(rows, jobs, strict=True):
@@ -36,14 +36,14 @@ def print_jobs(jobs: Sequence[Job]) -> None:
     show_table(headings, rows)
 
 
-def why(job: Job) -> str:
+def reason_of(job: Job) -> str:
     """Return why a job is in its state: the failure's cause and message, else its reason."""
     return job.reason if job.failure is None else f"{words()('cause ' + job.failure.cause)}: {job.failure.message}"
 
 
 def print_ending(job: Job) -> None:
     """Say how a job ended."""
-    reason = why(job)
+    reason = reason_of(job)
     talk("job ended because" if reason else "job ended", job=job.id, state=words()(job.state), reason=reason)
     if job.failure is not None:
         talk("job detail", job=job.id)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from phalanx.errors import SpecError
 from phalanx.jobs.command import parse_command
 from phalanx.jobs.quantities import to_bytes
-from phalanx.jobs.spec import OURS
+from phalanx.jobs.spec import RESERVED_VARIABLES
 
 _ROLES = ("Master", "Worker")
 _REASONS = {
@@ -128,8 +128,8 @@ def _number(where: str, key: str, value: Any) -> int:
 
 
 def _variables(variables: dict[str, Any], left: list[str]) -> dict[str, str]:
-    left += [f"Envs.{name}: every launch sets it" for name in variables if name in OURS]
-    return {name: str(value) for name, value in variables.items() if name not in OURS}
+    left += [f"Envs.{name}: every launch sets it" for name in variables if name in RESERVED_VARIABLES]
+    return {name: str(value) for name, value in variables.items() if name not in RESERVED_VARIABLES}
 
 
 def _code(source: dict[str, Any], left: list[str]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ Seconds = Annotated[
 
 DEFAULT_WORKSPACE = "default"
 
-OURS = frozenset(
+RESERVED_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PHALANX_CHECKPOINT_DIR")
 )
 """Variables that every launch sets itself, besides `PHALANX_DATASET_*`; a job's `env` must leave them alone."""
@@ -360,7 +360,9 @@ def _check_address(kind: str, uri: str) -> None:
 
 
 def _wrong_variables(job: TrainingJob) -> list[str]:
-    taken = [name for name in (*job.env, *job.secrets) if name in OURS or name.startswith("PHALANX_DATASET_")]
+    taken = [
+        name for name in (*job.env, *job.secrets) if name in RESERVED_VARIABLES or name.startswith("PHALANX_DATASET_")
+    ]
     twice = [name for name in job.secrets if name in job.env]
     return [f"{name} is set by the launch; leave it out" for name in taken] + [
         f"{name} is in env and in secrets; leave one out" for name in twice

@@ -86,7 +86,7 @@ def _error_page(request: Request, error: PhalanxError) -> Response:
 @routes.get("/sign-in")
 def sign_in_page(request: Request, back: str = "") -> Response:
     """Ask for a token."""
-    return plain_page(request, "sign_in.html", problem="", back=_inside(back))
+    return plain_page(request, "sign_in.html", problem="", back=_console_path(back))
 
 
 @routes.post("/sign-in")
@@ -97,8 +97,8 @@ def sign_in(request: Request, token: Annotated[str, Form()], back: Annotated[str
         authenticate(request, token.strip())
     except AccessError:
         say = speaker(language(request))
-        return plain_page(request, "sign_in.html", 401, problem=say("token refused"), back=_inside(back))
-    answer = RedirectResponse(_inside(back), 303)
+        return plain_page(request, "sign_in.html", 401, problem=say("token refused"), back=_console_path(back))
+    answer = RedirectResponse(_console_path(back), 303)
     secure = request.url.scheme == "https"
     answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, path=ROOT)
     return answer
@@ -116,12 +116,12 @@ def sign_out(request: Request) -> Response:
 @routes.get("/language/{chosen}")
 def choose_language(chosen: str, back: str = "") -> Response:
     """Remember a language and go back."""
-    answer = RedirectResponse(_inside(back), 303)
+    answer = RedirectResponse(_console_path(back), 303)
     if chosen in LANGUAGES:
         keep_language(answer, chosen)
     return answer
 
 
-def _inside(back: str) -> str:
+def _console_path(back: str) -> str:
     """`back` if it is a page of the console, else the first page: a link must not lead elsewhere."""
     return back if back.startswith(f"{ROOT}/") and "\\" not in back and "//" not in back else f"{ROOT}/"

@@ -29,7 +29,7 @@ _HIDDEN = frozenset({"workspace", "code.commit", "code.digest"})
 def form_page(session: CurrentSession, workspace: str, like: str = "") -> Response:
     """Show the form, filled in from the job `like` if there is one."""
     _check_role(session, workspace)
-    filled = _like(session, like) if like else {}
+    filled = _fields_of(session, like) if like else {}
     return _form(session, filled, {}, "", secrets.token_hex(8))
 
 
@@ -42,7 +42,7 @@ async def submit(request: Request, session: CurrentSession, workspace: str) -> R
     return await run_in_threadpool(_submit, session, workspace, filled, key)
 
 
-def _like(session: ConsoleSession, job: str) -> dict[str, str]:
+def _fields_of(session: ConsoleSession, job: str) -> dict[str, str]:
     """Return what the form shows for an existing job: the fields that differ from their defaults."""
     spec = TrainingJob.model_validate(session.jobs.job(job).spec)
     return form.filled_from(_SCHEMA, spec.model_dump(mode="json", exclude_defaults=True))
@@ -64,7 +64,7 @@ def _submit(session: ConsoleSession, workspace: str, filled: dict[str, str], key
     try:
         spec = TrainingJob.model_validate(job | {"workspace": workspace})
     except ValidationError as error:
-        return _form(session, filled, _by_path(error) | errors, "", key)
+        return _form(session, filled, _messages_by_path(error) | errors, "", key)
     if errors:
         return _form(session, filled, errors, "", key)
     try:
@@ -84,7 +84,7 @@ def _form(session: ConsoleSession, filled: dict[str, str], errors: dict[str, str
     return session.page("form.html", 422 if values["problem"] else 200, place="jobs", **values)
 
 
-def _by_path(error: ValidationError) -> dict[str, str]:
+def _messages_by_path(error: ValidationError) -> dict[str, str]:
     """What is wrong by the field it is wrong in: the names of its place, without indices and kinds."""
     messages = {}
     for mistake in error.errors():

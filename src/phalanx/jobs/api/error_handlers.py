@@ -71,10 +71,10 @@ def _invalid(_: Request, error: Exception) -> JSONResponse:
     bare = [part["loc"][1] for part in mistakes if part["type"] == "extra_forbidden" and len(part["loc"]) == 2]
     if any(part["loc"] == ("body", "spec") for part in mistakes) and TrainingJob.model_fields.keys() & bare:
         return _problem("SpecError", 'body: this is a job itself; put it under `spec`: {"spec": {...}}', 422)
-    return _problem("SpecError", "\n".join(map(_worded, mistakes)), 422)
+    return _problem("SpecError", "\n".join(map(_describe, mistakes)), 422)
 
 
-def _worded(mistake: Any) -> str:
+def _describe(mistake: Any) -> str:
     """Return what is wrong at one place; within a job, in the words of the command line."""
     location, words = mistake["loc"], mistake["msg"]
     if location[:2] == ("body", "spec") and len(location) > 2:

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-_CALLERS_KEPT = 10_000
+MAX_CALLERS = 10_000
 
 
 class RateLimiter:
@@ -24,17 +24,17 @@ class RateLimiter:
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._tokens: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, caller: str) -> float:
         """Count one request of `caller`; return 0, or the seconds until it may ask again."""
         with self._lock:
             now = self._clock()
-            left, since = self._left.pop(caller, (float(self._burst), now))
+            left, since = self._tokens.pop(caller, (float(self._burst), now))
             left = min(self._burst, left + (now - since) * self._per_second)
             wait = 0.0 if left >= 1 else (1 - left) / self._per_second
-            self._left[caller] = (left if wait else left - 1, now)
+            self._tokens[caller] = (left if wait else left - 1, now)
             # Those who have not asked for longest have a full bucket again, or will soon.
-            while len(self._left) > _CALLERS_KEPT:
-                self._left.popitem(last=False)
+            while len(self._tokens) > MAX_CALLERS:
+                self._tokens.popitem(last=False)
             return wait

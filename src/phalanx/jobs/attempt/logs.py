@@ -50,7 +50,7 @@ class LogChunk:
     rest: int
 
 
-def names(folder: Path) -> list[str]:
+def list_logs(folder: Path) -> list[str]:
     """Return the names of the logs of an attempt: "0", "1", ... of ranks, then "server-0", ... and "node-0", ..."""
     log_names = []
     for prefix, pattern in _FILES.items():
@@ -69,7 +69,7 @@ def read(
 
     Args:
         folder: The attempt's folder.
-        name: The log, as `names` has it.
+        name: The log, as `list_logs` has it.
         offset: Where to begin; a negative one counts from the end.
         limit: Most bytes to read, up to MOST_BYTES.
         secrets: Values to strike out, also those that lie across the ends of what is read.
@@ -114,7 +114,7 @@ def follow(
 
     Args:
         folder: The attempt's folder.
-        name: The log, as `names` has it; it may come into being later.
+        name: The log, as `list_logs` has it; it may come into being later.
         ended: Whether the attempt has ended.
         wait: Called when there is nothing new.
         offset: Where to begin; a negative one counts from the end.
@@ -137,10 +137,10 @@ def last_sign(folder: Path) -> float:
     return max((file.stat().st_mtime for file in _all(folder)), default=0.0)
 
 
-def signs(folder: Path) -> dict[str, float]:
+def last_signs(folder: Path) -> dict[str, float]:
     """Return when the log or the run events of each rank last grew, in seconds since the epoch, by name of its log."""
     last: dict[str, float] = {}
-    for name in names(folder):
+    for name in list_logs(folder):
         files = [_path(folder, name), paths.logs(folder) / f"events.worker.{name}.jsonl"]
         times = [file.stat().st_mtime for file in files if file is not None and file.is_file()]
         if name.isdigit() and times:
@@ -148,7 +148,7 @@ def signs(folder: Path) -> dict[str, float]:
     return last
 
 
-def cap(folder: Path) -> None:
+def cap_sizes(folder: Path) -> None:
     """Give back the middle of every log that takes more than CAP_BYTES on disk."""
     for path in _all(folder):
         status = path.stat()

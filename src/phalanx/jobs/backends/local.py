@@ -28,7 +28,7 @@ from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.attempt.failures import lost_node_failure, oom_failure
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
-from phalanx.jobs.scheduling.queue import Amount, need_of
+from phalanx.jobs.scheduling.queue import Amount, needed_amount
 from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch.process.linux import start_ticks
@@ -77,7 +77,7 @@ class Local:
                 f"The job asks for {spec.resources.nodes} nodes, and this machine plays {_MOST_NODES} at most. "
                 "Ask for more procs_per_node instead, or submit it to `backend: slurm` or `kubernetes`."
             )
-        need = need_of(spec, self.machine)
+        need = needed_amount(spec, self.machine)
         if not need.within(self.machine):
             raise SpecError(
                 f"The job asks for {need.describe()} on this machine, which has {self.machine.describe()}. "
@@ -113,7 +113,7 @@ class Local:
                 "controller looks after it. If it waits there, end the controller here."
             )
         # A node leaves its record, then its lock: looked at in the other order, it would seem to have left without one.
-        alive = [node for node in nodes if self._lives(folder, node)]
+        alive = [node for node in nodes if self._is_alive(folder, node)]
         started = [node for node in nodes if _was_started(folder, node)]
         if not started and not alive:
             return Status(Phase.GONE, "was not started")
@@ -136,7 +136,7 @@ class Local:
         """Send SIGTERM to every node once; kill what is left of the attempt long after its grace."""
         folder = submission.folder
         for node in _nodes(submission):
-            if not self._lives(folder, node):
+            if not self._is_alive(folder, node):
                 continue
             request = folder / f"node-{node}.stop"
             if not request.exists():
@@ -149,7 +149,7 @@ class Local:
         """Kill what an attempt that has ended left behind, as ranks of a node that was killed."""
         _kill_marked(submission.folder)
         for node in _nodes(submission):
-            self._lives(submission.folder, node)
+            self._is_alive(submission.folder, node)
 
     def _argv(self, submission: Submission, node: int) -> list[str]:
         return [*self._node, str(submission.folder), "--node", str(node)]
@@ -210,7 +210,7 @@ class Local:
             raise BackendError(f"A node of {submission.job} needs {count} gpu, and {len(locked)} are free.")
         return locked
 
-    def _lives(self, folder: Path, node: int) -> bool:
+    def _is_alive(self, folder: Path, node: int) -> bool:
         """Return whether a node's process is there, and forget it when it was ours and is not."""
         path = _lock_file(folder, node)
         if not path.exists():

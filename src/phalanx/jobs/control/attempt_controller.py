@@ -187,7 +187,7 @@ class AttemptController:
             self._end_with(timeout_failure(limit))
         if now >= self._next_files:
             self._next_files = now + FILES_EVERY_S
-            logs.cap(self.folder)
+            logs.cap_sizes(self.folder)
             self._check_hang(now)
 
     def _check_hang(self, now: float) -> None:
@@ -196,7 +196,7 @@ class AttemptController:
             return
         silent = now - max(started.timestamp(), logs.last_sign(self.folder))
         if silent > patience:
-            self._end_with(hang_failure(silent, logs.signs(self.folder)))
+            self._end_with(hang_failure(silent, logs.last_signs(self.folder)))
 
     def _end_with(self, failure: Failure) -> None:
         if self._ending_failure is None:
@@ -206,7 +206,7 @@ class AttemptController:
 
     def _finish(self, submission: Submission, status: Status, records: dict[int, ExitRecord | None]) -> bool:
         self._backend.cleanup(submission, self._handle)
-        logs.cap(self.folder)
+        logs.cap_sizes(self.folder)
         failure = failure_of(records, status)
         started = _first_start(records)
         if failure is None:

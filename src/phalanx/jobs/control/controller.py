@@ -238,7 +238,7 @@ class JobController:
         for job in local:
             if (spec := self._specs[job.id]) is None:
                 continue
-            need = queue.need_of(spec, self._machine)
+            need = queue.needed_amount(spec, self._machine)
             if job.id in self._attempts:
                 running.append(Running(job.id, _owner(job), need, spec.queue))
             elif job.state in _WAITING:

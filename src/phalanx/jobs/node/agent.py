@@ -32,7 +32,7 @@ from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.jobs")
 
-_KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
+_HIDDEN_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
 """Variables of the parent process that open the store or its secrets, and are not passed on."""
 
 _LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl")
@@ -69,7 +69,7 @@ class NodeAgent:
 
     started: float = field(default_factory=time.time)
     _stop: Stop | None = None
-    _doing: str = "preparing"
+    _activity: str = "preparing"
     _next_heartbeat: float = 0.0
     _silent_heartbeats: dict[Path, tuple[int, int]] = field(default_factory=dict)
     """By file of another node: its time of change, and how many of our beats ago that changed."""
@@ -80,7 +80,7 @@ class NodeAgent:
         self.logs = paths.logs(self.folder)
         # A launcher of ours clears its folder first, so that of each node has one of its own.
         self.own_logs = self.logs / f"node-{self.rendezvous.node}" if self.spec.launch == "phalanx" else self.logs
-        self.said = self.logs / f"node-{self.rendezvous.node}.log"
+        self.log_path = self.logs / f"node-{self.rendezvous.node}.log"
         self.stops = linux.StopSignals()
 
     def run(self) -> int:
@@ -116,10 +116,12 @@ class NodeAgent:
     def _output(self) -> Iterator[BinaryIO]:
         """Where the command prints: a file, and in a pod also standard output, which the cluster stores."""
         if not self.in_pod:
-            with self.said.open("ab", buffering=0) as file:
+            with self.log_path.open("ab", buffering=0) as file:
                 yield file
             return
-        tee = subprocess.Popen(["tee", "-a", str(self.said)], stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+        tee = subprocess.Popen(
+            ["tee", "-a", str(self.log_path)], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
         assert tee.stdin is not None
         try:
             yield cast(BinaryIO, tee.stdin)
@@ -144,7 +146,7 @@ class NodeAgent:
             )
             return self._train(start, prepared, output)
         except (OSError, ValueError) as error:
-            verb = "looked after" if self._doing == "running" else "started"
+            verb = "supervised" if self._activity == "running" else "started"
             return ExitRecord("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
 
     def _prepare(self, setup: Setup) -> Prepared | ExitRecord:
@@ -153,7 +155,7 @@ class NodeAgent:
         worker.start()
         deadline = None
         while worker.is_alive() and (deadline is None or time.monotonic() < deadline):
-            self._doing = setup.doing
+            self._activity = setup.activity
             self._turn(None, 0.05)
             if self._stop is not None and deadline is None:
                 deadline = time.monotonic() + self.spec.grace
@@ -180,7 +182,7 @@ class NodeAgent:
             start_new_session=True,
             preexec_fn=lambda: linux.die_with_parent(parent),
         )
-        self._doing = "running"
+        self._activity = "running"
         self._send_heartbeat()
         # What a pod wrote beside its log would go with it.
         with contextlib.nullcontext() if self.in_pod else usage_monitor.watch_usage(self.folder, self.rendezvous.node):
@@ -189,12 +191,12 @@ class NodeAgent:
             return self._stopped(code)
         if code == 0:
             return ExitRecord("succeeded", exit_code=0)
-        log = self.said if stdout is output else Path(stdout.name)
+        log = self.log_path if stdout is output else Path(stdout.name)
         return exit_reason.failure(self.spec, self.rendezvous.node, code, output=log, logs=self.own_logs)
 
     def _variables(self, start: launch_command.LaunchCommand, prepared: Prepared) -> dict[str, str]:
         """The environment of the command; the job's own variables override ours."""
-        variables = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
+        variables = {name: value for name, value in os.environ.items() if name not in _HIDDEN_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
         variables["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), variables.get("PATH", os.defpath)])
         variables |= {"PHALANX_CHECKPOINT_DIR": str(self.attempt_spec.checkpoint), **prepared.variables}
@@ -257,7 +259,7 @@ class NodeAgent:
 
     def _send_heartbeat(self) -> None:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S
-        attempt_files.write_heartbeat(self.folder, self.rendezvous.node, self._doing)
+        attempt_files.write_heartbeat(self.folder, self.rendezvous.node, self._activity)
 
     def _stop_for(self, stop: Stop) -> None:
         if self._stop is None:

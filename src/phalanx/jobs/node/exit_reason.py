@@ -32,13 +32,13 @@ def failure(spec: TrainingJob, node: int, code: int, *, output: Path, logs: Path
         logs: Folder of this node's logs.
     """
     if spec.launch == "env":
-        return _of(f"node {node} {how(code)}", rank=node, code=code, detail=tail(output))
+        return _failed(f"node {node} {describe_exit(code)}", rank=node, code=code, detail=read_tail(output))
     if spec.launch == "torchrun":
         return _torchrun(code, output, logs)
     return _phalanx(code, output, logs)
 
 
-def how(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return in words how a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -46,12 +46,12 @@ def how(code: int) -> str:
     return f"was ended by signal {-code} ({signal.Signals(-code).name if is_known else 'unknown'})"
 
 
-def tail(path: Path) -> str:
+def read_tail(path: Path) -> str:
     """Return the last lines of a log, bounded."""
     return "\n".join(last_lines(str(path), _LAST_LINES))[-DETAIL_BYTES:]
 
 
-def _of(message: str, *, rank: int | None, code: int, detail: str, cause: Cause = Cause.USER_CODE) -> ExitRecord:
+def _failed(message: str, *, rank: int | None, code: int, detail: str, cause: Cause = Cause.USER_CODE) -> ExitRecord:
     return ExitRecord("failed", cause, message, rank, code, detail[-DETAIL_BYTES:])
 
 
@@ -60,21 +60,26 @@ def _phalanx(code: int, output: Path, logs: Path) -> ExitRecord:
     if first := ended.get("first"):
         rank = first["rank"] if first["role"] == "worker" else None
         detail = first["traceback"] or "\n".join(first["last_lines"])
-        return _of(f"{first['title']} {ended['said']}", rank=rank, code=first["code"], detail=detail)
+        return _failed(f"{first['title']} {ended['said']}", rank=rank, code=first["code"], detail=detail)
     if message := ended.get("message"):
         # Another node did not join, or is lost: its own record has the reason, if it could write one.
         cause = Cause.NODE_FAILURE if ended["error"] == "PeerLostError" else Cause.SETUP
-        return _of(message, rank=None, code=code, detail="", cause=cause)
+        return _failed(message, rank=None, code=code, detail="", cause=cause)
     cause = Cause.SETUP if code == _MISUSED else Cause.USER_CODE
-    return _of(f"the launcher {how(code)}", rank=None, code=code, detail=tail(output), cause=cause)
+    return _failed(f"the launcher {describe_exit(code)}", rank=None, code=code, detail=read_tail(output), cause=cause)
 
 
 def _torchrun(code: int, output: Path, logs: Path) -> ExitRecord:
-    matches = _ROOT_CAUSE.findall(tail(output))
+    matches = _ROOT_CAUSE.findall(read_tail(output))
     if not matches:
-        return _of(f"torchrun {how(code)}", rank=None, code=code, detail=tail(output))
+        return _failed(f"torchrun {describe_exit(code)}", rank=None, code=code, detail=read_tail(output))
     rank, exit_code = (int(number) for number in matches[-1])
-    return _of(f"rank {rank} {how(exit_code)}", rank=rank, code=exit_code, detail=tail(logs / f"workerlog.{rank}"))
+    return _failed(
+        f"rank {rank} {describe_exit(exit_code)}",
+        rank=rank,
+        code=exit_code,
+        detail=read_tail(logs / f"workerlog.{rank}"),
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Setup:
             in_pod: Whether this node has `folder` and all files for itself. Else the first node makes the working copy
                 for all.
         """
-        self.doing = "preparing"
+        self.activity = "preparing"
         self.prepared: Prepared | None = None
         self.error: Exception | None = None
         self._folder, self._attempt_spec, self._secrets = folder, attempt_spec, secrets
@@ -82,7 +82,7 @@ class Setup:
         except Exception as error:
             # Whatever a library raises here, the node must leave an exit record.
             if not isinstance(error, (PhalanxError, OSError)):
-                logger.warning("%s", self.doing, exc_info=error)
+                logger.warning("%s", self.activity, exc_info=error)
             self.error = error
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ class Setup:
     def _prepare(self) -> Prepared:
         spec = self._attempt_spec.spec
         work = self._folder / "work"
-        self.doing = "preparing code"
+        self.activity = "preparing code"
         if self._makes_work:
             self._make(work)
         else:
@@ -102,7 +102,7 @@ class Setup:
         if not cwd.is_dir():
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
         variables, before = self._data(cwd) if spec.datasets else ({}, ())
-        self.doing = "waiting for the names of all nodes"
+        self.activity = "waiting for the names of all nodes"
         addresses = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
         hosts = distinct_hosts(addresses, self._attempt_spec.job, self._attempt_spec.attempt)
         return Prepared(cwd, hosts, variables, before)
@@ -115,7 +115,7 @@ class Setup:
 
         variables = {}
         for dataset in self._attempt_spec.spec.datasets:
-            self.doing = f"preparing dataset {dataset.name}"
+            self.activity = f"preparing dataset {dataset.name}"
             path = provide(dataset, self._attempt_spec.home, cwd, self._secret(dataset.secret))
             variables[dataset.variable] = str(path)
         binds = mounts.binds(self._attempt_spec.spec.datasets, self._attempt_spec.home)

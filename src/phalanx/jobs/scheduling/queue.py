@@ -88,7 +88,7 @@ class QueueDecision:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def need_of(spec: TrainingJob, machine: Amount) -> Amount:
+def needed_amount(spec: TrainingJob, machine: Amount) -> Amount:
     """Return what a job holds of this machine, all its nodes and servers together.
 
     A job without `cpu` counts as one core per process, but never more than there are.
@@ -107,13 +107,15 @@ def need_of(spec: TrainingJob, machine: Amount) -> Amount:
     )
 
 
-def line(waiting: Sequence[Waiting], running: Sequence[Running], used_lately: Mapping[str, float]) -> list[Waiting]:
+def sort_queue(
+    waiting: Sequence[Waiting], running: Sequence[Running], recent_usage: Mapping[str, float]
+) -> list[Waiting]:
     """Return the jobs in the order in which they are served.
 
     Args:
         waiting: The jobs in line.
         running: What runs; its owners stand behind those who have nothing running.
-        used_lately: Seconds that each owner's jobs ran lately.
+        recent_usage: Seconds that each owner's jobs ran lately.
     """
     now: dict[str, int] = {}
     for job in running:
@@ -123,7 +125,7 @@ def line(waiting: Sequence[Waiting], running: Sequence[Running], used_lately: Ma
         key=lambda job: (
             -(job.priority + int(job.waited_s / AGEING_S)),
             now.get(job.owner, 0),
-            used_lately.get(job.owner, 0.0),
+            recent_usage.get(job.owner, 0.0),
             -job.waited_s,
             job.id,
         ),
@@ -134,7 +136,7 @@ def choose(
     waiting: Sequence[Waiting],
     running: Sequence[Running],
     capacity: Amount,
-    used_lately: Mapping[str, float],
+    recent_usage: Mapping[str, float],
     quotas: Mapping[str, Quota] | None = None,
 ) -> QueueDecision:
     """Return which jobs start now on a machine of `capacity`, and why the others wait.
@@ -143,13 +145,13 @@ def choose(
         waiting: The jobs in line, each of which alone fits the machine.
         running: What runs.
         capacity: What the machine has.
-        used_lately: Seconds that each owner's jobs ran lately, for fair shares.
+        recent_usage: Seconds that each owner's jobs ran lately, for fair shares.
         quotas: Limits by name of queue.
     """
     chosen, active = QueueDecision(), list(running)
     free = capacity.minus(_sum([job.need for job in active]))
     spare, first, position = free, None, 0
-    ordered = line(waiting, active, used_lately)
+    ordered = sort_queue(waiting, active, recent_usage)
     while ordered:
         job = ordered.pop(0)
         quota = (quotas or {}).get(job.queue)
@@ -161,13 +163,13 @@ def choose(
             quota, [other for other in active if other.queue == job.queue], job.need
         ):
             chosen.reasons[job.id] = f"the quota of queue {job.queue} is used up"
-        elif job.need.within(free) and _harmless(job.need, spare):
+        elif job.need.within(free) and _fits(job.need, spare):
             chosen.start.append(job.id)
             active.append(Running(job.id, job.owner, job.need, job.queue))
             free = free.minus(job.need)
             spare = free if first is None else _spare(first.need, active, capacity)
             # One more of this owner runs now, and others of the same level come first.
-            ordered = line(ordered, active, used_lately)
+            ordered = sort_queue(ordered, active, recent_usage)
         else:
             if first is None:
                 first, spare = job, _spare(job.need, active, capacity)
@@ -187,7 +189,7 @@ def _allowed(quota: Quota, active: Sequence[Running], more: Amount) -> bool:
     )
 
 
-def _harmless(more: Amount, spare: Amount) -> bool:
+def _fits(more: Amount, spare: Amount) -> bool:
     return all(needed == 0 or needed <= there for needed, there in zip(more, spare, strict=True))
 
 

@@ -148,7 +148,7 @@ class JobService(Jobs):
         from phalanx.jobs.attempt import logs
 
         record = self.job(job)
-        return logs.names(self._folder(record, attempt)) if record.attempt else []
+        return logs.list_logs(self._folder(record, attempt)) if record.attempt else []
 
     def log(
         self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
@@ -202,7 +202,7 @@ class JobService(Jobs):
 
     def machine(self) -> dict[str, ResourceUse]:
         from phalanx.jobs.backends.local import this_machine
-        from phalanx.jobs.scheduling.queue import need_of
+        from phalanx.jobs.scheduling.queue import needed_amount
 
         has = this_machine()
         live = [
@@ -211,7 +211,7 @@ class JobService(Jobs):
             if job.attempt
         ]
         used = [
-            need_of(TrainingJob.model_validate(job.spec), has)
+            needed_amount(TrainingJob.model_validate(job.spec), has)
             for job in live
             if BACKENDS[job.backend].uses_this_machine
         ]

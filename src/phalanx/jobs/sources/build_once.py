@@ -54,12 +54,12 @@ class Progress:
     """Says every few seconds how far something long is."""
 
     def __init__(self, what: str, total_bytes: int | None) -> None:
-        self._what, self._total, self._done, self._said = what, total_bytes, 0, time.monotonic()
+        self._what, self._total, self._done, self._logged_at = what, total_bytes, 0, time.monotonic()
 
     def add(self, count: int) -> None:
         """Count `count` bytes more."""
         self._done += count
-        if time.monotonic() - self._said > _SILENCE_S:
-            self._said = time.monotonic()
+        if time.monotonic() - self._logged_at > _SILENCE_S:
+            self._logged_at = time.monotonic()
             total = "?" if self._total is None else format_mb(self._total)
             logger.info("%s: %s of %s", self._what, format_mb(self._done), total)

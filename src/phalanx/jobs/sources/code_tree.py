@@ -20,7 +20,7 @@ from phalanx.units import format_mb
 MOST_BYTES = 2 << 30
 MOST_FILES = 100_000
 
-_NEVER = frozenset({".git", "__pycache__", ".venv"})
+_IGNORED_NAMES = frozenset({".git", "__pycache__", ".venv"})
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _walk(folder: Path, prefix: str, ignored: _Ignored | None) -> Iterator[TreeE
     with os.scandir(absolute) as items:
         for item in items:
             is_folder = item.is_dir(follow_symlinks=False)
-            if item.name in _NEVER or (ignored is not None and ignored.has(item.path + "/" * is_folder)):
+            if item.name in _IGNORED_NAMES or (ignored is not None and ignored.has(item.path + "/" * is_folder)):
                 continue
             if is_folder:
                 yield from _walk(Path(item.path), f"{prefix}{item.name}/", ignored)

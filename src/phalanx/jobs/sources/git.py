@@ -16,7 +16,7 @@ from phalanx.errors import SpecError, did_you_mean
 
 _ASK_S = 60
 _FETCH_S = 3600
-_KEPT = ("GIT_SSH", "GIT_SSL", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM")
+_TRANSPORT_VARIABLES = ("GIT_SSH", "GIT_SSL", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM")
 """Variables of git about reaching repositories; the others belong to the repository that we may be started in."""
 
 _SETTINGS = {
@@ -141,7 +141,9 @@ def _query(folder: Path, *words: str) -> str:
 def _environment(address: str, secret: str | None) -> dict[str, str]:
     settings = dict(_SETTINGS)
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_KEPT)
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith(_TRANSPORT_VARIABLES)
     }
     variables |= {
         "LC_ALL": "C",

@@ -91,7 +91,7 @@ class JobRows(SecretRows):
             NotFoundError: If there is none.
         """
         with self._reads() as connection:
-            return self._one(connection, job)
+            return self._select_job(connection, job)
 
     def jobs(
         self,
@@ -168,18 +168,18 @@ class JobRows(SecretRows):
             StateError: If that state may not follow the present one.
         """
         with self._writes() as connection:
-            self._change(connection, self._one(connection, job, lock=True), state, reason, failure, started)
-            return self._one(connection, job)
+            self._change(connection, self._select_job(connection, job, lock=True), state, reason, failure, started)
+            return self._select_job(connection, job)
 
     def stop(self, job: str, reason: str) -> Job:
         """Bring a job that has not ended into STOPPING, or STOPPED if nothing of it was started; else leave it."""
         with self._writes() as connection:
-            record = self._one(connection, job, lock=True)
+            record = self._select_job(connection, job, lock=True)
             if record.state.is_terminal or record.state is JobState.STOPPING:
                 return record
-            idle = record.state is JobState.QUEUED and not self._lives(connection, record)
+            idle = record.state is JobState.QUEUED and not self._has_live_attempt(connection, record)
             self._change(connection, record, JobState.STOPPED if idle else JobState.STOPPING, reason, None)
-            return self._one(connection, job)
+            return self._select_job(connection, job)
 
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Say why jobs are in the state they are in, by id. It is a view of now: no event is appended."""
@@ -203,8 +203,8 @@ class JobRows(SecretRows):
             StateError: If the job is in another state, or its last attempt has not ended.
         """
         with self._writes() as connection:
-            record = self._one(connection, job, lock=True)
-            if record.state not in (JobState.QUEUED, JobState.RESTARTING) or self._lives(connection, record):
+            record = self._select_job(connection, job, lock=True)
+            if record.state not in (JobState.QUEUED, JobState.RESTARTING) or self._has_live_attempt(connection, record):
                 raise StateError(
                     f"Job {job} is {record.state} at attempt {record.attempt}: it can have no new attempt now."
                 )
@@ -233,7 +233,7 @@ class JobRows(SecretRows):
     def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Append an event to a job's history."""
         with self._writes() as connection:
-            record = self._one(connection, job, lock=True)
+            record = self._select_job(connection, job, lock=True)
             used = self._secrets_used(connection, record.workspace, record.spec)
             self._append(connection, job, kind, redact(message, used), redact(dict(data or {}), used))
 
@@ -244,14 +244,14 @@ class JobRows(SecretRows):
             rows = connection.execute(select(tables.events).where(c.job == job, c.number > after).order_by(c.number))
             return [Event(**row) for row in rows.mappings()]
 
-    def _one(self, connection: Connection, job: str, *, lock: bool = False) -> Job:
+    def _select_job(self, connection: Connection, job: str, *, lock: bool = False) -> Job:
         query = select(*_JOB_COLUMNS).where(tables.jobs.c.id == job)
         row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
         if row is None:
             raise no_job(job)
         return _job(row)
 
-    def _lives(self, connection: Connection, job: Job) -> bool:
+    def _has_live_attempt(self, connection: Connection, job: Job) -> bool:
         c = tables.attempts.c
         live = select(c.number).where(c.job == job.id, c.number == job.attempt, c.ended.is_(None))
         return connection.execute(live).first() is not None

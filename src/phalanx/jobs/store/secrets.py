@@ -33,7 +33,7 @@ class SecretRows(WorkspaceRows):
         encrypted = self._box.encrypt(value.encode()).decode()
         with self._writes() as connection:
             self._need_workspace(connection, workspace, lock=True)
-            connection.execute(delete(tables.secrets).where(_same(workspace, name)))
+            connection.execute(delete(tables.secrets).where(_is_secret(workspace, name)))
             connection.execute(insert(tables.secrets).values(encrypted=encrypted, **row))
         return SecretName(**row)
 
@@ -52,7 +52,7 @@ class SecretRows(WorkspaceRows):
             ConfigError: If it was encrypted with another key.
         """
         with self._reads() as connection:
-            query = select(tables.secrets.c.encrypted).where(_same(workspace, name))
+            query = select(tables.secrets.c.encrypted).where(_is_secret(workspace, name))
             encrypted = connection.execute(query).scalar_one_or_none()
         if encrypted is None:
             raise _no_secret(workspace, name)
@@ -89,7 +89,7 @@ class SecretRows(WorkspaceRows):
             NotFoundError: If there is none.
         """
         with self._writes() as connection:
-            gone = connection.execute(delete(tables.secrets).where(_same(workspace, name))).rowcount
+            gone = connection.execute(delete(tables.secrets).where(_is_secret(workspace, name))).rowcount
         if not gone:
             raise _no_secret(workspace, name)
 
@@ -110,7 +110,7 @@ class SecretRows(WorkspaceRows):
     def _box(self) -> Fernet:
         from cryptography.fernet import Fernet  # most commands meet no secret
 
-        key = os.environ.get("PHALANX_SECRET_KEY") or _own_key(self.home / "key")
+        key = os.environ.get("PHALANX_SECRET_KEY") or _read_or_create_key(self.home / "key")
         try:
             return Fernet(key)
         except ValueError:
@@ -143,7 +143,7 @@ class WorkspaceConfigs:
         return self._store.secret(self._workspace, name)
 
 
-def _same(workspace: str, name: str) -> Any:
+def _is_secret(workspace: str, name: str) -> Any:
     return and_(tables.secrets.c.workspace == workspace, tables.secrets.c.name == name)
 
 
@@ -153,7 +153,7 @@ def _no_secret(workspace: str, name: str) -> NotFoundError:
     )
 
 
-def _own_key(path: Path) -> str:
+def _read_or_create_key(path: Path) -> str:
     if not path.exists():
         from cryptography.fernet import Fernet
 

@@ -130,11 +130,11 @@ class Kubernetes:
         for pod in self._pods(submission):
             if not pod.has_started:
                 continue
-            self._bring_log(submission, pod)
+            self._append_log(submission, pod)
             if pod.phase == "Running":
                 attempt_files.write_heartbeat(submission.folder, pod.node, "running")
             if pod.message and attempt_files.read_exit_record(submission.folder, pod.node) is None:
-                _take_over_end(submission.folder, pod)
+                _store_exit_record(submission.folder, pod)
 
     def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
         """Remove the workload; its pods get SIGTERM, and the grace that was written into them."""
@@ -184,7 +184,7 @@ class Kubernetes:
             self._informers[key] = Informer(" ".join(key), functools.partial(call(), *words, **named))
         return self._informers[key].objects()
 
-    def _bring_log(self, submission: Submission, pod: Pod) -> None:
+    def _append_log(self, submission: Submission, pod: Pod) -> None:
         """Append the lines of a pod's log that are newer than those we have.
 
         The server gives lines since a time in whole seconds, so some come twice and are told by their own time stamps.
@@ -279,7 +279,7 @@ def _pack_code(submission: Submission) -> bytes:
         return archive.read_bytes()
 
 
-def _take_over_end(folder: Path, pod: Pod) -> None:
+def _store_exit_record(folder: Path, pod: Pod) -> None:
     """Keep the exit record that a node left with its container; other text there is not ours."""
     try:
         end = attempt_files.parse_exit_record(pod.message)

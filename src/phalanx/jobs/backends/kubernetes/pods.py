@@ -14,8 +14,8 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _REPLICATED = "jobset.sigs.k8s.io/replicatedjob-name"
 _ROLE, _NUMBER = "training.kubeflow.org/replica-type", "training.kubeflow.org/replica-index"
 
-_LOST = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity", "UnexpectedAdmissionError")
-_TAKEN = ("Evicted", "Preempting", "Preempted")
+_LOST_REASONS = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity", "UnexpectedAdmissionError")
+_PREEMPTED_REASONS = ("Evicted", "Preempting", "Preempted")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _pod(spec: TrainingJob, raw: Mapping[str, Any]) -> Pod:
         node=_node(spec, raw["metadata"]),
         phase=status.get("phase", "Pending"),
         host=raw.get("spec", {}).get("nodeName") or "",
-        waits=_waits(status, state.get("waiting") or {}),
+        waits=_waiting_reason(status, state.get("waiting") or {}),
         has_started="running" in state or bool(ended),
         exit_code=ended.get("exitCode"),
         message=ended.get("message") or "",
@@ -71,7 +71,7 @@ def _node(spec: TrainingJob, metadata: Mapping[str, Any]) -> int:
     return first + int(named.get(_INDEX, 0))
 
 
-def _waits(status: Mapping[str, Any], waiting: Mapping[str, Any]) -> str:
+def _waiting_reason(status: Mapping[str, Any], waiting: Mapping[str, Any]) -> str:
     if waiting.get("reason"):
         return _words(waiting["reason"], waiting.get("message"))
     for condition in status.get("conditions") or ():
@@ -103,7 +103,13 @@ def failure_of(pods: Iterable[Pod]) -> Failure | None:
         if pod.why == "OOMKilled":
             message = f"pod {pod.name} used more memory than its limit (Kubernetes: OOMKilled)"
             return Failure(Cause.OOM, message, pod.node, exit_code=pod.exit_code)
-        cause = Cause.PREEMPTED if pod.why in _TAKEN else Cause.NODE_FAILURE if pod.why in _LOST else None
+        cause = (
+            Cause.PREEMPTED
+            if pod.why in _PREEMPTED_REASONS
+            else Cause.NODE_FAILURE
+            if pod.why in _LOST_REASONS
+            else None
+        )
         if cause is not None:
             return Failure(cause, f"pod {pod.name} was ended by the cluster (Kubernetes: {pod.why})", pod.node)
     return None

@@ -60,7 +60,7 @@ class Slurm:
     def __init__(self) -> None:
         """Make the backend; Slurm is asked nothing yet."""
         self._rows: dict[str, list[SqueueRow]] = {}
-        self._seen = float("-inf")
+        self._seen_at = float("-inf")
 
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if no partition could ever run `spec`, or no Slurm is reachable from here."""
@@ -76,7 +76,7 @@ class Slurm:
         """Return the batch script."""
         spec, folder = submission.spec, submission.folder
         options = [
-            f"--job-name={_name(submission)}",
+            f"--job-name={_job_name(submission)}",
             f"--comment=phalanx job {submission.job}, attempt {submission.attempt}",
             f"--nodes={spec.resources.nodes}",
             "--ntasks-per-node=1",
@@ -87,7 +87,7 @@ class Slurm:
             *spec.slurm.options,
         ]
         values = {
-            "options": "\n".join(f"#SBATCH {_quoted(option)}" for option in options),
+            "options": "\n".join(f"#SBATCH {_quote(option)}" for option in options),
             "folder": shlex.quote(str(folder)),
             "python": shlex.quote(sys.executable),
             "port": f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORT_BLOCKS} * {launch_command.PORTS}))",
@@ -100,9 +100,9 @@ class Slurm:
         Raises:
             BackendError: If Slurm refuses, or does not answer.
         """
-        if noted := _noted(submission.folder):
+        if noted := _started_id(submission.folder):
             return noted
-        if (row := self._row(submission)) is not None:
+        if (row := self._current_row(submission)) is not None:
             return row.id
         path = attempt_files.write_spec(submission).with_name("job.sbatch")
         path.write_text(self.render(submission), encoding="utf-8")
@@ -110,15 +110,15 @@ class Slurm:
         # What opens our store stays here; all else of this environment goes with the job, as with any sbatch.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
         output = _call("sbatch", "--parsable", str(path), environment=own)
-        self._seen = float("-inf")
+        self._seen_at = float("-inf")
         return output.strip().partition(";")[0]
 
     def status(self, submission: Submission, handle: str) -> Status:
         """Return where the job is."""
         folder = submission.folder
-        row = self._seen_row(submission)
+        row = self._recent_row(submission)
         if row is None:
-            return _vanished(submission)
+            return _status_of_forgotten(submission)
         hosts = tuple(slurm_states.hosts(row.nodes))
         if row.state in slurm_states.WAITING:
             return Status(Phase.QUEUED, slurm_states.why_waiting(row.reason))
@@ -141,7 +141,7 @@ class Slurm:
         request = paths.stop(submission.folder)
         if not request.exists():
             request.touch()
-        row = self._row(submission)
+        row = self._current_row(submission)
         if row is None:
             return
         is_late = time.time() > request.stat().st_mtime + grace_s + LATE_S
@@ -150,7 +150,7 @@ class Slurm:
 
     def cleanup(self, submission: Submission, handle: str) -> None:
         """Cancel what is left of the job, and remove secrets that no node came to read."""
-        row = self._row(submission)
+        row = self._current_row(submission)
         if row is not None and row.state in (*slurm_states.WAITING, *slurm_states.ALIVE):
             self._cancel(submission, row.id)
         for node in range(submission.spec.resources.nodes):
@@ -161,31 +161,31 @@ class Slurm:
         try:
             _call("scancel", "--quiet", number)
         except BackendError:
-            row = self._row(submission)
+            row = self._current_row(submission)
             if row is not None and row.state in (*slurm_states.WAITING, *slurm_states.ALIVE):
                 raise
 
-    def _row(self, submission: Submission) -> SqueueRow | None:
+    def _current_row(self, submission: Submission) -> SqueueRow | None:
         """The job as it is now."""
-        self._seen = float("-inf")
-        return self._seen_row(submission)
+        self._seen_at = float("-inf")
+        return self._recent_row(submission)
 
-    def _seen_row(self, submission: Submission) -> SqueueRow | None:
+    def _recent_row(self, submission: Submission) -> SqueueRow | None:
         """The job as it was a moment ago: of several submitted for the attempt, the one that started."""
-        rows = self._snapshot().get(_name(submission), [])
-        noted = _noted(submission.folder)
+        rows = self._snapshot().get(_job_name(submission), [])
+        noted = _started_id(submission.folder)
         return next((row for row in rows if row.id == noted), rows[0] if rows else None)
 
     def _snapshot(self) -> dict[str, list[SqueueRow]]:
         """This user's jobs by name, as squeue shows them now or showed them a moment ago."""
-        if time.monotonic() > self._seen + SNAPSHOT_S:
+        if time.monotonic() > self._seen_at + SNAPSHOT_S:
             user = pwd.getpwuid(os.getuid()).pw_name
             output = _call("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%j|%i|%T|%r|%N")
             self._rows = {}
             for name, *rest in (line.split("|") for line in output.splitlines()):
                 if len(rest) == 4:
                     self._rows.setdefault(name, []).append(SqueueRow(*rest))
-            self._seen = time.monotonic()
+            self._seen_at = time.monotonic()
         return self._rows
 
 
@@ -209,7 +209,7 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=0 {python} -m phalanx.jobs.node "$fo
 """
 
 
-def _name(submission: Submission) -> str:
+def _job_name(submission: Submission) -> str:
     return f"{submission.job}.{submission.attempt}"
 
 
@@ -229,7 +229,7 @@ def _resources(spec: TrainingJob) -> list[str]:
     return options + [f"--{option}={value}" for option, value in chosen.items() if value]
 
 
-def _quoted(option: str) -> str:
+def _quote(option: str) -> str:
     """An option as sbatch reads it: quotes around what has spaces."""
     name, equals, value = option.partition("=")
     return f'{name}{equals}"{value}"' if " " in value else option
@@ -245,13 +245,13 @@ def _write_secrets(submission: Submission) -> None:
             json.dump(values, file)
 
 
-def _noted(folder: Path) -> str:
+def _started_id(folder: Path) -> str:
     """The id that a job of this attempt wrote when it started."""
     path = folder / "slurm.id"
     return path.read_text().strip() if path.exists() else ""
 
 
-def _vanished(submission: Submission) -> Status:
+def _status_of_forgotten(submission: Submission) -> Status:
     """The status of a job that Slurm forgot, as it does minutes after the end, from its exit records."""
     ends = [attempt_files.read_exit_record(submission.folder, node) for node in range(submission.spec.resources.nodes)]
     if not all(ends):
