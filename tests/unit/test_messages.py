@@ -1,17 +1,50 @@
-"""The table of messages in two languages."""
+"""Messages in two languages: sentences in the code, and the catalogue."""
 
 from __future__ import annotations
 
+import ast
+import json
 import string
+from pathlib import Path
 
 import pytest
 
+from phalanx import i18n
 from phalanx.auto.predict.run_file import read_runs
 from phalanx.auto.search.request import read_limit
-from phalanx.cluster.messages import messages
 from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError
+
+CATALOGUE = Path(i18n.__file__).with_name("zh.json")
+CHINESE: dict[str, str] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
+
+
+def sentences() -> dict[str, str]:
+    """Return the sentences that the package translates, with a place where each stands."""
+    places = {}
+    for path in sorted(Path(i18n.__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for sentence in sentences_of(node):
+                assert isinstance(sentence, ast.Constant), f"{path}:{sentence.lineno}: tr() of {ast.unparse(sentence)}"
+                places[str(sentence.value)] = f"{path}:{sentence.lineno}"
+    return places
+
+
+def sentences_of(node: ast.AST) -> list[ast.expr]:
+    """Return what a call of `tr`, or a dict of labels, translates; `tr(LABELS[key])` is left to the dict."""
+    if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Labels":
+        assert isinstance(node.value, ast.Dict)
+        return node.value.values
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tr", "i18n.tr"):
+        branches = branches_of(node.args[0])
+        return [branch for branch in branches if not isinstance(branch, ast.Subscript)]
+    return []
+
+
+def branches_of(node: ast.expr) -> list[ast.expr]:
+    """Return what an expression may be, of either branch."""
+    return [*branches_of(node.body), *branches_of(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
 @pytest.mark.parametrize(
@@ -25,19 +58,38 @@ from phalanx.errors import ConfigError
     ],
 )
 def test_the_language_is_the_users(env: dict[str, str], expected: str) -> None:
-    assert messages.language(env) == expected
+    assert i18n.language(env) == expected
 
 
-@pytest.mark.parametrize("key", messages.TABLE)
-def test_both_languages_say_the_same_fields(key: str) -> None:
-    english, chinese = ({name for _, name, _, _ in string.Formatter().parse(t) if name} for t in messages.TABLE[key])
+def test_every_sentence_has_a_translation_and_every_translation_a_sentence() -> None:
+    assert {sentence: place for sentence, place in sentences().items() if sentence not in CHINESE} == {}
+    assert sorted(set(CHINESE) - set(sentences())) == []
+
+
+@pytest.mark.parametrize("sentence", CHINESE)
+def test_both_languages_have_the_same_fields(sentence: str) -> None:
+    english, chinese = (
+        {name for _, name, _, _ in string.Formatter().parse(t) if name} for t in (sentence, CHINESE[sentence])
+    )
     assert english == chinese
 
 
-def test_a_message_is_in_the_language_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert messages.text("raised", error="ValueError: x") == "raised ValueError: x"
+def test_the_catalogue_is_sorted() -> None:
+    assert (
+        CATALOGUE.read_text(encoding="utf-8")
+        == json.dumps(CHINESE, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+    )
+
+
+def test_a_sentence_without_a_translation_stays_english(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_LANG", "zh")
-    assert messages.text("raised", error="ValueError: x") == "抛出 ValueError: x"
+    assert i18n.tr("{count} of {{these}}", count=3) == "3 of {these}"
+
+
+def test_a_message_is_in_the_language_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert i18n.tr("raised {error}", error="ValueError: x") == "raised ValueError: x"
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    assert i18n.tr("raised {error}", error="ValueError: x") == "抛出 ValueError: x"
 
 
 def test_the_planners_errors_are_in_the_users_language(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,10 @@ from phalanx.auto.search.request import (
 )
 from phalanx.auto.simulate.values import SimulatedStep
 from phalanx.auto.units import format_names, read_size
-from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import ConfigError, PlanError
+from phalanx.i18n import suggest, tr
 from phalanx.plan.value import Plan, matches
 from phalanx.strategy import DistributedStrategy
 
@@ -116,7 +116,11 @@ def auto_parallel(
         model, sample, loss_fn, target, machine, room, top_k, time_limit, layers, work, unstaged, unsharded, unsplit
     )
     searched = search(limit_words)
-    whole_loss = None if loss_fn is None or target.devices == 1 else text("left out cut loss")
+    whole_loss = (
+        None
+        if loss_fn is None or target.devices == 1
+        else tr("a loss over logits sharded by class (`vocab` of a head), as the loss function takes full logits")
+    )
     in_stages = list_unsearched_pipelines(searched.configs, unsplit)
     not_tried = (unstaged, *unsharded.values(), *_explain_whole_tokens(search), *in_stages, whole_loss)
     return PlanResult(
@@ -161,7 +165,14 @@ def simulate_plan(
     """
     target = read_cluster("here" if cluster is None else cluster).weakest()
     if target.devices != plan.world_size:
-        raise PlanError(text("plan of other ranks", ranks=plan.world_size, cluster=target, devices=target.devices))
+        raise PlanError(
+            tr(
+                "The Plan is for {ranks} ranks, and the cluster {cluster} has {devices} devices. Name another cluster.",
+                ranks=plan.world_size,
+                cluster=target,
+                devices=target.devices,
+            )
+        )
     captured = capture(model, sample, loss_fn)
     calls = list_module_calls(captured)
     pieces, _ = find_pieces_or_reason(model, captured, calls)
@@ -196,27 +207,52 @@ def _build_layers(
 
 def _check_numbers(top_k: object, time_limit: object) -> None:
     if not isinstance(top_k, int):
-        raise ConfigError(text("not above zero", name="top_k", value=top_k))
+        raise ConfigError(
+            tr("auto_parallel was asked for {name}={value}. Give a number above 0.", name="top_k", value=top_k)
+        )
     if time_limit is not None and not (isinstance(time_limit, int | float) and time_limit >= 0):
-        raise ConfigError(text("no seconds", name="time_limit", value=time_limit))
+        raise ConfigError(
+            tr(
+                "auto_parallel was asked for {name}={value!r}. Give seconds, 0 or more, or None for a complete search.",
+                name="time_limit",
+                value=time_limit,
+            )
+        )
 
 
 def _bytes_of(memory: float | str) -> float:
     size = read_size(memory)
     if size is None:
-        raise ConfigError(text("no bytes", name="memory", value=memory))
+        raise ConfigError(
+            tr(
+                "auto_parallel was asked for {name}={value!r}. Give bytes, or an amount such as '8GiB', '500MiB' or "
+                "'8GB'.",
+                name="memory",
+                value=memory,
+            )
+        )
     return size
 
 
 def _explain_whole_tokens(search: _Search) -> tuple[str, ...]:
-    return () if search.layers.shards_tokens else (text("left out tokens"),)
+    return (
+        ()
+        if search.layers.shards_tokens
+        else (tr("activations sharded over tokens, as the model's code fails on them"),)
+    )
 
 
 def _check_sparse(model: nn.Module) -> None:
     sparse = (name for name, module in model.named_modules() if getattr(module, "sparse", None) is True)
     name = next(sparse, None)
     if name is not None:
-        raise PlanError(text("sparse gradients", name=name))
+        raise PlanError(
+            tr(
+                "auto_parallel was asked for a Plan of a model whose module {name!r} makes sparse gradients, which "
+                "ranks cannot add up. Build it with sparse=False.",
+                name=name,
+            )
+        )
 
 
 def build_machine(cluster: Cluster, precision: str) -> MachineModel:
@@ -411,7 +447,13 @@ def _read_limits(
         matching = {like for path, like in paths.items() if matches(name, path)}
         if not matching:
             raise ConfigError(
-                text("limit of no layer", said=word, layer=name, nearest=meant(name, paths), known=format_names(paths))
+                tr(
+                    "Invalid limit {said!r}: the model calls no layer {layer!r}.{nearest} It calls {known}.",
+                    said=word,
+                    layer=name,
+                    nearest=suggest(name, paths),
+                    known=format_names(paths),
+                )
             )
         _check_kinds(word, style, [call for call in calls if call.template in matching])
         unwanted |= {
@@ -425,10 +467,24 @@ def _check_kinds(limit: str, style: str, calls: Iterable[ModuleCall]) -> None:
     able = _STYLED_KIND.get(style)
     wrong = None if able is None else next((call for call in calls if call.kind != able), None)
     if wrong is not None:
-        why = text("limit of a head", layer=wrong.path) if (style, wrong.kind) == ("vocab", "Linear") else ""
+        why = (
+            tr(
+                " The loss is planned on whole logits. To cut head and loss, px.shard(model, {{{layer!r}: 'vocab'}}) "
+                "with px.vocab_cross_entropy or px.SoftmaxCrossEntropyExpand.",
+                layer=wrong.path,
+            )
+            if (style, wrong.kind) == ("vocab", "Linear")
+            else ""
+        )
         raise PlanError(
-            text(
-                "limit of another kind", said=limit, layer=wrong.path, kind=wrong.kind, style=style, able=able, why=why
+            tr(
+                "Invalid limit {said!r}: {layer!r} is a {kind}, and {style!r} is a style of {able}. Use another.{why}",
+                said=limit,
+                layer=wrong.path,
+                kind=wrong.kind,
+                style=style,
+                able=able,
+                why=why,
             )
         )
 
@@ -444,7 +500,13 @@ def _batch_size(calls: tuple[ModuleCall, ...]) -> int:
 def _optimizer_kind(optimizer: Optimizer | str) -> str:
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZER_STATES:
-            raise ConfigError(text("unknown optimizer", said=optimizer, known=", ".join(OPTIMIZER_STATES)))
+            raise ConfigError(
+                tr(
+                    "Asked for the optimizer {said!r}. Give {known}, or a torch optimizer.",
+                    said=optimizer,
+                    known=", ".join(OPTIMIZER_STATES),
+                )
+            )
         return optimizer
     group: Mapping[str, Any] = optimizer.param_groups[0]
     if "betas" in group:

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.auto.predict.prediction import Prediction, predict
+from phalanx.auto.predict.prediction import BREAKDOWN, Prediction, predict
 from phalanx.auto.predict.run_file import parse_runs, read_run
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.search.request import read_limit
 from phalanx.auto.search.search import RunCandidate, RunSearch, search
 from phalanx.auto.simulate.files import check_folders, simulation_options, write_simulation
 from phalanx.auto.units import format_percent
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 
 
 @click.command("predict")
@@ -37,7 +37,14 @@ def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | No
     check_folders(trace, timeline)
     runs = [read_run(description, position) for position, description in _read_described(file)]
     if len(runs) > 1 and (trace or timeline):
-        raise click.UsageError(text("one run", options=text("show"), path=file.name, count=len(runs)))
+        raise click.UsageError(
+            tr(
+                "{options} one run, {path} has {count}. Give one of them.",
+                options=tr("--trace and --timeline show"),
+                path=file.name,
+                count=len(runs),
+            )
+        )
     predictions = [predict(run) for run in runs]
     if as_json:
         for prediction in predictions:
@@ -57,22 +64,30 @@ def _read_described(file: TextIO) -> list[tuple[str, Any]]:
     facts = {"path": file.name, "count": collectives.total()}
     facts["kinds"] = ", ".join(f"{count} {kind}" for kind, count in collectives.most_common())
     if not runs:
-        raise click.UsageError(text("no run but collectives" if collectives else "no run", **facts))
+        raise click.UsageError(
+            tr(
+                "{path} has no run, only single collectives: {count} ({kinds}). Write each run as a JSON object; "
+                "docs/predict.md has the format."
+                if collectives
+                else "{path} has no run. Write each as a JSON object; docs/predict.md has the format.",
+                **facts,
+            )
+        )
     if collectives:
-        click.echo(text("collectives skipped", **facts), err=True)
+        click.echo(tr("{path}: skipped single collectives, which are no runs: {count} ({kinds}).", **facts), err=True)
     return runs
 
 
 def _table(runs: Sequence[RunSpec], predictions: Sequence[Prediction]) -> Table:
-    grid = Table(box=box.SIMPLE, pad_edge=False, caption=text("predicted caption"))
-    grid.add_column(text("predicted run"), overflow="fold")
-    grid.add_column(text("predicted on"), no_wrap=True)
-    for name in (text("predicted step"), "tokens/s", "TFLOP/s", "GiB"):
+    grid = Table(box=box.SIMPLE, pad_edge=False, caption=tr("tokens/s, TFLOP/s and GiB are those of one device"))
+    grid.add_column(tr("run"), overflow="fold")
+    grid.add_column(tr("on"), no_wrap=True)
+    for name in (tr("step s"), "tokens/s", "TFLOP/s", "GiB"):
         grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column(text("predicted mostly"), no_wrap=True)
+    grid.add_column(tr("mostly"), no_wrap=True)
     has_measured = any(run.measured_step_time_s for run in runs)
     if has_measured:
-        grid.add_column(text("predicted off"), justify="right", no_wrap=True)
+        grid.add_column(tr("off by"), justify="right", no_wrap=True)
     for run, prediction in zip(runs, predictions, strict=True):
         cells = [
             escape(run.name),
@@ -88,7 +103,7 @@ def _table(runs: Sequence[RunSpec], predictions: Sequence[Prediction]) -> Table:
             cells.append(f"{prediction.step_time_s / measured - 1:+.0%}" if measured else "")
         grid.add_row(*cells)
     if not all(prediction.fits for prediction in predictions):
-        grid.caption = text("predicted caption") + text("predicted too large")
+        grid.caption = tr("tokens/s, TFLOP/s and GiB are those of one device") + tr("; ! does not fit")
     return grid
 
 
@@ -96,7 +111,7 @@ def _describe_cause(prediction: Prediction) -> str:
     """Return what takes most of the step."""
     seconds = {name.removesuffix("_s"): value for name, value in prediction.breakdown.items() if name.endswith("_s")}
     largest = max(seconds, key=lambda name: seconds[name])
-    return f"{text(f'spent {largest}')} {seconds[largest] / prediction.step_time_s:.0%}"
+    return f"{tr(BREAKDOWN[largest])} {seconds[largest] / prediction.step_time_s:.0%}"
 
 
 def plan_transformer(
@@ -129,10 +144,23 @@ def plan_transformer(
     """
     runs = _read_described(file)
     if len(runs) > 1:
-        raise click.UsageError(text("one run", options=text("plan takes"), path=file.name, count=len(runs)))
+        raise click.UsageError(
+            tr(
+                "{options} one run, {path} has {count}. Give one of them.",
+                options=tr("phalanx plan takes"),
+                path=file.name,
+                count=len(runs),
+            )
+        )
     position, described = runs[0]
     if not isinstance(described, dict):
-        raise ConfigError(text("not an object", place=position, found=type(described).__name__))
+        raise ConfigError(
+            tr(
+                "{place}: a run is a JSON object, found {found}. Write {{...}}.",
+                place=position,
+                found=type(described).__name__,
+            )
+        )
     for limit in alternatives:
         read_limit(limit)  # invalid limits raise before the search
     result = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
@@ -148,8 +176,10 @@ def _print(result: RunSearch, reasons: Sequence[str]) -> None:
     console = Console()
     console.print(_candidates_table(result))
     spaces = (f"{_dimension_label(name)} {', '.join(map(str, values))}" for name, values in result.dimensions.items())
-    proved = text(
-        "choices proved",
+    proved = tr(
+        "{choices} choices, {priced} priced by a formula: none is faster than {bound} s by it, and the fastest found "
+        "is within {gap} % of the best by it. The {simulated} fastest by it were simulated event by event, and the "
+        "choices are in the order of that time (step s). docs/predict.md says how good both are.",
         choices=f"{result.choices:,}",
         priced=f"{result.priced:,}",
         simulated=result.simulated,
@@ -158,21 +188,21 @@ def _print(result: RunSearch, reasons: Sequence[str]) -> None:
     )
     console.print(proved, highlight=False)
     if (usd := result.best.usd_per_step) is not None:
-        console.print(text("choices price", usd=f"{usd:.4g}"), highlight=False)
-    console.print(text("choices searched", space="; ".join(spaces)), style="dim", highlight=False)
-    console.print(text("plan not searched", why=result.not_searched), style="dim", highlight=False)
+        console.print(tr("The first costs {usd} USD a step.", usd=f"{usd:.4g}"), highlight=False)
+    console.print(tr("searched: {space}", space="; ".join(spaces)), style="dim", highlight=False)
+    console.print(tr("not searched: {why}", why=result.not_searched), style="dim", highlight=False)
     for reason in reasons:
         console.print(reason, highlight=False)
 
 
 def _dimension_label(name: str) -> str:
     """Return what a dimension is; `micro` is a number elsewhere (`auto/search/request`)."""
-    return text("choices micro") if name == "micro" else name
+    return tr("micro (sequences of a micro-batch)") if name == "micro" else name
 
 
 def _candidates_table(result: RunSearch) -> Table:
     grid = Table(box=box.SIMPLE, pad_edge=False, padding=0)  # twelve columns in eighty places
-    for name in (*result.best.values, text("predicted step"), text("choices formula"), "tokens/s", "GiB"):
+    for name in (*result.best.values, tr("step s"), tr("formula s"), "tokens/s", "GiB"):
         grid.add_column(name, justify="right", no_wrap=True)
     for candidate in result.top_k:
         prediction = candidate.prediction

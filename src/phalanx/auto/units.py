@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from phalanx.cluster.messages.messages import text
+from phalanx.i18n import tr
 from phalanx.units import parse_bytes
 
 _MOST_NAMES = 8
@@ -26,4 +26,4 @@ def format_percent(value: float) -> str:
 def format_names(names: Collection[str]) -> str:
     """Return names, of many the first."""
     shown, more = ", ".join(islice(names, _MOST_NAMES)), len(names) - _MOST_NAMES
-    return text("and more", names=shown, count=more) if more > 0 else shown
+    return tr("{names} and {count} more", names=shown, count=more) if more > 0 else shown

@@ -21,8 +21,8 @@ from phalanx.cli.output import (
     workspace_flag,
     workspace_of,
 )
-from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
+from phalanx.i18n import tr
 from phalanx.jobs.models import NamedConfig
 from phalanx.jobs.spec import Code, Dataset
 from phalanx.jobs.spec_file import validate
@@ -46,7 +46,7 @@ def add_code(name: str, source: str, workspace: str | None, **fields: str | None
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.put_code(workspace, name, validate(Code, parse_code(source) | options))
-    talk("kept", what=messages.text("code"), name=name, workspace=workspace)
+    talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("code"), name=name, workspace=workspace))
 
 
 @code.command("list")
@@ -72,7 +72,7 @@ def remove_code(name: str, workspace: str | None) -> None:
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_code(workspace, name)
-    talk("removed", what=messages.text("code"), name=name)
+    talk(tr("{what} {name} is removed.", what=tr("code"), name=name))
 
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
@@ -98,7 +98,7 @@ def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fi
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.put_dataset(workspace, validate(Dataset, config | overrides))
-    talk("kept", what=messages.text("dataset"), name=name, workspace=workspace)
+    talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("dataset"), name=name, workspace=workspace))
 
 
 @dataset.command("list")
@@ -121,7 +121,7 @@ def remove_dataset(name: str, workspace: str | None) -> None:
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_dataset(workspace, name)
-    talk("removed", what=messages.text("dataset"), name=name)
+    talk(tr("{what} {name} is removed.", what=tr("dataset"), name=name))
 
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
@@ -142,7 +142,7 @@ def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.put_secret(workspace, name, value)
-    talk("kept", what=messages.text("secret"), name=name, workspace=workspace)
+    talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("secret"), name=name, workspace=workspace))
 
 
 @secret.command("list")
@@ -169,7 +169,7 @@ def remove_secret(name: str, workspace: str | None) -> None:
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_secret(workspace, name)
-    talk("removed", what=messages.text("secret"), name=name)
+    talk(tr("{what} {name} is removed.", what=tr("secret"), name=name))
 
 
 def _mount(config: NamedConfig) -> str:
@@ -182,5 +182,5 @@ def _value(name: str, variable: str | None) -> str:
             raise SpecError(f"--from-env {variable}: there is no such environment variable. Set it first.")
         return os.environ[variable]
     if sys.stdin.isatty():
-        return str(click.prompt(messages.text("secret value", name=name), hide_input=True, err=True))
+        return str(click.prompt(tr("Value of {name}", name=name), hide_input=True, err=True))
     return sys.stdin.read().removesuffix("\n")

@@ -7,6 +7,7 @@ import time
 import click
 
 from phalanx.cli.output import talk
+from phalanx.i18n import tr
 from phalanx.jobs.protocol import Jobs
 
 _LOOK_S = 0.5
@@ -18,14 +19,18 @@ def whole(jobs: Jobs, job: str, *, rank: str | None = None, attempt: int | None 
     if rank is None:
         rank = _failed(jobs, job, attempt) or "0"
         if rank != "0":
-            talk("job failed rank", rank=rank)
+            talk(tr("The log of rank {rank}, which failed; --rank chooses another.", rank=rank))
     end, _ = _print_from(jobs, job, rank, attempt, 0)
     if not end:
         others = jobs.logs_of(job, attempt=attempt)
-        written = "job empty log" if rank in others else "job unknown log"
-        talk(written if jobs.job(job).state.is_terminal else "job no log", job=job, rank=rank)
+        if not jobs.job(job).state.is_terminal:
+            talk(tr("{job} has written nothing there yet.", job=job))
+        elif rank in others:
+            talk(tr("{job} wrote nothing to the log of {rank}.", job=job, rank=rank))
+        else:
+            talk(tr("{job} has no log of {rank}.", job=job, rank=rank))
         if others:
-            talk("job other logs", names=", ".join(others))
+            talk(tr("Its logs: {names}. Choose with --rank.", names=", ".join(others)))
 
 
 def _failed(jobs: Jobs, job: str, attempt: int | None) -> str | None:
@@ -47,7 +52,7 @@ def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None)
         if attempt is None and record.attempt != number:
             number, offset = record.attempt, 0
             if number > 1:
-                talk("job next", number=number)
+                talk(tr("attempt {number}", number=number))
         elif record.state.is_terminal or (attempt is not None and ended):
             return
         else:

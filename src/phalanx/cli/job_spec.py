@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from phalanx.cli.output import workspace_of
-from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
+from phalanx.i18n import tr
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec import Code, TrainingJob
@@ -83,7 +83,12 @@ def read_spec(options: dict[str, Any]) -> tuple[TrainingJob, Path]:
     words = list(options["words"])
     file = Path(words.pop(0)) if words and (words[0].endswith(_FILES) or words[0] == "-") else None
     if file is None and not words and not options["settings"]:
-        raise SpecError(messages.text("no job said"))
+        raise SpecError(
+            tr(
+                "There is no job to submit. Give a file, `phalanx job submit job.yaml`, or a command: `phalanx job "
+                "submit --name mnist -- python train.py`."
+            )
+        )
     flags = {field: options[flag.replace("-", "_")] for flag, (field, _, _) in _FIELDS.items()}
     flags |= {f"env.{name}": value for name, value in map(_pair, options["env"])}
     flags["datasets"] = list(options["dataset"]) or None

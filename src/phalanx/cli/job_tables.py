@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.output import console, moment, show_table, talk, words
-from phalanx.cluster.messages import messages
+from phalanx.i18n import tr
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.states import JobState
@@ -44,9 +44,16 @@ def reason_of(job: Job) -> str:
 def print_ending(job: Job) -> None:
     """Say how a job ended."""
     reason = reason_of(job)
-    talk("job ended because" if reason else "job ended", job=job.id, state=words()(job.state), reason=reason)
+    talk(
+        tr(
+            "{job}: {state}. {reason}" if reason else "{job}: {state}",
+            job=job.id,
+            state=words()(job.state),
+            reason=reason,
+        )
+    )
     if job.failure is not None:
-        talk("job detail", job=job.id)
+        talk(tr("All of it: phalanx job show {job}", job=job.id))
 
 
 def print_job(record: Job, attempts: Sequence[Attempt], events: Sequence[Event], usage: Sequence[Usage]) -> None:
@@ -80,13 +87,13 @@ def _spec_facts(job: Job) -> list[tuple[str, str]]:
     code = spec["code"]
     source = f"{code['git']} @ {(code['commit'] or '')[:12]}" if code.get("git") else code.get("path") or code["digest"]
     facts = [
-        (messages.text("command"), spec["command"]),
+        (tr("Command"), spec["command"]),
         (say("codes"), source),
         (say("datasets"), ", ".join(f"{data['name']} ({data['uri']})" for data in spec["datasets"])),
         (say("backend"), f"{job.backend}, {spec['launch']}"),
         (say("resources"), needs(job)),
         (say("attempt"), f"{job.attempt} / {1 + spec['retries']['max']}"),
-        (messages.text("retry of"), job.retry_of or ""),
+        (tr("Retry of"), job.retry_of or ""),
     ]
     return [(heading, value) for heading, value in facts if value]
 

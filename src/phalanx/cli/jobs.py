@@ -12,6 +12,7 @@ from phalanx.cli import job_logs, job_tables
 from phalanx.cli.job_spec import in_workspace, read_spec, spec_options
 from phalanx.cli.output import EITHER_SPELLING, CommandGroup, jobs, json_flag, show_json, talk, words
 from phalanx.cli.workspaces import workspace
+from phalanx.i18n import tr
 from phalanx.jobs.models import Job
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.states import JobState
@@ -49,7 +50,7 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) ->
         show_json(new_job)
     else:
         click.echo(new_job.id)
-        talk("job queued", job=new_job.id)
+        talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=new_job.id))
 
 
 @job.command()
@@ -69,12 +70,17 @@ def run(**options: Any) -> None:
     spec, base = read_spec(options)
     with jobs() as service:
         new_job = service.submit(in_workspace(service, spec), base=base)
-        talk("job queued", job=new_job.id)
+        talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=new_job.id))
         try:
             job_logs.follow(service, new_job.id)
         except KeyboardInterrupt:
             service.stop(new_job.id)
-            talk("job interrupted", job=new_job.id)
+            talk(
+                tr(
+                    "Asked {job} to stop; waiting for it to save and end. Ctrl-C once more leaves it to that.",
+                    job=new_job.id,
+                )
+            )
         sys.exit(_wait_and_report(service, [new_job.id], None))
 
 
@@ -100,7 +106,7 @@ def list_jobs(workspace: str | None, states: tuple[str, ...], owner: str | None,
         return
     job_tables.print_jobs(records[:limit])
     if len(records) > limit:
-        talk("job more", limit=limit)
+        talk(tr("The newest {limit}. `--limit` shows more, `--state` and `--workspace` choose.", limit=limit))
 
 
 @job.command()
@@ -132,7 +138,12 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
             try:
                 job_logs.follow(service, job, rank=rank or "0", attempt=attempt)
             except KeyboardInterrupt:
-                talk("job goes on", job=job)
+                talk(
+                    tr(
+                        "{job} goes on: phalanx job logs -f {job} shows it again, phalanx job stop {job} ends it.",
+                        job=job,
+                    )
+                )
                 sys.exit(_STOPPED)
         else:
             job_logs.whole(service, job, rank=rank, attempt=attempt)
@@ -149,7 +160,7 @@ def stop(jobs_: tuple[str, ...], as_json: bool) -> None:
         show_json(stopped)
         return
     for job_id in stopped:
-        talk("job stopping", job=job_id.id, state=words()(job_id.state))
+        talk(tr("{job}: {state}", job=job_id.id, state=words()(job_id.state)))
 
 
 @job.command()
@@ -163,7 +174,7 @@ def retry(job: str, as_json: bool) -> None:
         show_json(new_job)
     else:
         click.echo(new_job.id)
-        talk("job queued", job=new_job.id)
+        talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=new_job.id))
 
 
 @job.command()
@@ -208,7 +219,14 @@ def _wait_and_report(service: Jobs, ids: list[str], timeout: float | None) -> in
     for job_id in ids:
         record = _wait_for_end(service, job_id, until)
         if not record.state.is_terminal:
-            talk("job late", job=job_id, timeout=f"{timeout:g}", state=words()(record.state))
+            talk(
+                tr(
+                    "{job} has not ended after {timeout} s; it is {state}.",
+                    job=job_id,
+                    timeout=f"{timeout:g}",
+                    state=words()(record.state),
+                )
+            )
             return _LATE
         job_tables.print_ending(record)
         codes.append(exit_code(record))

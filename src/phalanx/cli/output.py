@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError, did_you_mean
+from phalanx.i18n import language, tr
 from phalanx.jobs.connect import open_jobs
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec import DEFAULT_WORKSPACE
@@ -82,20 +82,20 @@ def workspace_of(service: Jobs, name: str | None) -> str:
     if DEFAULT_WORKSPACE in names or not names:
         return DEFAULT_WORKSPACE
     if len(names) > 1:
-        raise SpecError(messages.text("which workspace", names=", ".join(names)))
-    talk("workspace taken", name=names[0])
+        raise SpecError(tr("You are in several workspaces: {names}. Say which: -w NAME.", names=", ".join(names)))
+    talk(tr("in workspace {name}, your only one", name=names[0]))
     return names[0]
 
 
 @cache
 def words() -> Say:
     """Return the function that translates a word of the console to the user's language."""
-    return speaker(messages.language())
+    return speaker(language())
 
 
-def talk(key: str, **values: object) -> None:
+def talk(message: str) -> None:
     """Print a message for the user on standard error; standard output is for data."""
-    click.echo(messages.text(key, **values), err=True)
+    click.echo(message, err=True)
 
 
 def show_json(value: Any) -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from phalanx.auto.search.request import PLAN_KNOBS, is_config_limit, read_layer_limit, read_limit
 from phalanx.auto.simulate.files import check_folders, simulation_options, write_file, write_simulated_step
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import read_cluster
+from phalanx.i18n import tr
 
 if TYPE_CHECKING:  # a described transformer needs no torch
     from phalanx.auto.planner.result import PlanResult
@@ -57,7 +57,7 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
         _plan_script(file, arguments, **options)
         return
     if any([arguments, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
-        raise click.UsageError(text("script only"))
+        raise click.UsageError(tr("Arguments, --optimizer, --save and --picture are for a script, FILE.py."))
     from phalanx.auto.commands import plan_transformer
 
     with click.open_file(str(file), encoding="utf-8") as opened:
@@ -101,14 +101,16 @@ def _plan_script(
         from phalanx.auto.planner.picture import draw_plan
 
         write_file(picture, draw_plan(answer))
-        click.echo(text("plan picture", path=picture), err=True)
+        click.echo(tr("{path}: the model with its placements", path=picture), err=True)
     if trace is not None or timeline is not None:
         write_simulated_step(answer.simulate(), answer.seconds, trace, timeline)
     if save is not None:
         from phalanx.plan.files import save_plan
 
         save_plan(answer.plan, save)
-        click.echo(text("plan saved", path=save), err=True)
+        click.echo(
+            tr("{path}: train with it, px.distribute(..., plan=phalanx.plan.load_plan('{path}'))", path=save), err=True
+        )
 
 
 def _check_words(cluster: str | None, limits: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.output import EITHER_SPELLING, talk
+from phalanx.i18n import tr
 from phalanx.jobs import paths
 
 if TYPE_CHECKING:
@@ -74,10 +75,10 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
         app = make_app(authenticate)
         add_console(app)
         address = address_of(bound, where)
-        talk("serving", address=address)
+        talk(tr("Jobs and console at {address}/ui. Ctrl-C ends the server; jobs go on.", address=address))
         if open_browser is not None:
             new_token = store.create_token(f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600)
-            talk("sign in with", hours=_SIGNED_IN_H)
+            talk(tr("Sign in with this token, good for {hours} h:", hours=_SIGNED_IN_H))
             click.echo(new_token.text)
             bound.listen()  # a browser that is faster than the server waits instead of being refused
             open_browser(f"{address}/ui/")

@@ -17,7 +17,7 @@ from phalanx.cli.output import (
     workspace_flag,
     workspace_of,
 )
-from phalanx.cluster.messages import messages
+from phalanx.i18n import tr
 from phalanx.jobs.models import MemberRole
 from phalanx.jobs.quantities import to_seconds
 
@@ -33,7 +33,7 @@ def add_workspace(name: str) -> None:
     """Create a workspace."""
     with jobs() as service:
         service.add_workspace(name)
-    talk("workspace made", name=name)
+    talk(tr("workspace {name} is made.", name=name))
 
 
 @workspace.command("list")
@@ -43,7 +43,7 @@ def list_workspaces(as_json: bool) -> None:
     with jobs() as service:
         spaces = service.workspaces()
     rows = [[space.name, ", ".join(f"{name} ({role})" for name, role in space.members.items())] for space in spaces]
-    show_named([words()("workspace"), messages.text("member")], rows, spaces, as_json)
+    show_named([words()("workspace"), tr("member")], rows, spaces, as_json)
 
 
 @workspace.command("rm")
@@ -52,10 +52,17 @@ def list_workspaces(as_json: bool) -> None:
 def remove_workspace(name: str, yes: bool) -> None:
     """Remove a workspace and everything in it; its jobs must have ended."""
     if not yes:
-        click.confirm(messages.text("remove workspace", name=name), abort=True, err=True)
+        click.confirm(
+            tr(
+                "Remove workspace {name} with its configurations, secrets, and the records and logs of its jobs?",
+                name=name,
+            ),
+            abort=True,
+            err=True,
+        )
     with jobs() as service:
         service.remove_workspace(name)
-    talk("removed", what=messages.text("workspace"), name=name)
+    talk(tr("{what} {name} is removed.", what=tr("workspace"), name=name))
 
 
 @workspace.group(cls=CommandGroup)
@@ -72,7 +79,14 @@ def add_member(name: str, role: str, workspace: str | None) -> None:
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.put_member(workspace, name, MemberRole(role))
-    talk("member put", name=name, role=role, workspace=workspace)
+    talk(
+        tr(
+            "{name} is {role} in workspace {workspace}. A token of theirs: phalanx token add NAME --owner {name}",
+            name=name,
+            role=role,
+            workspace=workspace,
+        )
+    )
 
 
 @member.command("rm")
@@ -83,7 +97,7 @@ def remove_member(name: str, workspace: str | None) -> None:
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_member(workspace, name)
-    talk("removed", what=messages.text("member"), name=name)
+    talk(tr("{what} {name} is removed.", what=tr("member"), name=name))
 
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
@@ -108,7 +122,13 @@ def add_token(name: str, owner: str | None, lasts: str | None, as_json: bool) ->
         show_json(new_token)
     else:
         click.echo(new_token.text)
-        talk("token once", owner=new_token.token.owner)
+        talk(
+            tr(
+                "Keep this token of {owner}; it is not shown again. Whoever has it may do what {owner} may. Commands "
+                "find it in PHALANX_TOKEN.",
+                owner=new_token.token.owner,
+            )
+        )
 
 
 @token.command("list")
@@ -117,10 +137,8 @@ def list_tokens(as_json: bool) -> None:
     """List tokens, without their text."""
     with jobs() as service:
         tokens = service.tokens()
-    rows = [
-        [item.name, item.owner, moment(item.created), moment(item.expires) or messages.text("never")] for item in tokens
-    ]
-    headings = [words()("name"), words()("owner"), words()("created"), messages.text("expires")]
+    rows = [[item.name, item.owner, moment(item.created), moment(item.expires) or tr("never")] for item in tokens]
+    headings = [words()("name"), words()("owner"), words()("created"), tr("expires")]
     show_named(headings, rows, tokens, as_json)
 
 
@@ -131,4 +149,4 @@ def remove_token(name: str, owner: str | None) -> None:
     """Revoke a token."""
     with jobs() as service:
         service.remove_token(name, owner=owner)
-    talk("removed", what=messages.text("token"), name=name)
+    talk(tr("{what} {name} is removed.", what=tr("token"), name=name))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.cluster.messages.messages import text
+from phalanx.i18n import tr
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -34,7 +34,12 @@ def describe_full(folder: str | Path, needed: int) -> str:
         folder: Where a write failed.
         needed: Bytes of that write.
     """
-    return text("disk full", folder=folder, needed=f"{needed:,}", free=f"{free_bytes(folder):,}")
+    return tr(
+        "the file system of {folder} is full, {needed} bytes are needed and {free} are free",
+        folder=folder,
+        needed=f"{needed:,}",
+        free=f"{free_bytes(folder):,}",
+    )
 
 
 @contextmanager

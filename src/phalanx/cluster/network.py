@@ -7,7 +7,7 @@ import os
 import struct
 from pathlib import Path
 
-from phalanx.cluster.messages import messages
+from phalanx.i18n import tr
 
 ROUTES = Path("/proc/net/route")
 ADDRESSES = Path("/proc/net/fib_trie")
@@ -89,7 +89,7 @@ def port_owner(port: int) -> str:
         for entry in Path("/proc").iterdir():
             if inodes and entry.name.isdigit() and _holds(entry / "fd", inodes):
                 return f"pid {entry.name} ({command_line(int(entry.name)) or 'unknown command'})"
-    return messages.text("unknown owner")
+    return tr("a process of another user or container")
 
 
 def command_line(pid: int) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError, PeerLostError
+from phalanx.i18n import tr
 
 SAY_EVERY_S = 3.0
 """Seconds between two lines that say who is missing."""
@@ -148,11 +148,11 @@ def _wait(
         if now >= next_line:
             next_line = now + SAY_EVERY_S
             absent = [e for e, key in zip(expected, keys, strict=True) if not store.has([key])]
-            say(text("waiting"))
-            say(text("waiting for", names=[e.name for e in absent]))
+            say(tr("server not ready, wait 3 sec to retry..."))
+            say(tr("not ready endpoints:{names}", names=[e.name for e in absent]))
             if now >= next_names:
                 next_names = now + NAME_EVERY_S
-                say(text("ranks late", names=_describe_missing(absent, probe)))
+                say(tr("still waiting for {names}", names=_describe_missing(absent, probe)))
     return True
 
 
@@ -185,7 +185,14 @@ def _twice(holder: Announcement, me: Announcement) -> str:
 
 def _missing(missing: Sequence[Expected], total: int, timeout_s: float, probe: Callable[[str], str]) -> str:
     names = _describe_missing(missing, probe)
-    return text("ranks missing", timeout_s=timeout_s, total=total, missing=len(missing), names=names)
+    return tr(
+        "Waited {timeout_s:g} s for {total} ranks; {missing} did not come: {names}. Look into their logs for why they "
+        "did not start. If they are slow, allow more time: --timeout, or PHALANX_RENDEZVOUS_TIMEOUT_S.",
+        timeout_s=timeout_s,
+        total=total,
+        missing=len(missing),
+        names=names,
+    )
 
 
 def _describe_missing(missing: Sequence[Expected], probe: Callable[[str], str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from phalanx.cluster.messages.messages import LOG_LINE
+from phalanx.cluster.log_line import LOG_LINE
 
 
 class _Voice(logging.StreamHandler):  # type: ignore[type-arg]

@@ -15,9 +15,9 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from phalanx.cluster import network
 from phalanx.cluster.env.values import split_endpoint
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError, PeerLostError, RoleError
+from phalanx.i18n import tr
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -157,8 +157,8 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
             )
         if now >= next_line:
             next_line = now + RETRY_S
-            logger.warning("%s", text("waiting"))
-            logger.warning("%s", text("waiting for", names=[f"{host}:{port}"]))
+            logger.warning("%s", tr("server not ready, wait 3 sec to retry..."))
+            logger.warning("%s", tr("not ready endpoints:{names}", names=[f"{host}:{port}"]))
         time.sleep(0.05)
 
 

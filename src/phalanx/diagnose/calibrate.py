@@ -24,9 +24,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from phalanx.cluster.calibration.figures import BACKENDS, Measured, Precision, Rates, measured_file
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.detect import memory_bytes, processor_name
 from phalanx.errors import BackendError
+from phalanx.i18n import tr
 
 POLL_S = 0.2
 """How often progress is looked at."""
@@ -50,7 +50,14 @@ def command(ranks: int, out: Path | None, quick: bool, as_json: bool) -> None:
     path = out or measured_file()
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
-        click.echo(text("busy", load=f"{load:.1f}", cores=cores), err=True)
+        click.echo(
+            tr(
+                "Load {load} on {cores} cores: other work is running here, and what is measured now will look slow.",
+                load=f"{load:.1f}",
+                cores=cores,
+            ),
+            err=True,
+        )
     counts = rank_counts(ranks)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
@@ -58,7 +65,7 @@ def command(ranks: int, out: Path | None, quick: bool, as_json: bool) -> None:
         bar = progress.add_task("", total=1.0)
 
         def tell(index: int, done: float, part: str) -> None:
-            description = text("measuring", ranks=counts[index], part=part)
+            description = tr("ranks: {ranks}, {part}", ranks=counts[index], part=part)
             progress.update(bar, completed=(index + done) / len(counts), description=description)
 
         measured = measure(counts, quick=quick, tell=tell)
@@ -69,7 +76,9 @@ def command(ranks: int, out: Path | None, quick: bool, as_json: bool) -> None:
         return
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table(measured))
-    console.print(text("measured kept", path=path), highlight=False, soft_wrap=True)
+    console.print(
+        tr("Saved to {path}; the cluster name `here` means this machine.", path=path), highlight=False, soft_wrap=True
+    )
 
 
 def rank_counts(most: int) -> tuple[int, ...]:
@@ -162,7 +171,7 @@ def table(measured: Measured) -> Table:
     grid = Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False)
     grid.add_column("")
     for count in measured.ranks:
-        heading = text("measured column", ranks=count, threads=measured.at(count).threads)
+        heading = tr("ranks: {ranks}, threads each: {threads}", ranks=count, threads=measured.at(count).threads)
         grid.add_column(heading, justify="right", no_wrap=True)
     for label, cell in _rows():
         cells = [cell(measured.at(count), count) for count in measured.ranks]
@@ -174,14 +183,14 @@ def table(measured: Measured) -> Table:
 def _rows() -> Iterator[tuple[str, Callable[[Rates, int], str]]]:
     for size in (64, 512, 1024):
         for dtype in get_args(Precision):
-            yield f"{text('measured product')} {size}³ {dtype}, GFLOP/s", partial(_product, size, dtype)
-    yield f"{text('measured stream')} 1 MiB, GB/s", _stream
-    yield f"{text('measured launch')}, µs", _launches
+            yield f"{tr('matrix product')} {size}³ {dtype}, GFLOP/s", partial(_product, size, dtype)
+    yield f"{tr('element-wise')} 1 MiB, GB/s", _stream
+    yield f"{tr('one operator, forward + backward')}, µs", _launches
     yield "Adam 1 M, ms", _adam
     for backend in BACKENDS:
         for size, unit in ((64, "64 B, µs"), (MIB, "1 MiB, µs")):
             yield f"all_reduce {backend} {unit}", partial(_all_reduce, size, backend)
-        yield f"{text('measured beside')}, {backend}", partial(_beside, backend)
+        yield f"{tr('seconds lost per second of overlap')}, {backend}", partial(_beside, backend)
 
 
 def _product(size: int, dtype: Precision, rates: Rates, _: int) -> str:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cluster.env.settings import TABLE, Setting, markdown, shown_value
-from phalanx.cluster.messages import messages
+from phalanx.i18n import LANGUAGES, language
 
 _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
 
@@ -25,7 +25,7 @@ _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
 @click.option("--list", "list_all", is_flag=True, help="Show every variable, not only those that are set.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on standard output.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the page docs/settings.md.")
-@click.option("--lang", type=click.Choice(messages.LANGUAGES), help="Language of meanings. Default: from LANG.")
+@click.option("--lang", type=click.Choice(LANGUAGES), help="Language of meanings. Default: from LANG.")
 def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str | None) -> None:
     """Show the environment variables that are read or written, and what they are set to.
 
@@ -44,7 +44,7 @@ def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str | None) -> N
     if not chosen:
         click.echo(f"None of the {len(TABLE)} settings is set. `phalanx env --list` shows them all.")
         return
-    _console().print(_settings_table(chosen, values, lang or messages.language()))
+    _console().print(_settings_table(chosen, values, lang or language()))
 
 
 def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: str) -> Table:

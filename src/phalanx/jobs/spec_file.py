@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError, did_you_mean
+from phalanx.i18n import tr
 from phalanx.jobs import dlc
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
@@ -103,7 +103,9 @@ def _parse(source: Path | str) -> dict[str, Any]:
         text = source.read_text() if isinstance(source, Path) else source
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise SpecError(messages.text("no job file", where=where, why=why)) from None
+        raise SpecError(
+            tr("cannot read the job in {where}: {why}. Give a YAML or JSON file.", where=where, why=why)
+        ) from None
     fields = _yaml(text, where)
     if not isinstance(fields, dict):
         raise SpecError(f"{where} holds {_quote(fields)}, no job. Write fields as `name: mnist` and `command: ...`.")

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.cluster.messages.messages import meant, text
-from phalanx.cluster.messages.wrong_values import why_wrong
+from phalanx.cluster.validation_errors import why_wrong
 from phalanx.errors import PlanError
 from phalanx.files import write_atomically
+from phalanx.i18n import suggest, tr
 from phalanx.plan import value as values
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import Plan, Value
@@ -60,13 +60,25 @@ def load_plan(path: str | Path) -> Plan:
     try:
         plan = Plan.model_validate_json(Path(path).read_bytes(), strict=True)
     except FileNotFoundError:
-        raise PlanError(text("no Plan file", path=path)) from None
+        raise PlanError(
+            tr("no Plan at {path}. Write one with phalanx.plan.save_plan(plan, path).", path=path)
+        ) from None
     except OSError as error:
-        raise PlanError(text("Plan unreadable", path=path, why=error.strerror)) from None
+        raise PlanError(
+            tr("the Plan in {path} cannot be read: {why}. Name a file.", path=path, why=error.strerror)
+        ) from None
     except ValidationError as error:
-        raise PlanError(text("Plan broken", path=path, why="; ".join(map(_describe_error, error.errors())))) from None
+        raise PlanError(
+            tr("{path} does not hold a Plan: {why}", path=path, why="; ".join(map(_describe_error, error.errors())))
+        ) from None
     if "version" not in plan.model_fields_set:
-        raise PlanError(text("Plan broken", path=path, why=text("Plan without version")))
+        raise PlanError(
+            tr(
+                "{path} does not hold a Plan: {why}",
+                path=path,
+                why=tr('it has no version. Write "version": 1, as save_plan does'),
+            )
+        )
     return plan
 
 
@@ -75,8 +87,8 @@ def _describe_error(error: ErrorDetails) -> str:
     *before, last = map(str, error["loc"] or ("plan",))
     where = ".".join((*before, last))
     if error["type"] == "extra_forbidden":
-        return text("Plan field", path=where, nearest=meant(last, _FIELDS))
-    return text("Plan value", path=where, why=why_wrong(error))
+        return tr("{path}: there is no such field.{nearest}", path=where, nearest=suggest(last, _FIELDS))
+    return tr("{path}: {why}", path=where, why=why_wrong(error))
 
 
 def write_run_plan(plan: Plan, shape: ModelShape, folder: Path) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from phalanx.auto.capture.blocks import is_inside
 from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.i18n import tr
 from phalanx.parallel.pipeline.partition import record  # needs torch alone
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.stages import units
@@ -43,11 +43,11 @@ def find_partition_points(model: nn.Module, captured: CapturedStep, calls: tuple
     """
     names = units(ModelShape(captured.parameters))
     if not names:
-        raise PlanError(text("stages of nothing"))
+        raise PlanError(tr("the model holds no modules with parameters"))
     visits = [unit_of(call.path, names) for call in calls]
     visited = [position for position in dict.fromkeys(visits) if position is not None]
     if visited != list(range(len(names))):
-        raise PlanError(text("stages out of order"))
+        raise PlanError(tr("the forward pass does not call the model's units in the order in which they were made"))
     together = _joined_with_next(visits, calls, len(names))
     piece_of = [sum(not joined for joined in together[:position]) for position in range(len(names))]
     starts = tuple(name for position, name in enumerate(names) if position == 0 or not together[position - 1])

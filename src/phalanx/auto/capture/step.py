@@ -24,9 +24,9 @@ from phalanx.auto.capture.fake_copy import copy_parts, make_dummy, preserve_rng_
 from phalanx.auto.capture.graph import LEVELS, CapturedStep, Level, Operator
 from phalanx.auto.capture.operator_sites import find_mismatch
 from phalanx.auto.capture.tracer import Tracer
-from phalanx.cluster.messages.messages import meant, text
 from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, entry_of
 from phalanx.errors import ConfigError
+from phalanx.i18n import suggest, tr
 from phalanx.parallel.session import model_record
 from phalanx.plan.shape import ParamShape
 
@@ -58,14 +58,28 @@ def capture(
     """
     if level is not None and level not in LEVELS:
         levels = ", ".join(LEVELS)
-        raise ConfigError(text("capture level", known=levels, level=level, nearest=meant(level, LEVELS)))
+        raise ConfigError(
+            tr(
+                "capture knows the levels {known}, not {level!r}.{nearest}",
+                known=levels,
+                level=level,
+                nearest=suggest(level, LEVELS),
+            )
+        )
     inputs = arguments_of(model, sample, has_target=loss_fn is not None)
     seen, reasons = _trace(model, inputs, loss_fn)
     parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
     blocks = find_repeated_blocks(seen.operators, parameters)
     best = _best_level(seen, blocks, reasons)
     if level is not None and LEVELS.index(level) < LEVELS.index(best):
-        raise ConfigError(text("capture allows", level=level, best=best, why="; ".join(reasons)))
+        raise ConfigError(
+            tr(
+                "capture was asked for level {level!r}, the model allows {best!r}: {why}",
+                level=level,
+                best=best,
+                why="; ".join(reasons),
+            )
+        )
     for reason in reasons:
         logger.info("captured %s as %s, not %s", type(model).__name__, best, reason)
     actual_level = level or best
@@ -112,7 +126,13 @@ def arguments_of(model: nn.Module, sample: Any, *, has_target: bool) -> Argument
     if has_target:
         if not isinstance(sample, tuple | list) or len(sample) < 2:
             size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-            raise ConfigError(text("capture sample", found=f"{type(sample).__name__}{size}"))
+            raise ConfigError(
+                tr(
+                    "capture with a loss takes a sample (input, ..., target), found a {found}. Put the target last, "
+                    "or leave loss_fn out.",
+                    found=f"{type(sample).__name__}{size}",
+                )
+            )
         inputs = bind_argument(model, sample[0]) if len(sample) == 2 else tuple(sample[:-1])
         return Arguments.of(inputs, sample[-1])
     if isinstance(sample, Mapping):
@@ -141,7 +161,16 @@ def _trace(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) ->
     except Exception as error:
         advice = _advice(model, inputs)
         name, dummies = type(model).__name__, _first_line(error)
-        raise ConfigError(text("capture failed", model=name, why=reason, dummies=dummies, advice=advice)) from error
+        raise ConfigError(
+            tr(
+                "capture runs {model} on tensors with the shapes of the sample, and it failed: {why}; on dummies: "
+                "{dummies}. {advice}",
+                model=name,
+                why=reason,
+                dummies=dummies,
+                advice=advice,
+            )
+        ) from error
 
 
 def _advice(model: nn.Module, inputs: Arguments) -> str:
@@ -157,8 +186,12 @@ def _advice(model: nn.Module, inputs: Arguments) -> str:
         sorted({str(tensor.device) for tensor in sample_tensors}),
     )
     if len({*devices, *others} - {"meta"}) > 1:
-        return text("capture devices", model=", ".join(devices), sample=", ".join(others))
-    return text("capture advice")
+        return tr(
+            "The model is on {model}, the sample on {sample}: put them on one device.",
+            model=", ".join(devices),
+            sample=", ".join(others),
+        )
+    return tr("Pass what one training step takes.")
 
 
 def _run_step(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Trace:
@@ -197,7 +230,7 @@ def _best_level(seen: _Trace, blocks: Iterable[tuple[str, ...]], reasons: list[s
     reasons.append(f"graph: {_describe_question(*seen.questions[0])}")
     members = {path for group in blocks for path in group}
     if not members:
-        reasons.append(f"modules: {text('capture no blocks')}")
+        reasons.append(f"modules: {tr('no block is repeated')}")
         return "hooks"
     within = [question for question in seen.questions if is_inside(question[1], members)]
     if not within:
@@ -207,7 +240,11 @@ def _best_level(seen: _Trace, blocks: Iterable[tuple[str, ...]], reasons: list[s
 
 
 def _describe_question(operator: str, module: str) -> str:
-    return text("capture asks", operator=operator, module=module or text("the whole model"))
+    return tr(
+        "{operator} in {module} asks for values, which are known only when it runs",
+        operator=operator,
+        module=module or tr("the model"),
+    )
 
 
 def _operators_at_level(

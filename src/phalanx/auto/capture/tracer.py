@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from phalanx.auto.capture.graph import Argument, Operator, Phase, Read, TensorShape
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 
 _aten = torch.ops.aten
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default}
@@ -153,7 +153,11 @@ class Tracer(TorchDispatchMode):
             self._asked[str(func), module] += 1
             if len(self.questions) > _MOST_QUESTIONS:
                 raise ConfigError(
-                    text("capture endless", module=module or text("the whole model"), operator=func)
+                    tr(
+                        "{module} asks {operator} for values without end",
+                        module=module or tr("the model"),
+                        operator=func,
+                    )
                 ) from None
             if isinstance(error, DynamicOutputShapeException):
                 return self._all_rows(func, args, kwargs)

@@ -11,8 +11,8 @@ from phalanx.auto.capture.layers import PARTS, WHOLE, ActivationState, Layers, L
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute, Zero
 from phalanx.auto.planner.assignment import Assignment
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.i18n import tr
 from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.sites import regions
@@ -66,7 +66,12 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
 
 
 def _unpriced(what: str) -> PlanError:
-    return PlanError(text("plan without price", what=what))
+    return PlanError(
+        tr(
+            "This Plan cannot be simulated: the cost model has no price for {what}. Leave it out of the Plan.",
+            what=what,
+        )
+    )
 
 
 def _read_zero(plan: Plan, layers: Layers) -> Zero:

@@ -29,9 +29,16 @@ from phalanx.auto.solver.pipeline_problem import PipelineProblem
 from phalanx.auto.solver.problem import ROUNDING, IntraStageProblem
 from phalanx.auto.solver.solve import Solution, solve
 from phalanx.auto.solver.solve_pipeline import solve_pipeline
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes
+
+_MEMORY: Labels = {
+    "parameters, gradients and optimizer state": "parameters, gradients and optimizer state",
+    "activations": "activations",
+    "what one layer needs": "what one layer needs while it runs",
+}
+"""What the parts of a rank's memory are called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +65,7 @@ class Candidate(Assignment):
 
     def part_label(self, part: str) -> str:
         """Return the name of a part, in the user's language."""
-        return text(f"plan {part}")
+        return tr(_MEMORY[part])
 
     def is_same_as(self, other: object) -> bool:
         """Return whether another candidate has the same config and strategies."""
@@ -167,7 +174,11 @@ def search_plans(
             candidates.append(_build_candidate(layers, work, space[i], config_problem, solution, machine))
             bound = min(bound, solution.bound)
     if not listed:
-        raise PlanError(explain_empty_space(limits, text("layers left", count=len(space)) if space else ""))
+        raise PlanError(
+            explain_empty_space(
+                limits, tr(": {count} are left, and in each a layer has no strategy", count=len(space)) if space else ""
+            )
+        )
     if not candidates:
         tried = [(space[i], config_problem) for i, config_problem in listed.items()]
         raise _build_memory_error(layers, work, machine, tried, room, limits)
@@ -290,19 +301,40 @@ def _build_memory_error(
     """Return the error to raise where no config has strategies that fit."""
     result = find_min_memory([config_problem.problem for _, config_problem in space], _MIN_MEMORY_S)
     if result.least is None and result.bound == math.inf:
-        return PlanError(explain_empty_space(limits, text("layers left", count=len(space))))
+        return PlanError(
+            explain_empty_space(limits, tr(": {count} are left, and in each a layer has no strategy", count=len(space)))
+        )
     facts = {"bound": format_bytes(result.bound), "room": format_bytes(room)}
     if result.least is None:
-        return PlanError(text("nothing fits in time", **facts, found=""))
+        return PlanError(
+            tr(
+                "No Plan fits: every one needs at least {bound} a rank{found}, and there are {room}. Take more ranks, "
+                "ranks with more memory, or a smaller batch.",
+                **facts,
+                found="",
+            )
+        )
     (config, config_problem), least = space[result.index], result.least
     facts |= {"least": format_bytes(least.peak, up=True), "where": str(config), "bytes": str(math.ceil(least.peak))}
-    facts["part"] = text(f"plan {largest_part(config_problem.problem, least)}")
+    facts["part"] = tr(_MEMORY[largest_part(config_problem.problem, least)])
     seconds = _seconds(config_problem.problem, least)
     solution = Solution(pick=least.pick, seconds=seconds, bound=seconds, stages=least.stages)
-    key = "nothing fits" if result.is_proved else "nothing fits in time"
-    more = {} if result.is_proved else {"found": text("enough was found", **facts)}
+    more = (
+        {}
+        if result.is_proved
+        else {"found": tr("; {least} is enough ({where}: {bytes} bytes, most of it {part}), and less may be", **facts)}
+    )
     return DoesNotFitError(
-        text(key, **facts, **more), _build_candidate(layers, work, config, config_problem, solution, machine)
+        tr(
+            "No Plan fits: every one needs {least} a rank or more ({where}: {bytes} bytes), most of it {part}, and "
+            "there are {room}. Take more ranks, ranks with more memory, or a smaller batch."
+            if result.is_proved
+            else "No Plan fits: every one needs at least {bound} a rank{found}, and there are {room}. Take more "
+            "ranks, ranks with more memory, or a smaller batch.",
+            **facts,
+            **more,
+        ),
+        _build_candidate(layers, work, config, config_problem, solution, machine),
     )
 
 

@@ -22,8 +22,8 @@ from phalanx.auto.planner.traffic import count_traffic
 from phalanx.auto.search.result import why_not
 from phalanx.auto.simulate.values import SimulatedStep
 from phalanx.auto.units import format_names
-from phalanx.cluster.messages.messages import meant, text
 from phalanx.errors import ConfigError
+from phalanx.i18n import suggest, tr
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.table import as_text
@@ -122,15 +122,20 @@ class PlanResult:
         if not places:
             paths = list(dict.fromkeys(call.path for call in self.layers.calls if not call.is_glue))
             raise ConfigError(
-                text("explain unknown", layer=layer, nearest=meant(layer, paths), known=format_names(paths))
+                tr(
+                    "explain was asked for {layer!r}, which this model does not call.{nearest} It calls {known}.",
+                    layer=layer,
+                    nearest=suggest(layer, paths),
+                    known=format_names(paths),
+                )
             )
         best = self.search.best
         problem = build_problem(self.layers, self.work, best.config, self.machine, self.room)
-        title = text("explain title", layer=layer, arrangement=best.config)
+        title = tr("{layer} under {arrangement}", layer=layer, arrangement=best.config)
         grid = Table(title=title, title_justify="left")
-        grid.add_column(text("explain way"))
-        for name in ("forward", "backward", "sent", "exchange", "update"):
-            grid.add_column(text(f"explain {name}"), justify="right")
+        grid.add_column(tr("strategy"))
+        for name in (tr("forward ms"), tr("backward ms"), tr("of these comm ms"), tr("grad sync ms"), tr("update ms")):
+            grid.add_column(name, justify="right")
         grid.add_column("MiB", justify="right")
         picked = str(best.strategies.get(layer, "whole"))
         for option in problem.problem.nodes[places[0]].options:
@@ -206,7 +211,7 @@ class PlanResult:
         return {
             **values,
             "outermost": outermost or ("data",),
-            "layers": (text("space decisions", count=len({is_inside.template for is_inside in self.layers.calls})),),
+            "layers": (tr("{count} decisions", count=len({is_inside.template for is_inside in self.layers.calls})),),
         }
 
     def __str__(self) -> str:
@@ -225,17 +230,20 @@ class PlanResult:
         """Yield what is to be known of the model, and what was not searched."""
         captured = self.layers.captured
         if self.usd_per_step is not None:
-            yield text("plan price", usd=f"{self.usd_per_step:.4g}")
+            yield tr("{usd} USD a step", usd=f"{self.usd_per_step:.4g}")
         if self.alone_s is not None and self.alone_s < self.seconds:
-            yield text("plan alone", step=format_seconds(self.alone_s))
+            yield tr("a single process is faster: {step} a step", step=format_seconds(self.alone_s))
         if captured.reasons:
-            yield text("plan captured", level=captured.level, why=captured.reasons[0])
+            yield tr("captured at level {level} only: {why}", level=captured.level, why=captured.reasons[0])
         if self.search.best.config.stages > 1:
-            yield text("plan stages train")
-        yield from (text("plan not searched", why=why) for why in self.left_out)
+            yield tr(
+                "stages train through px.Model or px.train_step; for a loop that calls loss.backward() add the limit "
+                "pp=1"
+            )
+        yield from (tr("not searched: {why}", why=why) for why in self.left_out)
 
     def _describe(self, candidate: Candidate) -> str:
-        return text("why not cut", config=candidate, layers=self._describe_sharded(candidate))
+        return tr("{config}, sharded layers: {layers}", config=candidate, layers=self._describe_sharded(candidate))
 
     def _describe_sharded(self, candidate: Candidate) -> str:
         """Return the layers that are cut, each repeated one once."""
@@ -246,7 +254,7 @@ class PlanResult:
             if strategy is not None and not call.is_glue:
                 count = len({other.path for other in self.layers.calls if other.template == call.template})
                 shown.append(f"{call.path} {strategy}" + (f" x {count}" if count > 1 else ""))
-        return ", ".join(shown) or text("none cut")
+        return ", ".join(shown) or tr("none")
 
     def _build_plan(self, candidate: Candidate) -> Plan:
         return build_plan(candidate, self.layers, self.base)

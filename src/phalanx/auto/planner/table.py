@@ -12,8 +12,32 @@ from rich.text import Text
 
 from phalanx.auto.planner.planner import Candidate, PlanSearch
 from phalanx.auto.units import format_percent
-from phalanx.cluster.messages.messages import text
+from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes, format_seconds
+
+STEP_PARTS: Labels = {
+    "compute": "compute",
+    "collectives of layers": "collectives of layers",
+    "sharding": "sharding",
+    "exchange of gradients": "gradient synchronisation",
+    "optimizer": "optimizer",
+    "stages": "waits of stages",
+}
+"""What the parts of a planned step are called."""
+
+_SPACE: Labels = {
+    "data": "data",
+    "model": "model",
+    "stages": "stages",
+    "virtual": "virtual",
+    "micro_batches": "micro_batches (how many, of stages)",
+    "schedule": "schedule",
+    "zero": "zero",
+    "recompute": "recompute",
+    "outermost": "outermost",
+    "layers": "layers",
+}
+"""What the dimensions of a search are called."""
 
 
 def build_result_table(
@@ -33,18 +57,18 @@ def build_result_table(
         cut: Says which layers of a candidate are cut.
     """
     best = search.best
-    head = text(
-        "plan head",
+    head = tr(
+        "{where}: {step} a step, at most {gap} % over the optimum; {memory} a rank; mostly {cause}",
         where=where,
         step=format_seconds(best.step_time_s),
         gap=format_percent(search.gap),
         memory=format_bytes(best.memory_bytes),
-        cause=text(f"plan {max(best.parts, key=lambda name: best.parts[name])}"),
+        cause=tr(STEP_PARTS[max(best.parts, key=lambda name: best.parts[name])]),
     )
-    grid = Table(box=box.SIMPLE, pad_edge=False, title=text("plan fastest"), title_justify="left")
-    grid.add_column(text("plan arrangement"))
-    grid.add_column(text("plan step"), justify="right", no_wrap=True)
-    grid.add_column(text("plan a rank"), justify="right", no_wrap=True)
+    grid = Table(box=box.SIMPLE, pad_edge=False, title=tr("Fastest Plan of each configuration"), title_justify="left")
+    grid.add_column(tr("configuration"))
+    grid.add_column(tr("a step"), justify="right", no_wrap=True)
+    grid.add_column(tr("a rank"), justify="right", no_wrap=True)
     for candidate in search.top_k:
         lines = (
             Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2))
@@ -55,12 +79,12 @@ def build_result_table(
             format_seconds(candidate.step_time_s),
             format_bytes(candidate.memory_bytes),
         )
-    dimensions = (f"{text(f'space {name}')} {', '.join(map(str, values))}" for name, values in space.items())
-    searched = text(
-        "plan searched",
+    dimensions = (f"{tr(_SPACE[name])} {', '.join(map(str, values))}" for name, values in space.items())
+    searched = tr(
+        "searched: {count} configurations, {listed} of them layer by layer; {space}",
         count=len(search.configs),
         listed=search.listed,
-        space=text("space between").join(dimensions),
+        space=tr("; ").join(dimensions),
     )
     return Group(Text(head), grid, Text(searched, style="dim"), *map(Text, notes))
 
@@ -68,8 +92,6 @@ def build_result_table(
 def _lines(candidate: Candidate, cut: str) -> Iterable[str]:
     """Yield where the seconds go, and the layers that are cut."""
     parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.step_time_s}
-    yield text("list between").join(
-        f"{text(f'plan {name}')} {format_seconds(seconds)}" for name, seconds in parts.items()
-    )
+    yield tr(", ").join(f"{tr(STEP_PARTS[name])} {format_seconds(seconds)}" for name, seconds in parts.items())
     if cut:
-        yield text("plan cut", layers=cut)
+        yield tr("sharded layers: {layers}", layers=cut)

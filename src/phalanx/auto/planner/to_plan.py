@@ -9,8 +9,8 @@ from phalanx.auto.capture.layers import PARTS, ActivationState, Layers, LayerStr
 from phalanx.auto.capture.operator_sites import find_operator_parts
 from phalanx.auto.cost.parallel_config import GroupKind, ParallelConfig
 from phalanx.auto.planner.planner import Candidate
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.i18n import tr
 from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS, batch_axes
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
@@ -77,7 +77,12 @@ def check_base(base: DistributedStrategy) -> None:
         ["hybrid_configs"] if base.hybrid_configs else []
     )
     if on:
-        raise PlanError(text("strategy decides", name=on[0]))
+        raise PlanError(
+            tr(
+                "strategy.{name} sets what the planner is to decide. Remove it, or pass it as a limit, such as tp=2.",
+                name=on[0],
+            )
+        )
 
 
 def _check_conflicts(base: DistributedStrategy, config: ParallelConfig) -> None:
@@ -91,7 +96,16 @@ def _check_conflicts(base: DistributedStrategy, config: ParallelConfig) -> None:
     conflict = first_conflict(base.techniques | {name for name, is_on in planned.items() if is_on})
     if conflict is not None:
         first, second, pair = conflict
-        raise PlanError(text("strategy against plan", first=first, second=second, config=config, why=pair.why))
+        raise PlanError(
+            tr(
+                "strategy.{first} and {second}, of the Plan {config}, exclude each other: {why}. Turn the setting "
+                "off, or limit the search.",
+                first=first,
+                second=second,
+                config=config,
+                why=pair.why,
+            )
+        )
 
 
 def _place(plan: Plan, candidate: Candidate, layers: Layers, shape: ModelShape) -> Plan:

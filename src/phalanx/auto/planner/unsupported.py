@@ -13,8 +13,8 @@ from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.partition_points import PartitionPoints, find_parameter_outside_units, find_partition_points
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.search.request import Limit
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.i18n import tr
 from phalanx.strategy import DistributedStrategy
 
 _PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none", "zero": 0}
@@ -28,18 +28,23 @@ def find_pieces_or_reason(
     try:
         pieces = find_partition_points(model, captured, calls)
     except PlanError as error:
-        return None, text("left out pipelines", why=error)
-    return pieces, None if len(pieces.starts) > 1 else text("left out pipelines", why=text("stages of one piece"))
+        return None, tr("pipelines, as {why}", why=error)
+    return pieces, None if len(pieces.starts) > 1 else tr(
+        "pipelines, as {why}",
+        why=tr("all of it belongs together: it is one unit, or its units share parameters or take turns"),
+    )
 
 
 def find_sharding_obstacles(captured: CapturedStep) -> dict[bool, str]:
     """Return why a model cannot be sharded, by whether it is in stages."""
     flat = next((param.name for param in captured.parameters if not param.shape), None)
     if flat is not None:
-        why = text("left out sharding", name=flat)
+        why = tr("sharding, as parameter {name!r} has no dim to cut: give it shape (1,)", name=flat)
         return {False: why, True: why}
     alone = find_parameter_outside_units(captured)
-    return {} if alone is None else {True: text("left out sharded stages", name=alone)}
+    return (
+        {} if alone is None else {True: tr("sharding of stages, as parameter {name!r} is in no unit alone", name=alone)}
+    )
 
 
 def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str | None:
@@ -48,7 +53,7 @@ def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str 
     Stages run whole where they find that out (`parallel/pipeline/schedule`), which fills nothing.
     """
     if base.graph:
-        return text("left out compiled zero bubble")
+        return tr("zero bubble, as the backward pass of a compiled stage is one piece")
     forward = (op for op in layers.captured.operators if op.phase != "backward" and op.written_bytes)  # no views
     uses = Counter(name for op in forward for name in op.parameters)
     shared = next(
@@ -60,10 +65,10 @@ def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str 
         None,
     )
     if shared is not None:
-        return text("left out shared zero bubble", name=shared)
+        return tr("zero bubble, as parameter {name!r} is used more than once", name=shared)
     placed = zip(layers.calls, layers.pieces.of if layers.pieces else (), strict=False)
     trained = [piece for call, piece in placed if any(param.trainable for param in call.parameters)]
-    return text("left out frozen zero bubble") if trained and trained[0] > 0 else None
+    return tr("zero bubble, as the model begins with frozen layers") if trained and trained[0] > 0 else None
 
 
 def explain_unsearched_limits(
@@ -81,17 +86,30 @@ def explain_unsearched_limits(
     in_stages = any(limit.knob != "zero" for limit in relevant)
     why = [unstaged] if in_stages else []
     if in_stages and all(limit.knob in ("zero", "micro") for limit in relevant):
-        why.append(text("left out accumulation"))
+        why.append(
+            tr(
+                "micro-batches without stages, which is gradient accumulation: take a smaller global batch, and "
+                "strategy.gradient_merge adds up several"
+            )
+        )
     why += unsharded.values() if any(limit.knob == "zero" for limit in relevant) else ()
     why += [unsplit] if any(limit.value == "zero_bubble" for limit in relevant) else []
     reasons = dict.fromkeys(limit for limit in why if limit is not None)
-    return text("left out of limits", why="; ".join(reasons)) if reasons else ""
+    return tr(" (not searched: {why})", why="; ".join(reasons)) if reasons else ""
 
 
 def explain_empty_space(limits: Sequence[str], reason: str) -> str:
     """Return the message that no parallel config satisfies these limits, and what remains."""
-    purpose = text("keeps to limits", limits=", ".join(map(repr, limits))) if limits else text("computes the model")
-    return text("no arrangement", asked=purpose, found=reason)
+    purpose = (
+        tr(" keeps to the limits {limits}", limits=", ".join(map(repr, limits)))
+        if limits
+        else tr(" computes this model")
+    )
+    return tr(
+        "No parallel configuration{asked}{found}. Relax a limit, or use another number of ranks.",
+        asked=purpose,
+        found=reason,
+    )
 
 
 def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str | None) -> Iterator[str]:
@@ -101,9 +119,14 @@ def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str |
         searched: The parallel configs that were searched.
         unsplit: Why no backward pass of them is in two parts (`find_zero_bubble_obstacle`).
     """
-    yield text("left out accumulation")
+    yield tr(
+        "micro-batches without stages, which is gradient accumulation: take a smaller global batch, and "
+        "strategy.gradient_merge adds up several"
+    )
     in_stages = [config for config in searched if config.stages > 1]
     if any(config.model > 1 for config in in_stages):
-        yield text("left out staged parts")
+        yield tr("modules in parts together with stages, but for those that a limit asks for")
     if in_stages:
-        yield unsplit or text("left out zero bubble")
+        yield unsplit or tr(
+            "zero bubble together with sharding, recomputation or parts, or with two stages of each rank in a V"
+        )

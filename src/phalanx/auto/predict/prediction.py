@@ -16,6 +16,18 @@ from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import Axis, RunSpec
 from phalanx.auto.predict.transformer import HALF, KernelWork, block, boundary_bytes, head, keeps_every_second_product
 from phalanx.cluster.spec.devices import GIB
+from phalanx.i18n import Labels
+
+BREAKDOWN: Labels = {
+    "compute": "compute",
+    "exposed_communication": "exposed communication",
+    "pipeline_send": "pipeline send",
+    "pipeline_bubble": "pipeline bubble",
+    "gradients": "exchange of gradients",
+    "optimizer": "optimizer",
+}
+"""What the parts of a predicted step are called."""
+
 
 USABLE = 0.94
 """Share of a device's memory that training can allocate; the rest is the driver's and the links'."""

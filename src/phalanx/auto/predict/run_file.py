@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.cluster.messages.messages import meant, text
-from phalanx.cluster.messages.wrong_values import why_wrong
+from phalanx.cluster.validation_errors import why_wrong
 from phalanx.errors import ConfigError
+from phalanx.i18n import suggest, tr
 
 _SOMETHING = re.compile(r"\S")
 
@@ -29,14 +29,20 @@ def read_run(described: Any, where: str = "the run") -> RunSpec:
         ConfigError: If a key is unknown or missing, or a value cannot be; names the place and what was found.
     """
     if not isinstance(described, Mapping):
-        raise ConfigError(text("not an object", place=where, found=type(described).__name__))
+        raise ConfigError(
+            tr(
+                "{place}: a run is a JSON object, found {found}. Write {{...}}.",
+                place=where,
+                found=type(described).__name__,
+            )
+        )
     try:
         run = RunSpec.model_validate(dict(described))
         run.device.rate(run.precision)
     except ValidationError as error:
         raise ConfigError(_first_error(error, where)) from None
     except ConfigError as error:
-        raise ConfigError(text("wrong values", place=where, why=_without_period(str(error)))) from None
+        raise ConfigError(tr("{place}: {why}.", place=where, why=_without_period(str(error)))) from None
     return run
 
 
@@ -68,16 +74,22 @@ def parse_runs(lines: Iterable[str], where: str) -> tuple[list[tuple[str, Any]],
     try:
         content = "\n".join(line.removesuffix("\n") for line in lines).removeprefix("\ufeff")
     except UnicodeDecodeError:
-        raise ConfigError(text("not text", path=where)) from None
+        raise ConfigError(tr("{path} is no text in UTF-8. Give a file of JSON.", path=where)) from None
     runs, decoder, at, line = [], json.JSONDecoder(), 0, 1
     collectives: Counter[str] = Counter()
     while start := _SOMETHING.search(content, at):
         line += content.count("\n", at, start.start())
-        at, position = start.start(), text("line of", path=where, number=line)
+        at, position = start.start(), tr("{path}, line {number}", path=where, number=line)
         try:
             value, end = decoder.raw_decode(content, at)
         except json.JSONDecodeError as error:
-            why = text("not JSON", place=position, why=error.msg, line=error.lineno, column=error.colno)
+            why = tr(
+                "{place}: not JSON ({why} in line {line}, column {column}). Write each run as a JSON object.",
+                place=position,
+                why=error.msg,
+                line=error.lineno,
+                column=error.colno,
+            )
             raise ConfigError(why) from None
         line, at = line + content.count("\n", at, end), end
         if isinstance(value, dict) and "collective" in value:
@@ -96,10 +108,20 @@ def _first_error(error: ValidationError, where: str) -> str:
         for name in first["loc"][:-1]:
             part = part.model_fields[str(name)].annotation
         fields = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
-        hint = meant(str(first["loc"][-1]), fields)
-        return text("unknown key", place=where, path=path, nearest=hint, known=", ".join(fields))
+        hint = suggest(str(first["loc"][-1]), fields)
+        return tr(
+            "{place}: {path} is not known.{nearest} Known: {known}.",
+            place=where,
+            path=path,
+            nearest=hint,
+            known=", ".join(fields),
+        )
     why = _without_period(why_wrong(first))
-    return text("wrong value", place=where, path=path, why=why) if path else text("wrong values", place=where, why=why)
+    return (
+        tr("{place}: {path}: {why}.", place=where, path=path, why=why)
+        if path
+        else tr("{place}: {why}.", place=where, why=why)
+    )
 
 
 def _without_period(sentence: str) -> str:

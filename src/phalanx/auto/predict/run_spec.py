@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.cluster.spec.devices import Device, find_preset
+from phalanx.i18n import tr
 
 logger = logging.getLogger("phalanx.auto")
 
@@ -45,11 +45,25 @@ class ModelOf(_Part):
     @model_validator(mode="after")
     def _fits(self) -> ModelOf:
         if self.hidden < self.heads:
-            raise ValueError(text("run hidden", hidden=self.hidden, heads=self.heads))
+            raise ValueError(
+                tr("hidden ({hidden}) must be heads ({heads}) or more", hidden=self.hidden, heads=self.heads)
+            )
         if self.heads % self.keys_heads:
-            raise ValueError(text("run heads", heads=self.heads, groups=self.keys_heads))
+            raise ValueError(
+                tr(
+                    "heads ({heads}) must be a multiple of kv_heads ({groups})",
+                    heads=self.heads,
+                    groups=self.keys_heads,
+                )
+            )
         if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
-            raise ValueError(text("run experts", experts=self.experts, chosen=self.top_k))
+            raise ValueError(
+                tr(
+                    "experts ({experts}) and top_k ({chosen}) belong together, top_k the smaller",
+                    experts=self.experts,
+                    chosen=self.top_k,
+                )
+            )
         return self
 
     @property
@@ -111,12 +125,20 @@ class ClusterOf(_Part):
             return value
         cluster = read_cluster(value)
         if cluster.assumed:
-            logger.warning("%s", text("cluster assumed", what="; ".join(cluster.assumed)))
+            logger.warning("%s", tr("assumed of the cluster: {what}", what="; ".join(cluster.assumed)))
         equal = cluster.weakest()
         node = equal.nodes[0]
         if not cluster.is_uniform:
             reckoned = f"{len(equal.nodes)} x ({node.devices} {node.device.name})"
-            logger.warning("%s", text("cluster differs", cluster=cluster, reckoned=reckoned))
+            logger.warning(
+                "%s",
+                tr(
+                    "The nodes differ ({cluster}), and every rank waits for the slowest: reckoned as {reckoned}. "
+                    "Describe some of the nodes alone to see what they would do without the others.",
+                    cluster=cluster,
+                    reckoned=reckoned,
+                ),
+            )
         return {
             "device": node.device.name,
             "per_node": node.devices,
@@ -156,19 +178,51 @@ class ParallelOf(_Part):
 def find_shape_conflict(model: ModelOf, par: ParallelOf) -> str | None:
     """Return why a model does not support these degrees; None if it does."""
     if model.layers < par.pp * par.vpp:
-        return text("run stages", layers=model.layers, stages=par.pp, virtual=par.vpp)
+        return tr(
+            "{layers} layers do not make {stages} x {virtual} stages",
+            layers=model.layers,
+            stages=par.pp,
+            virtual=par.vpp,
+        )
     if model.heads % par.tp:
-        return text("run cut heads", heads=model.heads, ranks=par.tp)
+        return tr(
+            "model.heads ({heads}) must be a multiple of parallel.tp ({ranks}): each rank computes whole heads",
+            heads=model.heads,
+            ranks=par.tp,
+        )
     if model.keys_heads % par.tp and par.tp % model.keys_heads:
-        return text("run cut groups", groups=model.keys_heads, ranks=par.tp)
+        return tr(
+            "one of model.kv_heads ({groups}) and parallel.tp ({ranks}) must divide the other: each rank holds whole "
+            "heads of keys and values, copies where there are fewer than ranks",
+            groups=model.keys_heads,
+            ranks=par.tp,
+        )
     if model.inner % par.tp:
-        return text("run cut inner", columns=model.inner, ranks=par.tp)
+        return tr(
+            "the feed-forward width ({columns}) must be a multiple of parallel.tp ({ranks}): each rank computes as "
+            "much",
+            columns=model.inner,
+            ranks=par.tp,
+        )
     if model.seq % (par.cp * (par.tp if par.sequence_parallel else 1)):
-        return text("run cut sequence", tokens=model.seq, ranks=par.cp)
+        return tr(
+            "model.seq ({tokens}) must be a multiple of parallel.cp ({ranks}), and with sequence_parallel of tp times "
+            "that",
+            tokens=model.seq,
+            ranks=par.cp,
+        )
     if par.ep > 1 and (not model.experts or model.experts % par.ep):
-        return text("run cut experts", experts=model.experts, ranks=par.ep)
+        return tr(
+            "model.experts ({experts}) must be a multiple of parallel.ep ({ranks}), and above 0 where ep is above 1",
+            experts=model.experts,
+            ranks=par.ep,
+        )
     if (par.tp * par.cp * par.dp) % par.ep:
-        return text("run cut ranks of experts", experts=par.ep, ranks=par.tp * par.cp * par.dp)
+        return tr(
+            "parallel.ep ({experts}) must divide tp x cp x dp ({ranks}): experts are dealt to the ranks of one stage",
+            experts=par.ep,
+            ranks=par.tp * par.cp * par.dp,
+        )
     return None
 
 
@@ -219,11 +273,23 @@ class RunSpec(_Part):
         par = self.parallel
         devices = self.cluster.per_node * self.cluster.nodes
         if par.ranks > devices:
-            raise ValueError(text("run ranks", ranks=par.ranks, devices=devices))
+            raise ValueError(
+                tr(
+                    "tp x pp x dp x cp is {ranks}, and the cluster has {devices} devices",
+                    ranks=par.ranks,
+                    devices=devices,
+                )
+            )
         if self.batch.whole < par.dp:
-            raise ValueError(text("run batch", rows=self.batch.whole, copies=par.dp))
+            raise ValueError(
+                tr(
+                    "batch.global ({rows}) must be dp ({copies}) or more: each replica reads a sequence at least",
+                    rows=self.batch.whole,
+                    copies=par.dp,
+                )
+            )
         if par.dp % par.hsdp:
-            raise ValueError(text("run hsdp", copies=par.hsdp, data=par.dp))
+            raise ValueError(tr("hsdp ({copies}) must divide dp ({data})", copies=par.hsdp, data=par.dp))
         return self
 
     @model_validator(mode="after")

@@ -12,9 +12,9 @@ from typing import Any
 from phalanx.auto.cost.parallel_config import RECOMPUTE, SCHEDULES
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import ORDERS, RunSpec
-from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError
+from phalanx.i18n import Labels, suggest, tr
 
 _SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 
@@ -25,12 +25,12 @@ PLAN_KNOBS = (*_SHARED, "schedule")
 """The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a run spec
 is part of its description."""
 
-_FIXED = {
-    "cp": "fixed",
-    "ep": "fixed",
-    "hsdp": "fixed",
-    "schedule": "fixed schedule",
-    "sequence_parallel": "fixed sequence_parallel",
+_FIXED: Labels = {
+    "cp": "every choice has {knob}=1, and px.predict prices a run with another",
+    "ep": "every choice has {knob}=1, and px.predict prices a run with another",
+    "hsdp": "every choice has {knob}=1, and px.predict prices a run with another",
+    "schedule": "it is the file's, so write another there",
+    "sequence_parallel": "it is on wherever tp is above 1",
 }
 """What a run spec has besides, which is not searched, and the message that says why."""
 
@@ -75,21 +75,60 @@ def read_limit(word: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
     """
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w[\w-]*)\s*", word)
     if match is None:
-        raise ConfigError(text("limit", said=word, knobs=", ".join(knobs), nearest=""))
+        raise ConfigError(
+            tr(
+                "Invalid limit {said!r}. Write a knob ({knobs}), one of <=, >= and =, and a value, such as "
+                "tp<=8.{nearest}",
+                said=word,
+                knobs=", ".join(knobs),
+                nearest="",
+            )
+        )
     knob, compare, value = match.groups()
     if knob not in knobs and knobs == KNOBS and knob in _FIXED:
-        why = text(_FIXED[knob], knob=knob)
-        raise ConfigError(text("limit not searched", said=word, knob=knob, why=why, knobs=", ".join(knobs)))
+        why = tr(_FIXED[knob], knob=knob)
+        raise ConfigError(
+            tr(
+                "Asked for the limit {said!r}, and {knob} is not searched: {why}. Limits may be on {knobs}.",
+                said=word,
+                knob=knob,
+                why=why,
+                knobs=", ".join(knobs),
+            )
+        )
     if knob not in knobs:
-        raise ConfigError(text("limit", said=word, knobs=", ".join(knobs), nearest=meant(knob, knobs)))
+        raise ConfigError(
+            tr(
+                "Invalid limit {said!r}. Write a knob ({knobs}), one of <=, >= and =, and a value, such as "
+                "tp<=8.{nearest}",
+                said=word,
+                knobs=", ".join(knobs),
+                nearest=suggest(knob, knobs),
+            )
+        )
     if knob in _CHOICES:
         if compare != "=" or value not in _CHOICES[knob]:
-            raise ConfigError(text("limit one of", said=word, knob=knob, known=", ".join(_CHOICES[knob])))
+            raise ConfigError(
+                tr(
+                    "Invalid limit {said!r}. Write {knob}= and one of {known}.",
+                    said=word,
+                    knob=knob,
+                    known=", ".join(_CHOICES[knob]),
+                )
+            )
         return Limit(knob, compare, value)
     if not value.isdigit():
-        raise ConfigError(text("limit number", said=word, knob=knob))
+        raise ConfigError(
+            tr(
+                "Invalid limit {said!r}: the value is not an integer. Write one, such as {knob}<=8.",
+                said=word,
+                knob=knob,
+            )
+        )
     if knob == "zero" and int(value) > 3:
-        raise ConfigError(text("limit one of", said=word, knob=knob, known="0, 1, 2, 3"))
+        raise ConfigError(
+            tr("Invalid limit {said!r}. Write {knob}= and one of {known}.", said=word, knob=knob, known="0, 1, 2, 3")
+        )
     return Limit(knob, compare, int(value))
 
 
@@ -101,9 +140,17 @@ def read_layer_limit(limit: str) -> tuple[str, str]:
     """
     name, _, style = (word.strip() for word in limit.partition("="))
     if style not in STYLES:
-        hint = meant(style, STYLES) or meant(re.split(r"[<>]", name)[0], PLAN_KNOBS)
+        hint = suggest(style, STYLES) or suggest(re.split(r"[<>]", name)[0], PLAN_KNOBS)
         words = {"knobs": ", ".join(PLAN_KNOBS), "styles": ", ".join(STYLES)}
-        raise ConfigError(text("limit of a layer", said=limit, **words, nearest=hint))
+        raise ConfigError(
+            tr(
+                "Invalid limit {said!r}. Write a knob ({knobs}) and a value, such as tp<=2, or a layer and one of "
+                "{styles}, such as classifier.*=whole.{nearest}",
+                said=limit,
+                **words,
+                nearest=hint,
+            )
+        )
     return name, style
 
 
@@ -114,12 +161,16 @@ def check_arguments(model: Any, limits: Any, memory: float | None, top_k: int) -
         ConfigError: Says what was found, and what to hand in.
     """
     if not callable(getattr(model, "named_modules", None)):
-        raise ConfigError(text("not a module", found=type(model).__name__))
+        raise ConfigError(
+            tr("auto_parallel takes a torch.nn.Module, got {found}. Pass the model itself.", found=type(model).__name__)
+        )
     if isinstance(limits, str):
-        raise ConfigError(text("limit many", said=limits))
+        raise ConfigError(tr("limits takes a list, got {said!r}. Write limits=[{said!r}].", said=limits))
     for name, value in (("memory", memory), ("top_k", top_k)):
         if value is not None and not value > 0:
-            raise ConfigError(text("not above zero", name=name, value=value))
+            raise ConfigError(
+                tr("auto_parallel was asked for {name}={value}. Give a number above 0.", name=name, value=value)
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +206,7 @@ def read_request(
     if cluster is not None:
         run["cluster"] = _priced(read_cluster(cluster), run.get("cluster"))
     if "cluster" not in run:
-        raise ConfigError(text("no cluster"))
+        raise ConfigError(tr("A search needs a cluster, found none. Give --cluster, such as h100x8,nodes=16."))
     batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
     run |= {"name": run.get("name", "job"), "parallel": {}, "batch": {**batch, "micro": 1}, "recompute": "none"}
     run.setdefault("precision", "bf16")

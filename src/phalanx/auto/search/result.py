@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.devices import GIB
 from phalanx.errors import ConfigError, PlanError
+from phalanx.i18n import tr
 from phalanx.units import format_seconds
 
 
@@ -84,18 +84,23 @@ def why_not(
         ConfigError: If no limit is given, or one is invalid.
     """
     if not limits:
-        raise ConfigError(text("why not nothing"))
+        raise ConfigError(tr("why_not needs a limit, such as tp=1 or classifier.4=column."))
     words = ", ".join(limits)
     try:
         best, other = result.best, search_again(limits).best
     except PlanError as error:
-        return text("why not impossible", limits=words, why=error)
+        return tr("With {limits}: {why}", limits=words, why=error)
     if other.is_same_as(best):
-        return text("why not same", limits=words, config=best, step=format_seconds(best.step_time_s))
+        return tr(
+            "The answer keeps to {limits} already: {config}, {step} a step.",
+            limits=words,
+            config=best,
+            step=format_seconds(best.step_time_s),
+        )
     changes = {name: other.parts[name] - best.parts[name] for name in best.parts}
     cause = max(changes, key=lambda name: changes[name])
-    return text(
-        "why not",
+    return tr(
+        "With {limits} the best is {config}: {step} a step, {change}, {memory}; most of it {cause} ({more}).",
         limits=words,
         config=describe(other),
         step=format_seconds(other.step_time_s),

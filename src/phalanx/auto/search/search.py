@@ -22,17 +22,29 @@ from typing import Any, TypeVar
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
 from phalanx.auto.predict.memory_model import Footprint, compute_footprint
-from phalanx.auto.predict.prediction import USABLE, Prediction, StepSeconds, predict
+from phalanx.auto.predict.prediction import BREAKDOWN, USABLE, Prediction, StepSeconds, predict
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.search.request import SearchRequest, read_limit, read_request
 from phalanx.auto.search.result import SearchResult, why_not
 from phalanx.auto.search.space import MOST_VIRTUAL, get_knobs, list_dimensions, list_runs, max_tensor_parallel
 from phalanx.auto.simulate.events import WHOLE_ROUNDS
 from phalanx.auto.simulate.run import simulate_run
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.cluster.spec.devices import GIB
 from phalanx.errors import ConfigError, PlanError
+from phalanx.i18n import Labels, tr
+
+_MEMORY: Labels = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "logits": "logits",
+    "gathered": "gathered parameters",
+    "workspace": "kernel workspace",
+}
+"""What the parts of a rank's memory are called."""
+
 
 _T = TypeVar("_T")
 
@@ -90,7 +102,7 @@ class RunCandidate:
 
     def part_label(self, part: str) -> str:
         """Return the name of a part, in the user's language."""
-        return text(f"spent {part}")
+        return tr(BREAKDOWN[part])
 
     def is_same_as(self, other: object) -> bool:
         """Return whether another candidate is the same configuration."""
@@ -128,8 +140,9 @@ class RunSearch(SearchResult[RunCandidate]):
     @property
     def not_searched(self) -> str:
         """What a run spec may contain and no candidate has, as the end of a sentence."""
-        return text(
-            "left out described",
+        return tr(
+            "cp, ep and hsdp (1 in every choice); schedules other than the file's ({schedule}); tp above {cut}; vpp "
+            "above {virtual}; dp and micro-batches that do not divide the batch; other orders of ranks",
             schedule=self.request.base.schedule,
             virtual=MOST_VIRTUAL,
             cut=max_tensor_parallel(self.request.base),
@@ -185,11 +198,20 @@ def search_request(
 ) -> RunSearch:
     """See `search`."""
     if top_k < 1:
-        raise ConfigError(text("not above zero", name="top_k", value=top_k))
+        raise ConfigError(
+            tr("auto_parallel was asked for {name}={value}. Give a number above 0.", name="top_k", value=top_k)
+        )
     runs = list(list_runs(request))
     if not runs:
-        limits = ", ".join(map(str, request.limits)) or text("none cut")
-        raise PlanError(text("no choice", devices=request.devices, limits=limits))
+        limits = ", ".join(map(str, request.limits)) or tr("none")
+        raise PlanError(
+            tr(
+                "No parallel configuration on {devices} devices satisfies the limits ({limits}). Relax one, or use "
+                "another number of devices.",
+                devices=request.devices,
+                limits=limits,
+            )
+        )
     room = USABLE * request.base.device.memory
     least: tuple[float, RunSpec, Footprint | None] = (math.inf, runs[0], None)
     ordered: list[tuple[float, int, RunSpec]] = []
@@ -325,11 +347,13 @@ def _memory_error(request: SearchRequest, total: float, run: RunSpec, footprint:
     parts = {name: getattr(footprint, name) for name in footprint.__dataclass_fields__}
     most = max(parts, key=lambda name: parts[name])
     choice = " ".join(f"{name}={value}" for name, value in get_knobs(run).items())
-    return text(
-        "no choice fits",
+    return tr(
+        "No choice fits: the least that any needs is {least} GiB a device ({choice}), of which {part} {most} GiB, and "
+        "{device} has {room} GiB to use. Take more devices, devices with more memory, a shorter sequence or a smaller "
+        "batch.",
         least=f"{total / GIB:.1f}",
         choice=choice,
-        part=text(f"held {most}"),
+        part=tr(_MEMORY[most]),
         most=f"{parts[most] / GIB:.1f}",
         device=request.base.device.name,
         room=f"{USABLE * request.base.device.memory / GIB:.1f}",

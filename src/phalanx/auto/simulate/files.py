@@ -15,8 +15,8 @@ from phalanx.auto.simulate.picture import draw_step, format_rate
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.auto.simulate.trace import build_trace
 from phalanx.auto.simulate.values import SimulatedStep
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 from phalanx.units import format_bytes, format_seconds
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -55,7 +55,7 @@ def write_simulated_step(
     Raises:
         ConfigError: If a file cannot be written.
     """
-    price = "" if simulated.usd_per_step is None else text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
+    price = "" if simulated.usd_per_step is None else tr("; {usd} USD a step", usd=f"{simulated.usd_per_step:.4g}")
     facts = {
         "step": format_seconds(simulated.simulation.step_time_s),
         "idle": f"{simulated.simulation.idle_share:.1%}",
@@ -66,10 +66,24 @@ def write_simulated_step(
     }
     if trace is not None:
         write_file(trace, json.dumps(build_trace(simulated)))
-        click.echo(text("timeline written", path=trace, **facts), err=True)
+        click.echo(
+            tr(
+                "{path}: {step} a step (predicted {predicted}), idle {idle}, peak rank {memory}, {rate}{price}",
+                path=trace,
+                **facts,
+            ),
+            err=True,
+        )
     if timeline is not None:
         write_file(timeline, draw_step(simulated))
-        click.echo(text("timeline written", path=timeline, **facts), err=True)
+        click.echo(
+            tr(
+                "{path}: {step} a step (predicted {predicted}), idle {idle}, peak rank {memory}, {rate}{price}",
+                path=timeline,
+                **facts,
+            ),
+            err=True,
+        )
 
 
 def check_folders(*files: Path | None) -> None:
@@ -80,7 +94,13 @@ def check_folders(*files: Path | None) -> None:
     """
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(text("no folder", path=file, folder=file.parent))
+            raise ConfigError(
+                tr(
+                    "Asked to write {path}, and there is no folder {folder}. Make it, or name another.",
+                    path=file,
+                    folder=file.parent,
+                )
+            )
 
 
 def write_file(path: Path, content: str) -> None:
@@ -92,4 +112,10 @@ def write_file(path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(text("cannot write", path=path, why=error.strerror)) from None
+        raise ConfigError(
+            tr(
+                "{path}: cannot be written ({why}). Give a file in a folder that exists and is yours.",
+                path=path,
+                why=error.strerror,
+            )
+        ) from None

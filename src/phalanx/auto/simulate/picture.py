@@ -9,8 +9,27 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from phalanx.auto.simulate.values import SimulatedStep, Slice
-from phalanx.cluster.messages.messages import text
+from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes, format_seconds
+
+_LEGEND: Labels = {
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "gradients of weights",
+    "optimizer": "optimizer",
+    "collectives": "collectives",
+    "send": "send to a stage",
+    "gradients": "gradients reduced",
+    "idle": "idle",
+}
+"""What the colours are called."""
+
+_RATES: Labels = {
+    "tokens": "{rate} tokens/s",
+    "rows": "{rate} samples/s",
+}
+"""By what a simulated step counts."""
+
 
 COLOURS = {
     "forward": "#4e79a7",
@@ -66,11 +85,13 @@ def _row_height(ranks: int) -> float:
 
 def _heading(simulated: SimulatedStep) -> Iterator[str]:
     simulation = simulated.simulation
-    title = text("timeline title", name=simulated.name, step=format_seconds(simulation.step_time_s))
+    title = tr("{name}: {step} a step", name=simulated.name, step=format_seconds(simulation.step_time_s))
     yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(title)}</text>'
     pipeline = simulation.pipeline
-    facts = text(
-        "timeline facts layers" if simulated.layers else "timeline facts",
+    facts = tr(
+        "{rate}; all {copies} ranks do the same"
+        if simulated.layers
+        else "{rate}, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks per row: {copies}",
         rate=format_rate(simulated),
         idle=f"{simulation.idle_share:.1%}",
         microbatches=pipeline.schedule.microbatches,
@@ -78,15 +99,15 @@ def _heading(simulated: SimulatedStep) -> Iterator[str]:
         copies=pipeline.copies,
     )
     if simulated.usd_per_step is not None:
-        facts += text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
+        facts += tr("; {usd} USD a step", usd=f"{simulated.usd_per_step:.4g}")
     if pipeline.schedule.virtual > 1 and not simulated.layers:
-        facts += text("timeline paler")
+        facts += tr("; later stages of a rank are paler")
     if simulation.left_out:
-        facts += text("timeline left out", count=simulation.left_out)
+        facts += tr("; {count} micro-batches of the steady state not drawn", count=simulation.left_out)
     yield f'<text x="{_LEFT}" y="41">{escape(facts)}</text>'
     x = float(_LEFT)
     for name, colour in COLOURS.items():
-        title = text(f"timeline {name}")
+        title = tr(_LEGEND[name])
         yield f'<rect x="{x:g}" y="54" width="12" height="12" fill="{colour}"/>'
         yield f'<text x="{x + 16:g}" y="64">{escape(title)}</text>'
         x += 34 + sum(12 if ord(letter) > 0x2E80 else 6.6 for letter in title)
@@ -99,7 +120,7 @@ def _axis(shown: float, bottom: float) -> Iterator[str]:
         x, label = _LEFT + number * step / shown * _TIME, format_seconds(number * step)
         yield f'<path d="M{x:.2f} {_TOP - 4}V{bottom + 5:g}" stroke="#bbb" stroke-width="0.7"/>'
         yield f'<text x="{x:.2f}" y="{bottom + 19:g}" text-anchor="middle" font-size="11">{label}</text>'
-    yield f'<text x="{_LEFT + _TIME + 8}" y="{_TOP - 8}" font-size="11">{escape(text("timeline peak"))}</text>'
+    yield f'<text x="{_LEFT + _TIME + 8}" y="{_TOP - 8}" font-size="11">{escape(tr("peak memory"))}</text>'
 
 
 def _labels(simulated: SimulatedStep, rank: int, top: float, row: float) -> Iterator[str]:
@@ -107,7 +128,7 @@ def _labels(simulated: SimulatedStep, rank: int, top: float, row: float) -> Iter
     stages = [s for s in range(len(pipeline.stages)) if pipeline.schedule.holder(s, pipeline.ranks) == rank]
     stage_names = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
     size, middle = min(12.0, row - 1), top + row / 2 + min(12.0, row - 1) / 3
-    label = escape(text("timeline each rank") if simulated.layers else text("timeline stage", stages=stage_names))
+    label = escape(tr("each rank") if simulated.layers else tr("stage {stages}", stages=stage_names))
     peak = format_bytes(simulated.simulation.peaks[rank])
     yield f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end" font-size="{size:g}">{label}</text>'
     yield f'<text x="{_LEFT + _TIME + 8}" y="{middle:.1f}" font-size="{size:g}">{peak}</text>'
@@ -166,4 +187,4 @@ def _layers(slices: list[Slice]) -> Iterator[tuple[Slice, _Layer]]:
 
 def format_rate(simulated: SimulatedStep) -> str:
     """Return what all ranks get through in a second, in the user's language."""
-    return text(f"timeline {simulated.unit} a second", rate=f"{simulated.per_s:,.0f}")
+    return tr(_RATES[simulated.unit], rate=f"{simulated.per_s:,.0f}")

@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from phalanx.cluster.messages.messages import text
-from phalanx.cluster.messages.wrong_values import why_wrong
+from phalanx.cluster.validation_errors import why_wrong
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
+from phalanx.i18n import tr
 
 SCHEMA: Literal[4] = 4
 """Version of the file; goes up with every change that an older reader would misread."""
@@ -229,7 +229,14 @@ class Rates(_Frozen):
 
     def _grid(self, name: str) -> Grid:
         if name not in self.grids:
-            raise ConfigError(text("measured not", name=name, known=", ".join(sorted(self.grids))))
+            raise ConfigError(
+                tr(
+                    "Asked for {name!r}, which was not measured. There are {known}. Run `phalanx calibrate -n N` with "
+                    "the number of ranks you plan for.",
+                    name=name,
+                    known=", ".join(sorted(self.grids)),
+                )
+            )
         return self.grids[name]
 
 
@@ -265,7 +272,15 @@ class Measured(_Frozen):
         """
         if ranks not in self.rates:
             measured = ", ".join(map(str, self.ranks))
-            raise ConfigError(text("measured ranks", ranks=ranks, host=self.host, known=measured))
+            raise ConfigError(
+                tr(
+                    "Asked for {ranks} ranks of {host}, which was measured with {known}. Run `phalanx calibrate -n "
+                    "{ranks}` there.",
+                    ranks=ranks,
+                    host=self.host,
+                    known=measured,
+                )
+            )
         return self.rates[ranks]
 
     def save(self, path: Path) -> None:
@@ -290,15 +305,37 @@ def read_measured(path: Path | None = None) -> Measured:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(text("measured missing", path=path)) from None
+        raise ConfigError(
+            tr(
+                "{path} is not there. Measure this machine with `phalanx calibrate`, or name a cluster as h100x8 or "
+                "cpux2.",
+                path=path,
+            )
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(text("measured unreadable", path=path, why=error)) from None
+        raise ConfigError(
+            tr("{path} cannot be read ({why}). Measure again with `phalanx calibrate`.", path=path, why=error)
+        ) from None
     version = content.get("schema") if isinstance(content, dict) else None
     if version != SCHEMA:
-        raise ConfigError(text("measured version", path=path, version=SCHEMA, found=version))
+        raise ConfigError(
+            tr(
+                "{path}: asked for version {version}, found {found!r}. Measure again with `phalanx calibrate`.",
+                path=path,
+                version=SCHEMA,
+                found=version,
+            )
+        )
     try:
         return Measured.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise ConfigError(text("measured broken", path=path, place=field, why=why_wrong(first))) from None
+        raise ConfigError(
+            tr(
+                "{path}: {place}: {why}. Measure again with `phalanx calibrate`.",
+                path=path,
+                place=field,
+                why=why_wrong(first),
+            )
+        ) from None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from phalanx.cluster.env.variables import ROWS
-from phalanx.cluster.messages.messages import language
+from phalanx.i18n import language
 
 _ACCESS = {"r": "read", "w": "written", "rw": "read, written", "-": "ignored"}
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 
 Layout = Literal["group", "server"]
 """`group`: board_id, group_list, instance_list. `server`: version 1.0, server_list."""
@@ -48,7 +48,9 @@ class TableEntry:
 
     def wrong(self, what: str) -> ConfigError:
         """Return the error that says where and what."""
-        return ConfigError(text("table wrong", source=self.source, path=self.path or text("table itself"), what=what))
+        return ConfigError(
+            tr("{source}: {path} {what}", source=self.source, path=self.path or tr("the table"), what=what)
+        )
 
     def has(self, key: str) -> bool:
         """Return whether this is an object with `key`."""
@@ -57,36 +59,45 @@ class TableEntry:
     def need(self, key: str) -> TableEntry:
         """Return the entry under `key`, which must be there."""
         if not isinstance(self.value, dict):
-            raise self.wrong(text("table object", found=repr(self.value)))
+            raise self.wrong(tr("must be an object in braces, found {found}. Correct it.", found=repr(self.value)))
         if key not in self.value:
-            found = ", ".join(self.value) or text("table nothing")
-            raise self.wrong(text("table key", name=key, found=found))
+            found = ", ".join(self.value) or tr("nothing")
+            raise self.wrong(tr("has no {name!r}, only {found}. Add it.", name=key, found=found))
         return TableEntry(self.value[key], self.source, f"{self.path}.{key}" if self.path else key)
 
     def items(self) -> list[TableEntry]:
         """Return the entries of a list."""
         if not isinstance(self.value, list):
-            raise self.wrong(text("table list", found=repr(self.value)))
+            raise self.wrong(tr("must be a list in brackets, found {found}. Correct it.", found=repr(self.value)))
         return [TableEntry(value, self.source, f"{self.path}[{n}]") for n, value in enumerate(self.value)]
 
     def number(self) -> int:
         """Return a whole number of at least 0, which may be written as text."""
         digits = str(self.value).strip()
         if isinstance(self.value, bool) or not (digits.isascii() and digits.isdecimal()):
-            raise self.wrong(text("table number", found=repr(self.value)))
+            raise self.wrong(
+                tr("must be a whole number of at least 0, found {found}. Correct it.", found=repr(self.value))
+            )
         return int(digits)
 
     def words(self) -> str:
         """Return text without spaces around it."""
         if not isinstance(self.value, str):
-            raise self.wrong(text("table text", found=repr(self.value)))
+            raise self.wrong(tr("must be text in quotes, found {found}. Correct it.", found=repr(self.value)))
         return self.value.strip()
 
     def check_count(self, key: str, found: int, of: str) -> None:
-        """Raise unless the number under `key` is how many there are of something, which `of` is the message for."""
+        """Raise unless the number under `key` is how many there are of something, which `of` names."""
         said = self.need(key)
         if said.number() != found:
-            raise said.wrong(text("table count", said=said.number(), found=found, of=text(of)))
+            raise said.wrong(
+                tr(
+                    "is {said}, but the table lists {found} {of}. Correct one of them.",
+                    said=said.number(),
+                    found=found,
+                    of=of,
+                )
+            )
 
 
 def layout_of(table: TableEntry) -> Layout:
@@ -95,21 +106,28 @@ def layout_of(table: TableEntry) -> Layout:
         return "server"
     if any(table.has(key) for key in ("group_list", "group_count", "board_id")):
         return "group"
-    raise table.wrong(text("table layout"))
+    raise table.wrong(
+        tr(
+            "is in no layout known here: it has neither 'group_list' (with board_id) nor 'server_list' (with version "
+            "1.0). Make one with `phalanx rank-table make --hosts 10.0.0.1,10.0.0.2`."
+        )
+    )
 
 
 def read_groups(table: TableEntry) -> tuple[str, list[Device]]:
     """Return board id and devices, in the order of the file, of the older layout."""
     board_id = _board_id(table.need("board_id"))
     groups = table.need("group_list").items()
-    table.check_count("group_count", len(groups), "table groups")
+    table.check_count("group_count", len(groups), tr("groups"))
     if len(groups) != 1:
-        raise table.need("group_list").wrong(text("table one group", count=len(groups)))
+        raise table.need("group_list").wrong(
+            tr("has {count} groups, and a job is started from one. Write a table for each job.", count=len(groups))
+        )
     group = groups[0]
     devices = [_instance(entry) for entry in group.need("instance_list").items()]
-    group.check_count("instance_count", len(devices), "table instances")
-    group.check_count("device_num", len(devices), "table devices")
-    group.check_count("server_num", len({device.server for device in devices}), "table servers")
+    group.check_count("instance_count", len(devices), tr("instances"))
+    group.check_count("device_num", len(devices), tr("devices"))
+    group.check_count("server_num", len({device.server for device in devices}), tr("servers"))
     _check_interfaces(table, devices)
     _check_completed(table)
     return board_id, devices
@@ -118,8 +136,8 @@ def read_groups(table: TableEntry) -> tuple[str, list[Device]]:
 def _board_id(entry: TableEntry) -> str:
     board_id = entry.words().lower()
     if board_id not in MACHINES:
-        known = text("table or").join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
-        raise entry.wrong(text("table board unknown", known=known, found=repr(entry.value)))
+        known = tr(" or ").join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
+        raise entry.wrong(tr("must be {known}, found {found}. Correct it.", known=known, found=repr(entry.value)))
     return board_id
 
 
@@ -127,7 +145,13 @@ def _instance(entry: TableEntry) -> Device:
     devices = entry.need("devices").items()
     rank, server = entry.need("rank_id").number(), _server(entry.need("server_id"))
     if len(devices) != 1:
-        raise entry.wrong(text("table instance", rank=rank, count=len(devices)))
+        raise entry.wrong(
+            tr(
+                "(rank_id {rank}) has {count} devices, and a process runs on one. Give each an instance of its own.",
+                rank=rank,
+                count=len(devices),
+            )
+        )
     return _device(devices[0], rank, server)
 
 
@@ -137,25 +161,36 @@ def _check_interfaces(table: TableEntry, devices: Sequence[Device]) -> None:
         return
     count = table.need("para_plane_nic_num")
     if table.has("para_plane_nic_name"):
-        table.check_count("para_plane_nic_num", len(table.need("para_plane_nic_name").items()), "table interfaces")
+        table.check_count("para_plane_nic_num", len(table.need("para_plane_nic_name").items()), tr("interfaces"))
     servers = [device.server for device in devices]
     most = max((servers.count(server) for server in servers), default=0)
     on_devices = table.has("para_plane_nic_location") and table.need("para_plane_nic_location").value == "device"
     if on_devices and count.number() != most:
-        raise count.wrong(text("table on devices", count=count.number(), most=most))
+        raise count.wrong(
+            tr(
+                "is {count}, but interfaces are said to be on the devices, and a server has {most}. Correct one of "
+                "them.",
+                count=count.number(),
+                most=most,
+            )
+        )
 
 
 def read_servers(table: TableEntry) -> list[Device]:
     """Return the devices, in the order of the file, of the newer layout."""
     version = table.need("version")
     if str(version.value).strip() != "1.0":
-        raise version.wrong(text("table version", found=repr(version.value)))
+        raise version.wrong(
+            tr("must be 1.0, the version read here, found {found}. Make a table of 1.0.", found=repr(version.value))
+        )
     servers = table.need("server_list").items()
-    table.check_count("server_count", len(servers), "table servers")
+    table.check_count("server_count", len(servers), tr("servers"))
     names = [_server(server.need("server_id")) for server in servers]
     for server, name in zip(servers, names, strict=True):
         if names.count(name) > 1:
-            raise server.need("server_id").wrong(text("table server twice", name=name))
+            raise server.need("server_id").wrong(
+                tr("{name} is listed twice. List each server once, with its devices.", name=name)
+            )
     _check_completed(table)
     return [
         _device(device, device.need("rank_id").number(), name)
@@ -167,14 +202,18 @@ def read_servers(table: TableEntry) -> list[Device]:
 def _device(entry: TableEntry, rank: int, server: str) -> Device:
     address = entry.need("device_ip").words() if entry.has("device_ip") else ""
     if address and not _is_address(address):
-        raise entry.need("device_ip").wrong(text("table address", found=repr(address)))
+        raise entry.need("device_ip").wrong(
+            tr("must be an IP address, found {found}. Correct it.", found=repr(address))
+        )
     return Device(rank=rank, server=server, device_id=entry.need("device_id").number(), device_ip=address)
 
 
 def _server(entry: TableEntry) -> str:
     address = entry.words()
     if not _is_address(address, 4):
-        raise entry.wrong(text("table server", found=repr(address)))
+        raise entry.wrong(
+            tr("must be the server's IPv4 address, found {found}. Write e.g. 10.0.0.1.", found=repr(address))
+        )
     return address
 
 
@@ -189,7 +228,13 @@ def _is_address(address: str, version: int | None = None) -> bool:
 def _check_completed(table: TableEntry) -> None:
     status = table.need("status")
     if status.value != COMPLETED:
-        raise status.wrong(text("table status", wanted=repr(COMPLETED), found=repr(status.value)))
+        raise status.wrong(
+            tr(
+                "must be {wanted}, found {found}: what writes the table has not finished. Wait for it.",
+                wanted=repr(COMPLETED),
+                found=repr(status.value),
+            )
+        )
 
 
 def _by_server(devices: Sequence[Device]) -> Iterator[tuple[str, list[Device]]]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.rank_table import layouts
 from phalanx.cluster.rank_table.layouts import MACHINES, Device, Layout, TableEntry
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 
 VARIABLE = "RANK_TABLE_FILE"
 
@@ -66,9 +66,20 @@ class RankTable:
         name, machines = MACHINES.get(self.board_id, ("", (machine.lower(),)))
         if machine.lower() not in machines:
             ours = next((known for known, (_, names) in MACHINES.items() if machine.lower() in names), None)
-            advice = text("table board here", board=ours) if ours else text("table board none")
+            advice = (
+                tr("Write {board} if it is meant for this host", board=ours)
+                if ours
+                else tr("Use a table of version 1.0, without one")
+            )
             raise ConfigError(
-                text("table board", source=self.source, board=self.board_id, name=name, machine=machine, advice=advice)
+                tr(
+                    "{source}: board_id {board} says {name}, but this machine is {machine}. {advice}.",
+                    source=self.source,
+                    board=self.board_id,
+                    name=name,
+                    machine=machine,
+                    advice=advice,
+                )
             )
 
     def to_json(self, layout: Layout, board_id: str = "") -> str:
@@ -92,8 +103,15 @@ def load(path: str) -> RankTable:
     try:
         content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else text("table no text")
-        raise ConfigError(text("table unreadable", path=path, why=reason)) from None
+        reason = error.strerror if isinstance(error, OSError) else tr("it is no text")
+        raise ConfigError(
+            tr(
+                "The rank table {path} cannot be read ({why}). Correct the path, or make one with `phalanx rank-table "
+                "make --hosts 10.0.0.1,10.0.0.2 --out rank_table.json`.",
+                path=path,
+                why=reason,
+            )
+        ) from None
     return parse(content, path)
 
 
@@ -137,10 +155,26 @@ def _unusual(table: RankTable) -> list[str]:
     for server in table.servers:
         ids = [device.device_id for device in table.on(server)]
         if len(ids) not in (1, 2, 4) and len(ids) % 8:
-            notices.append(text("table devices count", source=table.source, server=server, count=len(ids)))
+            notices.append(
+                tr(
+                    "{source}: {server} has {count} devices, where collectives of other frameworks want 1, 2, 4 or 8; "
+                    "it works here. Where groups of 4 devices are linked, list 4 or 8 for the full speed of the links",
+                    source=table.source,
+                    server=server,
+                    count=len(ids),
+                )
+            )
         elif 1 < len(ids) <= 4 and min(ids) < 4 <= max(ids):
             numbers = ", ".join(map(str, sorted(ids)))
-            notices.append(text("table devices fours", source=table.source, server=server, devices=numbers))
+            notices.append(
+                tr(
+                    "{source}: {server} has devices {devices}, of both fours 0-3 and 4-7; it works here. Where only "
+                    "the devices of a four are linked with each other, list those of one",
+                    source=table.source,
+                    server=server,
+                    devices=numbers,
+                )
+            )
     return notices
 
 
@@ -159,14 +193,23 @@ def _decode(content: str, source: str) -> tuple[Any, tuple[str, ...]]:
         value = json.loads(cleaned)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            text("table not JSON", source=source, line=error.lineno, column=error.colno, why=error.msg)
+            tr(
+                "{source}: no JSON at line {line}, column {column} ({why}). Correct it there.",
+                source=source,
+                line=error.lineno,
+                column=error.colno,
+                why=error.msg,
+            )
         ) from None
-    return value, tuple(text("table comma", source=source, line=line) for line in lines)
+    return value, tuple(
+        tr("{source}: the comma before a closing bracket in line {line} is passed over", source=source, line=line)
+        for line in lines
+    )
 
 
 def _check_ranks(devices: list[Device], source: str) -> None:
     if not devices:
-        raise ConfigError(text("table empty", source=source))
+        raise ConfigError(tr("{source}: the table lists no device. List at least one.", source=source))
     seen: dict[int, Device] = {}
     places: dict[tuple[str, int], Device] = {}
     for device in devices:
@@ -174,24 +217,41 @@ def _check_ranks(devices: list[Device], source: str) -> None:
         if device.rank in seen:
             other = seen[device.rank]
             raise ConfigError(
-                text(
-                    "table rank twice", source=source, rank=device.rank, device=other.device_id, server=other.server,
-                    other=device.device_id, other_server=device.server, last=len(devices) - 1,
+                tr(
+                    "{source}: rank_id {rank} is given twice, to device {device} of {server} and device {other} of "
+                    "{other_server}. Number the ranks 0 to {last}.",
+                    source=source,
+                    rank=device.rank,
+                    device=other.device_id,
+                    server=other.server,
+                    other=device.device_id,
+                    other_server=device.server,
+                    last=len(devices) - 1,
                 )
-            )  # fmt: skip
+            )
         if slot in places:
             raise ConfigError(
-                text(
-                    "table device twice", source=source, device=device.device_id, server=device.server,
-                    rank=places[slot].rank, other=device.rank,
+                tr(
+                    "{source}: device {device} of {server} is listed twice, for ranks {rank} and {other}. Give each "
+                    "rank a device of its own.",
+                    source=source,
+                    device=device.device_id,
+                    server=device.server,
+                    rank=places[slot].rank,
+                    other=device.rank,
                 )
-            )  # fmt: skip
+            )
         seen[device.rank] = places[slot] = device
     missing = next((rank for rank in range(len(devices)) if rank not in seen), None)
     if missing is not None:
         raise ConfigError(
-            text(
-                "table rank missing", source=source, count=len(devices), last=len(devices) - 1, missing=missing,
+            tr(
+                "{source}: {count} devices need rank_id 0 to {last}, but {missing} is missing and {most} is given. "
+                "Number them from 0 without gaps.",
+                source=source,
+                count=len(devices),
+                last=len(devices) - 1,
+                missing=missing,
                 most=max(seen),
             )
-        )  # fmt: skip
+        )

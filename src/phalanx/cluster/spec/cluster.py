@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.spec.devices import USUAL, Device, find_preset
 from phalanx.errors import ConfigError
+from phalanx.i18n import suggest, tr
 
 if TYPE_CHECKING:
     from phalanx.cluster.calibration.figures import Measured
@@ -127,7 +127,9 @@ def _least(devices: list[Device]) -> Device:
         return devices[0]
     common = [kind for kind in devices[0].flops if all(kind in device.flops for device in devices)]
     if not common:
-        raise ConfigError(text("cluster precision", devices=", ".join(names)))
+        raise ConfigError(
+            tr("{devices} compute in no precision in common. Describe equal nodes.", devices=", ".join(names))
+        )
     return Device(
         name=f"least of {' and '.join(names)}",
         # Of the rates that are reached, not of the peaks: then the share is 1.
@@ -172,7 +174,7 @@ def _parse_words(description: str, first: str, rest: list[str]) -> Cluster:
     settings = _parse_settings(rest, {"nodes": 1.0, "gbps": node.gbps, "usd": 0.0})
     nodes, gbps = float(settings["nodes"]), float(settings["gbps"])
     if nodes % 1:
-        raise ConfigError(text("cluster nodes", nodes=f"{nodes:g}"))
+        raise ConfigError(tr("Asked for nodes={nodes}. Give a whole number.", nodes=f"{nodes:g}"))
     return _with_price(replace(cluster, nodes=(replace(node, gbps=gbps),) * int(nodes)), settings)
 
 
@@ -184,7 +186,13 @@ def _with_price(cluster: Cluster, settings: Mapping[str, float | str]) -> Cluste
 def _preset_cluster(description: str, first: str) -> Cluster:
     match = re.fullmatch(r"(.+?)x(\d+)", first)
     if match is None or int(match[2]) < 1:
-        raise ConfigError(text("cluster words", said=description))
+        raise ConfigError(
+            tr(
+                "Asked for the cluster {said!r}. Write DEVICExCOUNT,nodes=N, such as h100x8,nodes=16; cpux2 or here "
+                "for this host; or the path of a .toml or .json file.",
+                said=description,
+            )
+        )
     device, count = find_device(match[1]), int(match[2])
     return Cluster(nodes=(Node(device=device, devices=count, gbps=usual_gbps(device) * count),))
 
@@ -211,7 +219,14 @@ def _parse_settings(words: list[str], defaults: dict[str, float | str]) -> dict[
         name, _, value = word.partition("=")
         if name not in defaults:
             names = ", ".join(f"{key}=" for key in defaults)
-            raise ConfigError(text("cluster setting", word=word, known=names, nearest=meant(name, defaults)))
+            raise ConfigError(
+                tr(
+                    "Asked for {word!r} of a cluster; {known} are known.{nearest}",
+                    word=word,
+                    known=names,
+                    nearest=suggest(name, defaults),
+                )
+            )
         settings[name] = value if isinstance(defaults[name], str) else _positive(name, value)
     return settings
 
@@ -222,7 +237,7 @@ def _positive(name: str, value: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e9:
-        raise ConfigError(text("cluster number", name=name, value=value))
+        raise ConfigError(tr("Asked for {name}={value} of a cluster. Give a number above 0.", name=name, value=value))
     return number
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from phalanx.cluster.calibration.figures import Measured, read_measured
 from phalanx.cluster.calibration.interpolation import cores_each, with_ranks
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.spec.cluster import Cluster, Node, usual_gbps
 from phalanx.cluster.spec.devices import DEVICES, GIB, Device
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSORS = Path("/proc/cpuinfo")
@@ -45,7 +45,10 @@ def detect(role: Role) -> Cluster:
     else:
         node, assumed = _gpu_node(gpus)
     if role.node_count > 1:
-        assumed += (text("assumed nodes", count=role.node_count), text("assumed between", rate=f"{node.gbps:g}"))
+        assumed += (
+            tr("{count} nodes, all as this one", count=role.node_count),
+            tr("{rate} Gb/s between them", rate=f"{node.gbps:g}"),
+        )
     return Cluster(nodes=(node,) * role.node_count, assumed=assumed)
 
 
@@ -79,8 +82,11 @@ def cpu_node(devices: int, *, is_bound: bool = False) -> tuple[Node, tuple[str, 
         link=cores * BYTES_A_CORE / 2,
     )
     assumed = (
-        text("assumed cores", count=cycle, hertz=f"{hertz / 1e9:.2g}"),
-        text("assumed memory", rate=f"{BYTES_A_CORE / 1e9:g}"),
+        tr("{count} float32 operations a cycle and core at {hertz} GHz", count=cycle, hertz=f"{hertz / 1e9:.2g}"),
+        tr(
+            "{rate} GB/s of memory a core; `phalanx calibrate` measures, and `here` uses it",
+            rate=f"{BYTES_A_CORE / 1e9:g}",
+        ),
     )
     return Node(device=device, devices=devices, gbps=CPU_GBPS), assumed
 
@@ -112,7 +118,14 @@ def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, M
     notes = _changes_since(measured)
     if not exactly and count not in measured.ranks:
         measured, near = with_ranks(measured, count)
-        notes = (text("measured near", ranks=count, near=near), *notes)
+        notes = (
+            tr(
+                "{ranks} ranks are reckoned from the figures of {near}: `phalanx calibrate -n {ranks}` measures them",
+                ranks=count,
+                near=near,
+            ),
+            *notes,
+        )
     rates, size, stream = measured.at(count), 1024, 2**23
     link = stream / rates.collective_s("send", stream, count) if count > 1 else BYTES_A_CORE
     flops = {kind: 2 * size**3 / rates.matmul_s(size, size, size, kind) for kind in ("fp32", "bf16")}
@@ -134,7 +147,16 @@ def _changes_since(measured: Measured) -> tuple[str, ...]:
         ("torch", measured.torch, importlib.metadata.version("torch")),
         ("cores", str(measured.cores), str(len(os.sched_getaffinity(0)))),
     )
-    return tuple(text("measured before", name=name, then=then, now=now) for name, then, now in pairs if then != now)
+    return tuple(
+        tr(
+            "measured with {name} {then}, which is {now} now: `phalanx calibrate` measures again",
+            name=name,
+            then=then,
+            now=now,
+        )
+        for name, then, now in pairs
+        if then != now
+    )
 
 
 def processor_name() -> str:
@@ -173,9 +195,15 @@ def _gpu_names() -> list[str]:
 def _gpu_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
     preset = preset_for_gpu(names[0])
     if len(set(names)) > 1:
-        raise ConfigError(text("gpus differ", names=", ".join(names)))
+        raise ConfigError(
+            tr(
+                "Asked to detect this host, found different GPUs: {names}. Choose equal ones with "
+                "CUDA_VISIBLE_DEVICES, or describe the cluster in a file (docs/calibrate.md).",
+                names=", ".join(names),
+            )
+        )
     gbps = usual_gbps(preset) * len(names)
-    assumed = text("assumed gpu", gpu=names[0], device=preset.name)
+    assumed = tr("{gpu} is {device}, with its usual network", gpu=names[0], device=preset.name)
     return Node(device=preset, devices=len(names), gbps=gbps), (assumed,)
 
 
@@ -190,5 +218,12 @@ def preset_for_gpu(gpu: str) -> Device:
     same_memory = [device for device in family if f"{round(device.memory / GIB)}GB" in words] or family
     matches = [device for device in same_memory if ("PCIE" in device.name.upper()) == ("PCIE" in words)]
     if not matches:
-        raise ConfigError(text("gpu unknown", gpu=gpu, known=", ".join(DEVICES)))
+        raise ConfigError(
+            tr(
+                "Asked to detect this host, found {gpu}, which has no preset. Known: {known}. Describe it in a file, "
+                "under devices (docs/calibrate.md).",
+                gpu=gpu,
+                known=", ".join(DEVICES),
+            )
+        )
     return matches[0]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.cluster.calibration.figures import Rates
-from phalanx.cluster.messages.messages import meant, text
 from phalanx.errors import ConfigError
+from phalanx.i18n import suggest, tr
 
 TERA = 1e12
 GIB = 2**30
@@ -57,7 +57,14 @@ class Device:
         """
         if precision not in self.flops:
             choices = ", ".join(self.flops)
-            raise ConfigError(text("device precision", precision=precision, device=self.name, known=choices))
+            raise ConfigError(
+                tr(
+                    "Asked for {precision} on {device}, which computes in {known}. Choose one of them.",
+                    precision=precision,
+                    device=self.name,
+                    known=choices,
+                )
+            )
         return self.flops[precision] * self.clock * self.sustained * (FP8_OVER_BF16 if precision == "fp8" else 1.0)
 
 
@@ -136,6 +143,15 @@ def find_preset(name: str) -> Device:
         if device.name.lower() == full_name:
             return device
     begun = [d.name for d in _PRESETS if d.name.lower().startswith(f"{full_name}-")]
-    why = text("device could be", names=", ".join(begun)) if begun else text("device not known")
-    near = "" if begun else meant(name, [*DEVICES, *USUAL])
-    raise ConfigError(text("device", name=name, why=why, nearest=near, known=", ".join(DEVICES)))
+    why = tr("which could be {names}", names=", ".join(begun)) if begun else tr("which is not known")
+    near = "" if begun else suggest(name, [*DEVICES, *USUAL])
+    raise ConfigError(
+        tr(
+            "Asked for the device {name!r}, {why}.{nearest} Known: {known}. Describe any other in a cluster file "
+            "(docs/calibrate.md), as [[devices]] with the figures of its maker.",
+            name=name,
+            why=why,
+            nearest=near,
+            known=", ".join(DEVICES),
+        )
+    )

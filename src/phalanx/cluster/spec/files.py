@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from phalanx.cluster.messages.messages import text
-from phalanx.cluster.messages.wrong_values import why_wrong
 from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.spec.cluster import Cluster, Node, find_device, usual_gbps
 from phalanx.cluster.spec.devices import DEVICES, GIB, TERA, Device
+from phalanx.cluster.validation_errors import why_wrong
 from phalanx.errors import ConfigError
+from phalanx.i18n import tr
 
 _OF_A_RANK_TABLE = {"server_list", "server_count", "group_list", "group_count", "board_id"}
 
@@ -69,16 +69,24 @@ def read(path: Path, device: str) -> Cluster:
     try:
         written = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else text("no text")
-        raise ConfigError(text("cluster unreadable", path=path, why=why)) from None
+        why = error.strerror if isinstance(error, OSError) else tr("it is no text")
+        raise ConfigError(
+            tr("{path}: cannot be read ({why}). Check the path of the cluster's file.", path=path, why=why)
+        ) from None
     if path.suffix == ".json" and any(f'"{key}"' in written for key in _OF_A_RANK_TABLE):
         return of_rank_table(rank_table.parse(written, str(path)), device)
     try:
         content = tomllib.loads(written) if path.suffix == ".toml" else json.loads(written)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(text("cluster broken", path=path, why=error)) from None
+        raise ConfigError(tr("{path}: {why}. Correct the file.", path=path, why=error)) from None
     if device:
-        raise ConfigError(text("cluster says", device=device, path=path))
+        raise ConfigError(
+            tr(
+                "Asked for device={device} of {path}, which says itself what it is made of. Leave it out.",
+                device=device,
+                path=path,
+            )
+        )
     return parse_cluster(content, str(path))
 
 
@@ -88,8 +96,15 @@ def parse_cluster(content: Any, where: str) -> Cluster:
         file = _ClusterFile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"]) or text("the whole")
-        raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(first))) from None
+        path = ".".join(str(part) for part in first["loc"]) or tr("the whole")
+        raise ConfigError(
+            tr(
+                "{place}: {path}: {why}. docs/calibrate.md shows such a file.",
+                place=where,
+                path=path,
+                why=why_wrong(first),
+            )
+        ) from None
     own = {device.name: _device(device) for device in file.devices}
     nodes = tuple(node for node_file in file.nodes for node in [_node(node_file, own, where)] * node_file.count)
     return Cluster(nodes=nodes, usd_per_device_hour=file.usd_per_device_hour)
@@ -102,14 +117,24 @@ def _node(node_file: _NodeFile, own: dict[str, Device], where: str) -> Node:
         device = replace(device, link=node_file.link_gb_s * 1e9)
     strided = node_file.strided_gbps if node_file.strided_gbps is not None else gbps
     if strided > gbps:
-        raise ConfigError(text("cluster strided", place=where, strided=f"{strided:g}", gbps=f"{gbps:g}"))
+        raise ConfigError(
+            tr(
+                "{place}: asked for strided_gbps = {strided} over gbps = {gbps}, which is all the ports of a node "
+                "carry. Correct one of them.",
+                place=where,
+                strided=f"{strided:g}",
+                gbps=f"{gbps:g}",
+            )
+        )
     return Node(device=device, devices=node_file.devices, gbps=gbps, strided=strided / gbps)
 
 
 def _device(device_file: _DeviceFile) -> Device:
     like = find_device(device_file.like)
     if device_file.name in DEVICES:
-        raise ConfigError(text("cluster preset", name=device_file.name))
+        raise ConfigError(
+            tr("The cluster's file describes {name}, which is a preset. Give it another name.", name=device_file.name)
+        )
 
     def first(own: float | None, scale: float, otherwise: float) -> float:
         return otherwise if own is None else own * scale
@@ -135,7 +160,7 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
     counts = [len(ranks) for ranks in table.ranks_by_server]
     if device:
         kind, gbps = find_device(device), usual_gbps(find_device(device))
-        assumed: tuple[str, ...] = (text("assumed named", device=device, path=table.source),)
+        assumed: tuple[str, ...] = (tr("{device} on every server of {path}", device=device, path=table.source),)
     else:
         # Cores are shared out among as many ranks as the fullest server has.
         from phalanx.cluster.role.role import Role
@@ -143,6 +168,13 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
 
         host = detect(Role(local_world_size=max(counts)))
         kind, gbps = host.nodes[0].device, host.nodes[0].gbps / host.nodes[0].devices
-        assumed = (text("assumed here", device=kind.name, path=table.source), *host.assumed)
+        assumed = (
+            tr(
+                "{device}, as here, on every server of {path}; device= says another",
+                device=kind.name,
+                path=table.source,
+            ),
+            *host.assumed,
+        )
     nodes = tuple(Node(device=kind, devices=count, gbps=gbps * count) for count in counts)
     return Cluster(nodes=nodes, assumed=(*assumed, *table.notices))

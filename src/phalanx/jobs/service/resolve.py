@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import PhalanxError, SpecError, did_you_mean
+from phalanx.i18n import tr
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.command import PythonCommand, python_command
 from phalanx.jobs.service.limits import Limits
@@ -115,7 +115,7 @@ class _Problems(list[str]):
     def raise_for(self, spec: TrainingJob) -> None:
         if self:
             lines = "\n  ".join(dict.fromkeys(self))
-            raise SpecError(f"{messages.text('job cannot run', name=spec.name)}\n  {lines}")
+            raise SpecError(f"{tr('job {name!r} cannot run as it is written:', name=spec.name)}\n  {lines}")
 
 
 ConfigT = TypeVar("ConfigT", Code, Dataset)
@@ -186,9 +186,17 @@ def _wrong_file(path: str, folder: Path, outside: bool) -> list[str]:
         return []
     beside = (folder / path).parent
     names = [entry.name for entry in beside.iterdir() if entry.is_file()] if beside.is_dir() else []
-    where = messages.text("on this machine" if path.startswith("/") else "in the code")
+    where = tr("on this machine" if path.startswith("/") else "in the code")
     hint = did_you_mean(Path(path).name, names)
-    return ["command: " + messages.text("no such file in code", path=path, where=where, hint=hint)]
+    return [
+        "command: "
+        + tr(
+            "there is no file {path} {where}.{hint} Commit it, stop ignoring it, or correct the command.",
+            path=path,
+            where=where,
+            hint=hint,
+        )
+    ]
 
 
 def _wrong_module(python: PythonCommand, folder: Path, on_this_machine: bool) -> list[str]:

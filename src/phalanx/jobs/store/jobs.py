@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError
+from phalanx.i18n import tr
 from phalanx.jobs.models import Attempt, Counts, Event, Failure, Job, QueueLength
 from phalanx.jobs.redact import redact
 from phalanx.jobs.spec import TrainingJob
@@ -317,7 +317,7 @@ def _storable(text: str) -> str:
 
 def no_job(job: str) -> NotFoundError:
     """Return the error of a job that is not there, or that who asks may not see."""
-    return NotFoundError(messages.text("no such job", name=job))
+    return NotFoundError(tr("There is no job {name!r}. `phalanx job list` shows those there are.", name=job))
 
 
 def _count(connection: Connection) -> None:

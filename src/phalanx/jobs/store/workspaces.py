@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError, did_you_mean
+from phalanx.i18n import tr
 from phalanx.jobs.models import MemberRole, NamedConfig, Workspace
 from phalanx.jobs.states import JobState
 from phalanx.jobs.store import tables
@@ -147,7 +147,9 @@ class WorkspaceRows(Database):
 
 def no_workspace(workspace: str) -> NotFoundError:
     """Return the error of a workspace that is not there, or that who asks is no member of."""
-    return NotFoundError(messages.text("no such workspace", name=workspace))
+    return NotFoundError(
+        tr("There is no workspace {name!r}. `phalanx workspace list` shows those there are.", name=workspace)
+    )
 
 
 def _none(workspace: str, kind: str, name: str) -> str:

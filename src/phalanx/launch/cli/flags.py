@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from phalanx.cluster.allocation import COUNTS
-from phalanx.cluster.messages import messages
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.i18n import LANGUAGES, tr
 from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process import log_format
 from phalanx.launch.request.options import DEFAULT_PORT, Options
@@ -203,7 +203,7 @@ _CONTEXT: dict[str, Any] = {
 )
 @click.option(
     "--lang",
-    type=click.Choice(messages.LANGUAGES),
+    type=click.Choice(LANGUAGES),
     callback=_choose_language,
     expose_value=False,
     is_eager=True,
@@ -247,10 +247,15 @@ def _unknown_flag(error: click.NoSuchOption, arguments: Sequence[str], program: 
     """The answer to a flag that does not exist. Parsing stopped there, so --lang is looked for by hand."""
     for before, word in zip(("", *arguments), arguments, strict=False):
         flag, _, value = word.rpartition("=") if "=" in word else (before, "", word)
-        if flag == "--lang" and value in messages.LANGUAGES:
+        if flag == "--lang" and value in LANGUAGES:
             os.environ["PHALANX_LANG"] = value
-    near = messages.text("nearest flag", flag=error.possibilities[0]) if error.possibilities else ""
-    return messages.text("unknown flag", flag=error.option_name, nearest=near, program=program)
+    near = tr(" Did you mean '{flag}'?", flag=error.possibilities[0]) if error.possibilities else ""
+    return tr(
+        "No such option '{flag}'.{nearest} `{program} --help` lists all.",
+        flag=error.option_name,
+        nearest=near,
+        program=program,
+    )
 
 
 def run(arguments: Sequence[str], server: ForkServerHandle | None, *, name: str, wants_servers: bool) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.env.values import Environment
-from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
+from phalanx.i18n import language, tr
 from phalanx.launch.job import attempt_resources, registry, report
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
@@ -95,14 +95,14 @@ class Launcher:
         try:
             return runtime_folder()
         except LaunchError as error:
-            logger.warning(messages.text("not listed", why=error))
+            logger.warning(tr("`phalanx ps` will not show this job: {why}", why=error))
             return self._logs.path
 
     def _fix_threads(self, request: LaunchRequest, host: Machine) -> str:
         """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
-        self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": messages.language()})
+        self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": language()})
         source = "from your environment" if chosen else f"of {host.cores} cores"
         setting = f"OMP_NUM_THREADS={threads} for each process ({source})"
         if request.mode == "ps" or request.gpus or self._options.nproc_per_node is not None:
@@ -159,7 +159,7 @@ class Launcher:
             self._link.leave()
         if outcome.stopped_by:
             name = signal.Signals(outcome.stopped_by).name
-            self._console.write(messages.text("stopped", signal=name) + "\n")
+            self._console.write(tr("stopped by {signal}; every process of the job has ended", signal=name) + "\n")
             workers = [e.code for e in outcome.exits if e.role == "worker"]
             # Asked to end, every worker saved and ended well: nothing is lost, and a scheduler need not be alarmed.
             ended_well = outcome.stopped_by != signal.SIGINT and workers and not any(workers)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.cluster.disk import describe_full, is_full, named_errors
-from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
 from phalanx.files import temporary_path, try_lock, write_atomically
+from phalanx.i18n import tr
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -63,7 +63,9 @@ class LogFolder:
             self._move("previous", replace=True)
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
-            raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
+            raise LaunchError(
+                tr("--log_dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
+            ) from None
 
     def archive_attempt(self, attempt: int) -> None:
         """Move the files of an attempt that failed to `attempt-N`, if there is room for a folder."""
@@ -84,7 +86,13 @@ class LogFolder:
         try:
             yield
         except OSError as error:
-            logger.warning(messages.text("log file lost", what=self.path / name, why=error.strerror))
+            logger.warning(
+                tr(
+                    "{what} was not written ({why}). The job is not affected.",
+                    what=self.path / name,
+                    why=error.strerror,
+                )
+            )
 
     def check_disk_space(self) -> None:
         """Warn when the folder is deleted, or its file system has become full: output of the ranks is lost then."""
@@ -92,11 +100,18 @@ class LogFolder:
             was_full, self._is_full = self._is_full, shutil.disk_usage(self.path).free < _BLOCK
         except FileNotFoundError as error:
             if not self._is_gone:
-                logger.warning(messages.text("log file lost", what=self.path, why=error.strerror))
+                logger.warning(
+                    tr("{what} was not written ({why}). The job is not affected.", what=self.path, why=error.strerror)
+                )
             self._is_gone = True
             return
         if self._is_full and not was_full:
-            logger.warning(messages.text("log folder full", why=describe_full(self.path, _BLOCK)))
+            logger.warning(
+                tr(
+                    "What the ranks print is lost until there is room: {why}. The job goes on.",
+                    why=describe_full(self.path, _BLOCK),
+                )
+            )
 
     def _move(self, name: str, *, replace: bool) -> None:
         paths = [p for pattern in _OURS for p in self.path.glob(pattern) if p.name != name]
@@ -130,7 +145,9 @@ def _check_disk_space(path: Path, log_dir: str) -> None:
         probe.unlink()
     except OSError as error:
         why = describe_full(log_dir, _LAUNCHER_BYTES) if is_full(error) else error.strerror
-        raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
+        raise LaunchError(
+            tr("--log_dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
+        ) from None
 
 
 def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
@@ -141,7 +158,9 @@ def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
             descriptor = try_lock(path / ".lock")
         except OSError as error:
             why = error.strerror
-            raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
+            raise LaunchError(
+                tr("--log_dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
+            ) from None
         if descriptor is not None:
             return path, os.fdopen(descriptor, "a")
     raise LaunchError(f"--log_dir {log_dir}: 999 jobs write there already. Choose another folder.")

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from phalanx.cluster.disk import named_errors
-from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.files import temporary_path, write_atomically
+from phalanx.i18n import tr
 from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.launch")
@@ -47,7 +47,9 @@ class RegistryEntry:
                 write_atomically(self._path, record)
         except OSError as error:
             if not self._was_warned:
-                logger.warning(messages.text("not listed", why=f"{error.filename}: {error.strerror}"))
+                logger.warning(
+                    tr("`phalanx ps` will not show this job: {why}", why=f"{error.filename}: {error.strerror}")
+                )
             self._was_warned = True
 
     def __enter__(self) -> RegistryEntry:

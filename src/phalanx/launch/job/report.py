@@ -7,9 +7,21 @@ import textwrap
 import unicodedata
 from collections.abc import Sequence
 
-from phalanx.cluster.messages.messages import TABLE, text
+from phalanx.i18n import Labels, tr
 from phalanx.launch.job.logs import relative_path
 from phalanx.launch.job.root_cause import ProcessExit
+
+_SIGNALS: Labels = {
+    "SIGKILL": ("killed from outside without warning, often by the kernel's out-of-memory killer (see dmesg)"),
+    "SIGSEGV": "a memory error in native code; the Python stack at that moment is in the log",
+    "SIGABRT": "native code gave up; its reason is in the log",
+    "SIGBUS": "memory behind a mapping is gone: a full /dev/shm or disk, or a truncated file",
+    "SIGTERM": "asked to end by someone other than this launcher",
+    "SIGFPE": "an arithmetic error in native code",
+    "SIGILL": "an instruction this processor does not have: a library built for another one",
+}
+"""What usually sends a signal, or what it is about."""
+
 
 _WIDTH = 88
 _TABLE_WIDTH = 87
@@ -52,20 +64,28 @@ def describe_exit(process_exit: ProcessExit) -> str:
     if process_exit.code < 0:
         return _signal(-process_exit.code)
     if process_exit.error:
-        return text("raised", error=process_exit.error)
-    return text("ended early") if process_exit.code == 0 else text("ended with code", code=process_exit.code)
+        return tr("raised {error}", error=process_exit.error)
+    return (
+        tr("ended early with exit code 0, while others still waited for it")
+        if process_exit.code == 0
+        else tr("ended with exit code {code}", code=process_exit.code)
+    )
 
 
 def fork_server_lost(pid: int, code: int) -> str:
     """Return in words that the fork server died, and how."""
-    reason = _signal(-code) if code < 0 else text("ended with code", code=code)
-    return text("fork server lost", pid=pid, how=reason)
+    reason = _signal(-code) if code < 0 else tr("ended with exit code {code}", code=code)
+    return tr(
+        "the fork server (pid {pid}), from which every process of this host is started, {how}. They ended with it.",
+        pid=pid,
+        how=reason,
+    )
 
 
 def _signal(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else "?"
-    message = text("ended by signal", number=number, name=name)
-    return f"{message}: {text(name)}" if name in TABLE else message
+    message = tr("ended by signal {number} ({name})", number=number, name=name)
+    return f"{message}: {tr(_SIGNALS[name])}" if name in _SIGNALS else message
 
 
 def _centred(title: str) -> str:
@@ -81,14 +101,14 @@ def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
         first: The process that failed first.
         others: Exits of the other processes, one line each.
     """
-    lines = [_centred(f" {text('failed first', title=first.title)} ")]
+    lines = [_centred(f" {tr('{title} failed first', title=first.title)} ")]
     lines.append(f"{first.title} {describe_exit(first)}")
-    lines.append(text("where", host=first.host, pid=first.pid))
+    lines.append(tr("on {host}, pid {pid}", host=first.host, pid=first.pid))
     followers = [
         f"{e.title}: {describe_exit(e)}".splitlines()[0] for e in others if e.failed and e.title != first.title
     ]
     if followers:
-        lines.append(f"{text('others followed')}:")
+        lines.append(f"{tr('the others followed')}:")
         # Of an early end they alone say what it was missing from.
         head = textwrap.wrap(followers[0], _WIDTH) if first.code == 0 else [followers[0][:_WIDTH]]
         lines += [f"    {line}" for line in (*head, *(line[:_WIDTH] for line in followers[1:8]))]
@@ -97,6 +117,6 @@ def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
     if first.traceback:
         lines += ["", *first.traceback.rstrip("\n").split("\n")]
     elif first.last_lines:
-        lines += ["", f"{text('last lines')}:", *(f"    {line}" for line in first.last_lines)]
-    lines += ["", f"{text('log file')}: {relative_path(first.log_file)}", "=" * _WIDTH]
+        lines += ["", f"{tr('last lines of its log')}:", *(f"    {line}" for line in first.last_lines)]
+    lines += ["", f"{tr('log file')}: {relative_path(first.log_file)}", "=" * _WIDTH]
     return "\n".join(lines) + "\n"

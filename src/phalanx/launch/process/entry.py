@@ -23,9 +23,9 @@ import types
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PeerLostError, RoleError
 from phalanx.files import write_atomically
+from phalanx.i18n import tr
 from phalanx.launch.process import log_format, rank_output
 
 logger = logging.getLogger("phalanx.launch")
@@ -101,7 +101,8 @@ def _reset_process(message: dict[str, Any], fds: list[int]) -> None:
         try:
             _write_environment(Path(path))
         except OSError as problem:
-            sys.stderr.write(f"{text('log file lost', what=path, why=problem.strerror)}\n")
+            warning = tr("{what} was not written ({why}). The job is not affected.", what=path, why=problem.strerror)
+            sys.stderr.write(f"{warning}\n")
     random.seed()
     if "numpy" in sys.modules:
         # Seeded from the system when numpy was imported, that is once for all ranks.
@@ -266,7 +267,8 @@ def _write_error_record(
         write_atomically(target, json.dumps(record))
     except OSError as problem:
         # The folder is full or gone: the traceback itself, shown next, matters more.
-        sys.stderr.write(f"{text('log file lost', what=target, why=problem.strerror)}\n")
+        warning = tr("{what} was not written ({why}). The job is not affected.", what=target, why=problem.strerror)
+        sys.stderr.write(f"{warning}\n")
 
 
 def _finish(code: int, failed: bool) -> int:

@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 from typing import Protocol
 
-from phalanx.cluster.messages.messages import LOG_LINE
+from phalanx.cluster.log_line import LOG_LINE
 
 FORMATS = ("default", "bar", "json")
 """Values of `--log_format`."""

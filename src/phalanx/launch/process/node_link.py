@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
+from phalanx.i18n import tr
 from phalanx.launch.process import wire
 from phalanx.launch.request.topology import NodeOffer, check_terms
 
@@ -120,7 +120,15 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
         now = time.monotonic()
         if now - started > timeout_s:
             endpoint = f"{host}:{port}"
-            raise _LinkError(messages.text("first host silent", place=endpoint, timeout_s=timeout_s, why=why))
+            raise _LinkError(
+                tr(
+                    "The first host did not answer at {place} within {timeout_s:g} s ({why}). Start the job there "
+                    "too, check the address and that the port is open; --timeout changes how long to wait.",
+                    place=endpoint,
+                    timeout_s=timeout_s,
+                    why=why,
+                )
+            )
         if now - reported_at >= SAY_S:
             reported_at = now
             wire.send(launcher, {"waiting": [f"{host}:{port}"], "why": why})
@@ -223,8 +231,9 @@ class _Link:
         now = time.monotonic()
         if now - self._offered_at > self.timeout_s:
             raise _LinkError(
-                messages.text(
-                    "hosts missing",
+                tr(
+                    "{missing} of {total} hosts did not come within {timeout_s:g} s: {names}. Start the job there "
+                    "too; --timeout changes how long to wait.",
                     missing=len(missing),
                     total=self.node_count,
                     timeout_s=self.timeout_s,
@@ -233,7 +242,7 @@ class _Link:
             )
         if now - self._reported_at >= SAY_S:
             self._reported_at = now
-            wire.send(self.launcher, {"waiting": missing, "why": messages.text("not started yet")})
+            wire.send(self.launcher, {"waiting": missing, "why": tr("not started yet")})
             self._probe_missing_hosts([n for n, offer in enumerate(offers) if offer is None], offers[self.node_rank])
 
     def _compare(self, offers: list[dict[str, Any]], elsewhere: Any = None) -> None:

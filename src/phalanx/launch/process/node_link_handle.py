@@ -9,8 +9,8 @@ import socket
 import time
 from typing import Any
 
-from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError, PeerLostError
+from phalanx.i18n import tr
 from phalanx.launch.process import wire
 from phalanx.launch.process.node_link import BYE_S, POLL_S
 from phalanx.launch.request.topology import NodeOffer
@@ -70,8 +70,8 @@ class NodeLinkHandle:
         if "error" in message:
             raise LaunchError(message["error"]) if message["user"] else PeerLostError(message["error"])
         if "waiting" in message:
-            logger.info(messages.text("waiting"))
-            logger.info(messages.text("waiting because", names=message["waiting"], why=message["why"]))
+            logger.info(tr("server not ready, wait 3 sec to retry..."))
+            logger.info(tr("not ready endpoints:{names} ({why})", names=message["waiting"], why=message["why"]))
         elif "offers" in message:
             self._offers[message["attempt"]] = [NodeOffer(**offer) for offer in message["offers"]]
         elif "failures" in message:

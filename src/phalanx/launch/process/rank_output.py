@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from phalanx.cluster.disk import is_full
-from phalanx.cluster.messages.messages import text
+from phalanx.i18n import tr
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -28,7 +28,10 @@ class LogFile(io.FileIO):
         size = memoryview(data).nbytes
         try:
             if self._lost:
-                super().write(f"\n{text('output lost', bytes=self._lost)}\n".encode())
+                message = tr(
+                    "[phalanx] {bytes} bytes of output are missing here: the file system was full", bytes=self._lost
+                )
+                super().write(f"\n{message}\n".encode())
                 self._lost = 0
             return super().write(data)
         except OSError as error:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cluster import network
-from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
+from phalanx.i18n import tr
 from phalanx.launch.preload import is_cuda_build, torch_libraries
 
 logger = logging.getLogger("phalanx.launch")
@@ -118,8 +118,8 @@ def resolve_within(host: str, timeout_s: float) -> str:
                 raise
         if now - reported_at >= SAY_S:
             reported_at = now
-            logger.info(messages.text("waiting"))
-            logger.info(messages.text("waiting because", names=[host], why=messages.text("unknown name")))
+            logger.info(tr("server not ready, wait 3 sec to retry..."))
+            logger.info(tr("not ready endpoints:{names} ({why})", names=[host], why=tr("no host of this name yet")))
         time.sleep(POLL_S)
 
 
@@ -179,7 +179,15 @@ def bind(address: str, port: int, *, flag: str, listen: bool = False) -> socket.
 def _bind_error(address: str, port: int, flag: str, error: OSError) -> LaunchError:
     if error.errno == errno.EADDRINUSE:
         owner = network.port_owner(port)
-        return LaunchError(messages.text("port in use", flag=flag, port=port, address=address, owner=owner))
+        return LaunchError(
+            tr(
+                "{flag} {port} on {address} is in use by {owner}. End that process, or choose another port.",
+                flag=flag,
+                port=port,
+                address=address,
+                owner=owner,
+            )
+        )
     if error.errno == errno.EADDRNOTAVAIL:
         return LaunchError(f"{flag} {port}: {address} is not an address of this host. Correct the address.")
     return LaunchError(f"{flag} {port} on {address} cannot be bound ({error.strerror}). Choose another port.")

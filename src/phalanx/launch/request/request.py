@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.cluster.env.values import split_endpoint
-from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
+from phalanx.i18n import tr
 from phalanx.launch.request.devices import assign_gpus, ranks_per_node
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.nodes import Nodes, collective_nodes, listed_nodes
@@ -100,11 +100,23 @@ def check_script(script: str) -> None:
         return
     if os.path.isdir(script):
         example = os.path.join(script, "train.py")
-        raise LaunchError(messages.text("script is a folder", script=script, example=example))
+        raise LaunchError(
+            tr(
+                "training_script '{script}' is a directory. Give the Python file to run, e.g. {example}.",
+                script=script,
+                example=example,
+            )
+        )
     if not os.path.exists(script):
-        raise LaunchError(messages.text("script missing", script=script, folder=os.getcwd()))
+        raise LaunchError(
+            tr(
+                "training_script '{script}' does not exist (looked in {folder}). Check the path.",
+                script=script,
+                folder=os.getcwd(),
+            )
+        )
     if not os.access(script, os.R_OK):
-        raise LaunchError(messages.text("script unreadable", script=script))
+        raise LaunchError(tr("training_script '{script}' cannot be read. Check its permissions.", script=script))
 
 
 def detect_mode(options: Options) -> tuple[Mode, tuple[str, ...]]:

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.i18n import tr
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,23 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if several:
-        raise PlanError(text("stages of any inputs", model=type(model).__name__, names=", ".join(several)))
+        raise PlanError(
+            tr(
+                "the forward pass of {model} cannot be cut into stages, because it takes any number of inputs "
+                "({names}). Name each of them in its signature.",
+                model=type(model).__name__,
+                names=", ".join(several),
+            )
+        )
     tracer, before = _Recorder(tuple(stages)), set(vars(model))
     try:
         graph = tracer.trace(model)
     except Exception as error:  # the user's own forward runs on stand-ins, which may raise anything
         raise PlanError(
-            text(
-                "stages look at values",
+            tr(
+                "the forward pass of {model} cannot be cut into stages, because it looks at values while it runs: "
+                "{why}. Move such code into one of its units ({units}), or write the model as a torch.nn.Sequential "
+                "of them.",
                 model=type(model).__name__,
                 why=f"{type(error).__name__}: {error}",
                 units=", ".join(stages),
@@ -140,7 +149,17 @@ def _place(graph: fx.Graph, stages: Mapping[str, int], count: int) -> Iterator[t
         target = str(node.target)
         stage = _stage_of(target, stages, None) if node.op in ("call_module", "get_attr") else None
         if stage is not None and (stage < now or (stage > now and node.op == "get_attr")):
-            raise PlanError(text("stages taken back", name=target, stage=stage, now=now, unit=unit_now))
+            raise PlanError(
+                tr(
+                    "the forward pass uses {name!r} of stage {stage} while it is in stage {now} (after {unit!r}): it "
+                    "does not run through the units in their order. Let pipeline_configs cuts keep in one stage what "
+                    "is used together, or register the modules in the order in which they run.",
+                    name=target,
+                    stage=stage,
+                    now=now,
+                    unit=unit_now,
+                )
+            )
         if node.op == "call_module" and stage is not None:
             now, unit_now = stage, target
         yield node, count - 1 if node.op == "output" else 0 if node.op == "placeholder" else now

@@ -17,9 +17,9 @@ from torch import nn
 import phalanx.comm.context as context_of
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.to_plan import PLANNED_SETTINGS
-from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.i18n import tr
 from phalanx.parallel.session import TrainingRequest, session
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_parallel import auto_parallel
@@ -54,8 +54,18 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanR
     except _Reached as reached:
         return _plan_reached(reached.training, cluster, options)
     except SystemExit as ended:
-        advice = text("script to plan")
-        raise ConfigError(text("script ended", script=script, code=ended.code, advice=advice)) from None
+        advice = tr(
+            "Give a script that calls px.distribute(model, optimizer, data), fleet.distributed_model(model) or "
+            "px.Model(...).train(...)."
+        )
+        raise ConfigError(
+            tr(
+                "{script} ended ({code}) before it trained a model. {advice}",
+                script=script,
+                code=ended.code,
+                advice=advice,
+            )
+        ) from None
     except PhalanxError:
         raise
     except Exception as error:  # noqa: BLE001  # a script may raise anything
@@ -65,7 +75,16 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanR
         session.planner = None
         if context_of.is_initialized():
             context_of.shutdown()
-    raise ConfigError(text("script trained nothing", script=script, advice=text("script to plan")))
+    raise ConfigError(
+        tr(
+            "{script} finished without training a distributed model. {advice}",
+            script=script,
+            advice=tr(
+                "Give a script that calls px.distribute(model, optimizer, data), fleet.distributed_model(model) or "
+                "px.Model(...).train(...)."
+            ),
+        )
+    )
 
 
 def _failed(script: Path, error: Exception) -> str:
@@ -74,7 +93,8 @@ def _failed(script: Path, error: Exception) -> str:
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script.resolve()):
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace))
-    return f"{text('script failed', script=script)}\n{lines.rstrip()}"
+    message = tr("{script} failed before it trained a model. Make `python {script}` work first:", script=script)
+    return f"{message}\n{lines.rstrip()}"
 
 
 class _Reached(BaseException):
@@ -94,9 +114,19 @@ def _plan_reached(training: TrainingRequest, cluster: Cluster, options: dict[str
     model = training.model
     require_no_tables(model)
     sample = _sample(training, cluster.devices)
-    logger.info("%s", text("planning", model=type(model).__name__, rows=batch_size_of(sample)))
+    logger.info(
+        "%s",
+        tr(
+            "planning {model} for a global batch of {rows} samples; --time-limit stops the search at the best Plan so "
+            "far",
+            model=type(model).__name__,
+            rows=batch_size_of(sample),
+        ),
+    )
     if training.optimizer is None and "optimizer" not in options:
-        logger.info("%s", text("planning adam"))
+        logger.info(
+            "%s", tr("the script passes no optimizer, so the plan is for adam; choose another with --optimizer")
+        )
     options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
     options["cluster"] = cluster
     return auto_parallel(model, sample, training.loss_fn, **options)
@@ -130,7 +160,14 @@ def _by_name(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -
         if kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name)
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise ConfigError(text("script inputs", model=type(model).__name__, name=name))
+            raise ConfigError(
+                tr(
+                    "{model} is called with keyword arguments beside {name}, which takes inputs by position alone. To "
+                    "plan it, call it with one kind of them, or give its forward named parameters.",
+                    model=type(model).__name__,
+                    name=name,
+                )
+            )
     return arguments
 
 
@@ -139,5 +176,8 @@ def _settings(strategy: DistributedStrategy | None) -> DistributedStrategy:
     chosen, usual = strategy or DistributedStrategy(), DistributedStrategy()
     aside = [name for name in (*PLANNED_SETTINGS, "hybrid_configs") if getattr(chosen, name) != getattr(usual, name)]
     if aside:
-        logger.info("%s", text("settings aside", names=", ".join(aside)))
+        logger.info(
+            "%s",
+            tr("ignored settings of the script's strategy, which the planner decides: {names}", names=", ".join(aside)),
+        )
     return chosen.model_copy(update={name: getattr(usual, name) for name in aside})

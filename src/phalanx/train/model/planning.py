@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.auto.units import format_percent
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.cluster.messages.messages import text
 from phalanx.comm.agreement import agree, share
 from phalanx.comm.context import Context, current
 from phalanx.data.loader.binding import LossFunction
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError
+from phalanx.i18n import tr
 from phalanx.parallel.apply import broadcast_from_first_rank, check_model
 from phalanx.parallel.model_shape import is_handle, shape_of
 from phalanx.parallel.session import model_record
@@ -62,7 +62,12 @@ def search_plan(
         ConfigError: If the net cannot be captured or nothing fits; on all ranks.
     """
     if current.role.server_endpoints:
-        raise ConfigError(text("plan with servers"))
+        raise ConfigError(
+            tr(
+                "AUTO_PARALLEL plans for workers that hold all parameters, and this job has servers. Launch it "
+                "without, or write DATA_PARALLEL."
+            )
+        )
     require_no_tables(net)
     sample: Any = None
 
@@ -117,7 +122,14 @@ def prepare_for_plan(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_t
     try:
         ranks.decide("the step that the Plan is of", look, see, timeout_s=PATIENCE_S)
     except ConfigError as error:
-        raise ConfigError(text("plan of unknown step", why=error)) from error
+        raise ConfigError(
+            tr(
+                "This Plan places single operators, and the step that it is of could not be captured from the data: "
+                "{why} Or call phalanx.auto.capture.step.capture(model, sample) with what a global batch calls the "
+                "model with before, on rank 0 at least.",
+                why=error,
+            )
+        ) from error
 
 
 def replicate_net(net: nn.Module, current: Context) -> None:
@@ -229,4 +241,12 @@ def require_no_tables(model: Any) -> None:
     params = model.named_parameters() if isinstance(model, nn.Module) else ()
     name = next((name for name, param in params if is_handle(param)), None)
     if name is not None:
-        raise PlanError(text("plan with tables", name=name))
+        raise PlanError(
+            tr(
+                "The planner was asked for a Plan of a model whose parameter {name!r} stands for a table of rows, "
+                "which live on parameter servers. It plans models that hold all their parameters. Train this one as "
+                "its strategy says, `phalanx run --server_num 1 --worker_num 2 train.py`, or build it with "
+                "torch.nn.Embedding.",
+                name=name,
+            )
+        )

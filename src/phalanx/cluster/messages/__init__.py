@@ -1,1 +1,0 @@
-"""Messages in English and in Chinese."""
