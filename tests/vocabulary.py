@@ -28,8 +28,13 @@ PARTICIPLES = frozenset(PARTICIPLE_WORDS.split())
 
 
 def vague_variables(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of every variable and parameter with a vague name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the line and the name of every variable and parameter with a vague name; fields may be those of files."""
+    tree = ast.parse(path.read_text())
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    fields = {item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        if node in fields:
+            continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
             yield node.lineno, node.id
         elif isinstance(node, ast.arg) and node.arg in VAGUE:

@@ -12,9 +12,9 @@ import pytest
 
 import file_server
 from phalanx.errors import ConfigError, SpecError
-from phalanx.jobs.reach import Reach, is_public
 from phalanx.jobs.service.limits import Limits
-from phalanx.jobs.sources.datasets import fixed
+from phalanx.jobs.sources.datasets import pin
+from phalanx.jobs.sources.reach import Reach, is_public
 from phalanx.jobs.spec import Dataset
 
 
@@ -48,18 +48,18 @@ def test_addresses_are_public_or_not_however_they_are_written(address: str, publ
 def test_a_server_asks_no_host_of_its_own_network_unless_it_is_listed(web: file_server.Server) -> None:
     for uri in (web.url("data.bin"), web.url("data.bin").replace("127.0.0.1", "localhost"), "http://[::1]:9/x"):
         with pytest.raises(SpecError, match=r"no host with a public address, .* lists the host under `hosts`"):
-            fixed(at(uri), None, reach=Reach())
+            pin(at(uri), None, reach=Reach())
     with pytest.raises(SpecError, match=r"there.invalid is no host with a public address"):
-        fixed(at("http://there.invalid/x"), None, reach=Reach())
+        pin(at("http://there.invalid/x"), None, reach=Reach())
     assert not web.asked
     size = len(file_server.CONTENT)
-    assert fixed(at(web.url("data.bin")), None, reach=Reach(("127.0.0.0/8",))).size == size
+    assert pin(at(web.url("data.bin")), None, reach=Reach(("127.0.0.0/8",))).size == size
     assert (
-        fixed(at(web.url("data.bin").replace("127.0.0.1", "localhost")), None, reach=Reach(("localhost",))).size == size
+        pin(at(web.url("data.bin").replace("127.0.0.1", "localhost")), None, reach=Reach(("localhost",))).size == size
     )
     assert len(web.asked) == 2
     with pytest.raises(SpecError, match="no host with a public address"):
-        fixed(Dataset(name="d", kind="s3", uri="s3://b/x", endpoint=web.url("")), None, reach=Reach())
+        pin(Dataset(name="d", kind="s3", uri="s3://b/x", endpoint=web.url("")), None, reach=Reach())
     assert len(web.asked) == 2
 
 
@@ -67,9 +67,9 @@ def test_a_redirect_is_looked_at_as_an_address_is(web: file_server.Server) -> No
     web.redirects["there"] = web.url("data.bin").replace("127.0.0.1", "127.0.0.2")
     web.redirects["here"] = web.url("data.bin")
     allowed = Reach(("127.0.0.1",))
-    assert fixed(at(web.url("here")), None, reach=allowed).size == len(file_server.CONTENT)
+    assert pin(at(web.url("here")), None, reach=allowed).size == len(file_server.CONTENT)
     with pytest.raises(SpecError, match=r"127.0.0.2 is no host with a public address"):
-        fixed(at(web.url("there")), None, reach=allowed)
+        pin(at(web.url("there")), None, reach=allowed)
     assert [name for name, _ in web.asked] == ["here", "data.bin", "there"]
 
 
@@ -88,7 +88,7 @@ def test_a_name_is_resolved_once_and_that_address_is_connected_to(
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     uri = web.url("data.bin").replace("127.0.0.1", "data.example")
-    assert fixed(at(uri), None, reach=Reach(("data.example",))).size == len(file_server.CONTENT)
+    assert pin(at(uri), None, reach=Reach(("data.example",))).size == len(file_server.CONTENT)
     assert names == ["data.example"]
 
 

@@ -61,8 +61,8 @@ class TableEntry:
         if not isinstance(self.value, dict):
             raise self.wrong(tr("must be an object in braces, found {found}. Correct it.", found=repr(self.value)))
         if key not in self.value:
-            found = ", ".join(self.value) or tr("nothing")
-            raise self.wrong(tr("has no {name!r}, only {found}. Add it.", name=key, found=found))
+            keys = ", ".join(self.value) or tr("nothing")
+            raise self.wrong(tr("has no {name!r}, only {found}. Add it.", name=key, found=keys))
         return TableEntry(self.value[key], self.source, f"{self.path}.{key}" if self.path else key)
 
     def items(self) -> list[TableEntry]:
@@ -86,15 +86,15 @@ class TableEntry:
             raise self.wrong(tr("must be text in quotes, found {found}. Correct it.", found=repr(self.value)))
         return self.value.strip()
 
-    def check_count(self, key: str, found: int, of: str) -> None:
+    def check_count(self, key: str, expected: int, of: str) -> None:
         """Raise unless the number under `key` is how many there are of something, which `of` names."""
-        said = self.need(key)
-        if said.number() != found:
-            raise said.wrong(
+        entry = self.need(key)
+        if entry.number() != expected:
+            raise entry.wrong(
                 tr(
                     "is {said}, but the table lists {found} {of}. Correct one of them.",
-                    said=said.number(),
-                    found=found,
+                    said=entry.number(),
+                    found=expected,
                     of=of,
                 )
             )
@@ -136,8 +136,8 @@ def read_groups(table: TableEntry) -> tuple[str, list[Device]]:
 def _board_id(entry: TableEntry) -> str:
     board_id = entry.words().lower()
     if board_id not in MACHINES:
-        known = tr(" or ").join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
-        raise entry.wrong(tr("must be {known}, found {found}. Correct it.", known=known, found=repr(entry.value)))
+        choices = tr(" or ").join(f"{choices} ({name})" for choices, (name, _) in MACHINES.items())
+        raise entry.wrong(tr("must be {known}, found {found}. Correct it.", known=choices, found=repr(entry.value)))
     return board_id
 
 
@@ -219,8 +219,8 @@ def _server(entry: TableEntry) -> str:
 
 def _is_address(address: str, version: int | None = None) -> bool:
     try:
-        found = ipaddress.ip_address(address).version
-        return version is None or found == version
+        actual = ipaddress.ip_address(address).version
+        return version is None or actual == version
     except ValueError:
         return False
 

@@ -65,7 +65,7 @@ class RankTable:
         """
         name, machines = MACHINES.get(self.board_id, ("", (machine.lower(),)))
         if machine.lower() not in machines:
-            ours = next((known for known, (_, names) in MACHINES.items() if machine.lower() in names), None)
+            ours = next((board_id for board_id, (_, names) in MACHINES.items() if machine.lower() in names), None)
             advice = (
                 tr("Write {board} if it is meant for this host", board=ours)
                 if ours

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.addresses import is_local
 from phalanx.jobs.backend_registry import BackendName
-from phalanx.jobs.reach import Reach, host_rule
+from phalanx.jobs.sources.reach import Reach, host_rule
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")

@@ -13,10 +13,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx.errors import BackendError, DataError, SpecError
-from phalanx.jobs.reach import Reach
 from phalanx.jobs.sources import remote
 from phalanx.jobs.sources.build_once import build_once
 from phalanx.jobs.sources.code import absolute
+from phalanx.jobs.sources.reach import Reach
 from phalanx.jobs.spec import Dataset
 
 logger = logging.getLogger("phalanx.jobs")

@@ -12,8 +12,8 @@ from typing import Any
 
 from phalanx.errors import DataError, SpecError
 from phalanx.jobs.addresses import bucket_and_key, inner_path
-from phalanx.jobs.reach import Reach
 from phalanx.jobs.sources.build_once import Progress
+from phalanx.jobs.sources.reach import Reach
 from phalanx.jobs.spec import Dataset
 
 logger = logging.getLogger("phalanx.jobs")

@@ -55,9 +55,10 @@ class Reach:
             infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             infos = []
-        found = list(dict.fromkeys(str(info[4][0]) for info in infos))
-        if found and all(self._allows(host, ipaddress.ip_address(address.partition("%")[0])) for address in found):
-            return found
+        addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        parsed = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses]
+        if addresses and all(self._allows(host, address) for address in parsed):
+            return addresses
         raise SpecError(
             f"{host} is no host with a public address, and this server connects to no others for its members. Correct "
             "the address; or its administrator lists the host under `hosts` in server.yaml."
