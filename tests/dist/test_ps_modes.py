@@ -157,7 +157,7 @@ def train_within_a_bound(endpoints, bound, steps):
         if job.rank == 1 and step == 0:
             # Let the other get as far as it may.
             store.wait([f"step {bound - 1}"])
-        mode.pull([sim.Want("ids", sim.EVERY_KEY)]).rows()
+        mode.pull([sim.PullSpec("ids", sim.EVERY_KEY)]).rows()
         behind.append(step - store.add(f"pushed {1 - job.rank}", 0))
         # Counted before it is sent: the server can only know less.
         store.add(f"pushed {job.rank}", 1)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.fault
 
 SERVER = """
 import json, sys, time
-from phalanx.ps.wire import Listener, Reply
+from phalanx.ps.wire import Listener, RpcReply
 
 def handler(request):
     with open(sys.argv[2], "a") as record:
@@ -36,7 +36,7 @@ def handler(request):
         print(json.dumps([request.op, request.client, request.seq, sums]), file=record)
     if request.op == "hold" and sys.argv[3] == "holds":
         time.sleep(60)
-    return Reply({"seq": request.seq}, request.arrays)
+    return RpcReply({"seq": request.seq}, request.arrays)
 
 listener = Listener(sys.argv[1], secret=b"0123456789abcdef", me="server 0", handler=handler)
 print(listener.endpoint, flush=True)

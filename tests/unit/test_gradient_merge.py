@@ -126,7 +126,7 @@ def test_wrong_counts_are_errors() -> None:
     model, optimizer = made(2)
     with pytest.raises(ConfigError, match="k_steps of at least 1, found 0"):
         accumulate_gradients(optimizer, model, 0)
-    with pytest.raises(ConfigError, match="merged already"):
+    with pytest.raises(ConfigError, match="accumulated already"):
         accumulate_gradients(optimizer, model, 2)
     table = px.ps.SparseEmbedding(4)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)

@@ -13,6 +13,17 @@ from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.solver.pipeline_problem import PipelineProblem
 from phalanx.auto.solver.problem import IntraStageProblem
 from phalanx.auto.solver.solve import Solution
+from phalanx.i18n import Labels
+
+STEP_PARTS: Labels = {
+    "compute": "compute",
+    "collectives of layers": "collectives of layers",
+    "sharding": "sharding",
+    "exchange of gradients": "gradient synchronisation",
+    "optimizer": "optimizer",
+    "stages": "waits of stages",
+}
+"""What the parts of a planned step are called."""
 
 
 def estimate_layer_comm(

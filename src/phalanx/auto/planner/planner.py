@@ -19,7 +19,7 @@ from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, ParallelConfig, divisors
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment
-from phalanx.auto.planner.breakdown import compute_breakdown, estimate_layer_comm
+from phalanx.auto.planner.breakdown import STEP_PARTS, compute_breakdown, estimate_layer_comm
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.strategies import ConfigProblem, StrategyCatalog, build_problem
 from phalanx.auto.planner.unsupported import explain_empty_space
@@ -65,7 +65,7 @@ class Candidate(Assignment):
 
     def part_label(self, part: str) -> str:
         """Return the name of a part, in the user's language."""
-        return tr(_MEMORY[part])
+        return tr(STEP_PARTS[part])
 
     def is_same_as(self, other: object) -> bool:
         """Return whether another candidate has the same config and strategies."""

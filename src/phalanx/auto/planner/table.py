@@ -10,20 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.auto.planner.breakdown import STEP_PARTS
 from phalanx.auto.planner.planner import Candidate, PlanSearch
 from phalanx.auto.units import format_percent
 from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes, format_seconds
-
-STEP_PARTS: Labels = {
-    "compute": "compute",
-    "collectives of layers": "collectives of layers",
-    "sharding": "sharding",
-    "exchange of gradients": "gradient synchronisation",
-    "optimizer": "optimizer",
-    "stages": "waits of stages",
-}
-"""What the parts of a planned step are called."""
 
 _SPACE: Labels = {
     "data": "data",
