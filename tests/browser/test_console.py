@@ -70,7 +70,7 @@ def test_only_a_valid_token_lets_in(open_browser, server):
     open_browser.get(f"{server.url}/ui/w/default/")
     assert "/ui/sign-in" in open_browser.current_url
     open_browser.find_element(By.ID, "token").send_keys("made up" + Keys.ENTER)
-    _until(open_browser, lambda: "not known" in _text(open_browser))
+    _until(open_browser, lambda: "unknown or has expired" in _text(open_browser))
     open_browser.find_element(By.ID, "token").send_keys(server.owner_token() + Keys.ENTER)
     _until(open_browser, lambda: "No jobs yet" in _text(open_browser) or "Name" in _text(open_browser))
     assert open_browser.execute_script("return document.cookie") == ""
