@@ -14,6 +14,7 @@ from phalanx.old_names import answer_imports, missing
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import checkpoint, comm, data, fleet, ps
     from phalanx.auto.predict.prediction import predict
+    from phalanx.auto.simulate_plan import simulate_plan
     from phalanx.checkpoint.checkpointer import Checkpointer
     from phalanx.checkpoint.export.export import export_onnx, export_program, export_state_dict
     from phalanx.checkpoint.loading import load
@@ -119,6 +120,7 @@ _HOMES = {
     "save": "phalanx.checkpoint.saving",
     "set_auto_parallel_context": "phalanx.train.model.auto_context",
     "shard": "phalanx.parallel.tensor.shard_api",
+    "simulate_plan": "phalanx.auto.simulate_plan",
     "shutdown": "phalanx.comm.context",
     "train_step": "phalanx.train.step.step",
     "use_batch": "phalanx.comm.context",

@@ -1,4 +1,4 @@
-"""Which torch this package works with, the check that says so in words, and whether the native core is there."""
+"""The range of torch versions that is supported, `require_torch()`, and whether the native extension is there."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import phalanx as px
-from phalanx.auto.auto_parallel import build_machine
+from phalanx.auto.captured_model import build_machine
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.machine_model import HostOverhead, MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig

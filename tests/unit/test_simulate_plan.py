@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx as px
-from phalanx.auto.auto_parallel import simulate_plan
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.simulate.picture import draw_step
 from phalanx.auto.simulate.trace import build_trace
 from phalanx.auto.simulate.values import Simulation
+from phalanx.auto.simulate_plan import simulate_plan
 from phalanx.errors import PlanError
 from phalanx.plan.value import Average, Axis, ModuleRule, ParamRule, Plan, Step
 

@@ -1,4 +1,4 @@
-"""What the store holds, as plain values: workspaces, members, code sources, datasets, jobs, attempts, events. Pure."""
+"""Records of the store: workspaces and roles, named configurations, jobs, attempts, failures, events, counts. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's tables as the verbs of Fleet see them: serve, train, save, load, shrink, leave."""
+"""Calls behind Fleet's run_server, save_persistables, load_persistables, shrink and stop_worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order each rank of a pipeline runs its micro-batches: the same order as torch's schedules (pure).
+"""Order of forward and backward passes on each rank, by pipeline schedule: as torch's schedules (pure).
 
 `parallel/pipeline/schedule` has torch run a schedule; what asks beforehand how long it takes, or how much it holds,
 asks here. A test holds the two together.

@@ -1,4 +1,4 @@
-"""Where a model may be cut: its units in order, and stages of about equal parameters."""
+"""Pipeline partitioning: the sequential units of a model, stages balanced by bytes of parameters, their look-up."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
 from phalanx.strategy import configs as shapes
 from phalanx.strategy.checks import check_together, is_above_zero
 from phalanx.strategy.files import read_settings, write_settings
-from phalanx.strategy.idle import idle_settings
+from phalanx.strategy.ineffective import idle_settings
 from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
 from phalanx.strategy.table import printed, strategy_table
 from phalanx.strategy.techniques import TECHNIQUES

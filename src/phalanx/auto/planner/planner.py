@@ -21,8 +21,8 @@ from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment
 from phalanx.auto.planner.breakdown import STEP_PARTS, compute_breakdown, estimate_layer_comm
 from phalanx.auto.planner.lower_bound import LowerBound
+from phalanx.auto.planner.search_restrictions import explain_empty_space
 from phalanx.auto.planner.strategies import ConfigProblem, StrategyCatalog, build_problem
-from phalanx.auto.planner.unsupported import explain_empty_space
 from phalanx.auto.search.result import SearchResult
 from phalanx.auto.solver.min_memory import MinMemory, find_min_memory, largest_part, peak_lower_bound
 from phalanx.auto.solver.pipeline_problem import PipelineProblem

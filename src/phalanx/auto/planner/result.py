@@ -13,6 +13,7 @@ from rich.table import Table
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.formatting import format_names
 from phalanx.auto.planner.planner import Candidate, PlanSearch
 from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.planner.strategies import build_problem
@@ -21,7 +22,6 @@ from phalanx.auto.planner.to_plan import build_plan
 from phalanx.auto.planner.traffic import count_traffic
 from phalanx.auto.search.result import why_not
 from phalanx.auto.simulate.values import SimulatedStep
-from phalanx.auto.units import format_names
 from phalanx.errors import ConfigError
 from phalanx.i18n import suggest, tr
 from phalanx.plan.value import Plan

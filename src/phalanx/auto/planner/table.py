@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.auto.formatting import format_percent
 from phalanx.auto.planner.breakdown import STEP_PARTS
 from phalanx.auto.planner.planner import Candidate, PlanSearch
-from phalanx.auto.units import format_percent
 from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes, format_seconds
 

@@ -1,4 +1,4 @@
-"""The state of Python's own generator, the one behind `random.random()`, read and put back in a microsecond.
+"""Fast save and restore of the state of Python's `random` module.
 
 `random.getstate` makes 625 numbers of it and `setstate` reads them, 10 us a batch. In CPython the generator's class,
 without the attribute for normal numbers that its subclass adds, is written in C and holds no objects: what follows the

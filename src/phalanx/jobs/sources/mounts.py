@@ -1,4 +1,4 @@
-"""Datasets at absolute paths of this machine, seen by one job alone: bound in a mount namespace that ends with it.
+"""Bind mounts of datasets at absolute paths, in a private mount namespace of the job (unshare), outside pods.
 
 Root may do that; others where the kernel lets users make namespaces. Nothing is mounted for anybody else, but a folder
 that has to be made for a mount stays, empty.

@@ -1,4 +1,4 @@
-"""The launcher's main line: look, check, say, start, watch, restart, report."""
+"""The launcher of a node: detect hardware, check options, start the processes, monitor, restart, report."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from phalanx.plan.buckets import all_reduce_buckets
-from phalanx.plan.fractions import LayerKind, fractions, fractions_table
+from phalanx.plan.layer_profile import LayerKind, fractions, fractions_table
 from phalanx.plan.memory import Memory, StateOf, memory_of, memory_table
 from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
 from phalanx.plan.rules.tensor import ON_TOKENS

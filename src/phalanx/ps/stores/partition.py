@@ -1,4 +1,4 @@
-"""Partition ids, and the arrays that belong to them, over the servers that own them."""
+"""Split keys and their rows by the server that owns them, and merge the replies."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from phalanx.data.loader.binding import (
     signature_of,
 )
 from phalanx.errors import ConfigError
-from phalanx.train.loss.own_loss import scores_of, takes_scores
+from phalanx.train.loss.model_loss import scores_of, takes_scores
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Names of columns that are the target, at any position."""

@@ -14,7 +14,7 @@ from phalanx.data.loader.binding import LossFunction
 from phalanx.data.samples.labels import label_problem
 from phalanx.errors import ConfigError, DataError
 from phalanx.train.loss.batches import MeanLoss, as_classes, takes_classes
-from phalanx.train.loss.own_loss import IGNORED, scores_of, takes_scores
+from phalanx.train.loss.model_loss import IGNORED, scores_of, takes_scores
 
 _SPEAKS_OF_LABELS = re.compile(
     "Target -?[0-9]+ is out of bounds|target tensor expected|multi-target not supported|target dtype to be Long|"

@@ -24,7 +24,7 @@ from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.parallel.tensor.shard_spec import ShardSpec
 from phalanx.train.loss.batches import BatchReader, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import cut_of_logits
-from phalanx.train.loss.own_loss import OwnLoss, of_scores, own_loss, scores_of
+from phalanx.train.loss.model_loss import OwnLoss, of_scores, own_loss, scores_of
 from phalanx.train.metrics.base import AllRanks, GlobalMetric
 from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.metric_names import Metric, RowMetric, read_metrics, takes_loss

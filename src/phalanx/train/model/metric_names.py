@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.train.loss.own_loss import OwnLoss, own_loss
+from phalanx.train.loss.model_loss import OwnLoss, own_loss
 from phalanx.train.metrics.accuracy import topk_correct
 from phalanx.train.metrics.auc import AUC
 from phalanx.train.metrics.base import GlobalMetric, MeanOfRows

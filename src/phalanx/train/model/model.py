@@ -32,7 +32,7 @@ from phalanx.train.callbacks.run import Run
 from phalanx.train.loss.batches import BatchReader, MeanLoss, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
 from phalanx.train.loss.lone_rows import check_batch_norms
-from phalanx.train.loss.own_loss import own_loss
+from phalanx.train.loss.model_loss import own_loss
 from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.auto_context import close_context
 from phalanx.train.model.evaluate import evaluate, evaluation_loader, evaluation_mode, gather_output

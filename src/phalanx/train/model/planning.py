@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.auto.units import format_percent
+from phalanx.auto.formatting import format_percent
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.comm.agreement import agree, share
 from phalanx.comm.context import Context, current

@@ -30,10 +30,10 @@ from phalanx.parallel.step.gate import keep_update_out_of_graph
 from phalanx.parallel.step.hooks import keep_out_of_graph
 from phalanx.train.events import report_step, tell_loss
 from phalanx.train.loss.batches import BatchReader, explain_dtype_errors
-from phalanx.train.loss.counted_loss import check_reduction, counted_loss
 from phalanx.train.loss.label_check import LabelsChecked
-from phalanx.train.loss.own_loss import of_scores, own_loss
-from phalanx.train.loss.own_mean import check_stages, own_mean
+from phalanx.train.loss.model_loss import of_scores, own_loss
+from phalanx.train.loss.model_loss_mean import check_stages, own_mean
+from phalanx.train.loss.token_mean_loss import check_reduction, counted_loss
 from phalanx.train.step.cuda_graph import GraphedStep
 
 logger = logging.getLogger("phalanx.train")

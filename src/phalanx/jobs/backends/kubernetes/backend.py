@@ -30,7 +30,7 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 
 if TYPE_CHECKING:
-    from phalanx.jobs.backends.kubernetes.watch import Informer
+    from phalanx.jobs.backends.kubernetes.informer import Informer
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -178,7 +178,7 @@ class Kubernetes:
         return None if answer is None else dict(answer)
 
     def _watch(self, key: tuple[str, ...], call: Any, *words: str, **named: str) -> dict[str, Mapping[str, Any]]:
-        from phalanx.jobs.backends.kubernetes.watch import Informer
+        from phalanx.jobs.backends.kubernetes.informer import Informer
 
         if key not in self._informers:
             self._informers[key] = Informer(" ".join(key), functools.partial(call(), *words, **named))
@@ -256,7 +256,7 @@ def _request(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
-    from phalanx.jobs.backends.kubernetes.watch import error_message, raise_for_status
+    from phalanx.jobs.backends.kubernetes.informer import error_message, raise_for_status
 
     try:
         return raise_for_status(call(*words, _request_timeout=REQUEST_S, **named))

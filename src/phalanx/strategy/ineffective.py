@@ -1,4 +1,4 @@
-"""Settings that would not act beside the others of a strategy, each with a sentence that says why."""
+"""Strategy settings that have no effect beside the others, each with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects of a Kubernetes cluster as they are now: listed once, then watched by a thread that no broken watch ends."""
+"""Informer: a cache of Kubernetes objects, listed once, then watched; listed again with backoff when a watch breaks."""
 
 from __future__ import annotations
 

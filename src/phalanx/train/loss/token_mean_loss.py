@@ -1,4 +1,4 @@
-"""Losses of torch that are means over something else than samples, and what they are means over."""
+"""Cross entropy and NLL as a sum and its normalizer: the mean over unignored labels is equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.parallel.session import Applied
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
 from phalanx.train.loss.batches import MeanLoss
-from phalanx.train.loss.own_loss import IGNORED
+from phalanx.train.loss.model_loss import IGNORED
 
 
 class CountedLoss:

@@ -1,4 +1,4 @@
-"""What a model's Plans cannot be, and why: stages, sharding, backward passes in two parts (pure)."""
+"""Which strategies (pipeline, ZeRO, zero bubble) a search excludes for a model, and messages that say why (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of layers hold a model's parameters, and which compute: what decides how each is best cut.
+"""Parameters and multiplications by kind of layer, as shares of the model, for `explain`.
 
 Layers with few parameters and much to compute are cheap to replicate, since little travels for them; those with many
 parameters and little to compute are cheap to cut, since their activations are small (Krizhevsky, arXiv:1404.5997).

@@ -1,4 +1,4 @@
-"""The loss that a net returns, as a mean over the labels of all ranks.
+"""Mean over the labels of all ranks of the loss that a model returns, or an error if its weighting is unknown.
 
 Such a loss is a mean over the labels that count, while ranks weigh means by samples. Where ranks have unequal numbers
 of labels a sample, that is the loss of one process if it is known what the mean is over: cross entropy of the net's own
@@ -24,7 +24,7 @@ from phalanx.parallel.data.weighted_mean import mean_of_means
 from phalanx.parallel.session import Applied
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
-from phalanx.train.loss.own_loss import IGNORED, own_loss
+from phalanx.train.loss.model_loss import IGNORED, own_loss
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 """How far two ways to compute a loss are apart by rounding, relative to it; 1 % in other types."""

@@ -1,4 +1,4 @@
-"""Sizes, percentages and lists of names as people read and write them, in the language of the user."""
+"""Parse memory sizes; format percentages and long lists of names, for messages of the planner."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""What a planner asks of a captured model besides its calls: layers, batch size, precision, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.layers import Layers
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.capture.partition_points import PartitionPoints
+from phalanx.auto.capture.shape_check import find_shardable_layers
+from phalanx.auto.cost.machine_model import (
+    OPTIMIZER_STATES,
+    MachineModel,
+    build_datasheet_machine,
+    build_measured_machine,
+)
+from phalanx.cluster.spec.cluster import Cluster
+from phalanx.errors import ConfigError
+from phalanx.i18n import tr
+from phalanx.strategy import DistributedStrategy
+
+
+def build_layers(
+    model: nn.Module,
+    captured: CapturedStep,
+    calls: tuple[ModuleCall, ...],
+    pieces: PartitionPoints | None,
+    optimizer: Optimizer | str,
+) -> Layers:
+    """Return the layers of a captured model, as a planner places them."""
+    return Layers(
+        captured=captured,
+        calls=calls,
+        shardable=find_shardable_layers(model),
+        pieces=pieces,
+        optimizer=_optimizer_kind(optimizer),
+        blocks=_outermost(captured.blocks),
+    )
+
+
+def build_machine(cluster: Cluster, precision: str) -> MachineModel:
+    """Return the speed of a cluster: as measured where it was, else by its devices' data sheets."""
+    if cluster.measured is not None:
+        return build_measured_machine(cluster.measured.at(cluster.devices))
+    return build_datasheet_machine(cluster, precision)
+
+
+def step_precision(captured: CapturedStep, strategy: DistributedStrategy) -> str:
+    """Return what products are computed in."""
+    return precision_of(strategy.amp_dtype if strategy.amp else parameter_dtype(captured))
+
+
+def precision_of(dtype: str) -> str:
+    """Return the precision, as data sheets of devices call it, of products in a dtype."""
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
+
+
+def parameter_dtype(captured: CapturedStep) -> str:
+    """Return the dtype of the first parameter; float32 if there is none."""
+    return next((param.dtype for param in captured.parameters), "float32")
+
+
+def batch_size_of(calls: tuple[ModuleCall, ...]) -> int:
+    """Return the rows of the sample; 0 if no tensor of it is read."""
+    shapes = (
+        s.value.shape for call in calls for s in call.inputs if isinstance(s.source, str) and "sample" in s.source
+    )
+    return next((shape[0] for shape in shapes if shape), 0)
+
+
+def _optimizer_kind(optimizer: Optimizer | str) -> str:
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZER_STATES:
+            raise ConfigError(
+                tr(
+                    "Asked for the optimizer {said!r}. Give {known}, or a torch optimizer.",
+                    said=optimizer,
+                    known=", ".join(OPTIMIZER_STATES),
+                )
+            )
+        return optimizer
+    group: Mapping[str, Any] = optimizer.param_groups[0]
+    if "betas" in group:
+        return "adam"
+    return "momentum" if group.get("momentum") else "sgd"
+
+
+def _outermost(blocks: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    paths = sorted({path for group in blocks for path in group}, key=len)
+    outermost: list[str] = []
+    for path in paths:
+        if not any(path.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(path)
+    return tuple(outermost)

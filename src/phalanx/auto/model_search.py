@@ -1,0 +1,184 @@
+"""The search for Plans of one model: repeated without strategies under which the model's code fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from phalanx.auto.capture.layers import Layers, LayerStrategy, ShardedRegion
+from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.capture.shape_check import check_runs_sharded
+from phalanx.auto.captured_model import batch_size_of
+from phalanx.auto.cost.machine_model import (
+    MachineModel,
+    build_measured_machine,
+)
+from phalanx.auto.cost.parallel_config import ParallelConfig
+from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.layer_limits import read_limits
+from phalanx.auto.planner.planner import Candidate, DoesNotFitError, PlanSearch, list_configs, search_plans
+from phalanx.auto.planner.search_restrictions import (
+    explain_empty_space,
+    explain_unsearched_limits,
+)
+from phalanx.auto.predict.prediction import USABLE
+from phalanx.cluster.spec.cluster import Cluster
+from phalanx.data.loader.binding import LossFunction
+from phalanx.errors import PlanError
+
+
+@dataclass
+class ModelSearch:
+    """A search of one model, which learns over several what of it does not run on cut activations."""
+
+    model: nn.Module
+    sample: Any
+    loss_fn: LossFunction | None
+    cluster: Cluster
+    machine: MachineModel
+    room: float
+    top_k: int
+    time_limit: float | None
+    layers: Layers
+    work: LayerWork
+    unstaged: str | None
+    """Why it is not in stages, where it cannot be."""
+
+    unsharded: Mapping[bool, str]
+    """Why it is not sharded, with stages and without, where it cannot be."""
+
+    unsplit: str | None
+    """Why gradients of its weights cannot be computed after those of inputs; None if they can be."""
+
+    runs: dict[ShardedRegion, bool] = field(default_factory=dict)
+
+    def __call__(self, limits: tuple[str, ...]) -> PlanSearch:
+        """Search, and repeat without strategies that fail, until every candidate runs."""
+        shape, unwanted = read_limits(limits, self.layers.calls)
+        stop = None if self.time_limit is None else time.monotonic() + self.time_limit
+        configs = [
+            config
+            for config in self._arrangements()
+            if all(candidate.allows(_get_knobs(config)) for candidate in shape)
+        ]
+        if not configs:
+            raise PlanError(
+                explain_empty_space(
+                    limits, explain_unsearched_limits(shape, self.unstaged, self.unsharded, self.unsplit)
+                )
+            )
+        while True:
+            layers = replace(self.layers, excluded=unwanted)
+            result: PlanSearch | DoesNotFitError
+            try:
+                result = search_plans(
+                    layers,
+                    self.work,
+                    configs,
+                    self.machine,
+                    room=self.room,
+                    top_k=self.top_k,
+                    time_limit=None if stop is None else stop - time.monotonic(),
+                    limits=limits,
+                )
+            except DoesNotFitError as error:
+                result = error
+            candidates = result.top_k if isinstance(result, PlanSearch) else (result.least,)
+            failing = {region for candidate in candidates for region in self._failing(candidate)}
+            if not failing:
+                if isinstance(result, PlanSearch):
+                    return result
+                raise PlanError(str(result))
+            # Other strategies that shard tokens would most likely meet the same code.
+            apart = {
+                region
+                for region in failing
+                if any("tokens" in (strategy.input_state, strategy.output_state) for _, strategy in region.strategies)
+            }
+            self.layers = replace(
+                self.layers,
+                failing_regions=self.layers.failing_regions | (failing - apart),
+                shards_tokens=self.layers.shards_tokens and not apart,
+            )
+
+    def alone_s(self, memory: float | None) -> float | None:
+        """Return the seconds of a step of one process alone, where that was measured; None too if it does not fit.
+
+        Args:
+            memory: Bytes that it may use; those of the machine when None.
+        """
+        measured, blocks = self.cluster.measured, self.layers.blocks
+        if measured is None or 1 not in measured.rates or self.cluster.devices == 1:
+            return None
+        layers, machine = replace(self.layers, excluded=frozenset()), build_measured_machine(measured.at(1))
+        work = LayerWork(layers.captured, layers.calls, blocks, machine.operators)
+        configs = list_configs(1, has_blocks=bool(blocks), rows=batch_size_of(layers.calls))
+        room = USABLE * measured.memory if memory is None else memory
+        try:
+            return search_plans(
+                layers, work, configs, machine, room=room, top_k=1, time_limit=self.time_limit
+            ).best.step_time_s
+        except PlanError:
+            return None
+
+    def _arrangements(self) -> Iterator[ParallelConfig]:
+        pieces = self.layers.pieces
+        configs = list_configs(
+            self.cluster.devices,
+            has_blocks=bool(self.layers.blocks),
+            per_node=self.cluster.nodes[0].devices,
+            pieces=1 if pieces is None else len(pieces.starts),
+            rows=batch_size_of(self.layers.calls),
+            may_split=self.unsplit is None,
+        )
+        return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)
+
+    def _failing(self, candidate: Candidate) -> Iterator[ShardedRegion]:
+        """Yield regions of a candidate in which the model's code fails on sharded activations."""
+        for places in _find_regions(self.layers.calls, candidate.call_strategies):
+            strategies = {call.path: strategy for call, strategy in places if strategy.style is not None}
+            parts = candidate.config.model
+            region = ShardedRegion(parts, frozenset((call.template, strategy) for call, strategy in places))
+            if region not in self.runs:
+                self.runs[region] = check_runs_sharded(self.model, self.sample, self.loss_fn, strategies, parts) is None
+            if not self.runs[region]:
+                yield region
+
+
+def _find_regions(
+    calls: tuple[ModuleCall, ...], strategies: tuple[LayerStrategy, ...]
+) -> list[list[tuple[ModuleCall, LayerStrategy]]]:
+    """Return runs of calls that hand activations to each other cut."""
+    region: dict[int, int] = {}
+    for position, (call, strategy) in enumerate(zip(calls, strategies, strict=True)):
+        if strategy.input_state == strategy.output_state == "whole":
+            continue
+        region[position] = position
+        for source in call.inputs:
+            if strategy.input_state_of(source) != "whole":
+                assert isinstance(source.source, int)
+                source_region = region[source.source]
+                region = {
+                    member: region[position] if root == source_region else root for member, root in region.items()
+                }
+    roots = dict.fromkeys(region.values())
+    return [
+        [(calls[member], strategies[member]) for member, root in region.items() if root == chosen] for chosen in roots
+    ]
+
+
+def _get_knobs(config: ParallelConfig) -> dict[str, int | str]:
+    return {
+        "dp": config.data,
+        "tp": config.model,
+        "pp": config.stages,
+        "vpp": config.virtual,
+        "zero": config.zero,
+        "micro": config.micro_batches,
+        "schedule": config.schedule,
+        "recompute": config.recompute,
+    }
