@@ -161,7 +161,7 @@ def test_a_loop_of_ones_own_is_planned_as_it_calls_its_model(tmp_path, caplog):
     script.write_text(SEVERAL.replace("{named}", ""))
     with caplog.at_level("INFO", "phalanx.train"):
         assert plan_script(script, (), cluster="a100x2").layers.optimizer == "adam"
-    assert "hands no optimizer over, so the plan is for adam" in caplog.text
+    assert "passes no optimizer, so the plan is for adam" in caplog.text
     script.write_text(SEVERAL.replace("{named}", ", scale=2"))
     with pytest.raises(ConfigError, match="beside several, which takes inputs by position alone"):
         plan_script(script, (), cluster="a100x2")
