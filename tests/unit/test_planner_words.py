@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import phalanx as px
-from phalanx.auto import auto_parallel, commands
+from phalanx.auto import commands, model_search
 from phalanx.cli.plan import command
 from phalanx.errors import ConfigError
 
@@ -44,7 +44,7 @@ def never(*_: Any, **__: Any) -> NoReturn:
 
 @pytest.mark.parametrize("words", ["limits", "alternatives"])
 def test_layers_that_are_not_there_are_named_before_the_search(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    monkeypatch.setattr(auto_parallel, "search_plans", never)
+    monkeypatch.setattr(model_search, "search_plans", never)
     said = r"'frist=column': the model calls no layer 'frist'\. Did you mean 'first'\? It calls first, second\."
     with pytest.raises(ConfigError, match=said):
         planned(**{words: ["frist=column"]})
