@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -23,9 +23,12 @@ VALUE = "hunter2-of-the-test"
 PHALANX = (sys.executable, "-m", "phalanx")
 
 SCRIPT = """
-import os, pathlib, sys
+import contextlib, os, pathlib, sys
 print("key is", os.environ.get("KEY"), "rank", os.environ["RANK"], flush=True)
-seen = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+seen = []
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a process that has ended meanwhile
+        seen.append(path.read_bytes())
 print("seen by ps:", any(b"hunter2-of" in line for line in seen), flush=True)
 sys.exit(int(sys.argv[1]))
 """
@@ -53,14 +56,19 @@ def phalanx(env: dict[str, str], work: Path, *words: str, text: str = "", code: 
     return done
 
 
-def end_controller(home: Path) -> None:
-    """End the controller that submitting started, which would stay for some seconds more."""
+def end_controllers(home: Path) -> None:
+    """End the controllers that submitting started, which would stay for some seconds more, and wait until they are gone.
+
+    The lock of a controller is free before it closes the database, which deletes files.
+    """
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if f"phalanx.jobs.control.controller\0{home}\0" in path.read_text(errors="replace"):
-                os.kill(int(path.parent.name), signal.SIGTERM)
-    with (home / "keeper.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # free once it is gone
+                process = os.pidfd_open(int(path.parent.name))
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+                ended, _, _ = select.select([process], [], [], 20)
+                os.close(process)
+                assert ended, f"a controller did not end: {path.parent}"
 
 
 def test_a_job_runs_without_a_server_and_its_secret_is_seen_nowhere(env, work, tmp_path):
@@ -76,7 +84,7 @@ def test_a_job_runs_without_a_server_and_its_secret_is_seen_nowhere(env, work, t
     shown = phalanx(env, work, "job", "show", job.id, "--json").stdout
     assert "key is ***" in shown
     assert VALUE not in done.stdout + done.stderr + shown
-    end_controller(home)
+    end_controllers(home)
     outside = [path for path in home.rglob("*") if path.is_file() and f"jobs/{job.id}/" not in str(path)]
     assert not [path for path in outside if VALUE.encode() in path.read_bytes()]
 

@@ -43,17 +43,20 @@ class SnapshotService:
         service.write_freeze.freeze(meta["token"], meta["seconds"], steps)
         if service.state.clocks is not None and meta.get("wait"):
             service.state.clocks.wait_steps(steps, meta["seconds"])
-        return RpcReply(
-            {
-                "steps": service.state.clocks.reached if service.state.clocks else [],
-                "mode": service.state.clocks.mode if service.state.clocks else None,
-                "worker": asking.worker if asking else None,
-                "pushed": service.state.clocks.applied_steps if service.state.clocks else [],
-                "fulls": self.participant.fulls,
-                "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
-                "leases": service.state.leases.to_json(),
-            }
-        )
+        # A push is counted before the step that it completes is in the tables: only between changes do the two agree.
+        with service.write_freeze.while_frozen(meta["token"]):
+            clocks = service.state.clocks
+            return RpcReply(
+                {
+                    "steps": clocks.reached if clocks else [],
+                    "mode": clocks.mode if clocks else None,
+                    "worker": asking.worker if asking else None,
+                    "pushed": clocks.applied_steps if clocks else [],
+                    "fulls": self.participant.fulls,
+                    "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
+                    "leases": service.state.leases.to_json(),
+                }
+            )
 
     def snapshot(self, request: RpcRequest) -> RpcReply:
         """Fork a copy that writes this server's part."""

@@ -62,7 +62,7 @@ class SnapshotManifest:
     dense: SnapshotFile | None = None
     leases: dict[str, Any] | None = None
     steps: list[int] | None = None
-    """Pushes of each worker at that moment."""
+    """Pushes of each worker that the rows hold: no more and no less; in mode `sync` those of complete steps."""
 
     servers: int = 1
     shards: int = SHARDS

@@ -135,11 +135,27 @@ def _freeze_and_fork(
             for wait in (False, True):
                 freeze_until = {**freeze, "steps": furthest, "wait": wait}
                 states = [dict(call.call("freeze", freeze_until).meta) for call in calls]
+        _check_moment(states, name)
         base = _base(states, directory) if mode == "delta" else None
         request = {"token": name, "directory": str(directory), "save": name, "mode": mode}
         for call in calls:
             call.call("snapshot", {**request, **({"base": base.save, "base_tables": base.tables} if base else {})})
     return states, base
+
+
+def _check_moment(states: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Check that all participants stopped at the same pushes: one may have let go at its deadline in between.
+
+    Raises:
+        BackendError: If they did not.
+    """
+    pushed = [state.get("pushed") for state in states]
+    if any(steps != pushed[0] for steps in pushed):
+        raise BackendError(
+            f"Snapshot {name} has no one moment: the servers stopped at the workers' steps {pushed}, because one let "
+            "training go at its deadline or was started again. Save again; if it comes back, a server takes too long "
+            "to answer."
+        )
 
 
 def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
