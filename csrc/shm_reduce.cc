@@ -93,8 +93,29 @@ struct Xor {
   T operator()(T a, T b) const { return static_cast<T>(a ^ b); }
 };
 
-// The result of a block lies in `sums` between the parts; the first two parts and the last one are taken in one pass each
-// with what comes before and after them.
+// The combination of parts [first, first + n) of a block: of their halves, where the left is the longest power of two.
+template <class Number, class Combine>
+void combine_halves(typename Number::Sum* out, std::span<const std::byte* const> parts, std::size_t begin, std::size_t n) {
+  using Kept = typename Number::Kept;
+  using Sum = typename Number::Sum;
+  const Combine combine;
+  const auto at = [&](std::size_t part) { return reinterpret_cast<const Kept*>(parts[part]) + begin; };
+  const Kept* const first = at(0);
+  if (parts.size() == 1) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = Number::widened(first[i]);
+  } else if (parts.size() == 2) {
+    const Kept* const second = at(1);
+    for (std::size_t i = 0; i < n; ++i) out[i] = combine(Number::widened(first[i]), Number::widened(second[i]));
+  } else {
+    const std::size_t half = std::bit_floor(parts.size() - 1);
+    alignas(64) Sum right[kBlock];
+    combine_halves<Number, Combine>(out, parts.first(half), begin, n);
+    combine_halves<Number, Combine>(right, parts.subspan(half), begin, n);
+    for (std::size_t i = 0; i < n; ++i) out[i] = combine(out[i], right[i]);
+  }
+}
+
+// The result of a block lies in `left` and `right` between the parts; two parts alone take one pass.
 template <class Number, class Combine, bool kMean>
 void run(std::byte* out, std::span<const std::byte* const> parts, std::size_t count) {
   using Kept = typename Number::Kept;
@@ -109,27 +130,28 @@ void run(std::byte* out, std::span<const std::byte* const> parts, std::size_t co
   const auto at = [&](std::size_t part, std::size_t begin) {
     return reinterpret_cast<const Kept*>(parts[part]) + begin;
   };
-  alignas(64) Sum sums[kBlock];
+  const std::size_t half = parts.size() > 1 ? std::bit_floor(parts.size() - 1) : 1;
+  alignas(64) Sum left[kBlock];
+  alignas(64) Sum right[kBlock];
   for (std::size_t begin = 0; begin < count; begin += kBlock) {
-    const std::size_t n = std::min(kBlock, count - begin), last = parts.size() - 1;
+    const std::size_t n = std::min(kBlock, count - begin);
     Kept* const into = reinterpret_cast<Kept*>(out) + begin;
     const Kept* const first = at(0, begin);
-    const Kept* const second = at(std::min<std::size_t>(1, last), begin);
-    if (last == 0) {
+    const Kept* const last = at(parts.size() - 1, begin);
+    if (parts.size() == 1) {
       for (std::size_t i = 0; i < n; ++i) into[i] = finished(Number::widened(first[i]));
-    } else if (last == 1) {
+    } else if (parts.size() == 2) {
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i)
-        into[i] = finished(combine(Number::widened(first[i]), Number::widened(second[i])));
-    } else {
-      for (std::size_t i = 0; i < n; ++i) sums[i] = combine(Number::widened(first[i]), Number::widened(second[i]));
-      for (std::size_t part = 2; part < last; ++part) {
-        const Kept* const next = at(part, begin);
-        for (std::size_t i = 0; i < n; ++i) sums[i] = combine(sums[i], Number::widened(next[i]));
-      }
-      const Kept* const final = at(last, begin);
+        into[i] = finished(combine(Number::widened(first[i]), Number::widened(last[i])));
+    } else if (parts.size() - half == 1) {
+      combine_halves<Number, Combine>(left, parts.first(half), begin, n);
 #pragma GCC ivdep
-      for (std::size_t i = 0; i < n; ++i) into[i] = finished(combine(sums[i], Number::widened(final[i])));
+      for (std::size_t i = 0; i < n; ++i) into[i] = finished(combine(left[i], Number::widened(last[i])));
+    } else {
+      combine_halves<Number, Combine>(left, parts.first(half), begin, n);
+      combine_halves<Number, Combine>(right, parts.subspan(half), begin, n);
+      for (std::size_t i = 0; i < n; ++i) into[i] = finished(combine(left[i], right[i]));
     }
   }
 }

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from phalanx.comm.replicas import Replicas, ReplicaTurn
 from phalanx.errors import ConfigError
 
 READ_AHEAD = 64
@@ -74,6 +75,9 @@ class _LoadedBatch:
     number: int
     """Its place among all that were given out."""
 
+    turn: ReplicaTurn | None = None
+    """The logical replica that computes on it."""
+
     memory: list[StorageWeakRef] = field(default_factory=list)
 
     @property
@@ -86,6 +90,9 @@ class Batches:
     """The batches that the loaders of this process gave out, and the batch in hand."""
 
     def __init__(self) -> None:
+        self.replicas: Replicas | None = None
+        """Whose turns begin with their batches; None without logical replicas."""
+
         self.in_hand: BatchShare | None = None
         """Share of the batch that was computed on last, or given out since; None between two epochs."""
 
@@ -137,10 +144,10 @@ class Batches:
             )
         return Iteration(is_training, shares, is_resumed)
 
-    def give(self, batch: Any, share: BatchShare, iteration: Iteration) -> None:
-        """Register a batch that is given out now."""
+    def give(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None = None) -> None:
+        """Register a batch that is given out now; the turn of its replica begins."""
         self._count += 1
-        entry = _LoadedBatch(share, iteration, self._count)
+        entry = _LoadedBatch(share, iteration, self._count, turn)
         for tensor in tensors_in(batch):
             self._place(tensor, entry)
         iteration.count += 1
@@ -150,6 +157,7 @@ class Batches:
         if iteration.is_training:
             self._current = self._named = None
             self._waiting.add(entry)
+            self._begin_turn(entry)
 
     def end(self, iteration: Iteration, *, is_complete: bool) -> None:
         """Note that a pass over a loader is over. What comes is of no batch, save those that wait.
@@ -255,10 +263,15 @@ class Batches:
         entry.iteration.is_used = True
         self.in_hand = entry.share
         if entry.iteration.is_training:
+            self._begin_turn(entry)
             self._current = entry
             self._used.append(entry)
             self._waiting.remove(entry)
             self._passed.remove(entry)
+
+    def _begin_turn(self, entry: _LoadedBatch) -> None:
+        if entry.turn is not None and self.replicas is not None:
+            self.replicas.begin(entry.turn)
 
     def _pass_by(self, is_meant: Callable[[_LoadedBatch], bool]) -> None:
         for entry in self._waiting.take(is_meant):

@@ -20,6 +20,7 @@ from phalanx.comm.batches import Batches
 from phalanx.comm.batches import BatchShare as BatchShare
 from phalanx.comm.logging_setup import speak
 from phalanx.comm.passes import Passes
+from phalanx.comm.replicas import Replicas
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.comm")
@@ -43,6 +44,14 @@ class DataParallelRank:
 
     group: dist.ProcessGroup | None = None
     """One rank for each share, this one among them; None means all ranks. Sums over it count every row once."""
+
+    replicas: int | None = None
+    """Logical replicas over which training batches are split, a multiple or not of `count`; None for one each."""
+
+    @property
+    def shares(self) -> int:
+        """Shares of a training batch: logical replicas, of which a rank may hold several."""
+        return self.replicas or self.count
 
 
 @dataclass(slots=True)
@@ -71,11 +80,18 @@ class Context:
     mesh_readers: DataParallelRank | None = field(default=None, repr=False)
     """What the mesh of the Plan in use says of `readers`; None when every rank reads rows of its own."""
 
+    replicas: Replicas | None = field(default=None, repr=False)
+    """The logical replicas over which the Plan in use splits training batches; None when it asks for none."""
+
     passes: Passes = field(init=False, repr=False)
     """Forward and backward passes of distributed models, and the batch each is of."""
 
     def __post_init__(self) -> None:
         self.passes = Passes(self.batches)
+
+    def use_replicas(self, replicas: Replicas) -> None:
+        """Split training batches over logical replicas from now on."""
+        self.replicas = self.batches.replicas = replicas
 
     @property
     def batch(self) -> BatchShare | None:

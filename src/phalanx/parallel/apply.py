@@ -25,6 +25,7 @@ from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
 from phalanx.parallel.data.forward_passes import follow_forward_passes
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.logical_replicas import use_replicas
 from phalanx.parallel.model_shape import is_handle, is_module_held, shape_of
 from phalanx.parallel.session import Applied, applied_to, list_applied, session, set_applied
 from phalanx.parallel.techniques import (
@@ -84,8 +85,10 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     _check_embeddings(plan, model, context)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None
-    if dist.is_initialized():
+    if dist.is_initialized() or plan.step.replicas:
         _set_readers(mesh, context)
+    if plan.step.replicas:
+        use_replicas(plan, mesh, context)
     name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
     averages = any(not isinstance(plan.rule_for(p.name).update, Push) for p in shape.trainable)
@@ -102,7 +105,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     pipeline = split_stages(plan, model, mesh, update, context) if mesh.size((STAGE_AXIS,)) > 1 else None
     if pipeline is not None:
         reducer = pipeline.reducer
-    elif context.is_distributed:
+    elif context.is_distributed or context.replicas is not None:
         reducer = reduce_gradients(plan, model, mesh, update, context)
     follow_forward_passes(model, is_sum=is_sum_of_ranks(plan))
     updaters = updaters_of(plan, model, mesh, context, reducer) if context.is_distributed else ()

@@ -23,6 +23,7 @@ from phalanx.parallel.apply import apply, check_model
 from phalanx.parallel.checks.misuse import ForwardWatch, reach_at_call, refuse_outer_wrapper
 from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimizer
 from phalanx.parallel.checks.same_data import SampleWatch
+from phalanx.parallel.logical_replicas import ReplicaGate
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.session import (
     StepPhase,
@@ -129,6 +130,8 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = join("distributed_optimizer"), session.loader
     follow_torch_scaler(optimizer)
+    if context.replicas is not None:
+        add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(context.replicas).admit)
     add_action(optimizer, StepPhase.CHECK_PARAMETERS, StepWatch())
     if isinstance(optimizer, LBFGS) and context.is_distributed:
         share_losses(optimizer)
@@ -305,7 +308,7 @@ def _contract(loader: ShardedLoader | None) -> dict[str, Any] | None:
 
 def _steps_per_epoch(loader: ShardedLoader | None) -> int | None:
     try:
-        return len(loader) if loader is not None else None
+        return loader.steps_per_epoch if loader is not None else None
     except TypeError:  # a stream has no length
         return None
 

@@ -21,11 +21,13 @@ class Mesh:
     position: Position
     batch_axes: tuple[str, ...]
     device_type: str
+    replicas: int | None = None
+    """Logical replicas over which training batches are split, where the Plan asks for them."""
 
     @classmethod
     def of(cls, plan: Plan, context: Context) -> Mesh:
         """Return the mesh of a Plan as this process sees it."""
-        return cls(Position(plan.mesh, context.rank), plan.step.batch_axes, context.device.type)
+        return cls(Position(plan.mesh, context.rank), plan.step.batch_axes, context.device.type, plan.step.replicas)
 
     def size(self, names: Collection[str]) -> int:
         """Return how many ranks lie along these axes."""
@@ -64,7 +66,8 @@ class Mesh:
 
     def readers(self) -> DataParallelRank:
         """Return which of the rows of a global batch this rank reads. Collective, as `group` is."""
-        return DataParallelRank(self.index(self.batch_axes), self.size(self.batch_axes), self.group(self.batch_axes))
+        axes = self.batch_axes
+        return DataParallelRank(self.index(axes), self.size(axes), self.group(axes), self.replicas)
 
     def device_mesh(self, *names: str) -> DeviceMesh:
         """Return torch's mesh of these axes, in this order. Collective."""

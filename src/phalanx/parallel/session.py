@@ -88,6 +88,9 @@ class StepPhase(IntEnum):
     Before all of it, a step that torch's GradScaler makes is unscaled, or left out.
     """
 
+    WAIT_FOR_REPLICAS = auto()
+    """Leave the update out until this rank's last logical replica has made its pass."""
+
     ACCUMULATE_GRADIENTS = auto()
     """Leave the update out until the gradients of all batches are there."""
 

@@ -73,7 +73,7 @@ def reduce_gradients(
 
 
 def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Reducer:
-    if not dist.is_initialized():
+    if not dist.is_initialized() and context.is_distributed:
         raise PlanError(
             f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "
             "needs all workers. Keep dense parameters on the servers, a_sync_configs = "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.plan.mesh import reduced_along
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Average, Plan, Update
+from phalanx.plan.value import AllReduce, Average, Plan, ReduceScatter, Update
 
 MARK_BITS = 16
 """Bits of a bucket's number, sent with its gradients as two elements a bit (`parallel/data/bucket_buffers`)."""
@@ -74,7 +74,9 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
     for param in shape.trainable:
         rule = plan.rule_for(param.name)
         axes, update = reduced_along(plan, rule), _all_reduce_of(rule.update)
-        if update is not None and axes:
+        if update is None and plan.world_size == 1 and plan.step.replicas and isinstance(rule.update, ReduceScatter):
+            update = AllReduce(reduce=rule.update.reduce)  # nothing is sharded, and replicas are added up all the same
+        if update is not None and (axes or (plan.step.replicas and plan.world_size == 1)):
             alike.setdefault((update, axes), []).append(param)
     return [
         GradientBucket(tuple(params[i] for i in bucket), axes, update)

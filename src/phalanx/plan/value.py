@@ -277,6 +277,13 @@ class Step(Value):
     sync_buffers: bool = True
     """Whether floating-point buffers are kept equal on the ranks (batch-norm statistics averaged, others rank 0's)."""
 
+    replicas: PositiveInt | None = None
+    """Logical replicas over which a global batch is split: the result has the same bits on any number of ranks up to
+    this. One for each rank that reads its own samples when None, and nothing is promised for other numbers."""
+
+    replica_threads: PositiveInt = 1
+    """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
+
 
 class Reason(Value):
     """Why the Plan says what it says: the setting or finding, and what follows from it."""

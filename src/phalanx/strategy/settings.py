@@ -55,6 +55,13 @@ class DistributedStrategy(BaseModel):
     sync_buffers: bool = True
     """Keep floating-point buffers equal: batch-norm statistics are averaged with the gradients, others are rank 0's."""
 
+    logical_replicas: int | None = Field(default=None, gt=0)
+    """Split every global batch over so many logical replicas, which ranks hold: the trained weights have the same bits
+    on any number of ranks up to it. One for each rank, without that promise, when None."""
+
+    replica_threads: int = Field(default=1, gt=0)
+    """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
+
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by (global batch / base_batch), or by its square root, and warm up."""
 

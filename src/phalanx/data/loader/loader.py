@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
 from phalanx.comm.batches import Iteration
 from phalanx.comm.context import BatchShare
+from phalanx.comm.replicas import ReplicaTurn
 from phalanx.data.loader.options import LoaderOptions
 from phalanx.data.samples.batch import to_device
+from phalanx.data.sampling.shuffle import mixed_seed
 from phalanx.data.stream.generator import GeneratorDataset
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.data")
 
 _LOOP = "for x, y in loader: ... (each loop is the next epoch; no EOFException, no reset)"
+_TURN = 1
+"""Tells the random numbers of a replica's computation from those of loading its batch."""
+
 _GENERATOR = "px.data.GeneratorDataset(function, columns) in place of the data; then for x, y in loader: ..."
 _OLD_WORDS = {
     "start": _LOOP,
@@ -189,11 +195,11 @@ class ShardedLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch; the same on every rank."""
-        return len(self)
+        """Global batches of an epoch; the same on every rank."""
+        return self._options.steps(self._options.here().count)
 
     def __len__(self) -> int:
-        return self._options.steps(self._options.here().count)
+        return self.steps_per_epoch * len(self._options.here().parts)
 
     # -- iterating ---------------------------------------------------------------------------------------------
 
@@ -228,8 +234,10 @@ class ShardedLoader:
     def _iterate(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
         iteration, is_complete = self._begin_pass(), False
         try:
-            for batch, share, self._position in batches:
-                yield self._register(to_device(batch), share, iteration)
+            for turn, (batch, share, position) in self._turns(batches):
+                if turn is None or turn.replica == self._options.here().parts[-1]:
+                    self._position = position
+                yield self._register(to_device(batch), share, iteration, turn)
             self._epoch, self._position = self._epoch + 1, 0
             if self.training and context.is_initialized():
                 context.current().ended_with = self.share
@@ -237,6 +245,17 @@ class ShardedLoader:
         finally:
             if context.is_initialized():
                 context.current().batches.end(iteration, is_complete=is_complete)
+
+    def _turns(
+        self, batches: Iterator[tuple[Any, BatchShare, int]]
+    ) -> Iterator[tuple[ReplicaTurn | None, tuple[Any, BatchShare, int]]]:
+        """Yield batches with the turns of the logical replicas that compute on them, if there are such."""
+        parts = self._options.here().held
+        if parts is None:
+            yield from ((None, loaded) for loaded in batches)
+            return
+        for replica, loaded in zip(cycle(parts), batches, strict=False):
+            yield ReplicaTurn(replica, mixed_seed(self.seed, self._epoch, loaded[2], replica, _TURN)), loaded
 
     def _begin_pass(self) -> Iteration:
         """Start a pass over the data, and return it."""
@@ -246,12 +265,12 @@ class ShardedLoader:
             is_training=self.training, shares=self._options.shares(), is_resumed=self._position > 0
         )
 
-    def _register(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
+    def _register(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None) -> Any:
         """Return a batch after registering it as the current one."""
         self.share = share
         if context.is_initialized():
             current = context.current()
-            current.batches.give(batch, share, iteration)
+            current.batches.give(batch, share, iteration, turn)
             if self.training:
                 current.rows_for = self._options.global_batch_for
         return batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,14 +115,14 @@ class PipelineOrder:
         for number in range(first // self.span, spans):
             before = number * self.span
             plan = self._plan_span(shard.count, max(first - before, 0))
-            for step in range(plan.steps):
-                part = plan.rank_batch(step, shard.index, shard.count)
+            for step, index in product(range(plan.steps), shard.parts):
+                part = plan.rank_batch(step, index, shard.count)
                 indices, seeds = self.at(epoch * spans + number, part.start, part.count)
                 yield BatchRequest(
                     indices,
                     BatchShare(part.rows, part.global_rows),
                     before + plan.position_after(step),
-                    mixed_seed(self.seed(), epoch, before + plan.position_after(step), shard.index),
+                    mixed_seed(self.seed(), epoch, before + plan.position_after(step), index),
                     seeds,
                 )
 

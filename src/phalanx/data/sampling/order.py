@@ -6,6 +6,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,7 +55,7 @@ class EpochOrder(Protocol):
         """Return this shard's shares of the global batches of an epoch; empty if not known in advance."""
 
     def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
-        """Yield this shard's batches of `epoch`, from position `first` on."""
+        """Yield this shard's batches of `epoch`, from position `first` on; all parts of a global batch in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +90,13 @@ class SampleOrder:
         count = rows if isinstance(rows, int) else len(rows)
         plan = plan_epoch(count, self.global_batch(shard.count), self.drop_last, first)
         pick = self._picker(rows, mixed_seed(seed, epoch))
-        for step in range(plan.steps):
-            part = plan.rank_batch(step, shard.index, shard.count)
+        for step, index in product(range(plan.steps), shard.parts):
+            part = plan.rank_batch(step, index, shard.count)
             yield BatchRequest(
                 pick(part.start, part.count),
                 BatchShare(part.rows, part.global_rows),
                 plan.position_after(step),
-                mixed_seed(seed, epoch, step, shard.index),
+                mixed_seed(seed, epoch, plan.position_after(step), index),
             )
 
     def _picker(self, rows: int | list[int], seed: int) -> Callable[[int, int], Sequence[int]]:
@@ -127,8 +128,8 @@ class BatchOrder:
         seed = self.seed()
         batches = list_sampler(self.batch_sampler, mixed_seed(seed, epoch), shard)
         plan = EpochPlan(len(batches), shard.count, first=first)
-        for step in range(plan.steps):
-            part = plan.rank_batch(step, shard.index, shard.count)
+        for step, index in product(range(plan.steps), shard.parts):
+            part = plan.rank_batch(step, index, shard.count)
             start = plan.first + step * plan.global_batch
             global_rows = sum(len(batch) for batch in batches[start : plan.position_after(step)])
             indices = list(batches[part.start])
@@ -136,7 +137,7 @@ class BatchOrder:
                 indices,
                 BatchShare(len(indices) if part.rows else 0, global_rows),
                 plan.position_after(step),
-                mixed_seed(seed, epoch, step, shard.index),
+                mixed_seed(seed, epoch, plan.position_after(step), index),
             )
 
 
@@ -156,7 +157,8 @@ def plan_epoch(rows: int, global_batch: int, drop_last: bool, first: int = 0) ->
 
 def shares_of(plan: EpochPlan, shard: DataShard) -> tuple[BatchShare, ...]:
     """Return what a shard's batches are of their global batches: of the full ones, and of the last."""
-    parts = [plan.rank_batch(step, shard.index, shard.count) for step in {0, plan.steps - 1} if 0 <= step < plan.steps]
+    steps = [step for step in {0, plan.steps - 1} if 0 <= step < plan.steps]
+    parts = [plan.rank_batch(step, index, shard.count) for step in steps for index in shard.parts]
     return tuple({BatchShare(part.rows, part.global_rows): None for part in parts})
 
 

@@ -23,6 +23,14 @@ class DataShard:
     is_checked: bool = True
     """Whether the other parts belong to ranks of this job."""
 
+    held: range | None = None
+    """The parts that this process loads one after the other, where they are those of logical replicas."""
+
+    @property
+    def parts(self) -> range:
+        """Every part of a global batch that this process loads, in order."""
+        return range(self.index, self.index + 1) if self.held is None else self.held
+
 
 def current_shard() -> tuple[int, int]:
     """Return (index, count) of the shard that this process reads; (0, 1) before `phalanx.init()`.
@@ -68,12 +76,15 @@ def resolve_shard(requested: tuple[int, int] | None, *, training: bool = False) 
         ConfigError: If it requests another.
     """
     index, count = current_shard()
+    own = DataShard(index, count)
+    if training and context.is_initialized() and (replicas := context.current().replicas) is not None:
+        own = DataShard(index, replicas.count, held=replicas.held)
     if requested is None:
-        return DataShard(index, count)
+        return own
     if context.is_initialized():
         role = context.current()
         if requested in ((index, count), (role.rank, role.world_size)):
-            return DataShard(index, count)
+            return own
         if training and role.world_size > 1:
             raise ConfigError(
                 f"Asked to train on shard {requested[0]} of {requested[1]}, but rank {role.rank} of {role.world_size} "

@@ -73,7 +73,7 @@ def _watch_outputs(shares: Shares, outputs: Any, inputs: Any, *, is_sum: bool) -
     """Return outputs that refer to their forward pass, and weigh what arrives at them if need be."""
     context = context_of.current()
     seen = [x for x in tensors_in(outputs) if x.grad_fn is not None]
-    mixes = context.passes.may_mix(shares, context.readers.count) and _is_tree(outputs, len(seen))
+    mixes = context.passes.may_mix(shares, context.readers.shares) and _is_tree(outputs, len(seen))
     # Torch drops the hooks of a view that is changed in place.
     is_single = len(seen) == 1 and not seen[0]._is_view()
     forward = ForwardPass(shares, weighs=mixes or is_single, is_sum=is_sum)
@@ -92,7 +92,7 @@ def _is_tree(outputs: Any, count: int) -> bool:
 
 def _factor(forward: ForwardPass) -> float:
     context = context_of.current()
-    return context.passes.factor_at(forward, context.readers.count)
+    return context.passes.factor_at(forward, context.readers.shares)
 
 
 def _arrive(forward: ForwardPass, gradient: Tensor) -> Tensor | None:

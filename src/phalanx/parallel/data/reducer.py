@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.context import Context
 from phalanx.comm.labels import label_calls
-from phalanx.errors import ConfigError, PeerLostError
+from phalanx.errors import ConfigError, PeerLostError, PlanError
 from phalanx.parallel.data.bucket_buffers import (
     Bucket,
     Gradient,
@@ -46,6 +46,7 @@ from phalanx.parallel.data.bucket_buffers import (
     require_still_frozen,
 )
 from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, reduction_for
+from phalanx.parallel.data.replica_round import ReplicaRound
 from phalanx.parallel.data.sample_weights import sample_weight_hook
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import session
@@ -103,6 +104,17 @@ def check_no_graph() -> None:
         )
 
 
+def _check_axes(buckets: Sequence[GradientBucket], mesh: Mesh) -> None:
+    """Raise if gradients are added up over other ranks than those that hold replicas."""
+    along = {axis for axis in mesh.batch_axes if mesh.size((axis,)) > 1}
+    other = next((bucket for bucket in buckets if set(bucket.axes) != along), None)
+    if other is not None:
+        raise PlanError(
+            f"gradients of {other.names[0]!r} are added up along {other.axes}, and logical replicas along "
+            f"{mesh.batch_axes}. Turn one of the two off."
+        )
+
+
 class Reducer:
     """Averages gradients over the ranks that read other rows, overlapped with the backward pass.
 
@@ -152,6 +164,10 @@ class Reducer:
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
         self._model = type(model).__name__
+        self._round: ReplicaRound | None = None
+        if context.replicas is not None:
+            _check_axes(buckets, mesh)
+            self._round = ReplicaRound(model, context.replicas, mesh.gradient_group(mesh.batch_axes))
         routed = [(bucket.names, reduction_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
         self._buckets = allocate(
             model, routed, FlatAllReduce(mesh.gradient_group(mesh.batch_axes)), sync_buffers, self.number
@@ -161,7 +177,7 @@ class Reducer:
         for index, bucket in enumerate(self._buckets if overlapped else ()):
             for gradient in bucket.gradients:
                 is_sum = gradient.name in sums
-                gain = float(self._readers.count) if is_sum else 1.0  # of a sum the mean is taken too
+                gain = float(self._readers.shares) if is_sum else 1.0  # of a sum the mean is taken too
                 gradient.param.register_hook(sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain))
                 gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
 
@@ -226,6 +242,8 @@ class Reducer:
 
     def _open(self) -> None:
         require_still_frozen(self._frozen)
+        if self._round is not None:
+            self._round.begin_backward()
         self._running = True
         self._next = 0
         for bucket in self._buckets:
@@ -250,7 +268,7 @@ class Reducer:
     def _take(self, gradient: Gradient) -> None:
         """Move a new gradient into its bucket while it is still in the cache."""
         require_same_kind(gradient)
-        scale, grad = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.count, gradient.param.grad
+        scale, grad = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.shares, gradient.param.grad
         assert grad is not None
         if grad.data_ptr() == gradient.view.data_ptr():
             gradient.view.mul_(scale)
@@ -275,7 +293,9 @@ class Reducer:
         self._load_buffers(bucket.carried)
         try:
             with label_calls(self._label_of(bucket)):
-                bucket.work = bucket.wire.send(bucket.flat)
+                bucket.work = (
+                    bucket.wire.send(bucket.flat) if self._round is None else self._round.send(self._next, bucket)
+                )
         except RuntimeError as error:
             raise self._lost(error) from error
         self.collectives_issued += 1
@@ -283,9 +303,10 @@ class Reducer:
 
     def _load_buffers(self, carried: Sequence[SyncedBuffer]) -> None:
         share = self._context.batch
-        weight = share.weight if share is not None else 1.0 / self._readers.count
+        weight = share.weight if share is not None else 1.0 / self._readers.shares
+        is_first = self._readers.index == 0 if self._round is None else self._round.is_first_replica
         for item in carried:
-            factor = weight if item.averaged else float(self._readers.index == 0)
+            factor = weight if item.averaged else float(is_first)
             buffer = item.live_buffer()
             if factor and buffer is not None:
                 torch.mul(buffer, factor, out=item.view)
@@ -296,10 +317,16 @@ class Reducer:
     def _finish(self) -> None:
         for bucket in self._buckets[self._next :]:
             self._issue(bucket)
+        if self._round is not None and not self._round.is_last:
+            self._round.end_backward(self._buckets)
+            self._running = False
+            return
         unused: list[str] = []
         for bucket in self._buckets:
             self._wait(bucket)
             unused += self._hand_back(bucket)
+        if self._round is not None:
+            self._round.end_backward(self._buckets)
         self._running = False
         self.steps += 1
         if self._is_first_step:

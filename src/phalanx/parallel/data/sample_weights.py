@@ -23,14 +23,14 @@ def sample_weight_hook(
 
     Args:
         context: Tells the batch that the gradients are of.
-        readers: Tells how many ranks read other rows.
+        readers: Tells over how many shares the samples of a global batch are split.
         is_sum: Whether gradients are summed over the ranks: rows then weigh alike, and count or do not.
         gain: A further factor.
     """
-    weight, ranks = context.passes.weight_of_backward, readers.count  # looked up once: each parameter's gradient comes
+    weight, shares = context.passes.weight_of_backward, readers.shares  # looked up once: each parameter's gradient comes
 
     def weigh(gradient: Tensor) -> Tensor:
-        factor = gain * weight(ranks, is_sum)
+        factor = gain * weight(shares, is_sum)
         return gradient if factor == 1.0 else times(gradient, factor)
 
     return weigh
@@ -38,7 +38,7 @@ def sample_weight_hook(
 
 def row_weight(context: Context, readers: DataParallelRank, *, is_sum: bool = False) -> float:
     """Return the weight of this rank's rows in the backward pass that runs."""
-    return context.passes.weight_of_backward(readers.count, is_sum)
+    return context.passes.weight_of_backward(readers.shares, is_sum)
 
 
 def with_gradient_times(x: Tensor, factor: Callable[[], float]) -> Tensor:

@@ -74,6 +74,8 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
             sync_bn=strategy.sync_batch_norm,
             broadcast=strategy.parameter_broadcast,
             sync_buffers=strategy.sync_buffers,
+            replicas=strategy.logical_replicas,
+            replica_threads=strategy.replica_threads,
         ),
         because=(*_reasons(strategy, shape, mesh), *server_reasons(strategy, shape, servers)),
     )
@@ -107,6 +109,10 @@ def _reasons(strategy: DistributedStrategy, shape: ModelShape, mesh: tuple[Axis,
     reasons = [Reason(setting=f"world size {ranks}", effect=effect)]
     if strategy.gradient_scale == "sum":
         reasons.append(Reason(setting="gradient_scale_configs", effect="gradients are summed, not averaged"))
+    if strategy.logical_replicas:
+        shares = strategy.logical_replicas
+        effect = f"each of {shares} replicas computes 1/{shares} of every global batch, on whichever rank holds it"
+        reasons[0] = Reason(setting=f"logical_replicas={shares}", effect=effect)
     if not strategy.parameter_broadcast:
         reasons.append(Reason(setting="parameter_broadcast=False", effect="each rank keeps its own initial parameters"))
     if not strategy.fuse_all_reduce_ops:

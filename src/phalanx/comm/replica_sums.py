@@ -1,0 +1,130 @@
+"""The fixed tree in which the gradients of logical replicas are added up, whichever ranks computed them.
+
+The tree over replicas [0, V) has the longest power of two below V on its left and the rest on its right, and so on down
+to single replicas. A rank adds up what lies inside its own run of replicas and sends at most 2 log2(V) partial sums;
+every number of the result is the same expression on any number of ranks. The shared-memory all-reduce adds up ranks in
+the same tree (`csrc/shm_reduce.cc`), so it serves where every rank holds one complete branch.
+
+Sums of 16-bit numbers are kept in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.groups import Group
+
+
+def split_of(run: range) -> int:
+    """Return where the right half of a branch of two replicas or more begins."""
+    return run.start + (1 << (len(run) - 1).bit_length() - 1)
+
+
+def branches(run: range, count: int) -> list[range]:
+    """Return the largest complete branches of the tree over `count` replicas that lie in a run, in order."""
+
+    def within(branch: range) -> list[range]:
+        if branch.stop <= run.start or run.stop <= branch.start:
+            return []
+        if run.start <= branch.start and branch.stop <= run.stop:
+            return [branch]
+        middle = split_of(branch)
+        return within(range(branch.start, middle)) + within(range(middle, branch.stop))
+
+    return within(range(count))
+
+
+@dataclass(slots=True)
+class PartialSums:
+    """Sums over the largest branches of the tree that adjacent replicas fill so far."""
+
+    count: int
+    """Replicas of the tree."""
+
+    sums: list[tuple[range, Tensor]] = field(default_factory=list)
+
+    def add(self, run: range, value: Tensor) -> None:
+        """Add the sum over the branch that follows; its memory is used from now on.
+
+        Args:
+            run: The branch; a single replica, or several.
+            value: Its sum, in float32 or float64.
+        """
+        self.sums.append((run, value))
+        while len(self.sums) > 1:
+            (left, first), (right, second) = self.sums[-2:]
+            both = range(left.start, right.stop)
+            if branches(both, self.count) != [both] or split_of(both) != right.start:
+                return
+            self.sums[-2:] = [(both, first.add_(second))]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.sums.clear()
+
+
+def wide(value: Tensor) -> Tensor:
+    """Return a copy of numbers in the dtype in which they are added up."""
+    dtype = torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else value.dtype
+    return value.to(dtype, copy=True)
+
+
+def is_one_branch_each(assignment: Sequence[range]) -> bool:
+    """Return whether the tree over ranks, each with its branch, is the tree over replicas."""
+    count = assignment[-1].stop
+
+    def fits(ranks: range) -> bool:
+        run = range(assignment[ranks.start].start, assignment[ranks.stop - 1].stop)
+        if branches(run, count) != [run]:
+            return False
+        if len(ranks) == 1:
+            return True
+        middle = split_of(ranks)
+        is_cut_alike = split_of(run) == assignment[middle].start
+        return is_cut_alike and fits(range(ranks.start, middle)) and fits(range(middle, ranks.stop))
+
+    return fits(range(len(assignment)))
+
+
+def adds_up_in_tree(group: Group, tensor: Tensor) -> bool:
+    """Return whether the all-reduce of a group adds up its ranks in the fixed tree."""
+    if dist.get_world_size(group) <= 2:
+        return True
+    process_group = dist.group.WORLD if group is None else group
+    backend = process_group._get_backend(tensor.device) if process_group is not None else None  # type: ignore[attr-defined]
+    return getattr(backend, "carrier", "") == "shm"
+
+
+def exchange_sums(own: PartialSums, assignment: Sequence[range], group: Group) -> Tensor:
+    """Return the sum over all replicas, the same bits on every rank. Collective.
+
+    Each rank adds up one slice of the numbers: it receives that slice of every partial sum, and hands out the result.
+
+    Args:
+        own: This rank's partial sums, over all replicas that it holds, of one-dimensional tensors.
+        assignment: The replicas of each rank of the group.
+        group: The ranks.
+    """
+    ranks = len(assignment)
+    if ranks == 1:
+        return own.sums[0][1]
+    like = own.sums[0][1]
+    share = -(-like.numel() // ranks)
+    padded = [torch.nn.functional.pad(value, (0, share * ranks - like.numel())) for _, value in own.sums]
+    sent = torch.stack([value.view(ranks, share) for value in padded], dim=1).flatten()
+    runs = [branches(held, own.count) for held in assignment]
+    received = like.new_empty(share * sum(map(len, runs)))
+    dist.all_to_all_single(
+        received, sent, [share * len(parts) for parts in runs], [share * len(own.sums)] * ranks, group=group
+    )
+    total = PartialSums(own.count)
+    for run, piece in zip([run for parts in runs for run in parts], received.split(share), strict=True):
+        total.add(run, piece)
+    result = like.new_empty(share * ranks)
+    _gather(result, total.sums[0][1].contiguous(), group)
+    return result[: like.numel()]

@@ -1,0 +1,177 @@
+"""One round of a model's logical replicas: their gradients are kept apart until the last, and added up in a fixed tree.
+
+Each replica's backward pass fills the buckets as a rank's does. All but the last of a rank are put aside as partial
+sums, and the parameters' gradients and the model's buffers are again what they were when the round began. The last one
+sends the partial sums.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.comm.groups import Group
+from phalanx.comm.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
+from phalanx.comm.replicas import Replicas
+from phalanx.errors import ConfigError
+from phalanx.parallel.data.bucket_buffers import Bucket
+from phalanx.parallel.data.grad_reduction import PendingReduction
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+class ReplicaRound:
+    """The replicas of this rank whose gradients of one model are in the partial sums.
+
+    Args:
+        model: The model, whose buffers every replica of a round finds alike.
+        replicas: Those of the job.
+        group: The ranks that hold them.
+    """
+
+    def __init__(self, model: nn.Module, replicas: Replicas, group: Group) -> None:
+        self._model = weakref.ref(model)
+        self._replicas, self._group = replicas, group
+        self._sums: dict[int, PartialSums] = {}
+        """By bucket."""
+
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        """The model's buffers, and what they held when the round began."""
+
+        self._finished: list[int] = []
+        self.is_shared = len(replicas.held) > 1
+        """Whether this rank holds several replicas."""
+
+        if self.is_shared:
+            replicas.on_turn(self._begin_turn)
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.register_hook(_GradientCheck(param))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the backward pass that runs is of this rank's last replica."""
+        return not self.is_shared or self._replicas.is_last
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether it is of the first replica of the job."""
+        if self._replicas.current is None:
+            return self._replicas.held.start == 0
+        return self._replicas.current == 0
+
+    @torch.no_grad()
+    def _begin_turn(self, replica: int) -> None:
+        if replica == self._replicas.held.start:
+            if self._finished:
+                logger.warning(
+                    "the loop left a global batch after %d of the %d replicas of this rank; their gradients are dropped",
+                    len(self._finished),
+                    len(self._replicas.held),
+                )
+            self._clear()
+            model = self._model()
+            buffers = [] if model is None else [buffer for buffer in model.buffers() if not buffer.is_meta]
+            self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+            return
+        for buffer, before in self._buffers:
+            buffer.data.copy_(before)  # .data leaves the version counter alone: a graph may have saved the buffer
+
+    def begin_backward(self) -> None:
+        """Check that the replicas come one after the other.
+
+        Raises:
+            ConfigError: If the loop has no batch, or makes two backward passes of a model for one.
+        """
+        if not self.is_shared:
+            return
+        held, current = self._replicas.held, self._replicas.current
+        following = held.start + len(self._finished)
+        if current == following:
+            return
+        if current is None:
+            raise ConfigError(
+                "a backward pass ran before a loader gave out a batch, and each logical replica has a batch of its "
+                "own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
+            )
+        raise ConfigError(
+            f"a backward pass is of replica {current}, and that of replica {following} comes next: this rank holds "
+            f"replicas {held.start} to {held.stop - 1} in turn. Call backward once for each batch (add losses first), "
+            "or start as many ranks as there are replicas."
+        )
+
+    def send(self, index: int, bucket: Bucket) -> PendingReduction | None:
+        """Begin to add up a bucket over all replicas; None if it is put aside. Collective for the last replica."""
+        replicas, flat = self._replicas, bucket.flat
+        current = replicas.held[0] if replicas.current is None else replicas.current
+        sums = self._sums.setdefault(index, PartialSums(replicas.count))
+        ranks = len(replicas.assignment)
+        is_tree = ranks > 1 and is_one_branch_each(replicas.assignment) and adds_up_in_tree(self._group, flat)
+        if is_tree and len(replicas.held) == 1 and replicas.count == ranks:
+            return _all_reduce(flat, self._group)
+        sums.add(range(current, current + 1), wide(flat))
+        if not self.is_last:
+            return None
+        del self._sums[index]
+        if is_tree:
+            total = sums.sums[0][1]
+            return _Taken(flat, total, _all_reduce(total, self._group))
+        return _Taken(flat, exchange_sums(sums, replicas.assignment, self._group), None)
+
+    def end_backward(self, buckets: list[Bucket]) -> None:
+        """Put a replica's gradients aside, or finish the round."""
+        if self.is_last:
+            self._clear()
+            return
+        assert self._replicas.current is not None
+        self._finished.append(self._replicas.current)
+        for bucket in buckets:
+            bucket.work = None
+            for gradient in bucket.gradients:
+                gradient.param.grad = None
+
+    def _clear(self) -> None:
+        self._finished.clear()
+        self._sums.clear()
+        self._buffers.clear()
+
+
+class _GradientCheck:
+    """Raises for a gradient that is added to another: replicas are added up in their own tree."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def __call__(self, _gradient: Tensor) -> None:
+        param = self._param()
+        if param is not None and param.grad is not None and bool(param.grad.any()):
+            raise ConfigError(
+                "a backward pass added to gradients that were there before, while this rank holds several logical "
+                "replicas. Call optimizer.zero_grad() for every batch; to accumulate gradients start as many ranks as "
+                "there are replicas."
+            )
+
+
+def _all_reduce(flat: Tensor, group: Group) -> PendingReduction:
+    work: PendingReduction = dist.all_reduce(flat, group=group, async_op=True)
+    return work
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A sum in memory of its own, on its way into a bucket."""
+
+    flat: Tensor
+    total: Tensor
+    work: PendingReduction | None
+
+    def wait(self) -> None:
+        """Take over the sum."""
+        if self.work is not None:
+            self.work.wait()
+        self.flat.copy_(self.total)

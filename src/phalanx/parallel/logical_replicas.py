@@ -1,0 +1,125 @@
+"""Let a model train by logical replicas: who holds which, what they cannot be combined with, when a round is complete.
+
+A round is one global batch: every rank runs its replicas one after the other, each with a pass of the script's loop. A
+step of an optimizer holds back until the rank's last replica; then gradients are added up over all replicas.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.optim import Optimizer
+
+from phalanx.comm.context import Context
+from phalanx.comm.replicas import Replicas, assign_replicas
+from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.mesh import Mesh
+from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
+    """Split training batches over the logical replicas of a Plan, and compute with its number of threads.
+
+    Raises:
+        PlanError: If the Plan has something that replicas cannot be exact with.
+        ConfigError: If there are fewer replicas than ranks, or another model has other replicas.
+    """
+    assert plan.step.replicas is not None
+    assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes))
+    if (reason := _inexact(plan, is_shared=len(assignment) < plan.step.replicas)) is not None:
+        raise PlanError(f"logical replicas cannot be combined with {reason}.")
+    if context.replicas is None:
+        index = mesh.index(mesh.batch_axes)
+        context.use_replicas(Replicas(assignment, index, uses_cuda=context.device.type == "cuda"))
+    elif context.replicas.assignment != assignment:
+        raise ConfigError(
+            f"a model was distributed with {context.replicas.count} logical replicas, and this one asks for "
+            f"{plan.step.replicas}. Models of one process share the global batch: give them the same number."
+        )
+    torch.set_num_threads(plan.step.replica_threads)
+    if context.rank == 0:
+        most = max(map(len, assignment))
+        logger.info(
+            "%d logical replicas on %d ranks, at most %d each, %d threads a replica: the weights have the same bits on "
+            "any number of ranks%s",
+            plan.step.replicas,
+            len(assignment),
+            most,
+            plan.step.replica_threads,
+            _limits(context),
+        )
+
+
+def _limits(context: Context) -> str:
+    """Return what the promise of equal bits depends on, as the end of a sentence."""
+    if context.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        return " of one kind of GPU, if torch.use_deterministic_algorithms(True) is set, which it is not"
+    return f" with {'GPUs' if context.device.type == 'cuda' else 'processors'} of one kind"
+
+
+def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
+    """Return what of a Plan has other bits on other numbers of ranks; None if nothing does.
+
+    Args:
+        plan: The Plan.
+        is_shared: Whether some rank holds several replicas.
+    """
+    for rule in plan.params:
+        if not isinstance(rule.update, AllReduce | ReduceScatter | Frozen):
+            return f"the update {rule.update.kind!r}, which depends on the number of ranks"
+        if isinstance(rule.update, AllReduce) and (rule.update.wire_dtype or rule.update.route == "hierarchical"):
+            return "fp16_allreduce or use_hierarchical_allreduce, which round by rank or by host"
+        if isinstance(rule.update, ReduceScatter) and rule.update.wire_dtype:
+            return "a dtype of its own for the gradients of sharding"
+    if plan.step.sync_bn and is_shared:
+        return (
+            "sync_batch_norm on fewer ranks than replicas: a layer waits for the samples of all replicas, and those of "
+            "one rank run one after the other. Start as many ranks as there are replicas, or turn it off"
+        )
+    if plan.step.accumulate > 1 and is_shared:
+        return "gradient_merge on fewer ranks than replicas"
+    return None
+
+
+class ReplicaGate:
+    """Holds an optimizer's step back until this rank's last replica has made its pass."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._rates: list[object] = []
+        self._replica: int | None = None
+
+    def admit(self, optimizer: Optimizer) -> bool:
+        """Return whether the step updates: at the last replica of the round.
+
+        Raises:
+            ConfigError: If the loop does not make one step for each batch, or a scheduler counts replicas as steps.
+        """
+        replicas = self._replicas
+        current = replicas.current
+        if len(replicas.held) == 1:
+            return True
+        if current is None:
+            raise ConfigError(
+                "optimizer.step() was called before a loader gave out a batch, and each logical replica has a batch of "
+                "its own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
+            )
+        before = None if current == replicas.held[0] else current - 1
+        if self._replica != before:
+            raise ConfigError(
+                f"optimizer.step() was called for replica {current} after replica {self._replica}, and this rank holds "
+                f"replicas {replicas.held.start} to {replicas.held.stop - 1} in turn. Call it once for every batch; to "
+                "accumulate gradients start as many ranks as there are replicas, and use strategy.gradient_merge."
+            )
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if before is not None and rates != self._rates:
+            raise ConfigError(
+                "a learning rate changed between two replicas of one global batch: a scheduler is stepped for every "
+                "batch. Wrap it, so that it counts updates: scheduler = px.follow_updates(scheduler)."
+            )
+        self._rates = rates
+        self._replica = None if replicas.is_last else current
+        return replicas.is_last
