@@ -10,14 +10,19 @@ Sums of 16-bit numbers are kept in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.comm.groups import Group
+
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Torch 2.13 renames it, and warns at the old name."""
 
 
 def split_of(run: range) -> int:
@@ -96,35 +101,49 @@ def adds_up_in_tree(group: Group, tensor: Tensor) -> bool:
     if dist.get_world_size(group) <= 2:
         return True
     process_group = dist.group.WORLD if group is None else group
-    backend = process_group._get_backend(tensor.device) if process_group is not None else None  # type: ignore[attr-defined]
+    backend = process_group._get_backend(tensor.device) if process_group is not None else None
     return getattr(backend, "carrier", "") == "shm"
 
 
-def exchange_sums(own: PartialSums, assignment: Sequence[range], group: Group) -> Tensor:
-    """Return the sum over all replicas, the same bits on every rank. Collective.
-
-    Each rank adds up one slice of the numbers: it receives that slice of every partial sum, and hands out the result.
+def scatter_sums(own: PartialSums, assignment: Sequence[range], group: Group) -> Tensor:
+    """Return this rank's slice of the sum over all replicas. Collective.
 
     Args:
-        own: This rank's partial sums, over all replicas that it holds, of one-dimensional tensors.
+        own: This rank's partial sums, over all replicas that it holds, of one-dimensional tensors whose length the
+            number of ranks divides. They are used up.
+        assignment: The replicas of each rank of the group.
+        group: The ranks.
+    """
+    ranks, values = len(assignment), [value for _, value in own.sums]
+    share = values[0].numel() // ranks
+    sent = values[0] if len(values) == 1 else torch.stack([value.view(ranks, share) for value in values], 1).flatten()
+    runs = [branches(held, own.count) for held in assignment]
+    received = sent.new_empty(share * sum(map(len, runs)))
+    dist.all_to_all_single(received, sent, [share * len(r) for r in runs], [share * len(values)] * ranks, group=group)
+    total = PartialSums(own.count)
+    for run, part in zip(chain.from_iterable(runs), received.split(share), strict=True):
+        total.add(run, part)
+    return total.sums[0][1]
+
+
+def exchange_sums(own: PartialSums, assignment: Sequence[range], group: Group) -> Tensor:
+    """Return the sum over all replicas, the same bits on every rank. Collective over several ranks.
+
+    Each rank adds up one slice of the numbers and hands out the result.
+
+    Args:
+        own: This rank's partial sums, over all replicas that it holds, of one-dimensional tensors. They are used up.
         assignment: The replicas of each rank of the group.
         group: The ranks.
     """
     ranks = len(assignment)
     if ranks == 1:
         return own.sums[0][1]
-    like = own.sums[0][1]
-    share = -(-like.numel() // ranks)
-    padded = [torch.nn.functional.pad(value, (0, share * ranks - like.numel())) for _, value in own.sums]
-    sent = torch.stack([value.view(ranks, share) for value in padded], dim=1).flatten()
-    runs = [branches(held, own.count) for held in assignment]
-    received = like.new_empty(share * sum(map(len, runs)))
-    dist.all_to_all_single(
-        received, sent, [share * len(parts) for parts in runs], [share * len(own.sums)] * ranks, group=group
-    )
-    total = PartialSums(own.count)
-    for run, piece in zip([run for parts in runs for run in parts], received.split(share), strict=True):
-        total.add(run, piece)
-    result = like.new_empty(share * ranks)
-    _gather(result, total.sums[0][1].contiguous(), group)
-    return result[: like.numel()]
+    size = own.sums[0][1].numel()
+    padding = -size % ranks
+    if padding:
+        own = PartialSums(own.count, [(run, nn.functional.pad(value, (0, padding))) for run, value in own.sums])
+    mine = scatter_sums(own, assignment, group)
+    result = mine.new_empty(size + padding)
+    _gather(result, mine, group=group)
+    return result[:size]

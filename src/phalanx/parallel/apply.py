@@ -24,8 +24,8 @@ from phalanx.parallel.checks.replicas import VARIABLE, compare_every, watch
 from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
 from phalanx.parallel.data.forward_passes import follow_forward_passes
-from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.logical_replicas import use_replicas
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, is_module_held, shape_of
 from phalanx.parallel.session import Applied, applied_to, list_applied, session, set_applied
 from phalanx.parallel.techniques import (

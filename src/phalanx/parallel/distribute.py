@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -14,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import IterableDataset
 
 import phalanx.comm.context as context_of
+from phalanx.cluster.env.values import Environment
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
@@ -97,7 +99,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     is_derived = plan is None
     if plan is None:
         check_model(model)
-        strategy = use_strategy(None)
+        strategy = _with_replicas(use_strategy(None))
         agree("strategy", {**strategy.model_dump(mode="json"), "px.shard": describe_shards(model)})
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
         plan = with_marks(plan, model)
@@ -117,6 +119,14 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         model.register_forward_pre_hook(refuse_outer_wrapper)
         watch_every_optimizer()
     return model
+
+
+def _with_replicas(strategy: DistributedStrategy) -> DistributedStrategy:
+    """Return a strategy with the logical replicas that `phalanx run --replicas` asks for, unless it says how many."""
+    launched = Environment(os.environ).integer("PHALANX_REPLICAS", 1)
+    if strategy.logical_replicas is not None or launched is None:
+        return strategy
+    return strategy.model_copy(update={"logical_replicas": launched})
 
 
 def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
@@ -313,16 +323,16 @@ def _steps_per_epoch(loader: ShardedLoader | None) -> int | None:
         return None
 
 
-def _parts_of_batch(loader: ShardedLoader, readers: int) -> str:
-    """Return the rows of a full global batch, and how many of them each rank reads, in words."""
+def _parts_of_batch(loader: ShardedLoader, readers: int, part: str) -> str:
+    """Return the rows of a full global batch, and how many of them each rank or replica reads, in words."""
     rows, most = loader.global_batch, loader.per_rank_batch
     if loader.has_batch_sampler:
-        return f"= a batch of the batch sampler per rank x {readers}"
+        return f"= a batch of the batch sampler per {part} x {readers}"
     if rows % readers == 0:
-        return f"{rows} = {most} per rank x {readers}"
+        return f"{rows} = {most} per {part} x {readers}"
     if rows > readers:
-        return f"{rows} = {most - 1} or {most} per rank, on {readers}"
-    return f"{rows} = 1 each on {rows} of {readers} ranks, which leaves {readers - rows} without a row in every step"
+        return f"{rows} = {most - 1} or {most} per {part}, on {readers}"
+    return f"{rows} = 1 each on {rows} of {readers} {part}s, which leaves {readers - rows} without a row in every step"
 
 
 def announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None:
@@ -332,7 +342,8 @@ def announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None:
         return
     if loader is not None:
         steps = _steps_per_epoch(loader) or "an unknown number of"
-        logger.info("global batch %s; %s steps per epoch", _parts_of_batch(loader, context.readers.count), steps)
+        parts = _parts_of_batch(loader, context.readers.shares, "rank" if context.replicas is None else "replica")
+        logger.info("global batch %s; %s steps per epoch", parts, steps)
     if optimizer is not None:
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         logger.info("learning rate %s", ", ".join(f"{rate:g}" for rate in rates))

@@ -200,4 +200,8 @@ def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, cont
     sharded.shard(plan, model, mesh, update)
     reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
     sharded.weigh_rows(model, reducer, context, is_sum=update.reduce == "sum")
+    if context.replicas is not None:
+        from phalanx.parallel.zero.replica_reduce import add_up_replicas
+
+        add_up_replicas(model, context.replicas)
     return reducer

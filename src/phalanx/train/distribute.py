@@ -28,6 +28,7 @@ def distribute(
     global_batch: int | None = None,
     strategy: DistributedStrategy | None = None,
     plan: Plan | None = None,
+    replicas: int | None = None,
     **loader_options: Any,
 ) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
     """Make a model, its optimizer and its data train on all ranks.
@@ -44,6 +45,9 @@ def distribute(
         strategy: Settings; the defaults when omitted.
         plan: A Plan to apply instead of the one the strategy makes. For one that places single operators, the step that
             it is of is captured here, from a batch of the data.
+        replicas: Logical replicas over which every global batch is split: the trained weights have the same bits on any
+            number of ranks up to it. As `strategy.logical_replicas`; one for each rank, without that promise, when
+            omitted.
         **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
 
     Returns:
@@ -57,6 +61,8 @@ def distribute(
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
         check_trains(model, optimizer)
+    if replicas is not None:
+        strategy = _with_replicas(strategy, plan, replicas)
     use_strategy(strategy)
     loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth
@@ -76,3 +82,11 @@ def distribute(
         add_optimizer(optimizer)
     announce(optimizer, loader)
     return model, optimizer, loader
+
+
+def _with_replicas(strategy: DistributedStrategy | None, plan: Plan | None, replicas: int) -> DistributedStrategy:
+    if plan is not None:
+        raise ConfigError("give replicas or a plan, not both: a plan says step.replicas itself.")
+    strategy = (strategy or use_strategy(None)).model_copy()
+    strategy.logical_replicas = replicas
+    return strategy

@@ -187,6 +187,12 @@ _CONTEXT: dict[str, Any] = {
     help="How often a failed job is started again; with servers: a failed process, alone.",
 )
 @click.option(
+    "--replicas",
+    type=_Count("number of logical replicas", 1),
+    envvar="PHALANX_REPLICAS",
+    help="Logical replicas that split global batches: results have the same bits on any number of ranks up to it.",
+)
+@click.option(
     "--server_dir",
     metavar="DIR",
     help="Where servers keep their state. Default: LOG_DIR/servers with --max_restarts, else nowhere.",

@@ -81,6 +81,7 @@ class AttemptResources:
         terms = {
             "mode": self.request.mode,
             "--max_restarts": str(options.max_restarts),
+            "--replicas": str(options.replicas),
             "the number of hosts": str(self.request.nodes.count),
         }
         for name in ("ips", "servers", "workers", "heter_workers"):
@@ -156,6 +157,7 @@ def facts(
         log_dir=log_dir,
         attempt=attempt,
         max_restarts=options.max_restarts,
+        replicas=options.replicas,
         timeout_s=options.timeout_s,
         gloo_path=gloo_path,
         interface=network.interface_towards(layout.master[0], network.system_routes()),

@@ -37,6 +37,7 @@ class Options:
     per_rank_dir: bool = False
     log_format: str | None = None
     max_restarts: int = 0
+    replicas: int | None = None
     server_dir: str | None = None
     timeout_s: float = 60.0
     world_size_counts: Counts | None = None

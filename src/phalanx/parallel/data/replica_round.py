@@ -70,7 +70,7 @@ class ReplicaRound:
         if replica == self._replicas.held.start:
             if self._finished:
                 logger.warning(
-                    "the loop left a global batch after %d of the %d replicas of this rank; their gradients are dropped",
+                    "the loop left a global batch after %d of this rank's %d replicas; their gradients are dropped",
                     len(self._finished),
                     len(self._replicas.held),
                 )
@@ -81,6 +81,9 @@ class ReplicaRound:
             return
         for buffer, before in self._buffers:
             buffer.data.copy_(before)  # .data leaves the version counter alone: a graph may have saved the buffer
+        model = self._model()
+        for param in () if model is None else model.parameters():
+            param.grad = None  # zeros, where torch shards: what counts is in the partial sums
 
     def begin_backward(self) -> None:
         """Check that the replicas come one after the other.
@@ -92,6 +95,11 @@ class ReplicaRound:
             return
         held, current = self._replicas.held, self._replicas.current
         following = held.start + len(self._finished)
+        model = self._model()
+        if model is not None and current == held.start:
+            for param in model.parameters():
+                if hasattr(param.grad, "placements"):  # torch adds to what it shards without a hook
+                    _refuse_gradient(param.grad.to_local())  # type: ignore[union-attr]
         if current == following:
             return
         if current is None:
@@ -149,12 +157,17 @@ class _GradientCheck:
 
     def __call__(self, _gradient: Tensor) -> None:
         param = self._param()
-        if param is not None and param.grad is not None and bool(param.grad.any()):
-            raise ConfigError(
-                "a backward pass added to gradients that were there before, while this rank holds several logical "
-                "replicas. Call optimizer.zero_grad() for every batch; to accumulate gradients start as many ranks as "
-                "there are replicas."
-            )
+        if param is not None and param.grad is not None:
+            _refuse_gradient(param.grad)
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    if bool(gradient.any()):
+        raise ConfigError(
+            "a backward pass added to gradients that were there before, while this rank holds several logical "
+            "replicas. Call optimizer.zero_grad() for every batch; to accumulate gradients start as many ranks as "
+            "there are replicas."
+        )
 
 
 def _all_reduce(flat: Tensor, group: Group) -> PendingReduction:

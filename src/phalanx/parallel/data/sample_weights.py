@@ -27,7 +27,10 @@ def sample_weight_hook(
         is_sum: Whether gradients are summed over the ranks: rows then weigh alike, and count or do not.
         gain: A further factor.
     """
-    weight, shares = context.passes.weight_of_backward, readers.shares  # looked up once: each parameter's gradient comes
+    weight, shares = (
+        context.passes.weight_of_backward,
+        readers.shares,
+    )  # looked up once: each parameter's gradient comes
 
     def weigh(gradient: Tensor) -> Tensor:
         factor = gain * weight(shares, is_sum)

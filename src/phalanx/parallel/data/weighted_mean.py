@@ -103,6 +103,11 @@ def global_mean_of(total: Tensor, weight: Tensor | float, shares: Shares) -> tup
         shares: What they are of.
     """
     readers = context_of.current().readers if context_of.is_initialized() else None
+    if readers is not None and readers.shares > readers.count:
+        raise ConfigError(
+            f"weighted_mean needs the weights of all of a global batch at once, and {readers.count} ranks compute its "
+            f"{readers.shares} logical replicas one after the other. Start as many ranks as there are replicas."
+        )
     ranks = 1 if readers is None else readers.count
     by_rows = row_weight_of(shares, ranks)
     sums = torch.stack([total.reshape(()).double(), torch.as_tensor(weight, device=total.device).reshape(()).double()])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.comm.groups import Group
 from phalanx.parallel.model_shape import held_over, is_module_held
@@ -75,6 +76,8 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
         Shape (number of tensors,), float32, or float64 if a tensor is; on the first tensor's device.
     """
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    if order == 2.0 and context_of.is_initialized() and context_of.current().replicas is not None:
+        return _norms_of_any_split(tensors, groups, dtype)
     norms = _local_norms(tensors, order, dtype)
     largest = math.isinf(order)
     for alike in _by_ranks(groups):
@@ -87,6 +90,46 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
             part = all_reduce(norms[members] ** order, "sum", group=group) ** (1.0 / order)
         norms[members] = part
     return norms
+
+
+def _norms_of_any_split(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], dtype: torch.dtype) -> Tensor:
+    """Return Euclidean norms that have the same bits however each tensor is split over ranks.
+
+    Squares are rounded to multiples of a power of two that is so large that no sum of them is rounded; so are the
+    remainders (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013).
+    """
+    device = tensors[0].device
+    largest = torch.stack([t.detach().abs().max().double() if t.numel() else t.new_zeros(()).double() for t in tensors])
+    counts = torch.tensor([float(t.numel()) for t in tensors], dtype=torch.float64, device=device)
+    largest = _over_groups(largest.to(device).nan_to_num(math.inf, math.inf), "max", groups)
+    counts = _over_groups(counts, "sum", groups)
+    tops, sizes = torch.frexp(largest.square()).exponent.tolist(), torch.frexp(counts).exponent.tolist()
+    parts = [_rounded_sums(t, top, size) for t, top, size in zip(tensors, tops, sizes, strict=True)]
+    sums = torch.stack([part.to(device) for part in parts])
+    sums = torch.stack([_over_groups(sums[:, level].contiguous(), "sum", groups) for level in (0, 1)])
+    norms = torch.where(largest.isfinite(), sums.sum(0).sqrt(), largest)
+    return norms.to(dtype)
+
+
+def _rounded_sums(tensor: Tensor, top: int, size: int) -> Tensor:
+    """Return two exact sums, shape (2,): of squares below 2**top, `size` bits of them, and of what rounding left."""
+    rest, sums = tensor.detach().double().square(), []
+    for _ in range(2):
+        shift = 1.5 * 2.0 ** (top + size)
+        rounded = (rest + shift) - shift
+        sums.append(rounded.sum())
+        rest, top = rest - rounded, top + size - 53
+    return torch.stack(sums)
+
+
+def _over_groups(values: Tensor, how: Literal["sum", "max"], groups: Sequence[tuple[Group, ...]]) -> Tensor:
+    """Combine one number for each tensor over the groups over which it is split. Collective over these."""
+    values = values.clone()
+    for alike in _by_ranks(groups):
+        mine = [i for i, spread in enumerate(groups) if any(group in alike for group in spread)]
+        members = torch.tensor(mine, device=values.device)
+        values[members] = all_reduce(values[members], how, group=alike[0])
+    return values
 
 
 def _by_ranks(groups: Sequence[tuple[Group, ...]]) -> list[list[Group]]:

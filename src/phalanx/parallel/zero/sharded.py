@@ -138,7 +138,7 @@ def _shard_units(
     _watch_units(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
+            module.set_gradient_divide_factor(_divisor(mesh, update))
     label_units(model)
     after = dict(model.named_parameters())
     note_replaced(before, after)
@@ -148,6 +148,11 @@ def _shard_units(
         for group in stages_over([before[name]]):
             note_stages(param, group)
     _add_terms(plan, model, mesh)
+
+
+def _divisor(mesh: Mesh, update: ReduceScatter) -> float:
+    """Return by what torch divides sums of gradients; of logical replicas each is scaled before (`weigh_rows`)."""
+    return float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" and mesh.replicas is None else 1.0
 
 
 def _leave_no_view(_unit: nn.Module, inputs: Any, named: dict[str, Any], outputs: Any) -> Any:
@@ -260,11 +265,13 @@ def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: 
         context: Tells the batch that gradients are of.
         is_sum: Whether gradients are summed over the ranks, not averaged.
     """
-    weigh = sample_weight_hook(context, context.readers, is_sum=is_sum)
+    shares = context.readers.shares if context.replicas is not None else 1
+    weigh = sample_weight_hook(context, context.readers, is_sum=is_sum, gain=float(shares) if is_sum else 1.0)
 
     def act(gradient: Tensor) -> Tensor:
         reducer.begin()
-        return weigh(gradient)
+        weighted = weigh(gradient)
+        return weighted if shares == 1 else weighted * (1.0 / shares)  # as buckets do on one rank, which shards nothing
 
     def leave(model: nn.Module, _inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled():

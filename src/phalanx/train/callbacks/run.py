@@ -40,6 +40,7 @@ from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, read_callbacks
 from phalanx.train.callbacks.dispatch import SIGNALLED, CallbackDispatcher
 from phalanx.train.callbacks.measure import EpochClock, Throughput, memory
+from phalanx.train.callbacks.round_loss import RoundLoss, batches_per_step
 from phalanx.train.metrics.base import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")
@@ -119,6 +120,7 @@ class Run:
 
         self._first_epoch = loader.epoch
         self._share: BatchShare | None = None
+        self._round = RoundLoss()
         self._global_loss: tuple[int, float] | None = None
         self._speed = Throughput()
         self._device = current.device
@@ -230,7 +232,8 @@ class Run:
         """Begin the next epoch; return False, and begin none, after the last or once training was stopped."""
         if self._edges.stops(self.step) or self.epoch >= self.epochs:
             return False
-        self.batches = self.loader.state_dict()["position"] // self.loader.global_batch
+        steps = self.loader.state_dict()["position"] // self.loader.global_batch
+        self.batches = steps * batches_per_step()
         self._edges.tell("on_epoch_begin", self)
         self.clock.begin()
         return True
@@ -243,10 +246,11 @@ class Run:
             share: The samples of this batch; those of the batch the loader yielded last when omitted.
         """
         self.clock.tick()
-        self.loss, self._share = loss, share or context.current().batch
+        self.loss, self._share = self._round.add(loss, share or context.current().batch)
         self.batches += 1
-        self.samples += self._share.global_rows if self._share is not None else 0
         updated = has_updated(self.optimizer)
+        if self._round.is_complete:
+            self.samples += self._share.global_rows if self._share is not None else 0
         if updated:
             self.step += 1
             self._edges.tell("on_update", self)

@@ -23,7 +23,7 @@ def check_batch_norms(model: nn.Module, loader: ShardedLoader | None) -> None:
         model: The model, distributed.
         loader: What it trains on.
     """
-    if loader is None or context.current().readers.count == 1 or loader.fewest_rows != 1:
+    if loader is None or context.current().readers.shares == 1 or loader.fewest_rows != 1:
         return
     from phalanx.parallel.data.sync_batch_norm import SyncBatchNorm  # only those who may fail wait for it
 

@@ -76,6 +76,24 @@ def counted_loss(loss_fn: Any, applied: Applied | None) -> CountedLoss | None:
     return CountedLoss(loss_fn) if meets and not is_sum_of_ranks(applied.plan) else None
 
 
+def require_all_labels(target: Any, counted: CountedLoss | None) -> None:
+    """Raise if a loss over classes is not the mean over all labels of a batch: logical replicas weigh by samples.
+
+    The weight of all of a global batch would have to be known before its replicas are computed one after the other.
+
+    Raises:
+        ConfigError: Says what to do.
+    """
+    if not isinstance(target, Tensor) or target.is_floating_point() or not target.dim():
+        return
+    weight = counted.weight(target) if counted is not None else (target != IGNORED).sum()
+    if weight is not None and bool(weight != target.numel()):
+        raise ConfigError(
+            "a loss leaves out labels or weighs classes, so its mean over a global batch is no mean of the means of "
+            "its logical replicas. Train without logical replicas, or with a loss over all labels."
+        )
+
+
 def check_reduction(loss_fn: Any, applied: Applied | None) -> None:
     """Raise if a loss is a sum over samples while gradients are averaged over the ranks.
 

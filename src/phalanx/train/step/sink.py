@@ -44,7 +44,7 @@ def steps_in_sink(is_on: bool, sink_size: int, loader: ShardedLoader) -> int:
     if sink_size != -1:
         return sink_size
     try:
-        return max(len(loader), 1)
+        return max(loader.steps_per_epoch, 1)
     except TypeError:  # a stream without a length: the sink ends with the epoch
         return sys.maxsize
 

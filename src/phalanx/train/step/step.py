@@ -33,7 +33,7 @@ from phalanx.train.loss.batches import BatchReader, explain_dtype_errors
 from phalanx.train.loss.label_check import LabelsChecked
 from phalanx.train.loss.model_loss import of_scores, own_loss
 from phalanx.train.loss.model_loss_mean import check_stages, own_mean
-from phalanx.train.loss.token_mean_loss import check_reduction, counted_loss
+from phalanx.train.loss.token_mean_loss import check_reduction, counted_loss, require_all_labels
 from phalanx.train.step.cuda_graph import GraphedStep
 
 logger = logging.getLogger("phalanx.train")
@@ -200,7 +200,7 @@ class TrainStep:
         loss, fetched = self._forward(inputs, target, loss_fn)
         if weight is not None:
             loss = weighted_mean(loss, weight)
-        elif self._own is not None:
+        elif self._own is not None and context.current().replicas is None:
             loss = self._own.mean(loss, target)
         self._scale_loss(loss).backward()
         return loss, fetched
@@ -213,7 +213,12 @@ class TrainStep:
 
     def _weight(self, target: Any) -> Tensor | None:
         """Return what the loss's mean divides by on this rank; None where that follows from the samples."""
-        if self._counted is None or not context.is_initialized():
+        if not context.is_initialized():
+            return None
+        if context.current().replicas is not None:
+            require_all_labels(target, self._counted)
+            return None
+        if self._counted is None:
             return None
         is_apart = context.current().readers.count > 1 or self._pipeline is not None
         return self._counted.weight(target) if is_apart else None

@@ -1,0 +1,93 @@
+"""ZeRO over logical replicas: gradients of a unit are kept apart by replica, and reduce-scattered in the fixed tree."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.comm.groups import Group
+from phalanx.comm.replica_sums import PartialSums, adds_up_in_tree, is_one_branch_each, scatter_sums, wide
+from phalanx.comm.replicas import Replicas
+
+
+def add_up_replicas(model: nn.Module, replicas: Replicas) -> None:
+    """Let the units of a sharded model reduce the gradients of all replicas at the last of each rank.
+
+    Where ranks hold different numbers of replicas, parameters are gathered once for a round: ranks would gather
+    differently often.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_custom_reduce_scatter(ReplicaReduceScatter(replicas))  # type: ignore[arg-type]  # torch's base is private
+    if len({len(held) for held in replicas.assignment}) > 1:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+        gathering = _GatherOnce(model)
+        model._gathers_once = gathering  # type: ignore[assignment]  # lives as long as the model
+        replicas.on_turn(gathering.begin_turn)
+        gathering.replicas = replicas
+
+
+class ReplicaReduceScatter:
+    """Torch's reduce-scatter of one unit: puts aside what comes of all replicas of this rank but the last."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._sums = PartialSums(replicas.count)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for torch to copy gradients into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Write this rank's slice of the sum over all replicas, or zeros before the last. Collective for the last."""
+        replicas = self._replicas
+        assignment, current = replicas.assignment, replicas.current
+        if current is None:
+            current = replicas.held.start
+        if current == replicas.held.start:
+            self._sums.clear()  # of a round that the loop left
+        in_tree = is_one_branch_each(assignment) and adds_up_in_tree(group, input_tensor)
+        if in_tree and replicas.count == len(assignment):
+            _scatter(output_tensor, input_tensor, group)
+            return None
+        self._sums.add(range(current, current + 1), wide(input_tensor))
+        if len(replicas.held) > 1 and not replicas.is_last:
+            output_tensor.zero_()
+            return None
+        sums, self._sums = self._sums, PartialSums(replicas.count)
+        if in_tree:
+            total = sums.sums[0][1]
+            mine = total.new_empty(output_tensor.numel())
+            _scatter(mine, total, group)
+        else:
+            mine = scatter_sums(sums, assignment, group)
+        output_tensor.copy_(mine)
+        return None
+
+
+def _scatter(output: Tensor, source: Tensor, group: Group) -> None:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, source, op=dist.ReduceOp.SUM, group=group)
+
+
+class _GatherOnce:
+    """Keeps gathered parameters until the last replica's backward pass."""
+
+    replicas: Replicas
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def begin_turn(self, _replica: int) -> None:
+        model = self._model()
+        for module in () if model is None else model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_backward(self.replicas.is_last, recurse=False)
