@@ -183,8 +183,8 @@ class LoaderOptions:
     def _stream_batches(self, shard: DataShard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
         if len(shard.parts) > 1:
             raise ConfigError(
-                f"Asked to load a stream for {len(shard.parts)} logical replicas on one rank, but a stream is read once, in "
-                "order. Start as many ranks as there are replicas, or give a dataset with a length."
+                f"Asked to load a stream for {len(shard.parts)} logical replicas on one rank, but a stream is "
+                "read once, in order. Start as many ranks as there are replicas, or give a dataset with a length."
             )
         dataset, collate = self.source.dataset, self._rows.collate_fn
         if self.pipeline is not None:
