@@ -298,7 +298,7 @@ def distribute_with(settings: dict[str, Any]) -> str:
 
 def test_what_cannot_be_exact_is_an_error_before_the_first_update() -> None:
     outcomes = run_ranks(loops_that_cannot_be_exact, 2)
-    assert outcomes[0] == outcomes[1].value
+    assert outcomes[0] == outcomes[1]
     errors = outcomes[0]
     parts = {
         "accumulating": "to accumulate gradients start as many ranks",
