@@ -66,7 +66,8 @@ def test_ranks_with_one_branch_each_are_added_up_like_replicas(count: int, ranks
 
 
 @pytest.mark.parametrize(
-    ("count", "ranks", "is_one"), [(4, 4, True), (4, 2, True), (4, 3, False), (6, 3, True), (6, 2, False), (3, 3, True), (8, 1, True)]
+    ("count", "ranks", "is_one"),
+    [(4, 4, True), (4, 2, True), (4, 3, False), (6, 3, True), (6, 2, False), (3, 3, True), (8, 1, True)],
 )
 def test_which_assignments_need_no_exchange(count: int, ranks: int, is_one: bool) -> None:
     assert is_one_branch_each(assign_replicas(count, ranks)) is is_one
