@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.explain import explain
     from phalanx.parallel.optim.clip import clip_grad_norm_
     from phalanx.parallel.optim.ema import EMA, ema_of
-    from phalanx.parallel.step.gate import follow_updates
+    from phalanx.parallel.step.gate import follow_updates, has_updated
     from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
     from phalanx.parallel.tensor.shard_api import shard
     from phalanx.parallel.tensor.vocab import vocab_cross_entropy
@@ -106,6 +106,7 @@ _HOMES = {
     "evaluate": "phalanx.train.model.evaluate",
     "explain": "phalanx.parallel.explain",
     "follow_updates": "phalanx.parallel.step.gate",
+    "has_updated": "phalanx.parallel.step.gate",
     "get_auto_parallel_context": "phalanx.train.model.auto_context",
     "export_onnx": "phalanx.checkpoint.export.export",
     "export_program": "phalanx.checkpoint.export.export",

@@ -89,8 +89,8 @@ class Context:
     def __post_init__(self) -> None:
         self.passes = Passes(self.batches)
 
-    def use_replicas(self, replicas: Replicas) -> None:
-        """Split training batches over logical replicas from now on."""
+    def use_replicas(self, replicas: Replicas | None) -> None:
+        """Split training batches over logical replicas from now on, or over ranks."""
         self.replicas = self.batches.replicas = replicas
 
     @property

@@ -85,9 +85,8 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     _check_embeddings(plan, model, context)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None
-    if dist.is_initialized() or plan.step.replicas:
+    if dist.is_initialized() or not context.is_distributed:
         _set_readers(mesh, context)
-    if plan.step.replicas:
         use_replicas(plan, mesh, context)
     name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
@@ -168,7 +167,13 @@ def _check_embeddings(plan: Plan, model: nn.Module, context: Context) -> None:
 def _set_readers(mesh: Mesh, context: Context) -> None:
     """Let loaders and metrics know which ranks read the same rows."""
     readers = mesh.readers()
-    if list_applied() and readers != context.readers:
+    before = context.readers
+    if list_applied() and readers.replicas != before.replicas:
+        raise PlanError(
+            f"this Plan has {readers.replicas or 'no'} logical replicas, the Plan of the model before "
+            f"{before.replicas or 'none'}. Models of one process share the global batch: give both the same number."
+        )
+    if list_applied() and readers != before:
         raise PlanError(
             f"this Plan lets {readers.count} ranks read rows of their own, the Plan of the model before "
             f"{context.readers.count}. One job reads its rows one way: give both Plans the same mesh and batch_axes."

@@ -21,24 +21,21 @@ logger = logging.getLogger("phalanx.parallel")
 
 
 def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
-    """Split training batches over the logical replicas of a Plan, and compute with its number of threads.
+    """Split training batches over the logical replicas of a Plan, if it has any, and set its number of threads.
 
     Raises:
         PlanError: If the Plan has something that replicas cannot be exact with.
-        ConfigError: If there are fewer replicas than ranks, or another model has other replicas.
+        ConfigError: If there are fewer replicas than ranks.
     """
-    assert plan.step.replicas is not None
+    if plan.step.replicas is None:
+        context.use_replicas(None)
+        return
     assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes))
     if (reason := _inexact(plan, is_shared=len(assignment) < plan.step.replicas)) is not None:
         raise PlanError(f"logical replicas cannot be combined with {reason}.")
-    if context.replicas is None:
+    if context.replicas is None or context.replicas.assignment != assignment:
         index = mesh.index(mesh.batch_axes)
         context.use_replicas(Replicas(assignment, index, uses_cuda=context.device.type == "cuda"))
-    elif context.replicas.assignment != assignment:
-        raise ConfigError(
-            f"a model was distributed with {context.replicas.count} logical replicas, and this one asks for "
-            f"{plan.step.replicas}. Models of one process share the global batch: give them the same number."
-        )
     torch.set_num_threads(plan.step.replica_threads)
     if context.rank == 0:
         most = max(map(len, assignment))
@@ -79,8 +76,9 @@ def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
             "sync_batch_norm on fewer ranks than replicas: a layer waits for the samples of all replicas, and those of "
             "one rank run one after the other. Start as many ranks as there are replicas, or turn it off"
         )
-    if plan.step.accumulate > 1 and is_shared:
-        return "gradient_merge on fewer ranks than replicas"
+    is_sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
+    if plan.step.accumulate > 1 and is_sharded and is_shared:
+        return "gradient_merge and sharding together on fewer ranks than replicas"
     return None
 
 
@@ -108,11 +106,11 @@ class ReplicaGate:
                 "its own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
             )
         before = None if current == replicas.held[0] else current - 1
-        if self._replica != before:
+        if before is not None and self._replica != before:  # the first of a round may follow one that the loop left
             raise ConfigError(
                 f"optimizer.step() was called for replica {current} after replica {self._replica}, and this rank holds "
                 f"replicas {replicas.held.start} to {replicas.held.stop - 1} in turn. Call it once for every batch; to "
-                "accumulate gradients start as many ranks as there are replicas, and use strategy.gradient_merge."
+                "accumulate gradients use strategy.gradient_merge."
             )
         rates = [group["lr"] for group in optimizer.param_groups]
         if before is not None and rates != self._rates:

@@ -291,7 +291,13 @@ class ShardedLoader:
             "global_batch": self.global_batch,
             **({} if rows is None else {"rows": rows}),
             **({} if order is None else {"order": order}),
+            **({} if self._replicas() is None else {"replicas": self._replicas()}),
         }
+
+    def _replicas(self) -> int | None:
+        """Return the number of logical replicas that compute on the batches; None without such."""
+        shard = self._options.here()
+        return None if shard.held is None else shard.count
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state` in the next iteration, at any number of ranks and any batch size.
@@ -306,6 +312,12 @@ class ShardedLoader:
             raise ConfigError(
                 f"Asked to load a loader state with {sorted(state)}; version 1 with epoch, position and seed is "
                 "known. Load what state_dict() returned."
+            )
+        if self.training and state.get("replicas") != self._replicas():
+            raise ConfigError(
+                f"The state was saved with {state.get('replicas') or 'no'} logical replicas, and there are "
+                f"{self._replicas() or 'none'} now: training would continue with other random numbers and sums. Ask "
+                "for as many as it was saved with: replicas=, or phalanx run --replicas."
             )
         order = self.ordering
         if state["position"] and state.get("order") != order:

@@ -201,6 +201,8 @@ class Reducer:
             self._syncing = before
 
     def _on_gradient(self, index: int, gradient: Gradient, _: Tensor) -> None:
+        if not self._syncing and self._round is not None:
+            self._round.accumulate()
         if not self._syncing or self.is_resting:
             return
         self.begin()

@@ -40,10 +40,14 @@ class ReplicaRound:
         self._sums: dict[int, PartialSums] = {}
         """By bucket."""
 
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: _Buffers = []
         """The model's buffers, and what they held when the round began."""
 
         self._finished: list[int] = []
+        self._accumulated: dict[int, _Accumulated] = {}
+        """By replica, what waits for its next batch under gradient accumulation."""
+
+        self._is_accumulating = False
         self.is_shared = len(replicas.held) > 1
         """Whether this rank holds several replicas."""
 
@@ -51,7 +55,7 @@ class ReplicaRound:
             replicas.on_turn(self._begin_turn)
             for param in model.parameters():
                 if param.requires_grad:
-                    param.register_hook(_GradientCheck(param))
+                    param.register_hook(_GradientCheck(param, self._accumulated))
 
     @property
     def is_last(self) -> bool:
@@ -75,15 +79,32 @@ class ReplicaRound:
                     len(self._replicas.held),
                 )
             self._clear()
-            model = self._model()
-            buffers = [] if model is None else [buffer for buffer in model.buffers() if not buffer.is_meta]
-            self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
-            return
-        for buffer, before in self._buffers:
-            buffer.data.copy_(before)  # .data leaves the version counter alone: a graph may have saved the buffer
         model = self._model()
-        for param in () if model is None else model.parameters():
-            param.grad = None  # zeros, where torch shards: what counts is in the partial sums
+        if model is None:
+            return
+        if replica in self._accumulated:
+            self._accumulated[replica].restore(model)
+        elif replica == self._replicas.held.start:
+            self._buffers = _copy_buffers(model)
+        else:
+            for param in model.parameters():
+                param.grad = None  # zeros, where torch shards: what counts is in the partial sums
+            _write(self._buffers)
+
+    def accumulate(self) -> None:
+        """Let what the backward pass that runs computes wait for the replica's next batch, not for the next replica."""
+        if self.is_shared and not self._is_accumulating:
+            self._is_accumulating = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._keep)
+
+    def _keep(self) -> None:
+        self._is_accumulating = False
+        model, current = self._model(), self._replicas.current
+        if model is None or current is None:
+            return
+        self._accumulated[current] = _Accumulated([param.grad for param in model.parameters()], _copy_buffers(model))
+        for param in model.parameters():
+            param.grad = None
 
     def begin_backward(self) -> None:
         """Check that the replicas come one after the other.
@@ -135,8 +156,10 @@ class ReplicaRound:
         """Put a replica's gradients aside, or finish the round."""
         if self.is_last:
             self._clear()
+            self._accumulated.clear()
             return
         assert self._replicas.current is not None
+        self._accumulated.pop(self._replicas.current, None)
         self._finished.append(self._replicas.current)
         for bucket in buckets:
             bucket.work = None
@@ -149,15 +172,42 @@ class ReplicaRound:
         self._buffers.clear()
 
 
+_Buffers = list[tuple[Tensor, Tensor]]
+"""Buffers, and what they are to hold."""
+
+
+def _copy_buffers(model: nn.Module) -> _Buffers:
+    return [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+
+
+def _write(buffers: _Buffers) -> None:
+    for buffer, value in buffers:
+        buffer.data.copy_(value)  # .data leaves the version counter alone: a graph may have saved the buffer
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    """The gradients and buffers of one replica."""
+
+    gradients: list[Tensor | None]
+    buffers: _Buffers
+
+    def restore(self, model: nn.Module) -> None:
+        for param, gradient in zip(model.parameters(), self.gradients, strict=True):
+            param.grad = gradient
+        _write(self.buffers)
+
+
 class _GradientCheck:
     """Raises for a gradient that is added to another: replicas are added up in their own tree."""
 
-    def __init__(self, param: nn.Parameter) -> None:
+    def __init__(self, param: nn.Parameter, accumulated: dict[int, _Accumulated]) -> None:
         self._param = weakref.ref(param)
+        self._accumulated = accumulated
 
     def __call__(self, _gradient: Tensor) -> None:
         param = self._param()
-        if param is not None and param.grad is not None:
+        if param is not None and param.grad is not None and not self._accumulated:
             _refuse_gradient(param.grad)
 
 

@@ -223,6 +223,12 @@ class AccumulatedGradients:
                 "sharding cannot save. Save after an update.",
                 self._merge.held,
             )
+        elif self._merge.held and _has_shared_replicas():
+            logger.warning(
+                "gradient_merge: the checkpoint is without the gradients of %d global batches that wait for an update: "
+                "several logical replicas of this rank have one each. Save after an update.",
+                self._merge.held,
+            )
         elif self._merge.held:
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._params().items()}
             return {"group": self._merge.state_dict(), "gradients": gradients}
@@ -241,6 +247,11 @@ class AccumulatedGradients:
         optimizer = self._optimizer()
         params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         return {str(number): p for number, p in enumerate(params) if p.requires_grad and not p.is_meta}
+
+
+def _has_shared_replicas() -> bool:
+    replicas = context_of.current().replicas
+    return replicas is not None and len(replicas.held) > 1
 
 
 class _ZeroGrad:

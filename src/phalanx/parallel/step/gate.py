@@ -61,7 +61,14 @@ def keep_update_out_of_graph(optimizer: Optimizer) -> None:
 
 
 def has_updated(optimizer: Optimizer) -> bool:
-    """Return whether the last `optimizer.step()` updated; True when nothing holds its steps back."""
+    """Return whether the last `optimizer.step()` changed the parameters.
+
+    It does not at each batch under gradient accumulation, for a rank that holds several logical replicas, or where
+    float16 training skips an overflow. True before the first step, and when nothing holds steps back.
+
+    Args:
+        optimizer: Any torch optimizer, distributed or not.
+    """
     record = session.optimizers.get(optimizer)
     return record is None or record.has_updated
 
