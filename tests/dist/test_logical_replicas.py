@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -222,6 +223,43 @@ def test_a_resumed_run_may_have_another_number_of_ranks(tmp_path: Path) -> None:
     for ranks, steps in ((2, 3), (3, 4), (1, 5)):  # an epoch has 5 steps
         last = run_ranks(partial(train_from, tmp_path / "disturbed", steps, resumes=ranks != 2), ranks)[0]
     assert last == undisturbed
+
+
+class Slow(nn.Module):
+    """Waits on one rank in every forward pass."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.net(x)
+
+
+def train_on_unequal_ranks(replicas: int, *, zero: int, workers: int) -> tuple[str, list[int]]:
+    torch.manual_seed(1)
+    net, data = images()
+    settings: dict[str, Any] = {"sharding": True, "sharding_configs": {"stage": zero}} if zero else {}
+    strategy = DistributedStrategy(balance_replicas=True, **settings)
+    slow = Slow(net)
+    slow, optimizer, loader = px.distribute(
+        slow, sgd(slow), data, global_batch=GLOBAL, strategy=strategy, replicas=replicas, seed=5, num_workers=workers
+    )
+    context = px.current()
+    assert context.replicas is not None
+    slow.seconds = 0.006 if context.rank == 1 else 0.001
+    train(slow, optimizer, loader, 50)
+    return digest(slow), [len(local) for local in context.replicas.assignment]
+
+
+@pytest.mark.parametrize(("zero", "workers"), [(0, 0), (3, 0), (0, 1)])
+def test_replicas_move_to_faster_ranks_and_no_bit_changes(zero: int, workers: int) -> None:
+    work = partial(train_on_unequal_ranks, 8, zero=zero, workers=workers)
+    (weights, sizes), _ = run_ranks(work, 2)
+    assert sizes[0] > sizes[1] >= 1
+    assert weights == run_ranks(work, 1)[0][0]
 
 
 def error_of(act: Callable[[], object]) -> str:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.comm.replica_sums import PartialSums, branches, is_one_branch_each, wide
 from phalanx.comm.replicas import Replicas, ReplicaTurn, assign_replicas
 from phalanx.errors import ConfigError
+from phalanx.parallel.data.replica_sums import PartialSums, branches, is_one_branch_each, wide
 
 
 def tree_sum(values: list[Tensor]) -> Tensor:
@@ -35,11 +35,11 @@ def test_any_assignment_gives_the_same_bits(count: int, ranks: int) -> None:
     ranks = min(ranks, count)
     values = values_of(count)
     total = PartialSums(count)
-    for held in assign_replicas(count, ranks):
+    for local in assign_replicas(count, ranks):
         own = PartialSums(count)
-        for replica in held:
+        for replica in local:
             own.add(range(replica, replica + 1), values[replica].clone())
-        assert [run for run, _ in own.sums] == branches(held, count)
+        assert [run for run, _ in own.sums] == branches(local, count)
         for run, value in own.sums:
             total.add(run, value)
     ((run, result),) = total.sums
@@ -50,8 +50,8 @@ def test_any_assignment_gives_the_same_bits(count: int, ranks: int) -> None:
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_a_rank_sends_few_sums(count: int, ranks: int) -> None:
     ranks = min(ranks, count)
-    for held in assign_replicas(count, ranks):
-        assert len(branches(held, count)) <= max(1, 2 * (count - 1).bit_length())
+    for local in assign_replicas(count, ranks):
+        assert len(branches(local, count)) <= max(1, 2 * (count - 1).bit_length())
 
 
 @given(st.integers(1, 32), st.integers(1, 32))
@@ -61,7 +61,7 @@ def test_ranks_with_one_branch_each_are_added_up_like_replicas(count: int, ranks
     if not is_one_branch_each(assignment):
         return
     values = values_of(count)
-    of_ranks = [tree_sum(values[held.start : held.stop]) for held in assignment]
+    of_ranks = [tree_sum(values[local.start : local.stop]) for local in assignment]
     assert torch.equal(tree_sum(of_ranks), tree_sum(values))
 
 
@@ -104,7 +104,7 @@ def test_a_turn_starts_the_random_numbers_and_tells_listeners() -> None:
     assert torch.equal(torch.rand(3), first[0])
     assert random.random() == first[1]
     assert listener.turns == [2, 2]
-    assert (replicas.current, replicas.is_last, list(replicas.held)) == (2, False, [2, 3])
+    assert (replicas.current, replicas.is_last, list(replicas.local)) == (2, False, [2, 3])
     del listener
     replicas.begin(ReplicaTurn(3, seed=8))
     assert replicas.is_last

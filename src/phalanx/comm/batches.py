@@ -180,6 +180,11 @@ class Batches:
         is_look = iteration.count == 1
         self._pass_by(lambda entry: entry.iteration is iteration and (is_look or entry.is_gone))
 
+    @property
+    def is_reading_ahead(self) -> bool:
+        """Whether batches wait to be computed on."""
+        return self._waiting.count > 0
+
     # -- computations --------------------------------------------------------------------------------------------
 
     def use(self, batch: Any) -> bool:

@@ -60,10 +60,42 @@ class Replicas:
 
     def __init__(self, assignment: tuple[range, ...], rank: int, *, uses_cuda: bool = False) -> None:
         self.assignment = assignment
-        self.held = assignment[rank]
+        """The replicas of each rank now."""
+
+        self._rank = rank
+        self._next: tuple[range, ...] | None = None
+        self._pins = 0
         self._uses_cuda = uses_cuda
         self._turn: ReplicaTurn | None = None
         self._listeners: list[weakref.WeakMethod[Callable[[int], None]]] = []
+        self.on_gradients: Callable[[], None] | None = None
+        """Called when the first gradient of a turn comes."""
+
+    @property
+    def local(self) -> range:
+        """The replicas of this rank, in the order of their turns."""
+        return self.assignment[self._rank]
+
+    def move(self, assignment: tuple[range, ...]) -> None:
+        """Give the ranks other replicas: before the next global batch, or the next epoch while batches are read ahead.
+
+        Every rank calls it between the same two updates.
+        """
+        self._next = assignment
+        self._take()
+
+    def pin(self) -> None:
+        """Leave replicas where they are: from now on batches are requested ahead of their turns."""
+        self._pins += 1
+
+    def unpin(self) -> None:
+        """End what `pin` began."""
+        self._pins -= 1
+        self._take()
+
+    def _take(self) -> None:
+        if self._next is not None and not self._pins:
+            self.assignment, self._next = self._next, None
 
     @property
     def count(self) -> int:
@@ -78,7 +110,7 @@ class Replicas:
     @property
     def is_last(self) -> bool:
         """Whether the replica whose turn it is completes this rank's part of the global batch."""
-        return self.current == self.held[-1]
+        return self.current == self.local[-1]
 
     def on_turn(self, listener: Callable[[int], None]) -> None:
         """Call a method with the replica at the start of each turn, as long as its object lives."""

@@ -136,7 +136,6 @@ def _environment(rank: int, endpoints: Sequence[socket.socket], port: int, folde
         log_dir=folder,
         attempt=0,
         max_restarts=0,
-        replicas=None,
         timeout_s=float(os.environ.get("PHALANX_RENDEZVOUS_TIMEOUT_S", _RENDEZVOUS_S)),
         gloo_path=folder,
         interface="lo",

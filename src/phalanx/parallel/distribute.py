@@ -27,6 +27,7 @@ from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimi
 from phalanx.parallel.checks.same_data import SampleWatch
 from phalanx.parallel.logical_replicas import ReplicaGate
 from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.replica_balance import ReplicaBalance
 from phalanx.parallel.session import (
     StepPhase,
     applied_to,
@@ -142,6 +143,8 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     follow_torch_scaler(optimizer)
     if context.replicas is not None:
         add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(context.replicas).admit)
+        if use_strategy(None).balance_replicas and context.is_distributed:
+            add_action(optimizer, StepPhase.MOVE_REPLICAS, ReplicaBalance(context).updated)
     add_action(optimizer, StepPhase.CHECK_PARAMETERS, StepWatch())
     if isinstance(optimizer, LBFGS) and context.is_distributed:
         share_losses(optimizer)

@@ -98,19 +98,19 @@ class ReplicaGate:
         """
         replicas = self._replicas
         current = replicas.current
-        if len(replicas.held) == 1:
+        if len(replicas.local) == 1:
             return True
         if current is None:
             raise ConfigError(
                 "optimizer.step() was called before a loader gave out a batch, and each logical replica has a batch of "
                 "its own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
             )
-        before = None if current == replicas.held[0] else current - 1
+        before = None if current == replicas.local[0] else current - 1
         if before is not None and self._replica != before:  # the first of a round may follow one that the loop left
             raise ConfigError(
                 f"optimizer.step() was called for replica {current} after replica {self._replica}, and this rank holds "
-                f"replicas {replicas.held.start} to {replicas.held.stop - 1} in turn. Call it once for every batch; to "
-                "accumulate gradients use strategy.gradient_merge."
+                f"replicas {replicas.local.start} to {replicas.local.stop - 1} in turn. Call it once for every batch; "
+                "to accumulate gradients use strategy.gradient_merge."
             )
         rates = [group["lr"] for group in optimizer.param_groups]
         if before is not None and rates != self._rates:

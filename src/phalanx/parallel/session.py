@@ -130,6 +130,9 @@ class StepPhase(IntEnum):
     MOVE_AVERAGES = auto()
     """Move the exponential moving averages of the weights."""
 
+    MOVE_REPLICAS = auto()
+    """Give faster ranks more logical replicas, now and then."""
+
     @property
     def decides(self) -> bool:
         """Whether actions of this phase decide if there is an update."""

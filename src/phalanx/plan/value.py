@@ -281,6 +281,9 @@ class Step(Value):
     """Logical replicas over which a global batch is split: the result has the same bits on any number of ranks up to
     this. One for each rank that reads its own samples when None, and nothing is promised for other numbers."""
 
+    balance: bool = False
+    """Whether logical replicas move between ranks, so that faster ranks compute more of them."""
+
     replica_threads: PositiveInt = 1
     """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
@@ -250,12 +250,14 @@ class ShardedLoader:
         self, batches: Iterator[tuple[Any, BatchShare, int]]
     ) -> Iterator[tuple[ReplicaTurn | None, tuple[Any, BatchShare, int]]]:
         """Yield batches with the turns of the logical replicas that compute on them, if there are such."""
-        parts = self._options.here().held
-        if parts is None:
+        replicas = self._options.here().replicas
+        if replicas is None:
             yield from ((None, loaded) for loaded in batches)
             return
-        for replica, loaded in zip(cycle(parts), batches, strict=False):
-            yield ReplicaTurn(replica, mixed_seed(self.seed, self._epoch, loaded[2], replica, _TURN)), loaded
+        with self._options.pinned(replicas):
+            parts = chain.from_iterable(replicas.local for _ in repeat(None))  # looked up for each global batch
+            for replica, loaded in zip(parts, batches, strict=False):
+                yield ReplicaTurn(replica, mixed_seed(self.seed, self._epoch, loaded[2], replica, _TURN)), loaded
 
     def _begin_pass(self) -> Iteration:
         """Start a pass over the data, and return it."""
@@ -297,7 +299,7 @@ class ShardedLoader:
     def _replicas(self) -> int | None:
         """Return the number of logical replicas that compute on the batches; None without such."""
         shard = self._options.here()
-        return None if shard.held is None else shard.count
+        return None if shard.replicas is None else shard.count
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state` in the next iteration, at any number of ranks and any batch size.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from phalanx.comm.context import BatchShare
+from phalanx.comm.replicas import Replicas
 from phalanx.data.loader.fetch import PipelineFetcher, RequestLoader, SampleFetcher, load_stream
 from phalanx.data.pipeline.order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline.pipeline import Pipeline, PipelineMethods
@@ -141,6 +143,18 @@ class LoaderOptions:
             else self._sample_batches(order, shard, epoch, first)
         )
         return report_bad_records(self.source.dataset, parts, shard, is_own=self.is_own)
+
+    @contextlib.contextmanager
+    def pinned(self, replicas: Replicas) -> Iterator[None]:
+        """Keep replicas on their ranks inside the block if workers request batches ahead of their turns."""
+        if not self.source.num_workers:
+            yield
+            return
+        replicas.pin()
+        try:
+            yield
+        finally:
+            replicas.unpin()
 
     def first_batch(self, epoch: int) -> tuple[Any, BatchShare]:
         """Return the first batch of an epoch and its share, loaded in this process; collective as `batches` is.

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.sampling.order import BatchRequest, plan_epoch, shares_of
+from phalanx.data.sampling.order import BatchRequest, plan_epoch, shares_of, steps_and_parts
 from phalanx.data.sampling.ranks import DataShard
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.sampling.shards import EpochPlan
@@ -115,7 +114,7 @@ class PipelineOrder:
         for number in range(first // self.span, spans):
             before = number * self.span
             plan = self._plan_span(shard.count, max(first - before, 0))
-            for step, index in product(range(plan.steps), shard.parts):
+            for step, index in steps_and_parts(plan.steps, shard):
                 part = plan.rank_batch(step, index, shard.count)
                 indices, seeds = self.at(epoch * spans + number, part.start, part.count)
                 yield BatchRequest(

@@ -6,7 +6,6 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,7 +89,7 @@ class SampleOrder:
         count = rows if isinstance(rows, int) else len(rows)
         plan = plan_epoch(count, self.global_batch(shard.count), self.drop_last, first)
         pick = self._picker(rows, mixed_seed(seed, epoch))
-        for step, index in product(range(plan.steps), shard.parts):
+        for step, index in steps_and_parts(plan.steps, shard):
             part = plan.rank_batch(step, index, shard.count)
             yield BatchRequest(
                 pick(part.start, part.count),
@@ -128,7 +127,7 @@ class BatchOrder:
         seed = self.seed()
         batches = list_sampler(self.batch_sampler, mixed_seed(seed, epoch), shard)
         plan = EpochPlan(len(batches), shard.count, first=first)
-        for step, index in product(range(plan.steps), shard.parts):
+        for step, index in steps_and_parts(plan.steps, shard):
             part = plan.rank_batch(step, index, shard.count)
             start = plan.first + step * plan.global_batch
             global_rows = sum(len(batch) for batch in batches[start : plan.position_after(step)])
@@ -139,6 +138,13 @@ class BatchOrder:
                 plan.position_after(step),
                 mixed_seed(seed, epoch, plan.position_after(step), index),
             )
+
+
+def steps_and_parts(steps: int, shard: DataShard) -> Iterator[tuple[int, int]]:
+    """Yield each part of each global batch that a process loads; which parts may change between global batches."""
+    for step in range(steps):
+        for index in shard.parts:
+            yield step, index
 
 
 def plan_epoch(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochPlan:

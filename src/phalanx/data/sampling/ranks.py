@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from phalanx.cluster.role.role import Role
 from phalanx.comm import context
+from phalanx.comm.replicas import Replicas
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
 
@@ -23,13 +24,13 @@ class DataShard:
     is_checked: bool = True
     """Whether the other parts belong to ranks of this job."""
 
-    held: range | None = None
-    """The parts that this process loads one after the other, where they are those of logical replicas."""
+    replicas: Replicas | None = None
+    """The logical replicas whose parts this process loads one after the other, where there are such; they may move."""
 
     @property
     def parts(self) -> range:
-        """Every part of a global batch that this process loads, in order."""
-        return range(self.index, self.index + 1) if self.held is None else self.held
+        """Every part of the next global batch that this process loads, in order."""
+        return range(self.index, self.index + 1) if self.replicas is None else self.replicas.local
 
 
 def current_shard() -> tuple[int, int]:
@@ -78,7 +79,7 @@ def resolve_shard(requested: tuple[int, int] | None, *, training: bool = False) 
     index, count = current_shard()
     own = DataShard(index, count)
     if training and context.is_initialized() and (replicas := context.current().replicas) is not None:
-        own = DataShard(index, replicas.count, held=replicas.held)
+        own = DataShard(index, replicas.count, replicas=replicas)
     if requested is None:
         return own
     if context.is_initialized():

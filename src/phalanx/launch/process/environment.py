@@ -21,7 +21,6 @@ class JobFacts:
     log_dir: str
     attempt: int
     max_restarts: int
-    replicas: int | None
     timeout_s: float
     gloo_path: str
     """Folder for a rendezvous by files, not made unless used."""
@@ -42,6 +41,9 @@ class JobFacts:
 
     server_dir: str = ""
     """Folder of the servers' state; empty when they keep none."""
+
+    replicas: int | None = None
+    """Logical replicas that the job asks for; None leaves it to the script."""
 
 
 def build(process: Process, layout: Topology, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.groups import Group
-from phalanx.comm.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
 from phalanx.comm.replicas import Replicas
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction
+from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -41,21 +41,28 @@ class ReplicaRound:
         """By bucket."""
 
         self._buffers: _Buffers = []
-        """The model's buffers, and what they held when the round began."""
+        """The model's buffers, and what they local when the round began."""
 
         self._finished: list[int] = []
         self._accumulated: dict[int, _Accumulated] = {}
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
-        self.is_shared = len(replicas.held) > 1
-        """Whether this rank holds several replicas."""
-
-        if self.is_shared:
+        if replicas.count > len(replicas.assignment):
             replicas.on_turn(self._begin_turn)
             for param in model.parameters():
                 if param.requires_grad:
-                    param.register_hook(_GradientCheck(param, self._accumulated))
+                    param.register_hook(_GradientCheck(param, self))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this rank holds several replicas now."""
+        return len(self._replicas.local) > 1
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether batches of this rank's replicas wait for further ones, under gradient accumulation."""
+        return bool(self._accumulated)
 
     @property
     def is_last(self) -> bool:
@@ -66,17 +73,17 @@ class ReplicaRound:
     def is_first_replica(self) -> bool:
         """Whether it is of the first replica of the job."""
         if self._replicas.current is None:
-            return self._replicas.held.start == 0
+            return self._replicas.local.start == 0
         return self._replicas.current == 0
 
     @torch.no_grad()
     def _begin_turn(self, replica: int) -> None:
-        if replica == self._replicas.held.start:
+        if replica == self._replicas.local.start:
             if self._finished:
                 logger.warning(
                     "the loop left a global batch after %d of this rank's %d replicas; their gradients are dropped",
                     len(self._finished),
-                    len(self._replicas.held),
+                    len(self._replicas.local),
                 )
             self._clear()
         model = self._model()
@@ -84,7 +91,7 @@ class ReplicaRound:
             return
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
-        elif replica == self._replicas.held.start:
+        elif replica == self._replicas.local.start:
             self._buffers = _copy_buffers(model)
         else:
             for param in model.parameters():
@@ -112,12 +119,14 @@ class ReplicaRound:
         Raises:
             ConfigError: If the loop has no batch, or makes two backward passes of a model for one.
         """
+        if self._replicas.on_gradients is not None:
+            self._replicas.on_gradients()
         if not self.is_shared:
             return
-        held, current = self._replicas.held, self._replicas.current
-        following = held.start + len(self._finished)
+        local, current = self._replicas.local, self._replicas.current
+        following = local.start + len(self._finished)
         model = self._model()
-        if model is not None and current == held.start:
+        if model is not None and current == local.start:
             for param in model.parameters():
                 if hasattr(param.grad, "placements"):  # torch adds to what it shards without a hook
                     _refuse_gradient(param.grad.to_local())  # type: ignore[union-attr]
@@ -130,18 +139,18 @@ class ReplicaRound:
             )
         raise ConfigError(
             f"a backward pass is of replica {current}, and that of replica {following} comes next: this rank holds "
-            f"replicas {held.start} to {held.stop - 1} in turn. Call backward once for each batch (add losses first), "
-            "or start as many ranks as there are replicas."
+            f"replicas {local.start} to {local.stop - 1} in turn. Call backward once for each batch (add losses "
+            "first), or start as many ranks as there are replicas."
         )
 
     def send(self, index: int, bucket: Bucket) -> PendingReduction | None:
         """Begin to add up a bucket over all replicas; None if it is put aside. Collective for the last replica."""
         replicas, flat = self._replicas, bucket.flat
-        current = replicas.held[0] if replicas.current is None else replicas.current
+        current = replicas.local[0] if replicas.current is None else replicas.current
         sums = self._sums.setdefault(index, PartialSums(replicas.count))
         ranks = len(replicas.assignment)
         is_tree = ranks > 1 and is_one_branch_each(replicas.assignment) and adds_up_in_tree(self._group, flat)
-        if is_tree and len(replicas.held) == 1 and replicas.count == ranks:
+        if is_tree and len(replicas.local) == 1 and replicas.count == ranks:
             return _all_reduce(flat, self._group)
         sums.add(range(current, current + 1), wide(flat))
         if not self.is_last:
@@ -201,13 +210,14 @@ class _Accumulated:
 class _GradientCheck:
     """Raises for a gradient that is added to another: replicas are added up in their own tree."""
 
-    def __init__(self, param: nn.Parameter, accumulated: dict[int, _Accumulated]) -> None:
+    def __init__(self, param: nn.Parameter, replica_round: ReplicaRound) -> None:
         self._param = weakref.ref(param)
-        self._accumulated = accumulated
+        self._round = replica_round
 
     def __call__(self, _gradient: Tensor) -> None:
         param = self._param()
-        if param is not None and param.grad is not None and not self._accumulated:
+        is_alone = self._round.is_shared and not self._round.is_in_group
+        if param is not None and param.grad is not None and is_alone:
             _refuse_gradient(param.grad)
 
 

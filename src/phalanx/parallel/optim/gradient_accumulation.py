@@ -251,7 +251,7 @@ class AccumulatedGradients:
 
 def _has_shared_replicas() -> bool:
     replicas = context_of.current().replicas
-    return replicas is not None and len(replicas.held) > 1
+    return replicas is not None and len(replicas.local) > 1
 
 
 class _ZeroGrad:

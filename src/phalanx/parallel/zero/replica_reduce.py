@@ -11,20 +11,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.comm.groups import Group
-from phalanx.comm.replica_sums import PartialSums, adds_up_in_tree, is_one_branch_each, scatter_sums, wide
 from phalanx.comm.replicas import Replicas
+from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, is_one_branch_each, scatter_sums, wide
 
 
-def add_up_replicas(model: nn.Module, replicas: Replicas) -> None:
+def add_up_replicas(model: nn.Module, replicas: Replicas, *, moves: bool) -> None:
     """Let the units of a sharded model reduce the gradients of all replicas at the last of each rank.
 
     Where ranks hold different numbers of replicas, parameters are gathered once for a round: ranks would gather
     differently often.
+
+    Args:
+        model: The sharded model.
+        replicas: Those of the job.
+        moves: Whether replicas may move between ranks.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_custom_reduce_scatter(ReplicaReduceScatter(replicas))  # type: ignore[arg-type]  # torch's base is private
-    if len({len(held) for held in replicas.assignment}) > 1:
+    if moves or len({len(local) for local in replicas.assignment}) > 1:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
         gathering = _GatherOnce(model)
@@ -51,15 +56,15 @@ class ReplicaReduceScatter:
         replicas = self._replicas
         assignment, current = replicas.assignment, replicas.current
         if current is None:
-            current = replicas.held.start
-        if current == replicas.held.start:
+            current = replicas.local.start
+        if current == replicas.local.start:
             self._sums.clear()  # of a round that the loop left
         in_tree = is_one_branch_each(assignment) and adds_up_in_tree(group, input_tensor)
         if in_tree and replicas.count == len(assignment):
             _scatter(output_tensor, input_tensor, group)
             return None
         self._sums.add(range(current, current + 1), wide(input_tensor))
-        if len(replicas.held) > 1 and not replicas.is_last:
+        if len(replicas.local) > 1 and not replicas.is_last:
             output_tensor.zero_()
             return None
         sums, self._sums = self._sums, PartialSums(replicas.count)

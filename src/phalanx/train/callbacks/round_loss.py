@@ -20,10 +20,10 @@ class RoundLoss:
     def add(self, loss: Tensor, share: BatchShare | None) -> tuple[Tensor, BatchShare | None]:
         """Add a batch; return the mean loss of the replicas so far and their share of the global batch."""
         replicas = context.current().replicas
-        if replicas is None or len(replicas.held) == 1 or share is None:
+        if replicas is None or len(replicas.local) == 1 or share is None:
             self.is_complete = True
             return loss, share
-        if replicas.current == replicas.held.start:
+        if replicas.current == replicas.local.start:
             self._sum, self._rows = None, 0
         # What does not count may be undefined, so it is not multiplied by zero.
         term = loss * share.rows if share.rows else loss.new_zeros(())
@@ -36,4 +36,4 @@ class RoundLoss:
 def batches_per_step() -> int:
     """Return how many batches this rank computes of every global batch."""
     replicas = context.current().replicas
-    return 1 if replicas is None else len(replicas.held)
+    return 1 if replicas is None else len(replicas.local)

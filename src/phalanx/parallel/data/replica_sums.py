@@ -117,7 +117,7 @@ def scatter_sums(own: PartialSums, assignment: Sequence[range], group: Group) ->
     ranks, values = len(assignment), [value for _, value in own.sums]
     share = values[0].numel() // ranks
     sent = values[0] if len(values) == 1 else torch.stack([value.view(ranks, share) for value in values], 1).flatten()
-    runs = [branches(held, own.count) for held in assignment]
+    runs = [branches(local, own.count) for local in assignment]
     received = sent.new_empty(share * sum(map(len, runs)))
     dist.all_to_all_single(received, sent, [share * len(r) for r in runs], [share * len(values)] * ranks, group=group)
     total = PartialSums(own.count)
