@@ -38,7 +38,7 @@ def connected(listener: Listener, **options: Any) -> Iterator[Connection]:
         yield connection
     finally:
         connection.close()
-    assert not connection._reader.thread.is_alive()
+    assert not connection._link.thread.is_alive()
 
 
 def tcp_only(to: Address, deadline: float) -> socket.socket:

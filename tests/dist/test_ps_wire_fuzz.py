@@ -21,9 +21,8 @@ from phalanx.ps.wire import Connection, RpcReply, RpcRequest, frame
 from phalanx.ps.wire import secret as handshake
 from phalanx.ps.wire.channel import Channel, UnixChannel
 from phalanx.ps.wire.frame import FrameKind
-from phalanx.ps.wire.receive import MemoryBudget
 from phalanx.ps.wire.segments import SharedSegment
-from phalanx.ps.wire.session import Session, ServerConfig
+from phalanx.ps.wire.session import MemoryBudget, ServerConfig, Session
 from open_files import no_descriptor_left
 from wiring import SECRET, connected, serving
 
@@ -194,7 +193,7 @@ def test_a_client_gives_up_a_server_that_answers_with_broken_frames():
             with pytest.raises(PeerLostError, match=r"worker 1 asked server 0 at .* for 'pull'"):
                 connection.call("pull", {}, reply_bytes=1 << 16)
             connection.close()
-            assert not connection._reader.thread.is_alive()
+            assert not connection._link.thread.is_alive()
         thread.join(10)
     assert not thread.is_alive()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,10 +12,10 @@ from hypothesis.extra import numpy as arrays_of
 
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.ps.wire import frame
+from phalanx.ps.wire.channel import Channel
 from phalanx.ps.wire.frame import FrameError, FrameKind
-from phalanx.ps.wire.link import ServerLink
-from phalanx.ps.wire.message import ReplyBuffer
-from phalanx.ps.wire.pending import Pending
+from phalanx.ps.wire.message import Pending
+from phalanx.ps.wire.segments import ReplyBuffer
 
 SHAPES = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
 ARRAYS = st.lists(
@@ -140,18 +142,18 @@ def test_a_shared_reply_to_a_request_that_was_given_up_has_no_memory():
     pending = Pending("pull", {}, [], 64, lambda pending: pytest.fail("nobody waits"))
     pending.settle(PeerLostError("it did not answer in time"))
     header = frame.Header(FrameKind.REPLY, frame.SHARED, 0, 1, 0, 8)
-    with pytest.raises(FrameError, match="memory it does not have"):
-        pending.read_outcome(
-            ServerLink(None, "", None), header, {"arrays": [["int64", [1]]], "at": 0}, "server 0", None
-        )
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    with ours, theirs, pytest.raises(FrameError, match="memory it does not have"):
+        pending.read_outcome(channel, header, {"arrays": [["int64", [1]]], "at": 0}, "server 0", None)
 
 
-def test_a_room_gives_memory_in_the_order_of_a_payload_until_it_is_full():
+def test_a_reply_buffer_gives_memory_in_the_order_of_a_payload_until_it_is_full():
     memory = np.zeros(256, np.uint8)
-    room = ReplyBuffer(memory)
-    first, second = room.empty(3, np.int64), room.empty((2, 4), np.float32)
+    buffer = ReplyBuffer(memory)
+    first, second = buffer.empty(3, np.int64), buffer.empty((2, 4), np.float32)
     assert (first.shape, second.shape, second.dtype) == ((3,), (2, 4), np.float32)
     layout = frame.layout_of([first, second])
     assert [place.ctypes.data for place in layout.read(memory)] == [first.ctypes.data, second.ctypes.data]
-    assert not np.shares_memory(room.empty(100, np.float64), memory)
+    assert not np.shares_memory(buffer.empty(100, np.float64), memory)
     assert not np.shares_memory(ReplyBuffer(None).empty(1, np.uint8), memory)

@@ -12,7 +12,7 @@ from phalanx.ps.stores.base import Keys, PullSpec, Rows, TableUpdate
 from phalanx.ps.stores.partition import Array, KeyPartition
 from phalanx.ps.stores.update_codec import list_arrays
 from phalanx.ps.wire.connection import Connection
-from phalanx.ps.wire.pending import Pending
+from phalanx.ps.wire.message import Pending
 
 
 @dataclass(frozen=True, slots=True, eq=False)

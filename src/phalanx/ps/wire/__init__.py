@@ -2,7 +2,6 @@
 
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.listener import Listener
-from phalanx.ps.wire.message import Handler, RpcReply, RpcRequest
-from phalanx.ps.wire.pending import Pending
+from phalanx.ps.wire.message import Handler, Pending, RpcReply, RpcRequest
 
 __all__ = ["Connection", "Handler", "Listener", "Pending", "RpcReply", "RpcRequest"]

@@ -1,4 +1,4 @@
-"""One connected socket: exact reads, gathered writes, deadlines, and descriptors over Unix sockets.
+"""One connected socket: frames and exact reads, gathered writes, deadlines, and descriptors over Unix sockets.
 
 The socket never blocks; what would is waited for with `poll`. One thread may read while another writes.
 """
@@ -12,8 +12,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from phalanx.ps.wire.frame import FrameError
+import numpy as np
+
+from phalanx.ps.wire import frame
+from phalanx.ps.wire.frame import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_BYTES, Bytes, FrameError, Header
 
 Part = bytes | bytearray | memoryview
 
@@ -74,6 +78,54 @@ class Channel:
                 if not self._poll(select.POLLIN, deadline):
                     return False
         return True
+
+    def read_head(self, deadline: float | None = None) -> tuple[Header, dict[str, Any]]:
+        """Read header and object of the next frame; its payload comes after.
+
+        Raises:
+            FrameError: If it is not a frame.
+            OSError: If the connection breaks or `deadline` passes.
+        """
+        head = bytearray(HEADER_BYTES)
+        self.fill(memoryview(head), deadline)
+        header = frame.decode_header(head)
+        raw = bytearray(header.object_bytes)
+        self.fill(memoryview(raw), deadline)
+        return header, frame.decode_object(head, raw)
+
+    def read_payload(
+        self, count: int, deadline: float | None = None, reserve: Callable[[int], bool] = lambda count: True
+    ) -> Bytes | None:
+        """Read a payload; it gets memory as it really comes, whatever the header claims.
+
+        Args:
+            count: Bytes of the payload.
+            deadline: On the clock of `time.monotonic`.
+            reserve: Called with the bytes of each chunk before they get memory. If it returns False the payload is
+                read and thrown away, and the result is None.
+
+        Raises:
+            FrameError: If a checksum is wrong.
+            OSError: If the connection breaks or `deadline` passes.
+        """
+        memory: Bytes = np.empty(min(count, CHUNK_BYTES), np.uint8)
+        for start in range(0, count, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, count)
+            if not reserve(end - start):
+                self.discard_payload(count - start, deadline)
+                return None
+            # The system moves pages of large blocks instead of copying them, so to grow by one chunk costs little.
+            memory.resize(end, refcheck=False)
+            self._read_chunk(memory[start:end], deadline)
+        return memory
+
+    def discard_payload(self, count: int, deadline: float | None = None) -> None:
+        """Read a payload and keep nothing of it. Raises as `read_payload`."""
+        scratch: Bytes = np.empty(min(count, CHUNK_BYTES), np.uint8)
+        while count:
+            chunk = scratch[: min(count, CHUNK_BYTES)]
+            self._read_chunk(chunk, deadline)
+            count -= len(chunk)
 
     def send(
         self,
@@ -137,6 +189,13 @@ class Channel:
             os.close(self._descriptors.popleft())
         self._socket.close()
 
+    def _read_chunk(self, chunk: Bytes, deadline: float | None) -> None:
+        self.fill(chunk.data, deadline)
+        checksum = bytearray(CHECKSUM_BYTES)
+        self.fill(memoryview(checksum), deadline)
+        if not frame.checksum_holds(chunk, checksum):
+            raise FrameError("the checksum of a payload is wrong")
+
     def _receive(self, view: memoryview, deadline: float | None) -> int:
         while True:
             try:
@@ -193,3 +252,8 @@ def prepare_tcp(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def error_text(error: Exception) -> str:
+    """Return the text of an error, without its number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

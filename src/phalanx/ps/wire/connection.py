@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.ps.wire.channel import Channel, error_text
 from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
-from phalanx.ps.wire.frame import Array, FrameKind
-from phalanx.ps.wire.link import ServerLink
-from phalanx.ps.wire.message import RpcReply
-from phalanx.ps.wire.pending import InFlight, Pending
-from phalanx.ps.wire.reader import ReplyReader, error_text
-from phalanx.ps.wire.receive import read_head
+from phalanx.ps.wire.frame import Array
+from phalanx.ps.wire.link import InFlight, ServerLink
+from phalanx.ps.wire.message import Pending, RpcReply
 
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
-_SAY_S = 30.0
+_LOG_EVERY_S = 30.0
 
 
 class Connection:
@@ -40,7 +38,6 @@ class Connection:
         retry_s: How long to connect again after the connection is lost or the server fell silent, sending again what
             was not answered; a request then costs a copy of its arrays. 0: a lost connection is an error at once.
         client: Number of this client, the same for the life of the process; made when None.
-        log_file: The server's log, for messages.
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
 
     Raises:
@@ -59,20 +56,17 @@ class Connection:
         connect_s: float = 60.0,
         retry_s: float = 0.0,
         client: int | None = None,
-        log_file: str = "",
         max_unanswered_bytes: int = 64 << 20,
     ) -> None:
         self.client = secrets.randbits(64) if client is None else client
         self._dialer = Dialer(endpoint, secret, me, self.client, peer)
-        self._me, self._peer, self._log_file = me, peer, log_file
+        self._me, self._peer = me, peer
         self._timeout_s, self._retry_s = timeout_s, retry_s
-        self._where = endpoint
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_flight = InFlight(max_unanswered_bytes)
-        self._failure = ""
-        self._silence = ""
-        self._said_at = -math.inf
+        self._failure = self._silence = ""
+        self._logged_at = -math.inf
         self._closed = False
         self._give_up_at: float | None = None
         # Held while requests get their numbers and are written, and while the link is replaced.
@@ -80,12 +74,13 @@ class Connection:
         self._seq = 0
         started = time.monotonic()
         try:
-            link = self._dialer.connect(started + connect_s, self._pause)
+            channel, where = self._dialer.connect(started + connect_s, self._pause)
         except OSError as error:
-            raise self._lost("connect", started, f"{error_text(error)}. Start it, or correct the address") from None
+            why = f"{error_text(error)}. Start it, or correct the address"
+            raise self._lost("connect", started, why, endpoint) from None
         self._linked_again_at = -math.inf
-        self._reader = self._reader_of(link)
-        self._reader.thread.start()
+        self._link = self._link_over(channel, where)
+        self._link.thread.start()
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
         """Send a request and return without its reply.
@@ -126,12 +121,12 @@ class Connection:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._reader.interrupt()
+            self._link.interrupt()
         # Whoever writes, or replaces the link, leaves first.
         if self._writing.acquire(timeout=_READER_ENDS_S):
-            thread = self._reader.thread
+            link = self._link
             self._writing.release()
-            thread.join(_READER_ENDS_S)
+            link.thread.join(_READER_ENDS_S)
 
     def _reserve(self, pending: Pending) -> None:
         deadline = pending.sent_at + self._timeout_s
@@ -141,12 +136,11 @@ class Connection:
                 if self._in_flight.reserve(pending):
                     return
                 if time.monotonic() >= deadline:
-                    waiting = f"{self._in_flight.bytes:,} bytes before it wait"
-                    raise self._lost(pending.op, pending.sent_at, waiting)
-                reader = self._reader
-                is_ours = reader.take_turn(deadline)
+                    raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
+                link = self._link
+                is_ours = link.take_turn(deadline)
             if is_ours:
-                reader.read(deadline)
+                link.read(deadline)
 
     def _unreserve(self, pending: Pending) -> None:
         with self._changed:
@@ -163,7 +157,7 @@ class Connection:
         """Number a request, remember it and write it. Runs with `_writing` held."""
         try:
             pending.seq = self._seq + 1
-            self._encode(pending)
+            pending.encode(self.client, self._link.pool)
             with self._changed:
                 self._require_alive(pending)
                 self._seq = pending.seq
@@ -172,43 +166,34 @@ class Connection:
         except BaseException:
             self._unreserve(pending)
             raise
-        self._write(self._reader, pending)
+        self._write(self._link, pending)
         # What the caller gave is the caller's again when `send` returns. A shared request is kept in its segment.
-        keep = self._retry_s and pending.request is not None and pending.request.lease is None
+        keep = self._retry_s and pending.outcome is None and pending.lease is None
         pending.arrays = [array.copy() for array in pending.arrays] if keep else ()
 
-    def _encode(self, pending: Pending) -> None:
-        if pending.request is not None and (memory := pending.request.request_memory) is not None:
-            # Kept, because the new link may have no shared memory for them, and be lost too.
-            pending.arrays = pending.layout.read(memory)
-        pending.request = self._reader.link.encode(
-            self.client, pending.seq, pending.content(), pending.layout, pending.arrays, pending.reply_bytes
-        )
-
-    def _write(self, reader: ReplyReader, pending: Pending) -> None:
-        assert pending.request is not None
+    def _write(self, link: ServerLink, pending: Pending) -> None:
         try:
-            reader.link.write(pending.request, time.monotonic() + self._timeout_s, on_full=reader.read_on)
+            link.write(pending, time.monotonic() + self._timeout_s)
         except TimeoutError:
             with self._changed:
                 self._give_up_link("it does not take requests")
         except OSError:
             # The reader of this link sees the same, and either connects again or reports the server as lost.
-            reader.interrupt()
+            link.interrupt()
 
     def _wait_for(self, pending: Pending) -> RpcReply:
         while True:
             with self._changed:
                 if pending.outcome is not None:
                     break
-                deadline, reader = pending.deadline, self._reader
+                deadline, link = pending.deadline, self._link
                 if time.monotonic() >= deadline:
                     others = f"; it waits for {pending.waits_for}" if pending.waits_for else ""
                     self._give_up_link(f"it did not answer in time{others}")
                     continue
-                is_ours = reader.take_turn(deadline)
+                is_ours = link.take_turn(deadline)
             if is_ours:
-                reader.read(deadline)
+                link.read(deadline)
         if isinstance(pending.outcome, PhalanxError):
             raise pending.outcome
         return pending.outcome
@@ -224,17 +209,18 @@ class Connection:
             return
         self._silence = why
         self._in_flight.put_off(time.monotonic() + self._retry_s + self._timeout_s)
-        self._reader.interrupt()
+        self._link.interrupt()
 
-    def _reader_of(self, link: ServerLink) -> ReplyReader:
-        self._where = link.where
-        return ReplyReader(
-            link,
+    def _link_over(self, channel: Channel, where: str) -> ServerLink:
+        return ServerLink(
+            channel,
+            where,
+            self._in_flight,
+            peer=self._peer,
             lock=self._lock,
             changed=self._changed,
-            take=self._take_frame,
+            waits=self._keep_waiting,
             lost=self._lose_link,
-            name=f"replies of {self._peer}",
         )
 
     def _lose_link(self, link: ServerLink, why: str) -> None:
@@ -244,37 +230,26 @@ class Connection:
             link.channel.close()
             with self._changed:
                 why, self._silence = self._silence or why, ""
+                self._give_up_at = None if link.has_answered else self._give_up_at
                 if self._closed or self._failure or not self._retry_s:
                     self._fail(why)
                     return
             self._connect_again(why)
 
-    def _take_frame(self, link: ServerLink, deadline: float | None) -> None:
-        header, content = read_head(link.channel, deadline)
-        with self._changed:
-            pending = self._in_flight.answered_by(header)
-        if header.kind == FrameKind.WAITING:
-            self._keep_waiting(pending, str(content.get("for")), is_here=content.get("here") is True)
-            return
-        outcome = pending.read_outcome(link, header, content, self._peer, deadline)
-        with self._changed:
-            if self._in_flight.settle(pending, outcome):
-                self._give_up_at = None
-
-    def _keep_waiting(self, pending: Pending, waits_for: str, *, is_here: bool) -> None:
+    def _keep_waiting(self, pending: Pending, waits_for: str, is_here: bool) -> None:
         now = time.monotonic()
         with self._changed:
             pending.waits_for = waits_for
             if is_here:
                 self._in_flight.put_off(now + self._timeout_s)
-        if now - max(pending.sent_at, self._said_at) >= _SAY_S:
-            self._said_at = now
+        if now - max(pending.sent_at, self._logged_at) >= _LOG_EVERY_S:
+            self._logged_at = now
             _log.info("%s waits for %s, which waits for %s", self._me, self._peer, waits_for)
 
     def _connect_again(self, why: str) -> None:
-        """Replace the link and send again what was not answered. Runs with `_writing` held, in the old link's reader.
+        """Replace the link and send again what was not answered. Runs with `_writing` held, in the old link's thread.
 
-        The new link's reader starts first: while requests are written again their replies must be taken, or both ends
+        The new link's thread starts first: while requests are written again their replies must be taken, or both ends
         could wait for each other with full buffers.
         """
         started = time.monotonic()
@@ -288,23 +263,23 @@ class Connection:
             self._pause(max(0.0, self._linked_again_at + LONGEST_PAUSE_S - started))
             if time.monotonic() >= until:
                 raise TimeoutError("it answers on no connection")
-            link = self._dialer.connect(until, self._pause)
+            channel, where = self._dialer.connect(until, self._pause)
         except (OSError, PhalanxError) as error:
             with self._changed:
                 self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {error_text(error)}")
             return
         with self._changed:
-            reader, self._linked_again_at = self._reader_of(link), time.monotonic()
-            self._reader = reader
+            link, self._linked_again_at = self._link_over(channel, where), time.monotonic()
+            self._link = link
             again = list(self._in_flight)
             if self._closed:
-                reader.interrupt()
-        reader.thread.start()
-        reader.read_on()
+                link.interrupt()
+        link.thread.start()
+        link.read_on()
         for pending in again:
-            self._encode(pending)
+            pending.encode(self.client, link.pool)
             pending.deadline = time.monotonic() + self._timeout_s
-            self._write(reader, pending)
+            self._write(link, pending)
         with self._changed:
             self._give_up_at = self._give_up_at if self._in_flight else None
             self._changed.notify_all()
@@ -318,7 +293,7 @@ class Connection:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
         self._failure = self._failure or why
         self._in_flight.settle_all(self._given_up)
-        self._reader.interrupt()
+        self._link.interrupt()
         self._changed.notify_all()
 
     def _given_up(self, pending: Pending) -> PhalanxError:
@@ -326,9 +301,7 @@ class Connection:
             return ClosedError(f"the connection to {self._peer} was closed before the answer.")
         return self._lost(pending.op, pending.sent_at, self._failure)
 
-    def _lost(self, op: str, since: float, why: str) -> PeerLostError:
+    def _lost(self, op: str, since: float, why: str, where: str = "") -> PeerLostError:
         waited = time.monotonic() - since
-        look = f" Its log: {self._log_file}" if self._log_file else ""
-        return PeerLostError(
-            f"{self._me} asked {self._peer} at {self._where} for {op!r} and waited {waited:.1f} s: {why}.{look}"
-        )
+        where = where or self._link.where
+        return PeerLostError(f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.")

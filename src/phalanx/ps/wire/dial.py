@@ -1,4 +1,4 @@
-"""From an address to a link: connect, greet, and try again while nobody answers."""
+"""From an address to a greeted socket: connect, greet, and try again while nobody answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.ps.wire import address, secret, tls
-from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
-from phalanx.ps.wire.link import ServerLink
-from phalanx.ps.wire.reader import error_text
-from phalanx.ps.wire.segments import SegmentPool
+from phalanx.ps.wire.channel import Channel, UnixChannel, error_text, prepare_tcp
 
 _log = logging.getLogger("phalanx.ps.wire")
 _HANDSHAKE_S = 10.0
 _FIRST_PAUSE_S = 0.02
-_SAY_S = 5.0
+_LOG_EVERY_S = 5.0
 
 LONGEST_PAUSE_S = 0.5
 """Longest time between two tries."""
@@ -44,19 +41,22 @@ class Dialer:
     peer: str
     """Who the server must be, as `server 0`."""
 
-    def connect(self, until: float, pause: Callable[[float], None]) -> ServerLink:
+    def connect(self, until: float, pause: Callable[[float], None]) -> tuple[Channel, str]:
         """Connect and greet, again and again until that server answers.
 
         Args:
             until: When to give up, on the clock of `time.monotonic`.
             pause: Waits so many seconds between two tries; may raise to give up.
 
+        Returns:
+            The socket, and the server's address as messages show it.
+
         Raises:
             ConfigError: If something else than that server of this job and version answers.
             OSError: If nothing answers.
         """
         mine = secret.greeting(self.me, self.client)
-        seconds, say_at = _FIRST_PAUSE_S, time.monotonic() + _SAY_S
+        seconds, log_at = _FIRST_PAUSE_S, time.monotonic() + _LOG_EVERY_S
         while True:
             try:
                 return self._try(mine, until)
@@ -67,13 +67,13 @@ class Dialer:
                 now = time.monotonic()
                 if now + seconds >= until:
                     raise
-                if now >= say_at:
+                if now >= log_at:
                     _log.info("%s: waiting for %s at %s (%s)", self.me, self.peer, self.endpoint, error_text(error))
-                    say_at = now + _SAY_S
+                    log_at = now + _LOG_EVERY_S
             pause(seconds)
             seconds = min(2 * seconds, LONGEST_PAUSE_S)
 
-    def _try(self, mine: secret.Greeting, until: float) -> ServerLink:
+    def _try(self, mine: secret.Greeting, until: float) -> tuple[Channel, str]:
         to = address.resolve(self.endpoint)
         deadline = min(until, time.monotonic() + _HANDSHAKE_S)
         connected = _connect(to, deadline)
@@ -84,9 +84,7 @@ class Dialer:
         except BaseException:
             channel.close()
             raise
-        if connected.family == socket.AF_UNIX:
-            return ServerLink(channel, f"{to} (Unix socket)", SegmentPool())
-        return ServerLink(channel, str(to), None)
+        return channel, f"{to} (Unix socket)" if connected.family == socket.AF_UNIX else str(to)
 
 
 def _connect(to: address.Address, deadline: float) -> socket.socket:

@@ -1,91 +1,216 @@
-"""One connected and greeted way to a server; a `Connection` has one after the other."""
+"""One socket to a server as its client uses it, and the requests that have no answer yet.
+
+Whoever waits for an answer reads the socket, which saves two switches between threads for every answer; a thread reads
+while nobody waits. It is there because answers must be taken in any case: a server that cannot write them reads no
+requests either, and one that is gone should be noticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
-from phalanx.ps.wire import frame
-from phalanx.ps.wire.channel import Channel, Part
-from phalanx.ps.wire.frame import Array, Bytes, FrameKind, PayloadLayout
-from phalanx.ps.wire.segments import SMALLEST_SHARED, SegmentLease, SegmentPool
+from phalanx.errors import PhalanxError
+from phalanx.ps.wire.channel import Channel, UnixChannel, error_text
+from phalanx.ps.wire.frame import FrameError, FrameKind, Header
+from phalanx.ps.wire.message import Pending, RpcReply
+from phalanx.ps.wire.segments import SegmentPool
+
+_IDLE_S = 0.2
+"""After so long without anybody reading the thread does."""
 
 
-@dataclass(slots=True)
-class EncodedRequest:
-    """A request on its way over one link: what was written for it, and the shared memory it uses."""
+class InFlight:
+    """The requests of one connection without an answer, in their order. Its users hold the connection's lock.
 
-    parts: list[Part]
-    lease: SegmentLease | None = None
-    payload_bytes: int = 0
-    descriptor: int | None = None
+    Args:
+        most_bytes: Payload that may be on its way; one request alone may be larger.
+    """
 
-    @property
-    def request_memory(self) -> Bytes | None:
-        """Return where the request's arrays lie, when they are shared."""
-        return None if self.lease is None else self.lease.memory[: self.payload_bytes]
+    def __init__(self, most_bytes: int) -> None:
+        self.bytes = 0
+        self._most_bytes = most_bytes
+        self._queue: deque[Pending] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(self._queue)
+
+    def reserve(self, pending: Pending) -> bool:
+        """Count the bytes of a request in, if they fit."""
+        size = pending.layout.payload_bytes
+        if self.bytes and self.bytes + size > self._most_bytes:
+            return False
+        self.bytes += size
+        return True
+
+    def give_back(self, pending: Pending) -> None:
+        """Count the bytes of a request out that was not sent."""
+        self.bytes -= pending.layout.payload_bytes
+
+    def add(self, pending: Pending) -> None:
+        """Expect an answer to a request, after those to the ones before."""
+        self._queue.append(pending)
+
+    def answered_by(self, header: Header) -> Pending:
+        """Return the request that a frame is about.
+
+        Raises:
+            FrameError: If that is not the one whose turn it is.
+        """
+        first = self._queue[0] if self._queue else None
+        if first is None or header.seq != first.seq or header.kind == FrameKind.REQUEST:
+            raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
+        return first
+
+    def settle(self, pending: Pending, outcome: RpcReply | PhalanxError) -> bool:
+        """Give the first request its outcome; returns False if all were given up while it was read."""
+        if not self._queue or self._queue[0] is not pending:
+            return False
+        self._queue.popleft()
+        self.bytes -= pending.layout.payload_bytes
+        pending.settle(outcome)
+        return True
+
+    def settle_all(self, outcome_of: Callable[[Pending], PhalanxError]) -> None:
+        """Give up every request."""
+        for pending in self._queue:
+            pending.settle(outcome_of(pending))
+        self._queue.clear()
+        self.bytes = 0
+
+    def put_off(self, deadline: float) -> None:
+        """Let every answer take until `deadline`."""
+        for pending in self._queue:
+            pending.deadline = deadline
 
 
 class ServerLink:
-    """A channel to a server, and the memory shared with it when it is on this host."""
+    """A connected and greeted socket, with the memory shared over it when the server is on this host.
 
-    def __init__(self, channel: Channel, where: str, pool: SegmentPool | None) -> None:
-        self.channel = channel
-        self.where = where
-        self._pool = pool
+    Frames are taken off it in one thread at a time.
 
-    def encode(
+    Args:
+        channel: The socket.
+        where: The server's address, for messages.
+        in_flight: The requests of the connection; a new link takes those over that a lost one left.
+        peer: Who the server is, as `server 0`.
+        lock: The connection's lock.
+        changed: Over that lock; notified after every frame.
+        waits: Called when the server reports that a request waits: for whom, and whether they are connected.
+        lost: Called by this link's thread as its last act, with why the link can be read no more.
+    """
+
+    def __init__(
         self,
-        client: int,
-        seq: int,
-        content: dict[str, Any],
-        layout: PayloadLayout,
-        arrays: Sequence[Array],
-        reply_bytes: int,
-    ) -> EncodedRequest:
-        """Make a request ready to be written: arrays into shared memory when that is there and they are large."""
-        lease = self._lease(layout.payload_bytes, reply_bytes)
-        content["arrays"] = layout.describe()
-        if lease is None:
-            head = frame.encode(FrameKind.REQUEST, 0, client, seq, content, layout.payload_bytes)
-            return EncodedRequest([head, *frame.chunks(layout, arrays)])
-        layout.write(arrays, lease.memory[: layout.payload_bytes])
-        segment = lease.segment
-        content["segment"] = [segment.number, segment.size]
-        flags = frame.SHARED | (frame.NEW_SEGMENT if segment.descriptor is not None else 0)
-        head = frame.encode(FrameKind.REQUEST, flags, client, seq, content, layout.payload_bytes)
-        return EncodedRequest([head], lease, layout.payload_bytes, segment.descriptor)
+        channel: Channel,
+        where: str,
+        in_flight: InFlight,
+        *,
+        peer: str,
+        lock: threading.RLock,
+        changed: threading.Condition,
+        waits: Callable[[Pending, str, bool], None],
+        lost: Callable[[ServerLink, str], None],
+    ) -> None:
+        self.channel, self.where = channel, where
+        self.has_answered = False
+        """Whether the answer to any request came over this link."""
 
-    def write(self, request: EncodedRequest, deadline: float, on_full: Callable[[], None]) -> None:
-        """Write an encoded request; calls `on_full` when the server takes no more for now.
+        self._in_flight, self._peer = in_flight, peer
+        self.pool = SegmentPool() if isinstance(channel, UnixChannel) else None
+        self.thread = threading.Thread(target=self._stand_in, name=f"replies of {peer}", daemon=True)
+        self._changed, self._called = changed, threading.Condition(lock)
+        self._waits, self._lost = waits, lost
+        self._is_reading = self._was_read = self._has_waiter = self._is_wanted = False
+        self._end: str | None = None
+
+    def write(self, pending: Pending, deadline: float) -> None:
+        """Write an encoded request, with the answers before it read whenever the server takes no more.
 
         Raises:
             OSError: If the link is broken or `deadline` passes.
         """
-        self.channel.send(request.parts, deadline=deadline, descriptor=request.descriptor, on_full=on_full)
-        request.parts = []
-        if request.lease is not None:
-            request.lease.segment.forget_descriptor()
+        lease, parts = pending.lease, pending.take_parts()
+        descriptor = None if lease is None else lease.segment.descriptor
+        self.channel.send(parts, deadline=deadline, descriptor=descriptor, on_full=self.read_on)
+        if lease is not None:
+            lease.segment.forget_descriptor()
 
-    def _lease(self, payload_bytes: int, reply_bytes: int) -> SegmentLease | None:
-        if self._pool is None or max(payload_bytes, reply_bytes) < SMALLEST_SHARED:
-            return None
-        return self._pool.lease(frame.aligned(payload_bytes) + reply_bytes)
+    def take_turn(self, until: float) -> bool:
+        """Return True if it is for the caller to `read` now, else wait for another's frame. Runs with the lock held.
 
+        Args:
+            until: When to stop waiting, on the clock of `time.monotonic`.
+        """
+        if not self._is_reading and self._end is None:
+            self._is_reading = self._was_read = True
+            return True
+        self._has_waiter = True
+        self._changed.wait(max(0.0, until - time.monotonic()))
+        return False
 
-def reply_memory(request: EncodedRequest | None, at: Any, count: int) -> Bytes:
-    """Return where a reply lies in the memory of its request, which is None if that was given up meanwhile.
+    def read(self, deadline: float | None) -> None:
+        """Take one frame, if one begins before `deadline`, and end the caller's turn."""
+        why: str | None = None
+        try:
+            if self.channel.has_bytes(deadline):
+                why = "reading its answer was interrupted"
+                self._take_frame(deadline)
+                why = None
+        except (OSError, FrameError, MemoryError) as error:
+            why = error_text(error)
+        finally:
+            with self._changed:
+                self._is_reading = False
+                self._end = self._end or why
+                self._changed.notify_all()
+                if self._end or self._is_wanted:
+                    self._called.notify()
 
-    Raises:
-        FrameError: If it claims a place outside of it.
-    """
-    if (
-        request is None
-        or request.lease is None
-        or type(at) is not int
-        or at < 0
-        or at + count > request.lease.segment.size
-    ):
-        raise frame.FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
-    return request.lease.memory[at : at + count]
+    def read_on(self) -> None:
+        """Let the thread read soon: the caller waits for what answers that nobody takes may hold up."""
+        with self._changed:
+            self._is_wanted = True
+            self._called.notify()
+
+    def interrupt(self) -> None:
+        """Break the link: whoever reads or writes stops, and the thread comes to its end."""
+        self.channel.interrupt()
+        self.read_on()
+
+    def _take_frame(self, deadline: float | None) -> None:
+        header, content = self.channel.read_head(deadline)
+        with self._changed:
+            pending = self._in_flight.answered_by(header)
+        if header.kind == FrameKind.WAITING:
+            self._waits(pending, str(content.get("for")), content.get("here") is True)
+            return
+        outcome = pending.read_outcome(self.channel, header, content, self._peer, deadline)
+        with self._changed:
+            self.has_answered |= self._in_flight.settle(pending, outcome)
+
+    def _stand_in(self) -> None:
+        """Read while nobody waits, until the link is broken."""
+        goes_on = False
+        while True:
+            with self._changed:
+                if not goes_on:
+                    self._was_read = False
+                    self._called.wait_for(self._is_due, _IDLE_S)
+                if self._end:
+                    break
+                goes_on = False
+                if self._is_reading or (self._was_read and not self._is_wanted):
+                    continue
+                self._is_reading, self._has_waiter, self._is_wanted = True, False, False
+            self.read(None)
+            goes_on = not self._has_waiter
+        self._lost(self, self._end)
+
+    def _is_due(self) -> bool:
+        return self._end is not None or (self._is_wanted and not self._is_reading)

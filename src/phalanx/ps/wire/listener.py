@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from phalanx.ps.wire import address
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
 from phalanx.ps.wire.message import Handler
-from phalanx.ps.wire.receive import MemoryBudget
-from phalanx.ps.wire.session import ServerConfig, Session
+from phalanx.ps.wire.session import MemoryBudget, ServerConfig, Session
 from phalanx.ps.wire.tls import Certificate
 
 _log = logging.getLogger("phalanx.ps.wire")

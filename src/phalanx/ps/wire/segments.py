@@ -15,8 +15,9 @@ import threading
 from collections import deque
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from phalanx.ps.wire.frame import Bytes, FrameError
+from phalanx.ps.wire.frame import Array, Bytes, FrameError, aligned
 
 _log = logging.getLogger("phalanx.ps.wire")
 
@@ -148,6 +149,26 @@ class AttachedSegments:
         if number not in self._kept:
             raise FrameError(f"segment {number} was never handed over")
         return self._kept[number]
+
+
+class ReplyBuffer:
+    """Memory that the client set aside for the reply; arrays made in it are not copied on their way back."""
+
+    __slots__ = ("_used", "memory")
+
+    def __init__(self, memory: Bytes | None) -> None:
+        self.memory = memory
+        self._used = 0
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return an uninitialised array, in the client's memory as long as that has room."""
+        array: Array = np.empty(0, dtype)
+        sizes = (shape,) if isinstance(shape, int) else shape
+        count = int(np.prod(sizes, dtype=np.int64)) * array.dtype.itemsize
+        if self.memory is None or self._used + count > len(self.memory):
+            return np.empty(shape, dtype)
+        start, self._used = self._used, aligned(self._used + count)
+        return self.memory[start : start + count].view(array.dtype).reshape(shape)
 
 
 def _require_fixed_size(descriptor: int, size: int) -> None:

@@ -17,12 +17,32 @@ from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError
 from phalanx.ps.wire import frame, secret
 from phalanx.ps.wire.channel import Channel, Part
 from phalanx.ps.wire.frame import Array, Bytes, FrameError, FrameKind, Header, PayloadLayout
-from phalanx.ps.wire.message import Handler, ReplyBuffer, RpcReply, RpcRequest
-from phalanx.ps.wire.receive import MemoryBudget, PayloadReader, discard, read_head
-from phalanx.ps.wire.segments import AttachedSegments
+from phalanx.ps.wire.message import Handler, RpcReply, RpcRequest
+from phalanx.ps.wire.segments import AttachedSegments, ReplyBuffer
 
 _log = logging.getLogger("phalanx.ps.wire")
 _LONGEST_MESSAGE = 1 << 16
+
+
+class MemoryBudget:
+    """Bytes that all connections of a process may hold together."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> bool:
+        """Count bytes in, if they fit."""
+        with self._lock:
+            fits = self.used + count <= self.limit
+            self.used += count if fits else 0
+            return fits
+
+    def give(self, count: int) -> None:
+        """Count bytes out."""
+        with self._lock:
+            self.used -= count
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +76,8 @@ class Session:
         self._segments = AttachedSegments()
         self._peer = ""
         self._client = 0
+        self._payload_bytes = 0
+        """Bytes of the request under way that count in the budget."""
 
     def run(self, complain: Callable[[str, str], None]) -> None:
         """Serve until the client leaves, or breaks the rules; then `complain(who, why)` is called."""
@@ -88,19 +110,19 @@ class Session:
         self._peer, self._client, self.admitted = theirs.name, theirs.client, True
 
     def _serve_one(self) -> None:
-        header, content = read_head(self.channel)
+        header, content = self.channel.read_head()
         if header.kind != FrameKind.REQUEST:
             raise FrameError(f"a {header.kind.name.lower()} where a request was due")
-        reader = PayloadReader(self.channel, self._config.budget)
         try:
-            parts = self._answer(header, content, reader)
+            parts = self._answer(header, content)
         except PhalanxError as error:
             parts = [_encoded_error(header.seq, error)]
         finally:
-            reader.release()
+            self._config.budget.give(self._payload_bytes)
+            self._payload_bytes = 0
         self.channel.send(parts)
 
-    def _answer(self, header: Header, content: dict[str, Any], reader: PayloadReader) -> list[Part]:
+    def _answer(self, header: Header, content: dict[str, Any]) -> list[Part]:
         """Return the reply to a request as it is written.
 
         Raises:
@@ -109,7 +131,7 @@ class Session:
         """
         op, meta, layout = _understood(header, content)
         shared = self._shared_memory(header, content, layout)
-        payload = self._received(op, layout.payload_bytes, reader) if shared is None else shared
+        payload = self._received(op, layout.payload_bytes) if shared is None else shared
         after = frame.aligned(layout.payload_bytes)
         reply_buffer = ReplyBuffer(None if shared is None else shared[after:])
         arrays = layout.read(payload)
@@ -146,21 +168,26 @@ class Session:
             raise FrameError(f"arrays of {layout.payload_bytes} bytes in a segment of {len(memory)}")
         return memory
 
-    def _received(self, op: str, count: int, reader: PayloadReader) -> Bytes:
+    def _received(self, op: str, count: int) -> Bytes:
         config = self._config
         if count > config.max_frame_bytes:
-            discard(self.channel, count)
+            self.channel.discard_payload(count)
             raise ConfigError(
                 f"{op!r} of {self._peer} brings {count:,} bytes; {config.me} takes {config.max_frame_bytes:,} at once. "
                 "Send fewer rows at a time."
             )
-        payload = reader.receive(count)
+        payload = self.channel.read_payload(count, reserve=self._reserve)
         if payload is None:
             raise BackendError(
                 f"{op!r} of {self._peer} brings {count:,} bytes; {config.me} holds all it may ({config.budget.limit:,} "
                 "bytes). Use more servers, or smaller batches."
             )
         return payload
+
+    def _reserve(self, count: int) -> bool:
+        fits = self._config.budget.take(count)
+        self._payload_bytes += count if fits else 0
+        return fits
 
 
 def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str, Any], PayloadLayout]:
