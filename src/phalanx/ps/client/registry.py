@@ -1,31 +1,35 @@
-"""Which optimizer trains which table, and by which rule; a table is made once that is known.
+"""What trains which table: a group of an optimizer, or a rule of the table's own.
 
-Until then its rows are those it would start from, so that a model can be looked at before there is an optimizer.
+A table of ids is made once that is known. Until then its rows are those it would start from, so that a model can be
+looked at before there is an optimizer. A table of dense parameters is made with its optimizer, one for each group.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
+from phalanx.plan.rules.servers import DENSE
 from phalanx.ps.client.consistency import ConsistencyMode
+from phalanx.ps.client.dense import DenseTable
 from phalanx.ps.client.parameter import TableParameter, free_name, give_name
-from phalanx.ps.stores.base import Keys, Rows, TableUpdate
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows, TableUpdate
 from phalanx.ps.table.from_torch_optimizer import rule_of
+from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.table import RowTable, make_table, read_rows
 from phalanx.ps.table.update_rules import SGD, Rule
 
 
 class TableRegistry:
-    """The tables of ids that this process uses, and the optimizers that claim them.
+    """The tables that this process uses, and what trains each.
 
     Args:
         context: The job.
@@ -40,10 +44,12 @@ class TableRegistry:
         self.loaded: dict[str, Rule] = {}
         """Rules of a loaded snapshot: those of tables that nobody claims."""
 
-        self._handles: weakref.WeakValueDictionary[str, TableParameter] = weakref.WeakValueDictionary()
+        self._parameters: weakref.WeakValueDictionary[str, TableParameter] = weakref.WeakValueDictionary()
         self._made: dict[str, Rule] = {}
         self._untrained: dict[str, RowTable] = {}
         self._first_values: dict[str, Tensor] = {}
+        self._dense: weakref.WeakKeyDictionary[Optimizer, list[DenseTable]] = weakref.WeakKeyDictionary()
+        self._dense_made = 0
 
     @property
     def tables(self) -> list[str]:
@@ -77,7 +83,7 @@ class TableRegistry:
         """
         if parameter.table is None:
             give_name(parameter, free_name(self._made))
-        self._handles[str(parameter.table)] = parameter
+        self._parameters[str(parameter.table)] = parameter
         if self._make(parameter) or self.is_declared(parameter):
             return
         if self._context.role.server_endpoints:
@@ -89,40 +95,49 @@ class TableRegistry:
         if self._context.is_distributed:
             self._mode()  # raises: workers share tables, and there is no server
 
-    def parameters_of(self, optimizer: Optimizer) -> list[TableParameter]:
-        """Return the parameter that a step of this optimizer pushes: those it holds, and those that none holds."""
-        parameters = []
-        for parameter in self._handles.values():
-            holder = self.optimizer_of(parameter)
-            if holder[0] is optimizer if holder else parameter.settings.optimizer is not None:
-                parameters.append(parameter)
-        return parameters
+    # --- a step -----------------------------------------------------------------------------------------------------
 
     def missing_rule(self) -> str | None:
         """Return what is wrong when a table has a gradient and nothing says how it is updated, else None."""
-        for parameter in self._handles.values():
-            if (
-                parameter.grad is not None
-                and parameter.settings.optimizer is None
-                and self.optimizer_of(parameter) is None
-            ):
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and parameter.settings.optimizer is None and not self._group_of(parameter):
                 return (
                     f"the parameter of table {parameter.label} is in no optimizer, so nothing says how its rows are "
                     "updated. Give the optimizer all of model.parameters(), or SparseEmbedding its own optimizer=."
                 )
         return None
 
-    def updates_of(self, parameters: Iterable[TableParameter]) -> list[TableUpdate]:
-        """Return the gradients of parameter as changes of their tables, and empty the parameter."""
-        return [update for parameter in parameters if (update := self._update_of(parameter))]
+    def take_updates(self, optimizer: Optimizer) -> tuple[list[TableUpdate], bool]:
+        """Return the gradients that a step of this optimizer pushes, and take them from their parameters.
 
-    def optimizer_of(self, parameter: TableParameter) -> tuple[Optimizer, dict[str, Any]] | None:
+        They are those of the parameters that it holds, and of those with a rule of their own that no optimizer holds.
+
+        Returns:
+            The updates; and whether the step is one of the tables, which ends there even without any.
+        """
+        updates, is_step = [], optimizer in self._dense
+        for parameter in list(self._parameters.values()):
+            group = self._group_of(parameter)
+            if group[0] is not optimizer if group else parameter.settings.optimizer is None:
+                continue
+            is_step |= group is not None
+            if parameter.grad is not None:
+                self._make(parameter)
+            lr = float(group[1]["lr"]) if group and parameter.settings.optimizer is None else None
+            if update := parameter.take_update(lr):
+                updates.append(update)
+        updates += [update for table in self._dense.get(optimizer, ()) if (update := table.take_update())]
+        return updates, is_step or bool(updates)
+
+    def _group_of(self, parameter: TableParameter) -> tuple[Optimizer, dict[str, Any]] | None:
         """Return the optimizer that holds a parameter, and its group."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if any(param is parameter for param in group["params"]):
                     return optimizer, group
         return None
+
+    # --- first values -----------------------------------------------------------------------------------------------
 
     def initial_rows(self, parameter: TableParameter, keys: Keys) -> Rows:
         """Return the rows that a table starts from, shape (n, dim)."""
@@ -154,8 +169,8 @@ class TableRegistry:
         name = str(parameter.table)
         if name in self._made and name not in self.loaded:
             return False
-        holder = self.optimizer_of(parameter)
-        rule = parameter.settings.optimizer or (rule_of(*holder) if holder else self.loaded.get(name))
+        group = self._group_of(parameter)
+        rule = parameter.settings.optimizer or (rule_of(*group) if group else self.loaded.get(name))
         if rule is None or self._made.get(name) == rule:
             return False
         if name in self._made:
@@ -178,9 +193,61 @@ class TableRegistry:
             self._mode().assign([update] if is_wanted and self._context.rank == 0 else [])
             agree(f"first values of {name}", list(values.shape))
 
-    def _update_of(self, parameter: TableParameter) -> TableUpdate | None:
-        if parameter.grad is not None:
-            self._make(parameter)
-        holder = self.optimizer_of(parameter)
-        follows = holder is not None and parameter.settings.optimizer is None
-        return parameter.take_update(float(holder[1]["lr"]) if holder and follows else None)
+    # --- dense parameters -------------------------------------------------------------------------------------------
+
+    def add_optimizer(self, optimizer: Optimizer, on_servers: Callable[[Tensor], bool]) -> list[nn.Parameter]:
+        """Make a table for the dense parameters of each group of an optimizer that live on servers; returns them.
+
+        Collective if there are some: all workers get the servers' values, of a snapshot or a restart, else those of
+        worker 0. A worker that was started again only reads them, with nobody to agree with.
+        """
+        self.optimizers.add(optimizer)
+        tables = []
+        for group in optimizer.param_groups:
+            if params := [param for param in group["params"] if on_servers(param)]:
+                tables.append(DenseTable(f"{DENSE}/{self._dense_made}", params, group))
+            self._dense_made += 1
+        if not tables:
+            return []
+        self._dense[optimizer] = tables
+        mode, is_first = self._mode(), self._context.rank == 0
+        mode.declare([table.spec(rule_of(optimizer, table.group)) for table in tables])
+        if self._context.role.attempt == 0:
+            reports = mode.store.report() if is_first else {}
+            mode.assign([table.values() for table in tables if is_first and not reports[table.name].rows])
+            agree("dense tables", [len(table.params) for table in tables])
+        self.read_dense(optimizer, mode.pull(self.dense_specs(optimizer)))
+        return [param for table in tables for param in table.params]
+
+    def has_dense(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps dense parameters on servers."""
+        return optimizer in self._dense
+
+    def is_dense(self, param: Tensor) -> bool:
+        """Return whether a parameter is a dense one on servers."""
+        return any(param is p for tables in self._dense.values() for table in tables for p in table.params)
+
+    def dense_specs(self, optimizer: Optimizer) -> list[PullSpec]:
+        """Return what to pull to have every dense parameter that an optimizer steps."""
+        return [table.pull_spec() for table in self._dense.get(optimizer, ())]
+
+    def read_dense(self, optimizer: Optimizer, pulled: PendingRows) -> None:
+        """Copy the rows of `dense_specs` into the parameters."""
+        for table, rows in zip(self._dense[optimizer], pulled.rows(), strict=True):
+            table.read(rows)
+
+    def settle_dense(self, saved: Mapping[str, TableSpec]) -> None:
+        """After a load: give the servers the dense parameters that the snapshot has no table of, and read the others.
+
+        Collective over the workers; worker 0's values count.
+
+        Args:
+            saved: The tables of the snapshot.
+        """
+        mode, tables = self._mode(), [table for tables in self._dense.values() for table in tables]
+        lacking = [table for table in tables if table.name not in saved or saved[table.name].dense != table.rows]
+        if lacking:
+            mode.assign([table.values() for table in lacking if self._context.rank == 0])
+            agree("dense tables of a snapshot without them", [table.name for table in lacking])
+        for optimizer in self._dense:
+            self.read_dense(optimizer, mode.pull(self.dense_specs(optimizer)))

@@ -31,7 +31,6 @@ from phalanx.errors import ClosedError, ConfigError, PhalanxError
 from phalanx.plan.value import Push
 from phalanx.ps.client.connect import open_consistency, report_unused
 from phalanx.ps.client.consistency import ConsistencyMode
-from phalanx.ps.client.dense import DenseParameters
 from phalanx.ps.client.desync_check import DesyncCheck
 from phalanx.ps.client.parameter import TableParameter, UniqueKeys
 from phalanx.ps.client.registry import TableRegistry
@@ -70,12 +69,11 @@ class TableClient:
 
         self._mode: ConsistencyMode | None = None
         self.registry = TableRegistry(context, lambda: self.mode)
-        """Tables of ids, and who trains them."""
+        """The tables, and what trains each."""
 
         self._hooks: list[Any] = []
-        self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
-        self._drift = DesyncCheck(context.rank, context.world_size)
+        self._desync = DesyncCheck(context.rank, context.world_size) if context.is_distributed else None
         self._arriving: PendingRows | None = None
         """The dense parameters that come with the answer to the last push."""
 
@@ -163,22 +161,17 @@ class TableClient:
         self.registry.optimizers.add(optimizer)
         if wrong := self.registry.missing_rule():
             self._complain(wrong, may_be_early=is_new)
-        parameters = self.registry.parameters_of(optimizer)
-        updates = [*self.registry.updates_of(parameters), *self._dense.take_update(optimizer)]
-        if (
-            updates
-            or self._dense.steps(optimizer)
-            or any(self.registry.optimizer_of(parameter) for parameter in parameters)
-        ):
-            self._arriving = self._send(updates, self._dense.pull_specs(optimizer))
+        updates, is_step = self.registry.take_updates(optimizer)
+        if is_step:
+            self._arriving = self._send(updates, self.registry.dense_specs(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Take the dense parameters as the servers have them after the push, or see that workers keep them equal."""
         arriving, self._arriving = self._arriving, None
-        if arriving is not None and self._dense.steps(optimizer):
-            self._dense.take(optimizer, arriving)
-        elif self.context.is_distributed:
-            self._drift.look(optimizer, self._is_averaged)
+        if arriving is not None and self.registry.has_dense(optimizer):
+            self.registry.read_dense(optimizer, arriving)
+        elif self._desync is not None:
+            self._desync.look(optimizer, self._is_averaged)
 
     def _is_averaged(self, param: Tensor) -> bool:
         """Return whether a Plan keeps a dense parameter on every worker, whole."""
@@ -233,13 +226,8 @@ class TableClient:
 
         Collective when dense parameters live on servers: worker 0's values become those of all.
         """
-        self.registry.optimizers.add(optimizer)
         self._unhook()
-        params = self._dense.add(optimizer, self._lives_on_servers)
-        if params:
-            role = self.context.role
-            self._dense.start(optimizer, self.mode, is_first=role.rank == 0, is_again=role.attempt > 0)
-        for param in params:
+        for param in self.registry.add_optimizer(optimizer, self._lives_on_servers):
             param.register_hook(partial(self._on_dense_gradient, param))
 
     def settle_dense(self, directory: Path) -> None:
@@ -247,8 +235,7 @@ class TableClient:
 
         Collective.
         """
-        self._dense.give(self.mode, read_manifest(directory).tables, is_first=self.context.rank == 0)
-        self._dense.read(self.mode)
+        self.registry.settle_dense(read_manifest(directory).tables)
 
     def _lives_on_servers(self, param: Tensor) -> bool:
         is_dense = not isinstance(param, TableParameter) and param.requires_grad
@@ -340,4 +327,4 @@ def current() -> TableClient:
 
 def holds(param: Tensor) -> bool:
     """Return whether the gradient of this parameter goes to a table."""
-    return isinstance(param, TableParameter) or (_current is not None and param in _current._dense)
+    return isinstance(param, TableParameter) or (_current is not None and _current.registry.is_dense(param))
