@@ -80,25 +80,44 @@ void make(EmbeddingTable* at, nb::handle spec, nb::handle layout, std::uint64_t 
   new (at) EmbeddingTable(read_spec(spec, layout, salt));
 }
 
+// Types and gaps are the signatures' matter and callers have checked the rest; this is what memory depends on.
+template <class Rows>
+void require_shape(const EmbeddingTable& table, const Column<std::int64_t>& keys, const Rows& rows) {
+  if (rows.shape(0) != keys.size() || rows.shape(1) != table.spec().dim) throw nb::value_error("rows are not (keys, dim)");
+}
+
+template <class T>
+void require_size(const Column<std::int64_t>& keys, const std::optional<Column<T>>& column) {
+  if (column && column->size() != keys.size()) throw nb::value_error("a column has not one value for each key");
+}
+
 void pull(const EmbeddingTable& table, Column<std::int64_t> keys, OutRows out) {
+  require_shape(table, keys, out);
   nb::gil_scoped_release release;
   table.pull(view(keys), out.data());
 }
 
-std::uint64_t push(EmbeddingTable& table, Column<std::int64_t> keys, Rows gradients, double lr,
+std::uint64_t push(EmbeddingTable& table, Column<std::int64_t> keys, Rows gradients, std::optional<double> lr,
                    std::optional<Column<std::uint32_t>> counts, std::optional<Column<float>> shows,
                    std::optional<Column<float>> clicks) {
+  require_shape(table, keys, gradients);
+  require_size(keys, counts);
+  require_size(keys, shows);
+  require_size(keys, clicks);
   nb::gil_scoped_release release;
+  const double rate = lr ? *lr : table.spec().rule["lr"];
   return table.push(view(keys),
-                    {gradients.data(), lr, data_or_null(counts), data_or_null(shows), data_or_null(clicks)});
+                    {gradients.data(), rate, data_or_null(counts), data_or_null(shows), data_or_null(clicks)});
 }
 
 void add(EmbeddingTable& table, Column<std::int64_t> keys, Rows deltas) {
+  require_shape(table, keys, deltas);
   nb::gil_scoped_release release;
   table.add(view(keys), deltas.data());
 }
 
 void assign(EmbeddingTable& table, Column<std::int64_t> keys, Rows values) {
+  require_shape(table, keys, values);
   nb::gil_scoped_release release;
   table.assign(view(keys), values.data());
 }
@@ -141,9 +160,9 @@ void bind_table(nb::module_& module) {
   nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.table.RowTable.")
       .def("__init__", &make, nb::arg("spec"), nb::arg("layout"), nb::arg("salt"))
       .def("pull", &pull, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
-      .def("push", &push, nb::arg("keys").noconvert(), nb::arg("gradients").noconvert(), nb::arg("lr"),
-           nb::arg("counts").noconvert().none(), nb::arg("shows").noconvert().none(),
-           nb::arg("clicks").noconvert().none())
+      .def("push", &push, nb::arg("keys").noconvert(), nb::arg("gradients").noconvert(),
+           nb::arg("lr") = nb::none(), nb::arg("counts").noconvert() = nb::none(),
+           nb::arg("shows").noconvert() = nb::none(), nb::arg("clicks").noconvert() = nb::none())
       .def("add", &add, nb::arg("keys").noconvert(), nb::arg("deltas").noconvert())
       .def("assign", &assign, nb::arg("keys").noconvert(), nb::arg("values").noconvert())
       .def("shrink", &EmbeddingTable::shrink, Released())

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.base import TableUpdate
-from phalanx.ps.stores.update_codec import pack_updates
+from phalanx.ps.stores.update import TableUpdate, pack_updates
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire.message import RpcReply, RpcRequest

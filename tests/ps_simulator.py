@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 

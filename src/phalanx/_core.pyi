@@ -85,10 +85,10 @@ class EmbeddingTable:
         self,
         keys: numpy.typing.NDArray[numpy.int64],
         gradients: numpy.typing.NDArray[numpy.float32],
-        lr: float,
-        counts: numpy.typing.NDArray[numpy.uint32] | None,
-        shows: numpy.typing.NDArray[numpy.float32] | None,
-        clicks: numpy.typing.NDArray[numpy.float32] | None,
+        lr: float | None = None,
+        counts: numpy.typing.NDArray[numpy.uint32] | None = None,
+        shows: numpy.typing.NDArray[numpy.float32] | None = None,
+        clicks: numpy.typing.NDArray[numpy.float32] | None = None,
     ) -> int: ...
     def add(self, keys: numpy.typing.NDArray[numpy.int64], deltas: numpy.typing.NDArray[numpy.float32]) -> None: ...
     def assign(self, keys: numpy.typing.NDArray[numpy.int64], values: numpy.typing.NDArray[numpy.float32]) -> None: ...

@@ -12,8 +12,9 @@ from phalanx.data.ctr.queue import QueueDataset
 from phalanx.data.ctr.slot_files import list_files
 from phalanx.data.ctr.slots import SlotSchema
 from phalanx.data.stream.file_sources import LeasedFiles
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.update import TableUpdate
 from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC
 from ps_servers import SECRET, servers

@@ -15,8 +15,9 @@ from phalanx.ps.server.service import Service
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.snapshot_lookup import Lookup
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import Normal, TableSpec
 from phalanx.ps.table.update_rules import Adagrad
 from ps_kills import WORKERS, Progress, kill_while

@@ -17,8 +17,9 @@ from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncM
 from phalanx.ps.client.geo import GeoMode
 from phalanx.ps.client.prefetch import prefetch
 from phalanx.ps.client.table_client import current
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.update import TableUpdate
 
 KEYS = np.array([4, 9], np.int64)
 OTHERS = np.array([1, 4], np.int64)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import Constant, CountFilter, TableSpec
 from phalanx.ps.table.update_rules import SGD
 

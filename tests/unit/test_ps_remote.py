@@ -12,9 +12,10 @@ import pytest
 import ps_simulator as sim
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire.message import RpcRequest
 
 

@@ -14,7 +14,7 @@ from phalanx.errors import BackendError, ConfigError, PeerLostError
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import Absence, watch
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.update_codec import pack_updates
+from phalanx.ps.stores.update import pack_updates
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import SGD, Adagrad
 from phalanx.ps.wire.message import RpcReply

@@ -20,8 +20,9 @@ from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource, open_snapshot
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.snapshot_lookup import Lookup
-from phalanx.ps.stores.base import PullSpec, TableUpdate
+from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import SHARDS, shards_owned
 from phalanx.ps.table.rules import Constant, CountFilter, Normal, ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable, make_table, read_rows

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, DataError
+from phalanx.ps.stores.tables import TableSet
 from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
 from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, TableSpec, Uniform
 from phalanx.ps.table.table import RowTable
-from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam
+from phalanx.ps.table.update_rules import SGD, Adagrad, Adam
 from ps_tables import TABLES, pulled
 
 Make = Callable[[TableSpec], RowTable]
@@ -298,30 +299,20 @@ def test_a_table_that_was_held_and_released_works_on(table_of: Make) -> None:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_arrays_that_do_not_fit_are_errors(table_of: Make) -> None:
+def test_keys_that_are_no_ids_are_an_error(table_of: Make) -> None:
+    tables = TableSet()
+    tables.add(table_of(PLAIN))
+    with pytest.raises(ConfigError, match=r"table 't' for keys of type int32.*Give int64"):
+        tables.pull("t", KEYS.astype(np.int32))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="table 't' for keys with gaps in memory"):
+        tables.pull("t", np.arange(10)[::2])
+
+
+def test_a_shard_that_no_table_has_is_an_error(table_of: Make) -> None:
     table = table_of(PLAIN)
-    with pytest.raises(ConfigError, match=r"gradients of type float32 and shape \(5, 3\) for 5 keys.*rows of 4 values"):
-        table.push(KEYS, ones(5, 3))
-    with pytest.raises(ConfigError, match="type float64"):
-        table.add(KEYS, np.ones((5, 4)))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"keys of type int32.*Give int64"):
-        table.pull(KEYS.astype(np.int32), ones(5))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="gaps in memory"):
-        table.assign(KEYS, np.ones((5, 8), np.float32)[:, ::2])
-    with pytest.raises(
-        ConfigError, match=r"counts of type uint32 and shape \(4,\) for 5 keys. Give uint32 of shape \(5,\)"
-    ):
-        table.push(KEYS, ones(5), counts=np.ones(4, np.uint32))
-    with pytest.raises(ConfigError, match=r"rate -1.*at least 0"):
-        table.push(KEYS, ones(5), -1.0)
     with pytest.raises(ConfigError, match="shard 1024; a table has shards 0 to 1023"):
         table.export(1024)
     assert table.tick == 0
-
-
-def test_ftrl_needs_a_learning_rate(table_of: Make) -> None:
-    with pytest.raises(ConfigError, match="rate 0, by which FTRL divides"):
-        table_of(replace(PLAIN, rule=FTRL(0.1))).push(KEYS, ones(5), 0.0)
 
 
 def test_a_budget_below_one_row_is_an_error(table_of: Make) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from phalanx.ps.snapshot.read import Snapshot, open_snapshot
 from phalanx.ps.stores.base import Keys, Rows
+from phalanx.ps.stores.update import check_keys
 from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.table import RowTable, make_table, read_rows
 
@@ -40,10 +41,12 @@ class Lookup:
             ids: int64, shape (n,); an id may come several times.
 
         Raises:
-            ConfigError: If the snapshot has no such table.
+            ConfigError: If the snapshot has no such table, or these are no ids.
         """
         self.snapshot.check_names([table])
-        return self._tables[table].at(np.ascontiguousarray(ids))
+        ids = np.ascontiguousarray(ids)
+        check_keys(self.snapshot.tables[table], ids)
+        return self._tables[table].at(ids)
 
 
 class _Rows:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.plan.rules.servers import DENSE_WIDTH
-from phalanx.ps.stores.base import Keys, PullSpec, Rows, TableUpdate
+from phalanx.ps.stores.base import Keys, PullSpec, Rows
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import Rule
 

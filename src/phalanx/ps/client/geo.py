@@ -15,8 +15,9 @@ import numpy as np
 
 from phalanx.errors import ConfigError
 from phalanx.ps.client.consistency import ConsistencyMode
-from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ReadyRows, Rows, TableStore, TableUpdate
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ReadyRows, Rows, TableStore
 from phalanx.ps.stores.dedup import unique
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.table import make_table, read_rows
 from phalanx.ps.table.update_rules import SGD

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ps.stores.base import Keys, TableUpdate
+from phalanx.ps.stores.base import Keys
 from phalanx.ps.stores.dedup import unique
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import EntryPolicy, Init, TableSpec
 from phalanx.ps.table.update_rules import Rule
 

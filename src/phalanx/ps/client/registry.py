@@ -21,7 +21,8 @@ from phalanx.plan.rules.servers import DENSE
 from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.dense import DenseTable
 from phalanx.ps.client.parameter import TableParameter, free_name, give_name
-from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows, TableUpdate
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.from_torch_optimizer import rule_of
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.table import RowTable, make_table, read_rows

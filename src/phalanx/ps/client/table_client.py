@@ -35,7 +35,8 @@ from phalanx.ps.client.desync_check import DesyncCheck
 from phalanx.ps.client.parameter import TableParameter, UniqueKeys
 from phalanx.ps.client.registry import TableRegistry
 from phalanx.ps.snapshot.manifest import read_manifest
-from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows, TableUpdate
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows
+from phalanx.ps.stores.update import TableUpdate
 
 logger = logging.getLogger("phalanx.ps")
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.ps.snapshot.records import Array, Record
-from phalanx.ps.stores.base import TableUpdate
-from phalanx.ps.stores.update_codec import pack_updates, unpack_updates
+from phalanx.ps.stores.update import TableUpdate, pack_updates, unpack_updates
 
 
 @dataclass(frozen=True, slots=True)

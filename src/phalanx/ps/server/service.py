@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.server.clients import ClientState
 from phalanx.ps.server.clocks import Clocks
@@ -25,8 +23,9 @@ from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
-from phalanx.ps.stores.base import Keys, Rows, get_table
-from phalanx.ps.stores.update_codec import unpack_updates
+from phalanx.ps.stores.base import Keys, Rows
+from phalanx.ps.stores.tables import get_table
+from phalanx.ps.stores.update import unpack_updates
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")
@@ -124,11 +123,8 @@ class Service:
 
     def _rows(self, request: RpcRequest, names: Sequence[str], keys: Sequence[Keys]) -> list[Rows]:
         """Return the rows of the keys of each table, in the client's memory if that has room."""
-        specs, rows = self.state.tables.specs, []
-        for name, of_table in zip(names, keys, strict=True):
-            rows.append(request.reply_buffer.empty((len(of_table), get_table(specs, name).dim), np.float32))
-            self.state.tables.pull(name, of_table, rows[-1])
-        return rows
+        empty = request.reply_buffer.empty
+        return [self.state.tables.pull(name, of_table, empty) for name, of_table in zip(names, keys, strict=True)]
 
     def _report(self, request: RpcRequest) -> RpcReply:
         clocks = self.state.clocks

@@ -6,6 +6,7 @@ Nothing here waits, locks, writes or answers. One thread at a time changes it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -18,10 +19,9 @@ from phalanx.ps.server.clocks import Clocks, check_worker
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.sync_step_buffer import SyncStepBuffer
 from phalanx.ps.snapshot.read import SnapshotSource
-from phalanx.ps.stores.base import ServerMode, get_table
+from phalanx.ps.stores.base import ServerMode
 from phalanx.ps.stores.leases import Leases
-from phalanx.ps.stores.tables import TableSet
-from phalanx.ps.stores.update_codec import check_updates
+from phalanx.ps.stores.tables import TableSet, get_table
 from phalanx.ps.table.placement import shards_owned
 from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
 from phalanx.ps.table.table import RowTable, make_table
@@ -165,7 +165,11 @@ class ServerState:
         return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
 
     def _check_push(self, entry: LogEntry) -> None:
-        check_updates(entry.updates, entry.meta["weight"], self.tables.specs)
+        weight = entry.meta["weight"]
+        if not 0 <= weight < math.inf:
+            raise ConfigError(f"Asked for a push of weight {weight}. Its weight is the rows of its batch: at least 0.")
+        for update in entry.updates:
+            self.tables.check(update)
 
     def _push(self, entry: LogEntry) -> dict[str, Any]:
         worker, clocks = self.clients[entry.client].worker, self.known_clocks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import itemgetter
 
 from phalanx.ps.server.log_entry import LogEntry
-from phalanx.ps.stores.base import TableUpdate
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.stores.update_sums import average_updates
 
 

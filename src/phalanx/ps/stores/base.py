@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.arrays import Keys as Keys
 from phalanx.ps.table.arrays import Rows as Rows
 from phalanx.ps.table.rules import TableSpec
 
 ServerMode = Literal["sync", "async", "bounded"]
 """What a server makes a pull wait for."""
-
-_Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +23,6 @@ class PullSpec:
     table: str
     keys: Keys
     """Unique ids, shape (n,); the 64 bits are taken as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableUpdate:
-    """Gradients, deltas or values for rows of one table."""
-
-    table: str
-    keys: Keys
-    """Unique ids, shape (n,)."""
-
-    values: Rows
-    """Shape (n, dim)."""
-
-    kind: str = "gradient"
-    """`gradient` (the table's rule applies it), `delta` (added to the row), `assign` (replaces the row's values and
-    keeps its optimizer state)."""
-
-    lr: float | None = None
-    """Learning rate for the rule; the specification's own when None."""
-
-    counts: NDArray[np.uint32] | None = None
-    """How often each id occurred in the batch, shape (n,); once each when None. Entry filters count these."""
-
-    shows: NDArray[np.float32] | None = None
-    clicks: NDArray[np.float32] | None = None
-
-    def copy(self) -> TableUpdate:
-        """Return the same update with arrays of its own."""
-        return replace(
-            self,
-            keys=self.keys.copy(),
-            values=self.values.copy(),
-            counts=None if self.counts is None else self.counts.copy(),
-            shows=None if self.shows is None else self.shows.copy(),
-            clicks=None if self.clicks is None else self.clicks.copy(),
-        )
 
 
 class PendingRows(Protocol):
@@ -192,17 +151,3 @@ class TableStore(Protocol):
     def close(self) -> None:
         """Let go of sockets and tables."""
         ...
-
-
-def get_table(tables: Mapping[str, _Table], name: str) -> _Table:
-    """Return what is kept of the table of this name.
-
-    Raises:
-        ConfigError: If nobody declared it; names the tables there are.
-    """
-    try:
-        return tables[name]
-    except KeyError:
-        raise ConfigError(
-            f"There is no table {name!r}; tables: {sorted(tables)}.{did_you_mean(name, tables)}"
-        ) from None

@@ -8,12 +8,13 @@ from pathlib import Path
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.save import save_local
-from phalanx.ps.stores.base import PendingRows, PullSpec, ReadyRows, TableReport, TableUpdate, get_table
+from phalanx.ps.stores.base import PendingRows, PullSpec, ReadyRows, TableReport
 from phalanx.ps.stores.leases import Leases
-from phalanx.ps.stores.tables import TableSet
+from phalanx.ps.stores.tables import TableSet, get_table
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.rules import TableSpec, check_same_spec
-from phalanx.ps.table.table import make_table, read_rows
+from phalanx.ps.table.table import make_table
 
 
 class LocalStore:
@@ -44,7 +45,8 @@ class LocalStore:
     ) -> PendingRows:
         """Apply changes. See `TableStore.push`."""
         for update in updates:
-            get_table(self._tables.tables, update.table)
+            self._tables.check(update)
+        for update in updates:
             self._tables.apply(update)
         return self._read(then)
 
@@ -89,9 +91,7 @@ class LocalStore:
         self._tables.tables.clear()
 
     def _read(self, pull_specs: Sequence[PullSpec]) -> ReadyRows:
-        return ReadyRows(
-            [read_rows(get_table(self._tables.tables, pull_spec.table), pull_spec.keys) for pull_spec in pull_specs]
-        )
+        return ReadyRows([self._tables.pull(pull_spec.table, pull_spec.keys) for pull_spec in pull_specs])
 
     def _load_tables(self, source: SnapshotSource, specs: Sequence[TableSpec]) -> None:
         """Make tables with the rows of a snapshot; all are read before the first is put in place."""

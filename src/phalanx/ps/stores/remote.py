@@ -14,9 +14,9 @@ from typing import Any
 
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ServerMode, TableReport, TableUpdate, get_table
-from phalanx.ps.stores.partition import KeyPartition
+from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ServerMode, TableReport
 from phalanx.ps.stores.requests import (
+    KeyPartition,
     NamedPull,
     PartitionedPull,
     PulledAfter,
@@ -24,7 +24,8 @@ from phalanx.ps.stores.requests import (
     PushRequest,
     split_update,
 )
-from phalanx.ps.stores.update_codec import describe_update
+from phalanx.ps.stores.tables import get_table
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
@@ -113,7 +114,7 @@ class RemoteStore:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
         pulls = [self._take_pull(update) for update in updates]
-        about, headers = {"step": self._number(step), "weight": weight}, [describe_update(update) for update in updates]
+        about, headers = {"step": self._number(step), "weight": weight}, [update.describe() for update in updates]
         parts = [split_update(update, self._partition(update.table, update.keys)) for update in updates]
         shares = self._shares(then)
         for rank, connection in enumerate(self._connections):

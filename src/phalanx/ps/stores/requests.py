@@ -1,18 +1,62 @@
-"""One pull and one push as requests to servers: what is sent, what is waited for, what is sent again."""
+"""One pull and one push as requests to servers: which server owns which keys, what is sent, and what is sent again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.ps.stores.base import Keys, PullSpec, Rows, TableUpdate
-from phalanx.ps.stores.partition import Array, KeyPartition
-from phalanx.ps.stores.update_codec import list_arrays
+from phalanx.ps.stores.base import Keys, PullSpec, Rows
+from phalanx.ps.stores.dedup import split_by_owner
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import Pending
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPartition:
+    """Which of n ids go to which server."""
+
+    keys: list[Keys]
+    """Each server's ids."""
+
+    order: NDArray[np.int64] | None
+    """Positions of the ids, server by server, shape (n,); None when one server has them all."""
+
+    offsets: list[int]
+    """Where each server's positions begin, and the last one's end."""
+
+    @classmethod
+    def of(cls, keys: Keys, salt: int, servers: int) -> KeyPartition:
+        """Return the partition of a table's ids over so many servers."""
+        if servers == 1:
+            return cls([keys], None, [0, len(keys)])
+        order, offsets = split_by_owner(keys, salt, servers)
+        ordered = keys.take(order)
+        return cls([ordered[start:end] for start, end in pairwise(offsets)], order, offsets.tolist())
+
+    def parts(self, array: Array) -> list[Array]:
+        """Return each server's part of what belongs to the ids, shape (n, ...)."""
+        if self.order is None:
+            return [array]
+        ordered = array.take(self.order, axis=0)
+        return [ordered[start:end] for start, end in pairwise(self.offsets)]
+
+    def merge(self, parts: Mapping[int, Rows], dim: int) -> Rows:
+        """Return rows in the order of the ids, shape (n, dim), from each server's part by its rank."""
+        if self.order is None and parts:
+            return parts[0]
+        rows = np.empty((self.offsets[-1], dim), np.float32)
+        for rank, part in parts.items():
+            assert self.order is not None
+            rows[self.order[self.offsets[rank] : self.offsets[rank + 1]]] = part
+        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,5 +231,5 @@ class PulledAfter:
 
 def split_update(update: TableUpdate, partition: KeyPartition) -> list[list[Array]]:
     """Return the arrays of an update by server, the keys first."""
-    arrays = [partition.parts(array) for array in list_arrays(update)[1:]]
+    arrays = [partition.parts(array) for array in update.arrays()[1:]]
     return [list(of_server) for of_server in zip(partition.keys, *arrays, strict=True)]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
-from phalanx.ps.stores.base import Keys, Rows, TableUpdate
+import numpy as np
+
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.stores.update import TableUpdate, check_keys
+from phalanx.ps.table.arrays import Keys, Rows
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.table import RowTable
 
+_Table = TypeVar("_Table")
 _COUNTS = ("pushed", "dropped", "evicted")
 
 
@@ -40,13 +45,29 @@ class TableSet:
         self._guards[name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
         self.tables[name] = table
 
-    def pull(self, name: str, keys: Keys, out: Rows) -> None:
-        """Read rows into `out`, shape (n, dim)."""
+    def pull(self, name: str, keys: Keys, empty: Callable[..., Rows] = np.empty) -> Rows:
+        """Read rows of a table into an array that `empty` makes, shape (n, dim).
+
+        Raises:
+            ConfigError: If there is no such table, or these are no keys.
+        """
+        spec = get_table(self.tables, name).spec
+        check_keys(spec, keys)
+        rows = empty((len(keys), spec.dim), np.float32)
         with self._guards[name]:
-            self.tables[name].pull(keys, out)
+            self.tables[name].pull(keys, rows)
+        return rows
+
+    def check(self, update: TableUpdate) -> None:
+        """Check that an update can be applied.
+
+        Raises:
+            ConfigError: If there is no such table, or the update does not fit it.
+        """
+        update.check(get_table(self.tables, update.table).spec)
 
     def apply(self, update: TableUpdate) -> int:
-        """Apply a change and return how many gradients were dropped."""
+        """Apply a checked update and return how many gradients were dropped."""
         with self._guards[update.table]:
             return _apply(self.tables[update.table], update)
 
@@ -95,8 +116,22 @@ class TableSet:
         self._counted = {name: list(c) for name, c in counts.items()}
 
 
+def get_table(tables: Mapping[str, _Table], name: str) -> _Table:
+    """Return what is kept of the table of this name.
+
+    Raises:
+        ConfigError: If nobody declared it; names the tables there are.
+    """
+    try:
+        return tables[name]
+    except KeyError:
+        raise ConfigError(
+            f"There is no table {name!r}; tables: {sorted(tables)}.{did_you_mean(name, tables)}"
+        ) from None
+
+
 def _apply(table: RowTable, update: TableUpdate) -> int:
-    """Apply one change to a table and return how many gradients were dropped."""
+    """Apply one update to a table and return how many gradients were dropped."""
     if update.kind == "delta":
         table.add(update.keys, update.values)
         return 0

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from phalanx.ps.stores.base import Rows, TableUpdate
+from phalanx.ps.stores.base import Rows
 from phalanx.ps.stores.dedup import merge
+from phalanx.ps.stores.update import TableUpdate
 
 
 def sum_updates(updates: Sequence[TableUpdate]) -> list[TableUpdate]:

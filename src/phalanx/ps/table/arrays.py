@@ -1,8 +1,7 @@
-"""The arrays that go in and out of a table: the columns of a shard, and the checks of shapes."""
+"""The arrays that go in and out of a table, and the columns of a shard with their check."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +13,6 @@ from phalanx.ps.table.rules import TableSpec
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
-
-PUSH_COLUMNS: Mapping[str, type[np.generic]] = {"counts": np.uint32, "shows": np.float32, "clicks": np.float32}
-"""What may come with the gradients of a push, one value per key, in the order it is sent."""
 
 MOST_WAITED = 2**24 - 2
 """Highest count of an id that waits for a row."""
@@ -49,48 +45,6 @@ class Columns:
 
     whole: bool
     """Whether this is all that the shard holds; if not, it is what changed since the tick that was asked for."""
-
-
-def check_rows(spec: TableSpec, keys: NDArray[np.int64], rows: NDArray[np.float32], what: str) -> None:
-    """Check that there is one row of the table's width per key.
-
-    Raises:
-        ConfigError: If a type or a shape does not fit; names the table and both shapes.
-    """
-    if keys.dtype != np.int64 or keys.ndim != 1:
-        raise ConfigError(
-            f"Asked table '{spec.name}' for keys of type {keys.dtype} and shape {keys.shape}. "
-            "Give int64 keys in one dimension."
-        )
-    if not (keys.flags.c_contiguous and rows.flags.c_contiguous):
-        raise ConfigError(f"Gave table '{spec.name}' {what} or keys with gaps in memory. Give C-contiguous arrays.")
-    if rows.dtype != np.float32 or rows.shape != (len(keys), spec.dim):
-        raise ConfigError(
-            f"Gave table '{spec.name}' {what} of type {rows.dtype} and shape {rows.shape} for {len(keys)} keys; "
-            f"it holds rows of {spec.dim} values. Give float32 of shape ({len(keys)}, {spec.dim})."
-        )
-
-
-def check_push(spec: TableSpec, n: int, lr: float | None, columns: Sequence[NDArray[np.generic] | None]) -> None:
-    """Check what goes with a push: one count, show and click per key, and a learning rate the rule can use.
-
-    Raises:
-        ConfigError: If a length or type does not fit, or the learning rate is negative, no number, or 0 where it
-            divides.
-    """
-    for (name, dtype), column in zip(PUSH_COLUMNS.items(), columns, strict=True):
-        if column is not None and (column.shape != (n,) or column.dtype != dtype):
-            raise ConfigError(
-                f"Gave table '{spec.name}' {name} of type {column.dtype} and shape {column.shape} for {n} keys. Give "
-                f"{np.dtype(dtype)} of shape ({n},), or none."
-            )
-    if lr is not None and not (0 <= lr < float("inf")):
-        raise ConfigError(f"Asked table '{spec.name}' to learn at rate {lr}. Give a number of at least 0.")
-    if lr == 0 and spec.rule.divides_by_lr:
-        raise ConfigError(
-            f"Asked table '{spec.name}' to learn at rate 0, by which {type(spec.rule).__name__} divides. Give "
-            "more than 0."
-        )
 
 
 def check_columns(spec: TableSpec, salt: int, shard: int, columns: Columns, width: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.sampling.hash64 import mix_one
-from phalanx.ps.table.arrays import Columns, Keys, Rows, check_columns, check_push, check_rows, check_shard
+from phalanx.ps.table.arrays import Columns, Keys, Rows, check_columns, check_shard
 from phalanx.ps.table.initializers import admitted, initial_values, nearest_bfloat16, row_numbers, stochastic_bfloat16
 from phalanx.ps.table.placement import SHARDS, mixed, shard_of, table_salt
 from phalanx.ps.table.row_layout import INDEX_BYTES, layout_of
@@ -47,7 +47,6 @@ class ReferenceTable:
 
     def pull(self, keys: Keys, out: Rows) -> None:
         """Read rows; changes nothing."""
-        check_rows(self.spec, keys, out, "a place for rows")
         slots = self._find(keys)
         has_row = slots >= 0
         out[has_row] = self._rows[slots[has_row], : self.spec.dim]
@@ -91,8 +90,6 @@ class ReferenceTable:
         clicks: NDArray[np.float32] | None = None,
     ) -> int:
         """Apply gradients by the rule; returns how many were of ids not admitted."""
-        check_rows(self.spec, keys, gradients, "gradients")
-        check_push(self.spec, len(keys), lr, (counts, shows, clicks))
         tick = self._next_tick()
         counts = np.ones(len(keys), np.uint32) if counts is None else counts
         slots = self._admit(keys, counts, tick)
@@ -118,7 +115,6 @@ class ReferenceTable:
 
     def add(self, keys: Keys, deltas: Rows) -> None:
         """Add to rows, making those that are missing."""
-        check_rows(self.spec, keys, deltas, "deltas")
         tick = self._next_tick()
         slots = self._make(keys, tick)
         rows = self._rows[slots]
@@ -129,7 +125,6 @@ class ReferenceTable:
 
     def assign(self, keys: Keys, values: Rows) -> None:
         """Replace the values of rows, making those that are missing; optimizer state stays."""
-        check_rows(self.spec, keys, values, "values")
         tick = self._next_tick()
         slots = self._make(keys, tick)
         self._rows[slots, : self.spec.dim] = self._stored(values)

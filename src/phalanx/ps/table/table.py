@@ -17,8 +17,9 @@ from phalanx.versions import HAS_NATIVE
 class RowTable(Protocol):
     """Rows that are made on the first push of an id.
 
-    Keys are int64, shape (n,), unique within one call; all 64 bits count. Arrays are C-contiguous. A call that
-    changes the table, even by no rows, raises `tick` by one. The native table may be called from any thread.
+    Keys are int64, shape (n,), unique within one call; all 64 bits count. Arrays are C-contiguous. Who takes arrays
+    from elsewhere checks them first, by `check_keys` and `TableUpdate.check`: a table does not. A call that changes the
+    table, even by no rows, raises `tick` by one. The native table may be called from any thread.
     """
 
     spec: TableSpec
@@ -28,9 +29,6 @@ class RowTable(Protocol):
         """Read rows into `out`, shape (n, dim), and change nothing.
 
         An id without a row reads as what it would start from, or as zeros where it is not admitted (yet).
-
-        Raises:
-            ConfigError: If a shape or type does not fit.
         """
         ...
 
@@ -55,26 +53,15 @@ class RowTable(Protocol):
 
         Returns:
             How many gradients were dropped because their id is not admitted.
-
-        Raises:
-            ConfigError: If a shape or type does not fit, or the rule cannot use the learning rate.
         """
         ...
 
     def add(self, keys: Keys, deltas: Rows) -> None:
-        """Add to the values of rows, shape (n, dim). Makes missing rows, whatever the entry policy.
-
-        Raises:
-            ConfigError: If a shape or type does not fit.
-        """
+        """Add to the values of rows, shape (n, dim). Makes missing rows, whatever the entry policy."""
         ...
 
     def assign(self, keys: Keys, values: Rows) -> None:
-        """Replace the values of rows, shape (n, dim), and keep their state. Makes missing rows.
-
-        Raises:
-            ConfigError: If a shape or type does not fit.
-        """
+        """Replace the values of rows, shape (n, dim), and keep their state. Makes missing rows."""
         ...
 
     def shrink(self) -> int:
