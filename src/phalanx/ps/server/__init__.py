@@ -1,1 +1,5 @@
-"""The server role: holds tables, applies pushes exactly once, logs them, takes snapshots."""
+"""The server role: holds tables, applies pushes exactly once, logs them, takes snapshots.
+
+Requests enter at `service`, become entries of the log that `state` checks and applies, and leave as replies. Start with
+`service`, then `state`; `main` is the process around them.
+"""

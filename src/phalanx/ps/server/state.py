@@ -17,11 +17,11 @@ from phalanx.errors import ConfigError
 from phalanx.ps.server.clients import ClientStates
 from phalanx.ps.server.clocks import Clocks, check_worker
 from phalanx.ps.server.log_entry import LogEntry
-from phalanx.ps.server.sync_step_buffer import SyncStepBuffer
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.stores.base import ServerMode
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet, get_table
+from phalanx.ps.stores.update_sums import average_updates
 from phalanx.ps.table.placement import shards_owned
 from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
 from phalanx.ps.table.table import RowTable, make_table
@@ -54,7 +54,8 @@ class ServerState:
         """Whether tables were filled by what the log does not hold, so that a base snapshot has to."""
 
         self._prepared: dict[str, RowTable] = {}
-        self._steps = SyncStepBuffer()
+        self._sync_step: dict[int, LogEntry] = {}
+        """Pushes of mode `sync`, by worker, that wait for the rest of their step."""
 
     def check(self, entry: LogEntry) -> None:
         """Check that an entry can be applied; after that it does not fail.
@@ -102,7 +103,7 @@ class ServerState:
         """
         return [
             replace(entry, client=self.clients.newest(worker), seq=0)
-            for worker, entry in self._steps.updates_by_worker()
+            for worker, entry in sorted(self._sync_step.items())
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class ServerState:
         if entry.meta["step"] < clocks.next_step(worker):
             return {}  # written again at the head of a segment, beside the first time
         if clocks.mode == "sync":
-            self._steps.hold(worker, entry)
+            self._sync_step[worker] = entry.copy()
             clocks.push(worker)
             return {"dropped": self._complete(clocks)}
         dropped = sum(self.tables.apply(update) for update in entry.updates)
@@ -187,7 +188,9 @@ class ServerState:
         """Apply the step that every live worker has pushed, if there is one."""
         dropped = 0
         while clocks.complete > clocks.version:
-            dropped += sum(self.tables.apply(update) for update in self._steps.take())
+            parts = [(entry.meta["weight"], entry.updates) for _, entry in sorted(self._sync_step.items())]
+            self._sync_step.clear()
+            dropped += sum(self.tables.apply(update) for update in average_updates(parts))
             clocks.apply(clocks.version + 1)
         return dropped
 

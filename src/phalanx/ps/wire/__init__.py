@@ -1,4 +1,9 @@
-"""Framed messages between workers and servers, over Unix or TCP sockets."""
+"""Framed messages between workers and servers, over Unix or TCP sockets.
+
+A client's `Connection` takes an operation, a JSON object and arrays, and gives back a `Pending` reply; a server's
+`Listener` gives each `RpcRequest` to a handler and sends its `RpcReply`. Start with `message`, then `connection` and
+`link` for the client, or `listener` and `session` for the server; `frame` has the bytes.
+"""
 
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.listener import Listener
