@@ -41,7 +41,7 @@ def joined(layout: frame.PayloadLayout, arrays: list[frame.Array]) -> frame.Byte
 @given(ARRAYS)
 def test_arrays_come_out_of_a_payload_as_they_went_in(arrays):
     layout = frame.layout_of(arrays)
-    described = frame.layout_from([[name, list(shape)] for name, shape in layout.describe()])
+    described = frame.layout_from([[name, list(shape)] for name, shape in layout.describe()], layout.payload_bytes)
     assert described == layout
     for got, sent in zip(described.read(joined(layout, arrays)), arrays, strict=True):
         assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
@@ -116,7 +116,7 @@ def read_all(raw: bytes | bytearray) -> None:
 )
 def test_arrays_described_wrongly_are_refused(described):
     with pytest.raises(FrameError, match="array"):
-        frame.layout_from(described)
+        frame.layout_from(described, 0)
 
 
 @pytest.mark.parametrize("raw", [b"[1]", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b"null"])

@@ -39,7 +39,7 @@ class Clocks:
         self.mode = mode
         self.workers = workers
         self.bound = bound
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # over a lock that a thread may take again
         self._pushed = [0] * workers
         self._live = set(range(workers))
         self._version = 0
@@ -109,7 +109,7 @@ class Clocks:
     def lose_missing(self, waited_s: float, now: float) -> None:
         """Count the `missing` workers as lost, after so many seconds; every wait, now and later, then fails."""
         with self._changed:
-            missing = self._missing()
+            missing = self.missing
             self._away |= dict.fromkeys(missing, now)
             if self._end is None:
                 self._end = PeerLostError(
@@ -142,7 +142,7 @@ class Clocks:
     def complete(self) -> int:
         """Steps that every live worker has pushed; with no live worker, those that any worker has pushed."""
         with self._changed:
-            return self._complete()
+            return min((self._pushed[w] for w in self._live), default=max(self._pushed))
 
     @property
     def live(self) -> set[int]:
@@ -160,19 +160,19 @@ class Clocks:
     def applied_steps(self) -> list[int]:
         """Pushes of each worker that are in the tables; in mode `sync` those of complete steps."""
         with self._changed:
-            return self._applied_steps()
+            return [min(p, self._version) if self.mode == "sync" else p for p in self._pushed]
 
     @property
     def reached(self) -> list[int]:
         """Pushes of each worker so far; `LEFT` for one that left."""
         with self._changed:
-            return self._reached()
+            return [pushed if worker in self._live else LEFT for worker, pushed in enumerate(self._pushed)]
 
     @property
     def missing(self) -> list[int]:
         """Live workers that never connected since this server started."""
         with self._changed:
-            return self._missing()
+            return sorted(self._live - self._here - self._away.keys())
 
     @property
     def away(self) -> set[int]:
@@ -203,7 +203,7 @@ class Clocks:
         if self.mode == "sync":
             self._wait_for_all(step, lambda: self._version >= step, report_wait)
         elif self.mode == "bounded":
-            self._wait_for_all(step - self.bound, lambda: self._complete() >= step - self.bound, report_wait)
+            self._wait_for_all(step - self.bound, lambda: self.complete >= step - self.bound, report_wait)
         else:
             self.check()
 
@@ -215,7 +215,7 @@ class Clocks:
         """Wait until each worker has `reached` these steps. Raises as `check`, and `PeerLostError` after `seconds`."""
 
         def behind() -> list[int]:
-            return [worker for worker, has in enumerate(self._reached()) if has < steps[worker]]
+            return [worker for worker, has in enumerate(self.reached) if has < steps[worker]]
 
         if not self._wait(lambda: not behind(), seconds):
             raise PeerLostError(
@@ -232,7 +232,7 @@ class Clocks:
                 "mode": self.mode,
                 "workers": self.workers,
                 "bound": self.bound,
-                "pushed": self._applied_steps(),
+                "pushed": self.applied_steps,
                 "live": sorted(self._live),
                 "version": self._version,
             }
@@ -247,18 +247,6 @@ class Clocks:
         return clocks
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _missing(self) -> list[int]:
-        return sorted(self._live - self._here - self._away.keys())
-
-    def _complete(self) -> int:
-        return min((self._pushed[w] for w in self._live), default=max(self._pushed))
-
-    def _applied_steps(self) -> list[int]:
-        return [min(p, self._version) if self.mode == "sync" else p for p in self._pushed]
-
-    def _reached(self) -> list[int]:
-        return [pushed if worker in self._live else LEFT for worker, pushed in enumerate(self._pushed)]
 
     def _wait_for_all(self, needed: int, is_reached: Callable[[], bool], report_wait: WaitReport) -> None:
         while not self._wait(is_reached, PULSE_S):

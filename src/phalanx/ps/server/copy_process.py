@@ -94,7 +94,8 @@ def _run(work: Callable[[], dict[str, Any]], writing: int, parent: int) -> NoRet
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd > 2 and fd != writing:
                 _close(fd)
-        _write(writing, _answer(work))
+        with open(writing, "wb") as pipe:
+            pipe.write(_answer(work))
         code = 0
     finally:
         os._exit(code)
@@ -115,8 +116,3 @@ def _close(fd: int) -> None:
         os.close(fd)
     except OSError:
         return  # the one that listed the folder
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]

@@ -31,7 +31,7 @@ class SnapshotService:
         self._service = service
         self.participant = SnapshotParticipant(service.state.tables.tables, service.state.shards, service.state.server)
         self._copies: dict[str, tuple[Path, CopyProcess]] = {}
-        service.state.loaded = self._remember_load
+        service.state.loaded = lambda source, name: self.participant.remember_load(source, [name])
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
             service.offer(op.__name__, op)
 
@@ -103,16 +103,14 @@ class SnapshotService:
         source = SnapshotSource(Path(request.meta["directory"]), names)
         with service.write_freeze.change():
             specs = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
-            # All are read before the first is put in place: a broken file changes nothing.
-            for table in [source.table(spec, service.state.shards) for spec in specs]:
-                service.state.tables.add(table)
-                self._remember_load(source, table.spec.name)
+            service.state.tables.load(source, specs, service.state.shards)
+            self.participant.remember_load(source, [spec.name for spec in specs])
             service.state.sources.append(source)
             if names is None and service.state.server == 0:
                 service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
             service.state.unlogged = True
         service.write_unlogged()
-        return RpcReply({"rows": {name: service.state.tables.tables[name].rows for name in (s.name for s in specs)}})
+        return RpcReply({"rows": {spec.name: service.state.tables.tables[spec.name].rows for spec in specs}})
 
     def leases(self, request: RpcRequest) -> RpcReply:
         """Return which files were read how far."""
@@ -137,12 +135,6 @@ class SnapshotService:
         self.participant.restore(value["fulls"])
         for directory, names in value["sources"]:
             self.add_source(Path(directory), names)
-
-    def _remember_load(self, source: SnapshotSource, name: str) -> None:
-        """Note that a table is now as a snapshot has it, so that a delta can be made on that."""
-        manifest = source.snapshot.manifest
-        if manifest.mode == "full":
-            self.participant.remember(manifest.save, source.snapshot.directory.absolute(), [name])
 
 
 def finish_copy(directory: Path, copy: CopyProcess) -> dict[str, Any]:

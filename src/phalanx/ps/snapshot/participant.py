@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.ps.snapshot.manifest import check_mode
+from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.table.table import RowTable
 
@@ -37,16 +38,14 @@ class SnapshotParticipant:
         since = {name: ticks[name] for name in meta["base_tables"]} if mode == "delta" else {}
         job = WriteRequest(Path(meta["directory"]), meta["save"], mode, self._shards, self._part, since)
         if mode == "full":
-            self.remember(meta["save"], meta["directory"], self.tables)
+            self._remember(meta["save"], meta["directory"], self.tables)
         return job
 
-    def remember(self, save: str, directory: str | Path, names: Any) -> None:
-        """Note that these tables are now as a full snapshot has them."""
-        ticks = {name: self.tables[name].tick for name in names}
-        previous = self._fulls.pop(save, {"ticks": {}})
-        self._fulls[save] = {"directory": str(directory), "ticks": {**previous["ticks"], **ticks}}
-        while len(self._fulls) > _REMEMBERED:
-            del self._fulls[next(iter(self._fulls))]
+    def remember_load(self, source: SnapshotSource, names: Sequence[str]) -> None:
+        """Note that these tables are now as the snapshot they were loaded from, if a delta can be made on that."""
+        manifest = source.snapshot.manifest
+        if names and manifest.mode == "full":
+            self._remember(manifest.save, source.snapshot.directory.absolute(), names)
 
     @property
     def fulls(self) -> list[list[Any]]:
@@ -62,3 +61,11 @@ class SnapshotParticipant:
         for save, full in value.items():
             if all(name in self.tables and self.tables[name].tick >= tick for name, tick in full["ticks"].items()):
                 self._fulls[save] = full
+
+    def _remember(self, save: str, directory: str | Path, names: Iterable[str]) -> None:
+        """Note that these tables are now as a full snapshot has them."""
+        ticks = {name: self.tables[name].tick for name in names}
+        previous = self._fulls.pop(save, {"ticks": {}})
+        self._fulls[save] = {"directory": str(directory), "ticks": {**previous["ticks"], **ticks}}
+        while len(self._fulls) > _REMEMBERED:
+            del self._fulls[next(iter(self._fulls))]

@@ -94,9 +94,5 @@ class LocalStore:
         return ReadyRows([self._tables.pull(pull_spec.table, pull_spec.keys) for pull_spec in pull_specs])
 
     def _load_tables(self, source: SnapshotSource, specs: Sequence[TableSpec]) -> None:
-        """Make tables with the rows of a snapshot; all are read before the first is put in place."""
-        manifest, directory = source.snapshot.manifest, source.snapshot.directory
-        for table in [source.table(spec, range(SHARDS)) for spec in specs]:
-            self._tables.add(table)
-            if manifest.mode == "full":
-                self._participant.remember(manifest.save, directory.absolute(), [table.spec.name])
+        self._tables.load(source, specs, range(SHARDS))
+        self._participant.remember_load(source, [spec.name for spec in specs])

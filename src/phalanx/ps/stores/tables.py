@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 
 from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.stores.update import TableUpdate, check_keys
 from phalanx.ps.table.arrays import Keys, Rows
 from phalanx.ps.table.reference import ReferenceTable
@@ -44,6 +45,16 @@ class TableSet:
         # The reference table is for one thread at a time.
         self._guards[name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
         self.tables[name] = table
+
+    def load(self, source: SnapshotSource, specs: Sequence[TableSpec], shards: Sequence[int]) -> None:
+        """Add tables with the rows of a snapshot; all are read before the first is put in place.
+
+        Raises:
+            ConfigError: If the snapshot has no such table, or one of another dim.
+            DataError: If it is broken; nothing is changed then.
+        """
+        for table in [source.table(spec, shards) for spec in specs]:
+            self.add(table)
 
     def pull(self, name: str, keys: Keys, empty: Callable[..., Rows] = np.empty) -> Rows:
         """Read rows of a table into an array that `empty` makes, shape (n, dim).

@@ -121,15 +121,18 @@ def layout_of(arrays: Sequence[Array]) -> PayloadLayout:
     return _build_layout([(array.dtype, array.shape) for array in arrays])
 
 
-def layout_from(described: Any) -> PayloadLayout:
+def layout_from(described: Any, payload_bytes: int) -> PayloadLayout:
     """Return the layout that an object describes.
 
     Raises:
-        FrameError: If it describes none.
+        FrameError: If it describes none, or one of another length than the header's.
     """
     if not isinstance(described, list) or len(described) > MOST_ARRAYS:
         raise FrameError("arrays are not described by a list")
-    return _build_layout([_parse_array(entry) for entry in described])
+    layout = _build_layout([_parse_array(entry) for entry in described])
+    if layout.payload_bytes != payload_bytes:
+        raise FrameError(f"a payload of {payload_bytes} bytes for arrays of {layout.payload_bytes}")
+    return layout
 
 
 def _parse_array(entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -146,9 +146,7 @@ class Pending:
         """
         if header.kind == FrameKind.ERROR:
             return _raised(content, peer)
-        layout = frame.layout_from(content.get("arrays"))
-        if layout.payload_bytes != header.payload_bytes:
-            raise FrameError(f"a payload of {header.payload_bytes} bytes for arrays of {layout.payload_bytes}")
+        layout = frame.layout_from(content.get("arrays"), header.payload_bytes)
         if header.flags & frame.SHARED:
             memory = self._reply_memory(content.get("at"), layout.payload_bytes)
         else:

@@ -194,10 +194,7 @@ def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str,
     op, meta = content.get("op"), content.get("meta")
     if not isinstance(op, str) or not isinstance(meta, dict):
         raise FrameError("a request without operation")
-    layout = frame.layout_from(content.get("arrays"))
-    if layout.payload_bytes != header.payload_bytes:
-        raise FrameError(f"a payload of {header.payload_bytes} bytes for arrays of {layout.payload_bytes}")
-    return op, meta, layout
+    return op, meta, frame.layout_from(content.get("arrays"), header.payload_bytes)
 
 
 def _encoded_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Part]:
