@@ -123,34 +123,34 @@ void assign(EmbeddingTable& table, Column<std::int64_t> keys, Rows values) {
 }
 
 nb::tuple read_shard(const EmbeddingTable& table, int shard, std::uint64_t since) {
-  phalanx::ShardColumns found;
+  phalanx::ShardColumns columns;
   {
     nb::gil_scoped_release release;
-    found = table.read(shard, since);
+    columns = table.read(shard, since);
   }
-  const std::size_t n = found.keys.size();
-  return nb::make_tuple(array_of(std::move(found.keys)), array_of(std::move(found.ticks)),
-                        array_of(std::move(found.rows), n, table.spec().width()),
-                        array_of(std::move(found.waiting_keys)), array_of(std::move(found.waiting_ticks)),
-                        array_of(std::move(found.waiting_counts)), array_of(std::move(found.days)), found.tick,
-                        found.whole);
+  const std::size_t n = columns.keys.size();
+  return nb::make_tuple(array_of(std::move(columns.keys)), array_of(std::move(columns.ticks)),
+                        array_of(std::move(columns.rows), n, table.spec().width()),
+                        array_of(std::move(columns.waiting_keys)), array_of(std::move(columns.waiting_ticks)),
+                        array_of(std::move(columns.waiting_counts)), array_of(std::move(columns.days)), columns.tick,
+                        columns.is_complete);
 }
 
 void restore_shard(EmbeddingTable& table, int shard, Column<std::int64_t> keys, Column<std::uint64_t> ticks, Rows rows,
              Column<std::int64_t> waiting_keys, Column<std::uint64_t> waiting_ticks,
-             Column<std::uint32_t> waiting_counts, Column<std::uint64_t> days, std::uint64_t tick, bool whole) {
+             Column<std::uint32_t> waiting_counts, Column<std::uint64_t> days, std::uint64_t tick, bool is_complete) {
   nb::gil_scoped_release release;
   table.restore(shard, {view(keys), view(ticks), rows.data(), view(waiting_keys), view(waiting_ticks),
-                        view(waiting_counts), view(days), tick, whole});
+                        view(waiting_counts), view(days), tick, is_complete});
 }
 
 nb::object keys(const EmbeddingTable& table, int shard) {
-  std::vector<std::int64_t> found;
+  std::vector<std::int64_t> ids;
   {
     nb::gil_scoped_release release;
-    found = table.keys(shard);
+    ids = table.keys(shard);
   }
-  return array_of(std::move(found));
+  return array_of(std::move(ids));
 }
 
 }  // namespace
@@ -170,7 +170,7 @@ void bind_table(nb::module_& module) {
       .def("read_shard", &read_shard, nb::arg("shard"), nb::arg("since"))
       .def("restore_shard", &restore_shard, nb::arg("shard"), nb::arg("keys"), nb::arg("ticks"), nb::arg("rows"),
            nb::arg("waiting_keys"), nb::arg("waiting_ticks"), nb::arg("waiting_counts"), nb::arg("days"),
-           nb::arg("tick"), nb::arg("whole"))
+           nb::arg("tick"), nb::arg("is_complete"))
       .def("keys", &keys, nb::arg("shard"))
       .def("hold", &EmbeddingTable::hold, Released())
       .def("release", &EmbeddingTable::release)

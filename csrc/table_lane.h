@@ -57,7 +57,7 @@ struct ShardColumns {
   std::vector<std::uint32_t> waiting_counts;
   std::vector<std::uint64_t> days;
   std::uint64_t tick = 0;
-  bool whole = false;
+  bool is_complete = false;
 };
 
 // The same, lent by the caller.
@@ -70,7 +70,7 @@ struct ShardView {
   std::span<const std::uint32_t> waiting_counts;
   std::span<const std::uint64_t> days;
   std::uint64_t tick;
-  bool whole;
+  bool is_complete;
 };
 
 class Lane {

@@ -103,12 +103,12 @@ std::vector<std::int64_t> Lane::keys(int part) const {
 ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
   ShardColumns found;
   found.tick = time.tick;
-  found.whole = since == 0 || since < std::max(swept_[part], time.oldest);
+  found.is_complete = since == 0 || since < std::max(swept_[part], time.oldest);
   found.days = days_[part];
   std::vector<std::uint32_t> numbers;
   for (const Entry& entry : in_order(part)) {
     const std::uint64_t tick = time.oldest + entry.tick;
-    if (!found.whole && tick <= since) continue;
+    if (!found.is_complete && tick <= since) continue;
     if (entry.has_row()) {
       found.keys.push_back(id_of(entry.hash));
       found.ticks.push_back(tick);
@@ -133,7 +133,7 @@ ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
 }
 
 void Lane::restore(int part, const ShardView& columns, Time time) {
-  if (columns.whole) drop_part(part, time);
+  if (columns.is_complete) drop_part(part, time);
   days_[part].assign(columns.days.begin(), columns.days.end());
   for (std::uint64_t& day : days_[part]) day = std::max(day, time.oldest);
   swept_[part] = time.tick;

@@ -153,7 +153,7 @@ def test_a_client_that_says_nothing_is_sent_away():
 
 
 def test_only_so_many_strangers_are_let_in(monkeypatch, caplog, phalanx_propagates):
-    monkeypatch.setattr("phalanx.ps.wire.listener._MOST_STRANGERS", 3)
+    monkeypatch.setattr("phalanx.ps.wire.listener._MOST_HANDSHAKES", 3)
     with serving(answer) as listener:
         strangers = [tcp_only_to(listener) for _ in range(4)]
         assert strangers[3].recv(1) == b""

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
 from phalanx.ps.server.clocks import Clocks, ServerMode, check_worker
-from phalanx.ps.server.main import Absence
+from phalanx.ps.server.main import JoinTimeout
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
 from phalanx.ps.stores.leases import Leases
@@ -57,7 +57,7 @@ def test_sync_pull_waits_until_its_step_is_applied() -> None:
 def test_who_waits_is_told_for_whom_and_whether_they_are_there(
     monkeypatch: pytest.MonkeyPatch, mode: ServerMode, bound: int
 ) -> None:
-    monkeypatch.setattr("phalanx.ps.server.clocks.PULSE_S", 0.0)
+    monkeypatch.setattr("phalanx.ps.server.clocks.WAIT_REPORT_S", 0.0)
     clocks, told = Clocks(mode, 3, bound), []
     clocks.connect(0)
     clocks.connect(1)
@@ -153,7 +153,7 @@ def test_a_worker_that_connects_again_is_not_lost() -> None:
 def test_workers_that_never_came_are_lost_some_time_after_the_last_that_did(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("phalanx.ps.server.main.time.monotonic", lambda: now)
-    absence, clocks = Absence(60.0), Clocks("sync", 3)
+    absence, clocks = JoinTimeout(60.0), Clocks("sync", 3)
     now = 150.0
     assert not absence.check(None)
     clocks.connect(0)
@@ -174,7 +174,7 @@ def test_workers_that_never_came_are_lost_some_time_after_the_last_that_did(monk
 def test_a_server_to_which_nobody_comes_ends_and_one_that_all_came_to_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("phalanx.ps.server.main.time.monotonic", lambda: now)
-    absence, clocks = Absence(60.0), Clocks("async", 1)
+    absence, clocks = JoinTimeout(60.0), Clocks("async", 1)
     clocks.connect(0)
     assert not absence.check(clocks)
     now = 1e6

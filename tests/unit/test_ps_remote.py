@@ -131,7 +131,7 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     pulled = store.pull([PullSpec("ids", KEYS)])
     pulled.rows()
     for client in service.state.clients._clients.values():
-        client.kept.clear()
+        client.pulled_keys.clear()
     store.push([TableUpdate("ids", KEYS, VALUES)])
     late = store.pull([PullSpec("ids", KEYS)], step=1)
     np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
@@ -254,7 +254,7 @@ def test_rows_come_with_a_push_that_is_sent_again(monkeypatch):
     (service,), store = made()
     store.pull([PullSpec("ids", KEYS)]).rows()
     for client in service.state.clients._clients.values():
-        client.kept.clear()
+        client.pulled_keys.clear()
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], then=[PullSpec("ids", KEYS[:2])])
     np.testing.assert_allclose(pulled.rows()[0], sim.START - sim.LR * VALUES[:2], rtol=1e-6)
     assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.errors import BackendError, ConfigError, PeerLostError
 from phalanx.ps.server.log import Log
-from phalanx.ps.server.main import Absence, watch
+from phalanx.ps.server.main import JoinTimeout, watch
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.update import pack_updates
 from phalanx.ps.table.rules import TableSpec
@@ -57,7 +57,7 @@ def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:
 def test_a_push_of_a_process_that_was_replaced_while_it_waited_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = started("sync", 2)
     again = FakeWorker(two.service, 1, client=900)
-    clocks = two.service.state.known_clocks()
+    clocks = two.service.state.require_clocks()
     monkeypatch.setattr(clocks, "wait_turn", lambda step, still: again.declare(mode="sync", workers=2))
     with pytest.raises(ConfigError, match=r"whose worker was started again since.*end the older process"):
         two.push(gradient((1,), 1.0), step=0)
@@ -80,7 +80,7 @@ def test_a_server_whose_disk_failed_answers_that_and_ends(monkeypatch: pytest.Mo
     with pytest.raises(BackendError, match=r"could not be flushed to disk: .*Input/output error.*Replace the disk"):
         worker.push(gradient((1,), 1.0), step=0)
     with pytest.raises(BackendError, match="could not be flushed to disk"):
-        watch(service, None, 0.0, None, Absence(math.inf))
+        watch(service, None, 0.0, None, JoinTimeout(math.inf))
 
 
 def test_a_step_that_was_skipped_is_an_error() -> None:
@@ -124,10 +124,10 @@ def test_sync_rows_asked_with_a_push_come_when_the_step_is_complete() -> None:
     assert got == [-0.5, -0.5]
     again = push_and_read(meta)
     assert (dict(again.meta), again.arrays[0][:, 0].tolist()) == ({"dropped": 0}, got)
-    assert one.service.state.known_clocks().steps == [1, 1]
+    assert one.service.state.require_clocks().steps == [1, 1]
     with pytest.raises(ConfigError, match="nothing"):
         one.call("push", {**meta, "step": 1, "then": [["nothing", 2]]}, [*arrays, keys(1, 2)])
-    assert one.service.state.known_clocks().steps == [1, 1]
+    assert one.service.state.require_clocks().steps == [1, 1]
 
 
 def test_sync_does_not_depend_on_the_order_of_arrival() -> None:

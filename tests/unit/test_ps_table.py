@@ -249,7 +249,7 @@ def test_a_delta_over_its_base_is_the_table(table_of: Make) -> None:
     table.push(KEYS[:1], ones(1))
     changed = [shard for shard in range(SHARDS) if len(table.export(shard, base).keys)]
     assert changed == [shard_of_key(0)]
-    assert not table.export(changed[0], base).whole
+    assert not table.export(changed[0], base).is_complete
     other.restore(changed[0], table.export(changed[0], base))
     assert np.array_equal(pulled(other, KEYS), pulled(table, KEYS))
     assert other.tick == table.tick
@@ -261,7 +261,7 @@ def test_a_delta_over_a_day_holds_the_whole_shard_and_takes_rows_away(table_of: 
     base, other = table.tick, copy(table, table_of)
     assert table.shrink() == 1
     delta = table.export(shard_of_key(0), base)
-    assert delta.whole
+    assert delta.is_complete
     other.restore(shard_of_key(0), delta)
     assert other.rows == 4
 
@@ -275,7 +275,7 @@ def test_restoring_over_other_rows_replaces_them(table_of: Make) -> None:
     other.restore(shard, table.export(shard))
     assert np.array_equal(pulled(other, KEYS[:1]), pulled(table, KEYS[:1]))
     assert other.tick == before + 1
-    assert other.export(shard, before).whole, "rows came back whose ticks are older"
+    assert other.export(shard, before).is_complete, "rows came back whose ticks are older"
 
 
 def test_an_export_is_ordered_by_hash_whatever_the_order_of_arrival(table_of: Make) -> None:

@@ -167,7 +167,9 @@ def test_ticks_are_renumbered_alike_when_32_bits_run_out(ahead: int) -> None:
         table.shrink()
         empty = type(table)(spec).export(shard)  # type: ignore[call-arg]
         jump = Columns(**{**{f.name: getattr(empty, f.name) for f in fields(Columns)}, "tick": RENUMBER_AT - 3 + ahead})
-        table.restore(shard, Columns(**{**{f.name: getattr(jump, f.name) for f in fields(Columns)}, "whole": False}))
+        table.restore(
+            shard, Columns(**{**{f.name: getattr(jump, f.name) for f in fields(Columns)}, "is_complete": False})
+        )
         for _ in range(6):
             table.push(keys[:20], np.ones((20, 2), np.float32))
             table.shrink()

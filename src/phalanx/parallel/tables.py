@@ -208,5 +208,5 @@ def _is_saved(directory: Path, mode: str, counts: dict[str, list[int]], since: f
     path = directory / MANIFEST
     if not path.exists() or path.stat().st_mtime < since:
         return False
-    manifest = read_manifest(directory, whole=False)
+    manifest = read_manifest(directory, check_files=False)
     return manifest.mode == mode and manifest.extra.get("counts") == counts

@@ -36,7 +36,7 @@ class ConsistencyMode:
         self.pushes = 0
         """Pushes made so far; a mode may need several steps for one."""
 
-        self._left = False
+        self._has_left = False
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make these tables, or check that they are there with the same specification.
@@ -92,11 +92,11 @@ class ConsistencyMode:
 
     def finish(self) -> None:
         """Send what is held back, and say that this worker pushes no more. Safe to call twice."""
-        if self._left:
+        if self._has_left:
             return
         self.flush()
         self.store.leave()
-        self._left = True
+        self._has_left = True
 
     def _forget(self) -> None:
         """Drop rows and changes that this worker holds."""
@@ -133,8 +133,8 @@ class AsyncMode(ConsistencyMode):
         if not any(prefetched):
             return super().pull(pull_specs)
         others = [pull_spec for pull_spec, prefetch in zip(pull_specs, prefetched, strict=True) if prefetch is None]
-        fresh = super().pull(others) if others else None
-        rest = iter(_PulledTable(pull_spec, fresh, index) for index, pull_spec in enumerate(others) if fresh)
+        pulled = super().pull(others) if others else None
+        rest = iter(_PulledTable(pull_spec, pulled, index) for index, pull_spec in enumerate(others) if pulled)
         return _CombinedRows([prefetch or next(rest) for prefetch in prefetched])
 
     def _forget(self) -> None:

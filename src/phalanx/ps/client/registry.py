@@ -46,20 +46,22 @@ class TableRegistry:
         """Rules of a loaded snapshot: those of tables that nobody claims."""
 
         self._parameters: weakref.WeakValueDictionary[str, TableParameter] = weakref.WeakValueDictionary()
-        self._made: dict[str, Rule] = {}
+        self._rules: dict[str, Rule] = {}
+        """Of the tables that were made, by name."""
+
         self._untrained: dict[str, RowTable] = {}
         self._first_values: dict[str, Tensor] = {}
         self._dense: weakref.WeakKeyDictionary[Optimizer, list[DenseTable]] = weakref.WeakKeyDictionary()
-        self._dense_made = 0
+        self._dense_count = 0
 
     @property
     def tables(self) -> list[str]:
         """Names of the tables that were made."""
-        return sorted(self._made)
+        return sorted(self._rules)
 
     def is_declared(self, parameter: TableParameter) -> bool:
         """Return whether the table of a parameter was made."""
-        return parameter.table in self._made
+        return parameter.table in self._rules
 
     def name(self, parameter: TableParameter, name: str) -> None:
         """Name the table of a module, if nobody named it yet.
@@ -69,7 +71,7 @@ class TableRegistry:
         """
         if parameter.table is not None:
             return
-        if name in self._made:
+        if name in self._rules:
             raise ConfigError(
                 f"table {name!r} holds what another model of this process trained. Name this model's tables, "
                 "SparseEmbedding(..., name=...), with the same name to go on training that one."
@@ -83,9 +85,9 @@ class TableRegistry:
             ConfigError: If servers need the rule and none is set, or there is no server for several workers.
         """
         if parameter.table is None:
-            give_name(parameter, free_name(self._made))
+            give_name(parameter, free_name(self._rules))
         self._parameters[str(parameter.table)] = parameter
-        if self._make(parameter) or self.is_declared(parameter):
+        if self._declare(parameter) or self.is_declared(parameter):
             return
         if self._context.role.server_endpoints:
             raise ConfigError(
@@ -123,7 +125,7 @@ class TableRegistry:
                 continue
             is_step |= group is not None
             if parameter.grad is not None:
-                self._make(parameter)
+                self._declare(parameter)
             lr = float(group[1]["lr"]) if group and parameter.settings.optimizer is None else None
             if update := parameter.take_update(lr):
                 updates.append(update)
@@ -156,8 +158,8 @@ class TableRegistry:
         Collective once the table is made: worker 0's values count.
         """
         name = str(parameter.table)
-        if name in self._made:
-            self._assign(name, values, is_wanted=True)
+        if name in self._rules:
+            self._assign(name, values, is_empty=True)
         else:
             self._first_values[name] = values
 
@@ -165,33 +167,33 @@ class TableRegistry:
         """Let go of the tables that were never trained."""
         self._untrained.clear()
 
-    def _make(self, parameter: TableParameter) -> bool:
+    def _declare(self, parameter: TableParameter) -> bool:
         """Make the table of a parameter if its rule is known and it was not made yet; returns whether."""
         name = str(parameter.table)
-        if name in self._made and name not in self.loaded:
+        if name in self._rules and name not in self.loaded:
             return False
         group = self._group_of(parameter)
         rule = parameter.settings.optimizer or (rule_of(*group) if group else self.loaded.get(name))
-        if rule is None or self._made.get(name) == rule:
+        if rule is None or self._rules.get(name) == rule:
             return False
-        if name in self._made:
+        if name in self._rules:
             raise ConfigError(
-                f"table {name!r} was loaded with {self._made[name]} and read before an optimizer was there, which now "
+                f"table {name!r} was loaded with {self._rules[name]} and read before an optimizer was there, which now "
                 f"asks for {rule}. Make the optimizer before the first forward pass."
             )
         self._mode().declare([parameter.settings.spec(name, rule)])
-        self._made[name] = rule
+        self._rules[name] = rule
         self._untrained.pop(name, None)
         if name in self._first_values:
             first = self._first_values.pop(name)
-            self._assign(name, first, is_wanted=self._mode().store.report()[name].rows == 0)
+            self._assign(name, first, is_empty=self._mode().store.report()[name].rows == 0)
         return True
 
-    def _assign(self, name: str, values: Tensor, *, is_wanted: bool) -> None:
+    def _assign(self, name: str, values: Tensor, *, is_empty: bool) -> None:
         # A worker that was started again finds the values there, and nobody to agree with.
         if self._context.role.attempt == 0:
             update = TableUpdate(name, np.arange(len(values)), values.contiguous().numpy(), kind="assign")
-            self._mode().assign([update] if is_wanted and self._context.rank == 0 else [])
+            self._mode().assign([update] if is_empty and self._context.rank == 0 else [])
             agree(f"first values of {name}", list(values.shape))
 
     # --- dense parameters -------------------------------------------------------------------------------------------
@@ -206,8 +208,8 @@ class TableRegistry:
         tables = []
         for group in optimizer.param_groups:
             if params := [param for param in group["params"] if on_servers(param)]:
-                tables.append(DenseTable(f"{DENSE}/{self._dense_made}", params, group))
-            self._dense_made += 1
+                tables.append(DenseTable(f"{DENSE}/{self._dense_count}", params, group))
+            self._dense_count += 1
         if not tables:
             return []
         self._dense[optimizer] = tables

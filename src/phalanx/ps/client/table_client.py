@@ -75,7 +75,7 @@ class TableClient:
         self._hooks: list[Any] = []
         self._places = WeakTensorKeyDictionary()
         self._desync = DesyncCheck(context.rank, context.world_size) if context.is_distributed else None
-        self._arriving: PendingRows | None = None
+        self._pulled_dense: PendingRows | None = None
         """The dense parameters that come with the answer to the last push."""
 
         self._is_finished = False
@@ -140,13 +140,13 @@ class TableClient:
 
     def add(self, parameter: TableParameter, seen: UniqueKeys, gradient: Tensor) -> None:
         """Add the gradient of looked-up rows to a parameter; called during backward."""
-        factor = self._gain()
+        factor = self._gradient_factor()
         if factor == 0.0:
             return
         self._open_step(parameter)
         parameter.collect(seen, gradient if factor == 1.0 else gradient * factor)
 
-    def _gain(self) -> float:
+    def _gradient_factor(self) -> float:
         """Return the factor of this rank's gradients that makes their mean over the workers the global one."""
         workers, is_sum = self.context.world_size, self.push.reduce != "mean"
         factor = row_weight_of(self.context.passes.of_backward(workers), workers, is_sum=is_sum)
@@ -161,16 +161,16 @@ class TableClient:
         is_new = optimizer not in self.registry.optimizers
         self.registry.optimizers.add(optimizer)
         if wrong := self.registry.missing_rule():
-            self._complain(wrong, may_be_early=is_new)
+            self._report_missing_rule(wrong, may_be_early=is_new)
         updates, is_step = self.registry.take_updates(optimizer)
         if is_step:
-            self._arriving = self._send(updates, self.registry.dense_specs(optimizer))
+            self._pulled_dense = self._send(updates, self.registry.dense_specs(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Take the dense parameters as the servers have them after the push, or see that workers keep them equal."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None and self.registry.has_dense(optimizer):
-            self.registry.read_dense(optimizer, arriving)
+        pulled, self._pulled_dense = self._pulled_dense, None
+        if pulled is not None and self.registry.has_dense(optimizer):
+            self.registry.read_dense(optimizer, pulled)
         elif self._desync is not None:
             self._desync.look(optimizer, self._is_averaged)
 
@@ -180,7 +180,7 @@ class TableClient:
         is_shard = getattr(param, "is_distributed", None) is True
         return self._places.get(param) is False and param.requires_grad and not is_shard
 
-    def _complain(self, wrong: str, *, may_be_early: bool) -> None:
+    def _report_missing_rule(self, wrong: str, *, may_be_early: bool) -> None:
         if not self._hooks:
             raise ConfigError(wrong)
         # The script distributes nothing, so its optimizers are known by their steps; the right one may be yet to come.
@@ -244,7 +244,7 @@ class TableClient:
 
     def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
         self._open_step(param)
-        factor = self._gain()
+        factor = self._gradient_factor()
         return None if factor == 1.0 else gradient * factor
 
     def _hook_every_optimizer(self) -> None:

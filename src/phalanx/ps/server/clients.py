@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.errors import ConfigError
 from phalanx.ps.stores.base import Keys
 
-KEPT_PULLS = 16
+REMEMBERED_PULLS = 16
 """Pulls per client whose keys are remembered; an older one's push must bring its keys."""
 
 
@@ -28,24 +28,24 @@ class ClientState:
         self.owes_keys = False
         """Whether it was asked to send a push again, so that the pushes behind that one come too early."""
 
-        self.kept: dict[int, dict[str, Keys]] = {}
+        self.pulled_keys: dict[int, dict[str, Keys]] = {}
         """Keys by pull and table."""
 
-    def keep(self, pull: int, keys: dict[str, Keys]) -> None:
+    def remember(self, pull: int, keys: dict[str, Keys]) -> None:
         """Remember the keys of a pull; forgets the oldest when there are too many."""
-        self.kept[pull] = keys
-        if len(self.kept) > KEPT_PULLS:
-            del self.kept[next(iter(self.kept))]
+        self.pulled_keys[pull] = keys
+        if len(self.pulled_keys) > REMEMBERED_PULLS:
+            del self.pulled_keys[next(iter(self.pulled_keys))]
 
-    def has_kept(self, changes: Sequence[Mapping[str, Any]]) -> bool:
+    def remembers(self, changes: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the keys of all pulls that these changes name are remembered."""
         named = [(change["pull"], change["table"]) for change in changes if change.get("pull") is not None]
-        return all(table in self.kept.get(pull, ()) for pull, table in named)
+        return all(table in self.pulled_keys.get(pull, ()) for pull, table in named)
 
     def forget(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """Forget the keys that these changes named."""
         for change in changes:
-            if (keys := self.kept.get(change.get("pull", -1))) is not None:
+            if (keys := self.pulled_keys.get(change.get("pull", -1))) is not None:
                 keys.pop(change["table"], None)
 
 

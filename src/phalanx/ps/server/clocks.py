@@ -16,11 +16,11 @@ from phalanx.ps.stores.base import ServerMode
 
 WaitReport = Callable[[str, bool], None]
 
-PULSE_S = 5.0
+WAIT_REPORT_S = 5.0
 """Seconds between two reports to a waiting worker of whom it waits for."""
 
 
-def _nobody_asks(waits_for: str, is_here: bool) -> None:
+def _ignore(waits_for: str, is_connected: bool) -> None:
     """Tell nobody."""
 
 
@@ -43,13 +43,13 @@ class Clocks:
         self._pushed = [0] * workers
         self._live = set(range(workers))
         self._version = 0
-        self._here: set[int] = set()
-        self._away: dict[int, float] = {}
-        self._end: Exception | None = None
+        self._connected: set[int] = set()
+        self._disconnected_at: dict[int, float] = {}
+        self._error: Exception | None = None
 
     # --- what happened -----------------------------------------------------------------------------------------------
 
-    def settle(self, mode: ServerMode, bound: int) -> None:
+    def set_mode(self, mode: ServerMode, bound: int) -> None:
         """Say what a pull waits for, before the first."""
         with self._changed:
             self.mode, self.bound = mode, bound
@@ -69,7 +69,7 @@ class Clocks:
     def join(self, worker: int) -> None:
         """Count a worker that had left among the live again; in mode `sync` it goes on with the current step."""
         with self._changed:
-            self._away.pop(worker, None)
+            self._disconnected_at.pop(worker, None)
             if worker in self._live:
                 return
             self._live.add(worker)
@@ -81,28 +81,28 @@ class Clocks:
         """Take a worker out of every wait: it pushes no more."""
         with self._changed:
             self._live.discard(worker)
-            self._away.pop(worker, None)
+            self._disconnected_at.pop(worker, None)
             self._changed.notify_all()
 
     def disconnect(self, worker: int, now: float) -> None:
         """Note that a live worker's connection closed, at `now` seconds."""
         with self._changed:
-            self._here.discard(worker)
+            self._connected.discard(worker)
             if worker in self._live:
-                self._away.setdefault(worker, now)
+                self._disconnected_at.setdefault(worker, now)
 
     def connect(self, worker: int) -> None:
         """Note that a worker's connection is there, or back."""
         with self._changed:
-            self._here.add(worker)
-            self._away.pop(worker, None)
+            self._connected.add(worker)
+            self._disconnected_at.pop(worker, None)
 
     def expire(self, now: float, grace_s: float) -> list[int]:
         """Return the workers that went `grace_s` seconds ago without leaving; every wait, now and later, then fails."""
         with self._changed:
-            lost = sorted(w for w, since in self._away.items() if now - since >= grace_s)
-            if lost and self._end is None:
-                self._end = PeerLostError(self._lost_message(lost))
+            lost = sorted(w for w, since in self._disconnected_at.items() if now - since >= grace_s)
+            if lost and self._error is None:
+                self._error = PeerLostError(self._lost_message(lost))
                 self._changed.notify_all()
             return lost
 
@@ -110,9 +110,9 @@ class Clocks:
         """Count the `missing` workers as lost, after so many seconds; every wait, now and later, then fails."""
         with self._changed:
             missing = self.missing
-            self._away |= dict.fromkeys(missing, now)
-            if self._end is None:
-                self._end = PeerLostError(
+            self._disconnected_at |= dict.fromkeys(missing, now)
+            if self._error is None:
+                self._error = PeerLostError(
                     f"Training needs every worker until it leaves, and {', '.join(f'worker {w}' for w in missing)} did "
                     f"not come in the {waited_s:g} s since the last that came. Read that worker's log for why; if it "
                     "needs longer to come to its first table, set PHALANX_COLLECTIVE_TIMEOUT_S for the servers."
@@ -122,7 +122,7 @@ class Clocks:
     def stop(self) -> None:
         """End every wait, now and later, because the server stops."""
         with self._changed:
-            self._end = self._end or ClosedError("This server is stopping. Start the job again to go on.")
+            self._error = self._error or ClosedError("This server is stopping. Start the job again to go on.")
             self._changed.notify_all()
 
     # --- questions ---------------------------------------------------------------------------------------------------
@@ -172,13 +172,13 @@ class Clocks:
     def missing(self) -> list[int]:
         """Live workers that never connected since this server started."""
         with self._changed:
-            return sorted(self._live - self._here - self._away.keys())
+            return sorted(self._live - self._connected - self._disconnected_at.keys())
 
     @property
-    def away(self) -> set[int]:
+    def disconnected(self) -> set[int]:
         """Live workers whose connection closed."""
         with self._changed:
-            return set(self._away)
+            return set(self._disconnected_at)
 
     # --- waits -------------------------------------------------------------------------------------------------------
 
@@ -190,15 +190,15 @@ class Clocks:
             ClosedError: If the server stops.
         """
         with self._changed:
-            self._raise_end()
+            self._raise_error()
 
-    def wait(self, step: int, report_wait: WaitReport = _nobody_asks) -> None:
+    def wait(self, step: int, report_wait: WaitReport = _ignore) -> None:
         """Wait until the mode lets a worker read the rows that its step `step` computes with. Raises as `check`.
 
         Args:
             step: The step.
-            report_wait: Called every `PULSE_S` seconds of waiting with whom for, in words, and whether all of them are
-                connected; may raise to give up.
+            report_wait: Called every `WAIT_REPORT_S` seconds of waiting with whom for, in words, and whether all of
+                them are connected; may raise to give up.
         """
         if self.mode == "sync":
             self._wait_for_all(step, lambda: self._version >= step, report_wait)
@@ -207,7 +207,7 @@ class Clocks:
         else:
             self.check()
 
-    def wait_turn(self, step: int, report_wait: WaitReport = _nobody_asks) -> None:
+    def wait_turn(self, step: int, report_wait: WaitReport = _ignore) -> None:
         """Wait until a push of this step may be taken: in mode `sync` one step at a time. See `wait`."""
         self._wait_for_all(step, lambda: self.mode != "sync" or self._version >= step, report_wait)
 
@@ -249,25 +249,25 @@ class Clocks:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _wait_for_all(self, needed: int, is_reached: Callable[[], bool], report_wait: WaitReport) -> None:
-        while not self._wait(is_reached, PULSE_S):
+        while not self._wait(is_reached, WAIT_REPORT_S):
             with self._changed:
                 behind = [worker for worker in sorted(self._live) if self._pushed[worker] < needed]
-                gone = [worker for worker in behind if worker not in self._here]
-                names = ", ".join(self._name(worker, gone) for worker in behind)
-            report_wait(names, not gone)
+                disconnected = [worker for worker in behind if worker not in self._connected]
+                names = ", ".join(self._name(worker, disconnected) for worker in behind)
+            report_wait(names, not disconnected)
 
-    def _name(self, worker: int, gone: Sequence[int]) -> str:
-        return f"worker {worker} (at step {self._pushed[worker]}{', not connected' if worker in gone else ''})"
+    def _name(self, worker: int, disconnected: Sequence[int]) -> str:
+        return f"worker {worker} (at step {self._pushed[worker]}{', not connected' if worker in disconnected else ''})"
 
     def _wait(self, is_reached: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
-            has_come = self._changed.wait_for(lambda: is_reached() or self._end is not None, seconds)
-            self._raise_end()
+            has_come = self._changed.wait_for(lambda: is_reached() or self._error is not None, seconds)
+            self._raise_error()
             return has_come
 
-    def _raise_end(self) -> None:
-        if self._end is not None:
-            raise type(self._end)(*self._end.args)
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
 
     def _lost_message(self, lost: list[int]) -> str:
         names = ", ".join(f"worker {w} (at step {self._pushed[w]})" for w in lost)

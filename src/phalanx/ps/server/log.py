@@ -175,10 +175,10 @@ class Log:
 
 
 def _write(fd: int, buffers: list[bytes | memoryview]) -> None:
-    left = [memoryview(b) for b in buffers if len(b)]
-    while left:
-        written = os.writev(fd, left[:_BUFFERS])
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
+    remaining = [memoryview(b) for b in buffers if len(b)]
+    while remaining:
+        written = os.writev(fd, remaining[:_BUFFERS])
+        while remaining and written >= len(remaining[0]):
+            written -= len(remaining.pop(0))
         if written:
-            left[0] = left[0][written:]
+            remaining[0] = remaining[0][written:]

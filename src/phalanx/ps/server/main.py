@@ -29,10 +29,10 @@ TICK_S = 0.2
 GRACE_S = 2.0
 """How long a worker's connection may be gone before the worker is lost."""
 
-LAST_WORDS_S = 10.0
+LOST_WORKER_GRACE_S = 10.0
 """How long a server goes on after a worker is lost, so that the others hear who it was."""
 
-ABSENCE_S = 1800.0
+JOIN_TIMEOUT_S = 1800.0
 """How long a server waits for workers that never came, where no launcher of ours sees that one ended;
 PHALANX_COLLECTIVE_TIMEOUT_S sets another time, as it does for workers that wait for each other."""
 
@@ -73,13 +73,15 @@ def run(
     settings = Environment(os.environ)
     restarts = settings.seconds("PHALANX_SERVER_RETRY_S") > 0
     is_watched = restarts or role.launcher == "phalanx"
-    absence = Absence(math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or ABSENCE_S)
+    join_timeout = JoinTimeout(
+        math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or JOIN_TIMEOUT_S
+    )
     service = Service(role.rank, role.world_size)
-    saving = SnapshotService(service)
+    snapshots = SnapshotService(service)
     if load is not None:
-        saving.add_source(Path(load), names)
-    recovery = _recovery(service, saving, directory, role.job_id, log_bytes)
-    matching = _matching(service, names) if load is not None else None
+        snapshots.add_source(Path(load), names)
+    recovery = _recovery(service, snapshots, directory, role.job_id, log_bytes)
+    snapshot_check = _make_snapshot_check(service, names) if load is not None else None
     listener = Listener(
         listening_sockets(role.endpoint, secret, _bound_socket()),
         secret=secret,
@@ -93,19 +95,19 @@ def run(
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
-        watch(service, recovery, 0.0 if restarts else GRACE_S, matching, absence)
+        watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, join_timeout)
     finally:
         service.stopped.set()
         if service.state.clocks is not None:
             service.state.clocks.stop()
         listener.stop()
         thread.join()
-        saving.wait()
+        snapshots.wait()
         if recovery is not None:
             recovery.close()
 
 
-class Absence:
+class JoinTimeout:
     """Ends a server that waits for workers which never came: a worker that was killed tells nobody.
 
     Args:
@@ -138,26 +140,30 @@ class Absence:
 
 
 def watch(
-    service: Service, recovery: Recovery | None, grace_s: float, matching: SnapshotTableCheck | None, absence: Absence
+    service: Service,
+    recovery: Recovery | None,
+    grace_s: float,
+    snapshot_check: SnapshotTableCheck | None,
+    join_timeout: JoinTimeout,
 ) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
-    with _Terminated() as terminated:
+    with _SigtermFlag() as sigterm:
         while not service.stopped.wait(TICK_S):
             clocks = service.state.clocks
-            _compare_tables(service, matching)
+            _compare_tables(service, snapshot_check)
             # One that left may still evaluate or save.
-            if clocks is not None and not clocks.live and (terminated.seen or not service.is_connected):
+            if clocks is not None and not clocks.live and (sigterm.seen or not service.is_connected):
                 logger.info("server %d: all workers have left", service.state.server)
-                _compare_tables(service, matching, has_ended=True)
-                terminated.after = signal.SIG_IGN
+                _compare_tables(service, snapshot_check, has_ended=True)
+                sigterm.after = signal.SIG_IGN
                 return
-            if terminated.seen:
-                terminated.obey()
-            has_given_up = absence.check(clocks)
+            if sigterm.seen:
+                sigterm.terminate()
+            has_timed_out = join_timeout.check(clocks)
             if clocks is not None:
-                if has_given_up or (grace_s and clocks.expire(time.monotonic(), grace_s)):
-                    _let_others_hear(service)
+                if has_timed_out or (grace_s and clocks.expire(time.monotonic(), grace_s)):
+                    _wait_for_others(service)
                     clocks.check()
                 if recovery is not None:
                     recovery.tick()
@@ -170,21 +176,21 @@ def watch(
         raise service.failure
 
 
-def _compare_tables(service: Service, matching: SnapshotTableCheck | None, *, has_ended: bool = False) -> None:
+def _compare_tables(service: Service, snapshot_check: SnapshotTableCheck | None, *, has_ended: bool = False) -> None:
     clocks = service.state.clocks
-    if matching is None or clocks is None:
+    if snapshot_check is None or clocks is None:
         return
     # The list is made at once: a worker may declare one more meanwhile.
-    matching.see([table.spec for table in list(service.state.tables.tables.values())], clocks.complete)
+    snapshot_check.see([table.spec for table in list(service.state.tables.tables.values())], clocks.complete)
     if has_ended:
-        matching.end()
+        snapshot_check.end()
 
 
-def _let_others_hear(service: Service) -> None:
+def _wait_for_others(service: Service) -> None:
     """Wait until the other workers have gone too: each gets an error that names the one that is lost."""
     assert service.state.clocks is not None
-    until = time.monotonic() + LAST_WORDS_S
-    while time.monotonic() < until and service.state.clocks.live - service.state.clocks.away:
+    until = time.monotonic() + LOST_WORKER_GRACE_S
+    while time.monotonic() < until and service.state.clocks.live - service.state.clocks.disconnected:
         time.sleep(TICK_S)
 
 
@@ -204,17 +210,17 @@ def summary(service: Service) -> str:
 
 
 def _recovery(
-    service: Service, saving: SnapshotService, directory: str | Path | None, job: str, log_bytes: int
+    service: Service, snapshots: SnapshotService, directory: str | Path | None, job: str, log_bytes: int
 ) -> Recovery | None:
     directory = directory or os.environ.get("PHALANX_SERVER_DIR", "").strip()
     if not directory:
         return None
-    recovery = Recovery(service, saving, Path(directory), _durability(), log_bytes=log_bytes)
+    recovery = Recovery(service, snapshots, Path(directory), _durability(), log_bytes=log_bytes)
     recovery.recover(job)
     return recovery
 
 
-def _matching(service: Service, names: Sequence[str] | None) -> SnapshotTableCheck | None:
+def _make_snapshot_check(service: Service, names: Sequence[str] | None) -> SnapshotTableCheck | None:
     """Return what compares the tables of workers with the folder; None where that is another's or was done before."""
     if service.state.server != 0 or service.state.clocks is not None:
         return None
@@ -236,7 +242,7 @@ def _bound_socket() -> socket.socket | None:
     return socket.socket(fileno=int(number)) if number else None
 
 
-class _Terminated:
+class _SigtermFlag:
     """Notes SIGTERM instead of dying of it at once, where the main thread runs the server."""
 
     def __init__(self) -> None:
@@ -246,7 +252,7 @@ class _Terminated:
         that is ending already need not be killed in the midst of what its script still does, and is if it takes long.
         """
 
-    def __enter__(self) -> _Terminated:
+    def __enter__(self) -> _SigtermFlag:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._see)
         return self
@@ -255,7 +261,7 @@ class _Terminated:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.after)
 
-    def obey(self) -> None:
+    def terminate(self) -> None:
         """Die of it."""
         logger.error("ended by SIGTERM before all workers had left")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

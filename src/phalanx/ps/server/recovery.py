@@ -36,7 +36,7 @@ class Recovery:
 
     Args:
         service: The server.
-        saving: Its part in snapshots.
+        snapshots: Its part in snapshots.
         directory: Where the state is.
         durability: Whether an answered push outlives the process, or a power cut too.
         log_bytes: Least size of the log at which a base snapshot is written; the log may also grow as large as the
@@ -46,13 +46,13 @@ class Recovery:
     def __init__(
         self,
         service: Service,
-        saving: SnapshotService,
+        snapshots: SnapshotService,
         directory: Path,
         durability: Durability = "process",
         *,
         log_bytes: int = 256 << 20,
     ) -> None:
-        self._service, self._saving, self.directory, self._durability = service, saving, directory, durability
+        self._service, self._snapshots, self.directory, self._durability = service, snapshots, directory, durability
         self._least_bytes = self._next_bytes = log_bytes
         self._copy: CopyProcess | None = None
         self._writing = threading.Lock()
@@ -145,7 +145,7 @@ class Recovery:
         self._service.state.restore(state)
         for table in self._service.state.tables.tables.values():
             snapshot.fill(table, self._service.state.shards)
-        self._saving.restore(state["saving"])
+        self._snapshots.restore(state["saving"])
         return int(bases[-1].name.removeprefix("base-"))
 
     def _begin(self) -> None:
@@ -155,11 +155,11 @@ class Recovery:
                 self._segment = self._journal.rotate()
                 for entry in service.state.pending():
                     self._journal.append(*entry.record())
-                state = {**service.state.to_json(), "saving": self._saving.to_json()}
+                state = {**service.state.to_json(), "saving": self._snapshots.to_json()}
                 part = self._part
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
-                self._copy = self._saving.copy(
+                self._copy = self._snapshots.copy(
                     WriteRequest(part, "00000000", "full", service.state.shards, service.state.server)
                 )
                 self._state, self._tables = state, dict(service.state.tables.specs)

@@ -50,8 +50,8 @@ class Service:
         self.write_base: Callable[[], None] = lambda: None
         """Writes a base snapshot and returns when it is there."""
 
-        self._open: Counter[int] = Counter()
-        self._opening = threading.Lock()
+        self._connections: Counter[int] = Counter()
+        self._connections_lock = threading.Lock()
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
             **dict.fromkeys(OPS, self._change),
             "pull": self._pull,
@@ -78,7 +78,7 @@ class Service:
                 raise
             raise ConfigError(f"The request {request.op!r} is malformed: {e!r}. Send what the protocol says.") from e
 
-    def offer(self, op: str, answer: Callable[[RpcRequest], RpcReply]) -> None:
+    def add_operation(self, op: str, answer: Callable[[RpcRequest], RpcReply]) -> None:
         """Answer one more operation."""
         self._answers[op] = answer
 
@@ -86,23 +86,23 @@ class Service:
 
     def connected(self, client: int) -> None:
         """Note that a connection of a client opened."""
-        with self._opening:
-            self._open[client] += 1
+        with self._connections_lock:
+            self._connections[client] += 1
             if (state := self.state.clients.get(client)) and self.state.clocks:
                 self.state.clocks.connect(state.worker)
 
     def disconnected(self, client: int) -> None:
         """Note that a connection of a client closed. A client that connects again may do so before this is seen."""
-        with self._opening:
-            self._open -= Counter({client: 1})
-            if (state := self.state.clients.get(client)) and self.state.clocks and client not in self._open:
+        with self._connections_lock:
+            self._connections -= Counter({client: 1})
+            if (state := self.state.clients.get(client)) and self.state.clocks and client not in self._connections:
                 self.state.clocks.disconnect(state.worker, time.monotonic())
 
     @property
     def is_connected(self) -> bool:
         """Whether any client has a connection."""
-        with self._opening:
-            return bool(self._open)
+        with self._connections_lock:
+            return bool(self._connections)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Service:
         if not request.meta.get("keep") or len(set(names)) < len(names):
             return RpcReply({}, rows)
         number = self.state.clients.next_pull()
-        client.keep(number, {name: keys.copy() for name, keys in zip(names, request.arrays, strict=True)})
+        client.remember(number, {name: keys.copy() for name, keys in zip(names, request.arrays, strict=True)})
         return RpcReply({"pull_id": number}, rows)
 
     def _rows(self, request: RpcRequest, names: Sequence[str], keys: Sequence[Keys]) -> list[Rows]:
@@ -149,7 +149,7 @@ class Service:
         reply = self._take(replace(request, arrays=request.arrays[:pushed]))
         if not names or "need_keys" in reply.meta:
             return reply
-        self.state.known_clocks().wait(request.meta["step"] + 1, request.report_wait)
+        self.state.require_clocks().wait(request.meta["step"] + 1, request.report_wait)
         return RpcReply(reply.meta, self._rows(request, names, request.arrays[pushed:]))
 
     def _take(self, request: RpcRequest) -> RpcReply:
@@ -161,26 +161,26 @@ class Service:
         with self.write_freeze.change(client.worker, step):
             # Once more: the worker may have been started again since, and this be the request of its older process.
             client, clocks = self._client(request)
-            reply = self._again(client, request.seq)
-            due = clocks.next_step(client.worker)
-            if reply is None and step < due:
+            reply = self._earlier_reply(client, request.seq)
+            next_step = clocks.next_step(client.worker)
+            if reply is None and step < next_step:
                 reply = {"again": True}
             if reply is None:
-                reply = self._take_new(request, client, due)
+                reply = self._take_new(request, client, next_step)
             position = self.log.position if self.log else 0
         return self._durable(reply, position)
 
-    def _take_new(self, request: RpcRequest, client: ClientState, due: int) -> dict[str, Any]:
+    def _take_new(self, request: RpcRequest, client: ClientState, next_step: int) -> dict[str, Any]:
         meta = request.meta
-        if meta["step"] > due and not client.owes_keys:
+        if meta["step"] > next_step and not client.owes_keys:
             raise ConfigError(
-                f"Worker {client.worker} pushes step {meta['step']}, but its step {due} did not come. Push each step "
-                "once, in order; after an error push that step again."
+                f"Worker {client.worker} pushes step {meta['step']}, but its step {next_step} did not come. Push each "
+                "step once, in order; after an error push that step again."
             )
-        if meta["step"] > due or not client.has_kept(meta["changes"]):
+        if meta["step"] > next_step or not client.remembers(meta["changes"]):
             client.owes_keys = True
             return {"need_keys": True}
-        updates = unpack_updates(meta["changes"], request.arrays, client.kept)
+        updates = unpack_updates(meta["changes"], request.arrays, client.pulled_keys)
         about = {"step": meta["step"], "weight": float(meta.get("weight", 1.0))}
         reply = self._accept(LogEntry("push", request.client, request.seq, about, updates))
         client.owes_keys = False
@@ -192,12 +192,12 @@ class Service:
         leaving = LEFT - 1 if request.op == "leave" else LEFT
         with self.write_freeze.change(client.worker if client else -1, leaving):
             client = self._find_client(request)
-            reply = self._again(client, request.seq) if client else None
+            reply = self._earlier_reply(client, request.seq) if client else None
             if reply is None:
                 reply = self._accept(LogEntry(request.op, request.client, request.seq, request.meta))
             position = self.log.position if self.log else 0
         if request.op == "declare":
-            self._meet(request.client)
+            self._mark_connected(request.client)
         self.write_unlogged()
         return self._durable(reply, position)
 
@@ -207,7 +207,7 @@ class Service:
             self.write_base()
             self.state.unlogged = False
 
-    def _again(self, client: ClientState, seq: int) -> dict[str, Any] | None:
+    def _earlier_reply(self, client: ClientState, seq: int) -> dict[str, Any] | None:
         """Return the answer to a request that was done before, None for a new one."""
         if seq > client.last:
             return None
@@ -246,11 +246,11 @@ class Service:
         clients = self.state.clients
         return clients.get(request.client) if request.op == "declare" else clients[request.client]
 
-    def _meet(self, client: int) -> None:
+    def _mark_connected(self, client: int) -> None:
         """Note that a worker whose connection was there before it was known is here."""
-        with self._opening:
-            if client in self._open and self.state.clocks:
+        with self._connections_lock:
+            if client in self._connections and self.state.clocks:
                 self.state.clocks.connect(self.state.clients[client].worker)
 
     def _client(self, request: RpcRequest) -> tuple[ClientState, Clocks]:
-        return self.state.clients[request.client], self.state.known_clocks()
+        return self.state.clients[request.client], self.state.require_clocks()

@@ -33,7 +33,7 @@ class SnapshotService:
         self._copies: dict[str, tuple[Path, CopyProcess]] = {}
         service.state.loaded = lambda source, name: self.participant.remember_load(source, [name])
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
-            service.offer(op.__name__, op)
+            service.add_operation(op.__name__, op)
 
     def freeze(self, request: RpcRequest) -> RpcReply:
         """Hold changes back, but those below `steps`; with `wait` until those came. Returns how far each worker is."""

@@ -74,7 +74,7 @@ class ServerState:
             client.last, client.reply = entry.seq, reply
         return reply
 
-    def known_clocks(self) -> Clocks:
+    def require_clocks(self) -> Clocks:
         """Return the clocks.
 
         Raises:
@@ -152,7 +152,7 @@ class ServerState:
         if self.clocks is None:
             self.clocks = Clocks(None, meta["workers"])
         if self.clocks.mode is None and meta["mode"] is not None:
-            self.clocks.settle(meta["mode"], meta.get("bound") or 0)
+            self.clocks.set_mode(meta["mode"], meta.get("bound") or 0)
             logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
         client, replaced = self.clients.of(entry.client, meta["worker"])
         if replaced:
@@ -173,7 +173,7 @@ class ServerState:
             self.tables.check(update)
 
     def _push(self, entry: LogEntry) -> dict[str, Any]:
-        worker, clocks = self.clients[entry.client].worker, self.known_clocks()
+        worker, clocks = self.clients[entry.client].worker, self.require_clocks()
         if entry.meta["step"] < clocks.next_step(worker):
             return {}  # written again at the head of a segment, beside the first time
         if clocks.mode == "sync":
@@ -195,7 +195,7 @@ class ServerState:
         return dropped
 
     def _leave(self, entry: LogEntry) -> dict[str, Any]:
-        worker, clocks = self.clients[entry.client].worker, self.known_clocks()
+        worker, clocks = self.clients[entry.client].worker, self.require_clocks()
         clocks.leave(worker)
         self.leases.release(worker)
         if clocks.mode == "sync":

@@ -41,7 +41,7 @@ class WriteFreeze:
     def change(self, worker: int = -1, step: int = 0) -> Iterator[None]:
         """Be the only change meanwhile; waits while a freeze holds this worker's step back."""
         with self._changed:
-            while self._busy or self._is_held_back(worker, step):
+            while self._busy or self._is_blocked(worker, step):
                 self._changed.wait(self._seconds_left())
             self._busy = True
         with self._turn():
@@ -97,7 +97,7 @@ class WriteFreeze:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _is_held_back(self, worker: int, step: int) -> bool:
+    def _is_blocked(self, worker: int, step: int) -> bool:
         if not self._is_frozen() or self._freeze is None:
             return False
         return not (0 <= worker < len(self._freeze.steps) and step < self._freeze.steps[worker])

@@ -91,16 +91,16 @@ def write_manifest(directory: Path, manifest: SnapshotManifest) -> None:
     write_atomically(directory / MANIFEST, text, temporary=directory / f"{MANIFEST}.{manifest.save}")
 
 
-def read_manifest(directory: Path, *, whole: bool = True) -> SnapshotManifest:
+def read_manifest(directory: Path, *, check_files: bool = True) -> SnapshotManifest:
     """Return the manifest of a snapshot.
 
     Args:
         directory: Folder of the snapshot.
-        whole: Whether its files must be there in full length.
+        check_files: Whether its files must be there in full length.
 
     Raises:
         ConfigError: If the folder holds no snapshot.
-        DataError: If the manifest is broken or of another version, or a file is missing or cut; names the file.
+        DataError: If the manifest is broken or of another version, or a file is missing or too short; names the file.
     """
     path = directory / MANIFEST
     try:
@@ -115,7 +115,7 @@ def read_manifest(directory: Path, *, whole: bool = True) -> SnapshotManifest:
         manifest = _manifest.validate_python(value)
     except ValidationError as e:
         raise DataError(f"{path} is not the manifest of a snapshot: {e}") from e
-    if whole:
+    if check_files:
         _check_files(directory, manifest)
     return manifest
 

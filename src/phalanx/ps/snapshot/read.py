@@ -56,15 +56,15 @@ class Snapshot:
         Raises:
             DataError: If the file is broken; names file and offset.
         """
-        own = self._own(table, shard)
+        changed = self._read_shard(table, shard)
         if self._base is None or self.manifest.base is None or table not in self.manifest.base.tables:
-            return own
+            return changed
         before = self._base.columns(table, shard)
-        if own is None or before is None or own.whole:
-            return before if own is None else own
-        return _over(before, own)
+        if changed is None or before is None or changed.is_complete:
+            return before if changed is None else changed
+        return _apply_delta(before, changed)
 
-    def _own(self, table: str, shard: int) -> Columns | None:
+    def _read_shard(self, table: str, shard: int) -> Columns | None:
         file = self.manifest.files.get(str(shard))
         if file is None:
             return None
@@ -87,14 +87,14 @@ class Snapshot:
             DataError: If a file is broken; names file and offset.
         """
         self.check_names([table.spec.name])
-        whole = _has_state(self.manifest, table.spec)
+        with_state = _has_state(self.manifest, table.spec)
         count = 0
         for shard in shards:
             columns = self.columns(table.spec.name, shard)
             if columns is None:
                 continue
             count += len(columns.keys)
-            if whole:
+            if with_state:
                 table.restore(shard, columns)
             elif len(columns.keys):
                 table.assign(columns.keys, np.ascontiguousarray(columns.rows[:, : table.spec.dim]))
@@ -106,7 +106,7 @@ def open_snapshot(directory: Path | str) -> Snapshot:
 
     Raises:
         ConfigError: If the folder holds none.
-        DataError: If it is broken, cut, or not whole; names the file.
+        DataError: If it is broken or incomplete; names the file.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -153,14 +153,14 @@ def _values_only(keys: Array, values: Array, tick: int) -> Columns:
     no_ticks = np.empty(0, np.uint64)
     ticks = np.zeros(len(keys), np.uint64)
     return Columns(
-        keys, ticks, values, np.empty(0, np.int64), no_ticks, np.empty(0, np.uint32), no_ticks, tick, whole=True
+        keys, ticks, values, np.empty(0, np.int64), no_ticks, np.empty(0, np.uint32), no_ticks, tick, is_complete=True
     )
 
 
-def _over(before: Columns, changed: Columns) -> Columns:
+def _apply_delta(before: Columns, changed: Columns) -> Columns:
     """Return a shard with the changes since its base put over it."""
-    gone = np.concatenate([changed.keys, changed.waiting_keys])
-    rows, waiting = ~np.isin(before.keys, gone), ~np.isin(before.waiting_keys, gone)
+    replaced = np.concatenate([changed.keys, changed.waiting_keys])
+    rows, waiting = ~np.isin(before.keys, replaced), ~np.isin(before.waiting_keys, replaced)
 
     def merge_column(name: str, is_kept: Array) -> Array:
         return np.concatenate([getattr(before, name)[is_kept], getattr(changed, name)])
@@ -173,7 +173,7 @@ def _over(before: Columns, changed: Columns) -> Columns:
         waiting_keys=merge_column("waiting_keys", waiting),
         waiting_ticks=merge_column("waiting_ticks", waiting),
         waiting_counts=merge_column("waiting_counts", waiting),
-        whole=True,
+        is_complete=True,
     )
 
 

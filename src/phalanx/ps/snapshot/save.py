@@ -83,7 +83,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"Asked to save to {directory}: {e.strerror}. Give a folder that can be made.") from e
-    before = _before(directory, checked_mode)
+    replaced = _replaced_text_files(directory, checked_mode)
     started = time.monotonic()
     try:
         states, base = _freeze_and_fork(calls, name, directory, checked_mode)
@@ -103,15 +103,15 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
             steps=states[0].get("pushed") or None,
             servers=len(calls),
         )
-        _check_here(directory, manifest)
+        _check_shared_folder(directory, manifest)
         write_manifest(directory, manifest)
     except BaseException as e:
-        _sweep(directory, lambda save: save == name)
+        _delete_files(directory, lambda save: save == name)
         if isinstance(e, OSError):
             raise disk_error(directory, e) from e
         raise
-    _sweep(directory, lambda save: save != name)
-    for file in before - {file.name for file in manifest.files.values()}:
+    _delete_files(directory, lambda save: save != name)
+    for file in replaced - {file.name for file in manifest.files.values()}:
         (directory / file).unlink(missing_ok=True)
     took, size = time.monotonic() - started, sum(w["bytes"] for w in written)
     _log.info("snapshot %s: %d bytes in %.1f s; held changes back for %.3f s", directory, size, took, frozen_s)
@@ -126,7 +126,7 @@ def _freeze_and_fork(
     with ExitStack() as stack:
         states = []
         for call in calls:
-            stack.callback(_let_go, call, name)
+            stack.callback(_resume, call, name)
             states.append(dict(call.call("freeze", freeze).meta))
         furthest = _furthest(states)
         if any(state["steps"] != furthest for state in states):
@@ -173,7 +173,7 @@ def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
     return [last if steps < LEFT else LEFT for steps in furthest]
 
 
-def _let_go(call: Caller, name: str) -> None:
+def _resume(call: Caller, name: str) -> None:
     try:
         call.call("resume", {"token": name})
     except PhalanxError as e:
@@ -210,10 +210,10 @@ def _base(states: Sequence[Mapping[str, Any]], directory: Path) -> BaseSnapshot:
 
 
 def _holds(directory: Path, save: str) -> bool:
-    return (directory / MANIFEST).exists() and read_manifest(directory, whole=False).save == save
+    return (directory / MANIFEST).exists() and read_manifest(directory, check_files=False).save == save
 
 
-def _check_here(directory: Path, manifest: SnapshotManifest) -> None:
+def _check_shared_folder(directory: Path, manifest: SnapshotManifest) -> None:
     for file in manifest.files.values():
         if not (directory / file.name).exists():
             raise ConfigError(
@@ -222,14 +222,14 @@ def _check_here(directory: Path, manifest: SnapshotManifest) -> None:
             )
 
 
-def _before(directory: Path, mode: str) -> set[str]:
+def _replaced_text_files(directory: Path, mode: str) -> set[str]:
     """Return the names of the text files of the snapshot that is replaced: they name no save.
 
     Raises:
         ConfigError: If a text export would overwrite files that no snapshot names.
     """
     if (directory / MANIFEST).exists():
-        manifest = read_manifest(directory, whole=False)
+        manifest = read_manifest(directory, check_files=False)
         return {file.name for file in manifest.files.values()} if manifest.mode == "text" else set()
     if mode == "text" and any(directory.glob("part-*")):
         raise ConfigError(
@@ -238,7 +238,7 @@ def _before(directory: Path, mode: str) -> set[str]:
     return set()
 
 
-def _sweep(directory: Path, unwanted: Callable[[str], bool]) -> None:
+def _delete_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
     """Delete files of saves that no manifest names any more."""
     for path in directory.iterdir():
         match = _OURS.fullmatch(path.name)

@@ -76,25 +76,25 @@ def _shard_files(
         records = []
         for name, table in tables.items():
             columns = table.export(shard, job.since.get(name, 0))
-            if _says_something(columns, job, name):
+            if _is_needed(columns, job, name):
                 rows[name] += len(columns.keys)
                 records.append(encode(name, shard, columns, job.mode, table.spec.dim))
         if records:
             yield str(shard), _write_shard(job.directory / f"shard-{shard:04d}-{job.save}.bin", records)
 
 
-def _says_something(columns: Columns, job: WriteRequest, name: str) -> bool:
+def _is_needed(columns: Columns, job: WriteRequest, name: str) -> bool:
     """Whether a shard has to be written: an empty one only where a base snapshot says otherwise."""
     if len(columns.keys) or len(columns.waiting_keys):
         return True
-    return columns.whole and job.mode == "delta" and name in job.since
+    return columns.is_complete and job.mode == "delta" and name in job.since
 
 
 def encode(
     table: str, shard: int, columns: Columns, mode: SnapshotMode, dim: int
 ) -> tuple[dict[str, Any], list[Array]]:
     """Return a table's part of a shard as a record; `read.decode` is the inverse."""
-    meta = {"table": table, "shard": shard, "tick": columns.tick, "whole": columns.whole, "format": mode}
+    meta = {"table": table, "shard": shard, "tick": columns.tick, "whole": columns.is_complete, "format": mode}
     if mode in ("full", "delta"):
         waiting: list[Array] = [columns.waiting_keys, columns.waiting_ticks, columns.waiting_counts]
         return meta, [columns.keys, columns.ticks, columns.rows, *waiting, columns.days]

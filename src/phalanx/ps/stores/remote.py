@@ -31,7 +31,7 @@ from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import RpcReply
 
-KEPT_PULLS = 8
+NAMED_PULLS = 8
 """Pulls that a push can name; a server remembers more."""
 
 
@@ -72,7 +72,7 @@ class RemoteStore:
         self._tables: dict[str, _Table] = {}
         self._first_step: int | None = None
         self._in_flight: list[PushRequest] = []
-        self._kept: deque[NamedPull] = deque(maxlen=KEPT_PULLS)
+        self._named_pulls: deque[NamedPull] = deque(maxlen=NAMED_PULLS)
         self._connections: list[Connection] = []
         client = secrets.randbits(64)
         try:
@@ -96,7 +96,7 @@ class RemoteStore:
         """Make tables on every server. See `TableStore.declare`."""
         replies = self._call_all("declare", {**self._about, "specs": [spec.to_json() for spec in specs]})
         if self._first_step is None:
-            self._first_step = self._go_on_from([int(reply.meta["step"]) for reply in replies])
+            self._first_step = self._fill_steps([int(reply.meta["step"]) for reply in replies])
         for spec in specs:
             self._tables[spec.name] = _Table(spec)
 
@@ -105,7 +105,7 @@ class RemoteStore:
         pull = PullRequest(pull_specs, self._shares(pull_specs), self.flush)
         pull.send(self._connections, self._number(step))
         if pull_specs:
-            self._kept.append(pull.named)
+            self._named_pulls.append(pull.named)
         return pull
 
     def push(
@@ -181,7 +181,7 @@ class RemoteStore:
 
     def _take_pull(self, update: TableUpdate) -> Mapping[int, int]:
         """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
-        for pull in reversed(self._kept):
+        for pull in reversed(self._named_pulls):
             if pull.has_keys_of(update):
                 del pull.keys[update.table]
                 return pull.ids
@@ -207,7 +207,7 @@ class RemoteStore:
         pending = [connection.send(op, meta) for connection in self._connections]
         return [p.result() for p in pending]
 
-    def _go_on_from(self, steps: list[int]) -> int:
+    def _fill_steps(self, steps: list[int]) -> int:
         """Return the first push of this process: an earlier one of this worker may have died between two servers."""
         for connection, had in zip(self._connections, steps, strict=True):
             for step in range(had, max(steps)):

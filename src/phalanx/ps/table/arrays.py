@@ -43,7 +43,7 @@ class Columns:
     tick: int
     """Tick of the table when these were read."""
 
-    whole: bool
+    is_complete: bool
     """Whether this is all that the shard holds; if not, it is what changed since the tick that was asked for."""
 
 

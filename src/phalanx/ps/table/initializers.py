@@ -75,8 +75,8 @@ def stochastic_bfloat16(values: NDArray[np.float32], numbers: Words, tick: int) 
 def _truncate(values: NDArray[np.float32], bits: NDArray[np.uint32], carry: NDArray[np.uint32]) -> NDArray[np.float32]:
     finite = (bits & np.uint32(0x7F800000)) != 0x7F800000
     # An infinity is cut as it is; a NaN keeps a bit that says so.
-    rest = np.where(np.isnan(values), bits | np.uint32(0x00400000), bits)
-    return (np.where(finite, bits + carry, rest) & np.uint32(0xFFFF0000)).view(np.float32)
+    special = np.where(np.isnan(values), bits | np.uint32(0x00400000), bits)
+    return (np.where(finite, bits + carry, special) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _uniform(stream: Words, scale: np.float32) -> NDArray[np.float32]:

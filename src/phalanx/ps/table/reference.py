@@ -50,14 +50,14 @@ class ReferenceTable:
         slots = self._find(keys)
         has_row = slots >= 0
         out[has_row] = self._rows[slots[has_row], : self.spec.dim]
-        out[~has_row] = self._unmade(keys[~has_row])
+        out[~has_row] = self._initial_rows(keys[~has_row])
 
     def export(self, shard: int, since: int = 0) -> Columns:
         """Return a shard's rows, or those changed after tick `since`."""
         check_shard(shard)
         state = self._shards[shard]
-        whole = since == 0 or since < max(state.swept, self._oldest)
-        keys = [key for key in state.in_order(self._salt) if whole or state.ticks[key] > since]
+        is_complete = since == 0 or since < max(state.swept, self._oldest)
+        keys = [key for key in state.in_order(self._salt) if is_complete or state.ticks[key] > since]
         rows = [key for key in keys if key in state.slots]
         waiting = [key for key in keys if key in state.waiting]
         return Columns(
@@ -69,7 +69,7 @@ class ReferenceTable:
             waiting_counts=np.array([state.waiting[key] for key in waiting], np.uint32),
             days=np.array(state.days, np.uint64),
             tick=self.tick,
-            whole=whole,
+            is_complete=is_complete,
         )
 
     def keys(self, shard: int) -> Keys:
@@ -152,7 +152,7 @@ class ReferenceTable:
         check_columns(self.spec, self._salt, shard, columns, self.layout.width)
         self._renumber(max(self.tick + 1 if columns.tick < self.tick else self.tick, columns.tick))
         state = self._shards[shard]
-        if columns.whole:
+        if columns.is_complete:
             self._drop(state, list(state.ticks))
         state.days = [max(int(day), self._oldest) for day in columns.days]
         state.swept = self.tick
@@ -186,22 +186,22 @@ class ReferenceTable:
         entry = self.spec.entry
         if isinstance(entry, Probability):
             slots = self._find(keys)
-            welcome = admitted(self.spec, self._numbers(keys)) | (slots >= 0)
-            slots[welcome] = self._make(keys[welcome], tick)
+            is_admitted = admitted(self.spec, self._numbers(keys)) | (slots >= 0)
+            slots[is_admitted] = self._make(keys[is_admitted], tick)
             return slots
         if not isinstance(entry, CountFilter):
             return self._make(keys, tick)
-        welcome = np.ones(len(keys), np.bool_)
+        is_admitted = np.ones(len(keys), np.bool_)
         shards = shard_of(keys, self._salt).tolist()
         for i, (s, key, count) in enumerate(zip(shards, keys.tolist(), counts.tolist(), strict=True)):
             shard = self._shards[s]
             if key not in shard.slots:
                 seen = shard.waiting.get(key, 0) + count
-                welcome[i] = seen >= entry.count
-                if not welcome[i]:
+                is_admitted[i] = seen >= entry.count
+                if not is_admitted[i]:
                     shard.waiting[key], shard.ticks[key] = seen, tick
         slots = np.full(len(keys), -1, np.intp)
-        slots[welcome] = self._make(keys[welcome], tick)
+        slots[is_admitted] = self._make(keys[is_admitted], tick)
         return slots
 
     def _make(self, keys: Keys, tick: int) -> NDArray[np.intp]:
@@ -213,13 +213,13 @@ class ReferenceTable:
             shard.waiting.pop(key, None)
             shard.ticks[key] = tick
             slots[i] = self._slot(shard, key)
-        fresh = slots[missing]
+        new_slots = slots[missing]
         dim, state = self.spec.dim, self.layout.state
-        started = np.zeros((len(fresh), self.layout.width), np.float32)
+        started = np.zeros((len(new_slots), self.layout.width), np.float32)
         values = initial_values(self.spec.init, self._numbers(keys[missing]), dim)
         started[:, :dim] = self._stored(values)
         started[:, dim : dim + state] = self.spec.rule.initial_state(dim)
-        self._rows[fresh] = started
+        self._rows[new_slots] = started
         return slots
 
     def _slot(self, shard: _Shard, key: int) -> int:
@@ -247,7 +247,7 @@ class ReferenceTable:
     def _numbers(self, keys: Keys) -> NDArray[np.uint64]:
         return row_numbers(mixed(keys, self._salt), self.spec.seed)
 
-    def _unmade(self, keys: Keys) -> Rows:
+    def _initial_rows(self, keys: Keys) -> Rows:
         """Return what ids without a row read as."""
         numbers = self._numbers(keys)
         values = self._stored(initial_values(self.spec.init, numbers, self.spec.dim))
@@ -302,9 +302,9 @@ class ReferenceTable:
         while self.bytes > self.spec.max_bytes:
             shard = self._shards[number]
             order = sorted(shard.in_order(self._salt), key=shard.ticks.__getitem__)
-            gone = order[: -(-len(order) // 8)]
-            self.evicted += self._drop(shard, gone)
-            shard.swept = tick if gone else shard.swept
+            evicted = order[: -(-len(order) // 8)]
+            self.evicted += self._drop(shard, evicted)
+            shard.swept = tick if evicted else shard.swept
             number = (number + 1) % SHARDS
 
 

@@ -105,13 +105,13 @@ class RowTable(Protocol):
 
         Args:
             shard: 0 to 1023.
-            since: Leave out what did not change after this tick. The result is `whole` all the same where rows
+            since: Leave out what did not change after this tick. The result is `is_complete` all the same where rows
                 were dropped or decayed since then, which their own ticks do not tell.
         """
         ...
 
     def restore(self, shard: int, columns: Columns) -> None:
-        """Take over exported columns: in place of the shard's content if they are whole, else over it.
+        """Take over exported columns: in place of the shard's content if they are complete, else over it.
 
         `tick` goes on from the columns' tick, or by one where it is ahead of it. Nothing is evicted until the next
         change.

@@ -147,11 +147,11 @@ class Channel:
             ConnectionError: If the other end is gone.
             TimeoutError: If `deadline` passes first.
         """
-        left = [memoryview(part) for part in parts if len(part)]
+        remaining = [memoryview(part) for part in parts if len(part)]
         done = 0
-        while done < len(left):
+        while done < len(remaining):
             try:
-                sent = self._send_some(left[done : done + _MOST_PARTS], descriptor)
+                sent = self._send_some(remaining[done : done + _MOST_PARTS], descriptor)
             except BlockingIOError:
                 if on_full is not None:
                     on_full()
@@ -159,10 +159,10 @@ class Channel:
                 continue
             descriptor = None
             while sent:
-                if sent < len(left[done]):
-                    left[done] = left[done][sent:]
+                if sent < len(remaining[done]):
+                    remaining[done] = remaining[done][sent:]
                     break
-                sent -= len(left[done])
+                sent -= len(remaining[done])
                 done += 1
 
     def take_descriptor(self) -> int:

@@ -65,10 +65,10 @@ class Connection:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_flight = InFlight(max_unanswered_bytes)
-        self._failure = self._silence = ""
+        self._failure = self._timeout_reason = ""
         self._logged_at = -math.inf
         self._closed = False
-        self._give_up_at: float | None = None
+        self._retry_until: float | None = None
         # Held while requests get their numbers and are written, and while the link is replaced.
         self._writing = threading.Lock()
         self._seq = 0
@@ -78,7 +78,7 @@ class Connection:
         except OSError as error:
             why = f"{error_text(error)}. Start it, or correct the address"
             raise self._lost("connect", started, why, endpoint) from None
-        self._linked_again_at = -math.inf
+        self._reconnected_at = -math.inf
         self._link = self._link_over(channel, where)
         self._link.thread.start()
 
@@ -138,8 +138,8 @@ class Connection:
                 if time.monotonic() >= deadline:
                     raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
                 link = self._link
-                is_ours = link.take_turn(deadline)
-            if is_ours:
+                is_reader = link.take_turn(deadline)
+            if is_reader:
                 link.read(deadline)
 
     def _unreserve(self, pending: Pending) -> None:
@@ -191,8 +191,8 @@ class Connection:
                     others = f"; it waits for {pending.waits_for}" if pending.waits_for else ""
                     self._give_up_link(f"it did not answer in time{others}")
                     continue
-                is_ours = link.take_turn(deadline)
-            if is_ours:
+                is_reader = link.take_turn(deadline)
+            if is_reader:
                 link.read(deadline)
         if isinstance(pending.outcome, PhalanxError):
             raise pending.outcome
@@ -207,7 +207,7 @@ class Connection:
         if not self._retry_s:
             self._fail(why)
             return
-        self._silence = why
+        self._timeout_reason = why
         self._in_flight.put_off(time.monotonic() + self._retry_s + self._timeout_s)
         self._link.interrupt()
 
@@ -229,24 +229,24 @@ class Connection:
         with self._writing:
             link.channel.close()
             with self._changed:
-                why, self._silence = self._silence or why, ""
-                self._give_up_at = None if link.has_answered else self._give_up_at
+                why, self._timeout_reason = self._timeout_reason or why, ""
+                self._retry_until = None if link.has_answered else self._retry_until
                 if self._closed or self._failure or not self._retry_s:
                     self._fail(why)
                     return
-            self._connect_again(why)
+            self._reconnect(why)
 
-    def _keep_waiting(self, pending: Pending, waits_for: str, is_here: bool) -> None:
+    def _keep_waiting(self, pending: Pending, waits_for: str, is_connected: bool) -> None:
         now = time.monotonic()
         with self._changed:
             pending.waits_for = waits_for
-            if is_here:
+            if is_connected:
                 self._in_flight.put_off(now + self._timeout_s)
         if now - max(pending.sent_at, self._logged_at) >= _LOG_EVERY_S:
             self._logged_at = now
             _log.info("%s waits for %s, which waits for %s", self._me, self._peer, waits_for)
 
-    def _connect_again(self, why: str) -> None:
+    def _reconnect(self, why: str) -> None:
         """Replace the link and send again what was not answered. Runs with `_writing` held, in the old link's thread.
 
         The new link's thread starts first: while requests are written again their replies must be taken, or both ends
@@ -254,13 +254,13 @@ class Connection:
         """
         started = time.monotonic()
         with self._changed:
-            until = self._give_up_at = self._give_up_at or started + self._retry_s
+            until = self._retry_until = self._retry_until or started + self._retry_s
             self._in_flight.put_off(until + self._timeout_s)
             self._changed.notify_all()
         _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._dialer.endpoint, why)
         try:
             # A server that ends each connection at once is not asked more often than one that is away.
-            self._pause(max(0.0, self._linked_again_at + LONGEST_PAUSE_S - started))
+            self._pause(max(0.0, self._reconnected_at + LONGEST_PAUSE_S - started))
             if time.monotonic() >= until:
                 raise TimeoutError("it answers on no connection")
             channel, where = self._dialer.connect(until, self._pause)
@@ -269,19 +269,19 @@ class Connection:
                 self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {error_text(error)}")
             return
         with self._changed:
-            link, self._linked_again_at = self._link_over(channel, where), time.monotonic()
+            link, self._reconnected_at = self._link_over(channel, where), time.monotonic()
             self._link = link
-            again = list(self._in_flight)
+            unanswered = list(self._in_flight)
             if self._closed:
                 link.interrupt()
         link.thread.start()
         link.read_on()
-        for pending in again:
+        for pending in unanswered:
             pending.encode(self.client, link.pool)
             pending.deadline = time.monotonic() + self._timeout_s
             self._write(link, pending)
         with self._changed:
-            self._give_up_at = self._give_up_at if self._in_flight else None
+            self._retry_until = self._retry_until if self._in_flight else None
             self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:
@@ -292,11 +292,11 @@ class Connection:
     def _fail(self, why: str) -> None:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
         self._failure = self._failure or why
-        self._in_flight.settle_all(self._given_up)
+        self._in_flight.settle_all(self._abort_error)
         self._link.interrupt()
         self._changed.notify_all()
 
-    def _given_up(self, pending: Pending) -> PhalanxError:
+    def _abort_error(self, pending: Pending) -> PhalanxError:
         if self._closed:
             return ClosedError(f"the connection to {self._peer} was closed before the answer.")
         return self._lost(pending.op, pending.sent_at, self._failure)

@@ -55,11 +55,11 @@ class Dialer:
             ConfigError: If something else than that server of this job and version answers.
             OSError: If nothing answers.
         """
-        mine = secret.greeting(self.me, self.client)
+        local = secret.greeting(self.me, self.client)
         seconds, log_at = _FIRST_PAUSE_S, time.monotonic() + _LOG_EVERY_S
         while True:
             try:
-                return self._try(mine, until)
+                return self._connect_once(local, until)
             except ConfigError as error:
                 text = str(error).rstrip(".")
                 raise ConfigError(f"{self.me} cannot use {self.peer} at {self.endpoint}: {text}.") from None
@@ -73,14 +73,14 @@ class Dialer:
             pause(seconds)
             seconds = min(2 * seconds, LONGEST_PAUSE_S)
 
-    def _try(self, mine: secret.Greeting, until: float) -> tuple[Channel, str]:
+    def _connect_once(self, local: secret.Greeting, until: float) -> tuple[Channel, str]:
         to = address.resolve(self.endpoint)
         deadline = min(until, time.monotonic() + _HANDSHAKE_S)
         connected = _connect(to, deadline)
         channel = _channel(connected)
         try:
             binding = channel.secure(deadline)
-            secret.greet(channel, mine, secret=self.key, peer=self.peer, binding=binding, deadline=deadline)
+            secret.greet(channel, local, secret=self.key, peer=self.peer, binding=binding, deadline=deadline)
         except BaseException:
             channel.close()
             raise
@@ -89,12 +89,12 @@ class Dialer:
 
 def _connect(to: address.Address, deadline: float) -> socket.socket:
     try:
-        return _connected(socket.AF_UNIX, to.unix_name, deadline)
+        return _open_socket(socket.AF_UNIX, to.unix_name, deadline)
     except ConnectionRefusedError:
-        return _connected(to.family, (to.host, to.port), deadline)
+        return _open_socket(to.family, (to.host, to.port), deadline)
 
 
-def _connected(family: int, name: Any, deadline: float) -> socket.socket:
+def _open_socket(family: int, name: Any, deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(0.001, deadline - time.monotonic()))

@@ -208,25 +208,25 @@ def checksum_holds(chunk: Bytes, checksum: bytes | bytearray) -> bool:
 
 
 def chunks(layout: PayloadLayout, arrays: Sequence[Array]) -> list[memoryview | bytes]:
-    """Return the payload as it goes through a socket: views of the arrays, cut into chunks, each with its checksum."""
+    """Return the payload as it goes through a socket: views of the arrays in chunks, each with its checksum."""
     out: list[memoryview | bytes] = []
-    left, checksum = CHUNK_BYTES, 0
-    for piece in _pieces(layout, arrays):
+    room, checksum = CHUNK_BYTES, 0
+    for view in _payload_views(layout, arrays):
         start = 0
-        while start < len(piece):
-            part = piece[start : start + left]
+        while start < len(view):
+            part = view[start : start + room]
             out.append(part)
             checksum = zlib.crc32(part, checksum)
-            start, left = start + len(part), left - len(part)
-            if not left:
+            start, room = start + len(part), room - len(part)
+            if not room:
                 out.append(_CHECKSUM.pack(checksum))
-                left, checksum = CHUNK_BYTES, 0
-    if left < CHUNK_BYTES:
+                room, checksum = CHUNK_BYTES, 0
+    if room < CHUNK_BYTES:
         out.append(_CHECKSUM.pack(checksum))
     return out
 
 
-def _pieces(layout: PayloadLayout, arrays: Sequence[Array]) -> Iterator[memoryview | bytes]:
+def _payload_views(layout: PayloadLayout, arrays: Sequence[Array]) -> Iterator[memoryview | bytes]:
     at = 0
     for array, (_, _, start, end) in zip(arrays, layout.places, strict=True):
         if start > at:

@@ -56,7 +56,7 @@ class InFlight:
         """Expect an answer to a request, after those to the ones before."""
         self._queue.append(pending)
 
-    def answered_by(self, header: Header) -> Pending:
+    def expect_answer(self, header: Header) -> Pending:
         """Return the request that a frame is about.
 
         Raises:
@@ -123,10 +123,10 @@ class ServerLink:
 
         self._in_flight, self._peer = in_flight, peer
         self.pool = SegmentPool() if isinstance(channel, UnixChannel) else None
-        self.thread = threading.Thread(target=self._stand_in, name=f"replies of {peer}", daemon=True)
-        self._changed, self._called = changed, threading.Condition(lock)
+        self.thread = threading.Thread(target=self._read_when_idle, name=f"replies of {peer}", daemon=True)
+        self._changed, self._thread_condition = changed, threading.Condition(lock)
         self._waits, self._lost = waits, lost
-        self._is_reading = self._was_read = self._has_waiter = self._is_wanted = False
+        self._is_reading = self._was_read = self._has_waiter = self._is_thread_needed = False
         self._end: str | None = None
 
     def write(self, pending: Pending, deadline: float) -> None:
@@ -169,14 +169,14 @@ class ServerLink:
                 self._is_reading = False
                 self._end = self._end or why
                 self._changed.notify_all()
-                if self._end or self._is_wanted:
-                    self._called.notify()
+                if self._end or self._is_thread_needed:
+                    self._thread_condition.notify()
 
     def read_on(self) -> None:
         """Let the thread read soon: the caller waits for what answers that nobody takes may hold up."""
         with self._changed:
-            self._is_wanted = True
-            self._called.notify()
+            self._is_thread_needed = True
+            self._thread_condition.notify()
 
     def interrupt(self) -> None:
         """Break the link: whoever reads or writes stops, and the thread comes to its end."""
@@ -186,7 +186,7 @@ class ServerLink:
     def _take_frame(self, deadline: float | None) -> None:
         header, content = self.channel.read_head(deadline)
         with self._changed:
-            pending = self._in_flight.answered_by(header)
+            pending = self._in_flight.expect_answer(header)
         if header.kind == FrameKind.WAITING:
             self._waits(pending, str(content.get("for")), content.get("here") is True)
             return
@@ -194,23 +194,23 @@ class ServerLink:
         with self._changed:
             self.has_answered |= self._in_flight.settle(pending, outcome)
 
-    def _stand_in(self) -> None:
+    def _read_when_idle(self) -> None:
         """Read while nobody waits, until the link is broken."""
         goes_on = False
         while True:
             with self._changed:
                 if not goes_on:
                     self._was_read = False
-                    self._called.wait_for(self._is_due, _IDLE_S)
+                    self._thread_condition.wait_for(self._is_due, _IDLE_S)
                 if self._end:
                     break
                 goes_on = False
-                if self._is_reading or (self._was_read and not self._is_wanted):
+                if self._is_reading or (self._was_read and not self._is_thread_needed):
                     continue
-                self._is_reading, self._has_waiter, self._is_wanted = True, False, False
+                self._is_reading, self._has_waiter, self._is_thread_needed = True, False, False
             self.read(None)
             goes_on = not self._has_waiter
         self._lost(self, self._end)
 
     def _is_due(self) -> bool:
-        return self._end is not None or (self._is_wanted and not self._is_reading)
+        return self._end is not None or (self._is_thread_needed and not self._is_reading)

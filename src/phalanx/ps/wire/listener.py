@@ -17,8 +17,8 @@ from phalanx.ps.wire.session import MemoryBudget, ServerConfig, Session
 from phalanx.ps.wire.tls import Certificate
 
 _log = logging.getLogger("phalanx.ps.wire")
-_MOST_STRANGERS = 64
-_MOST_COMPLAINTS = 1000
+_MOST_HANDSHAKES = 64
+_MOST_REFUSALS = 1000
 _PAUSE_S = 0.1
 _LEAVE_S = 5.0
 _CREDENTIALS = struct.Struct("3i")
@@ -71,7 +71,7 @@ class Listener:
         )
         self._wake, self._woken = socket.socketpair()
         self._sessions: dict[threading.Thread, Session] = {}
-        self._complained: set[str] = set()
+        self._refused: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -112,13 +112,13 @@ class Listener:
             self._stopping.wait(_PAUSE_S)  # out of descriptors: the client waits in the backlog until some are free
             return
         try:
-            channel, where = self._channel(connected), _who(connected, name)
+            channel, where = self._channel(connected), _client_name(connected, name)
         except OSError:
             connected.close()
             return
-        strangers = sum(not session.admitted for session in self._running().values())
-        if strangers >= _MOST_STRANGERS:
-            self._complain(where, f"{strangers} others are in their handshake; it was turned away")
+        handshakes = sum(not session.admitted for session in self._running().values())
+        if handshakes >= _MOST_HANDSHAKES:
+            self._log_refusal(where, f"{handshakes} others are in their handshake; it was turned away")
             channel.close()
             return
         self._start(Session(channel, where, self._config))
@@ -133,18 +133,18 @@ class Listener:
 
     def _start(self, session: Session) -> None:
         thread = threading.Thread(
-            target=session.run, args=(self._complain,), name=f"{self._config.me} client", daemon=True
+            target=session.run, args=(self._log_refusal,), name=f"{self._config.me} client", daemon=True
         )
         thread.start()
         with self._lock:
             self._sessions[thread] = session
 
-    def _complain(self, where: str, why: str) -> None:
+    def _log_refusal(self, where: str, why: str) -> None:
         """Log what is wrong with a client, once for each."""
         with self._lock:
-            is_known = where in self._complained or len(self._complained) >= _MOST_COMPLAINTS
-            self._complained.add(where)
-        if not is_known:
+            is_logged = where in self._refused or len(self._refused) >= _MOST_REFUSALS
+            self._refused.add(where)
+        if not is_logged:
             _log.warning("%s refuses a client from %s: %s", self._config.me, where, why)
 
     def _end(self) -> None:
@@ -153,16 +153,16 @@ class Listener:
         for session in self._running().values():
             session.leave()
         self._join(_LEAVE_S)
-        left = self._running()
-        for session in left.values():
+        running = self._running()
+        for session in running.values():
             session.channel.interrupt()
         self._join(_PAUSE_S)
-        if left:
-            _log.error("%s ends while %s requests are still being answered", self._config.me, len(left))
+        if running:
+            _log.error("%s ends while %s requests are still being answered", self._config.me, len(running))
 
     def _running(self) -> dict[threading.Thread, Session]:
         with self._lock:
-            self._sessions = {thread: left for thread, left in self._sessions.items() if thread.is_alive()}
+            self._sessions = {thread: session for thread, session in self._sessions.items() if thread.is_alive()}
             return dict(self._sessions)
 
     def _join(self, seconds: float) -> None:
@@ -175,7 +175,7 @@ def _is_public(listening: socket.socket) -> bool:
     return listening.family != socket.AF_UNIX and not address.is_private(listening.getsockname())
 
 
-def _who(connected: socket.socket, name: object) -> str:
+def _client_name(connected: socket.socket, name: object) -> str:
     """Return who connected: a process of this host, or a host."""
     if connected.family == socket.AF_UNIX:
         raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -52,7 +52,7 @@ class RpcRequest:
     reply_buffer: ReplyBuffer = field(default_factory=lambda: ReplyBuffer(None))
     """Where arrays of the reply can be made without a copy: `request.reply_buffer.empty((n, dim), np.float32)`."""
 
-    report_wait: Callable[[str, bool], None] = lambda waits_for, is_here: None
+    report_wait: Callable[[str, bool], None] = lambda waits_for, is_connected: None
     """Tells the client that its answer waits for others: for whom, in words, and whether they are there. While they
     are, the answer is not late. Raises `ClosedError` when the client is gone."""
 

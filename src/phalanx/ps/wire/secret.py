@@ -58,12 +58,12 @@ def greeting(name: str, client: int = 0) -> Greeting:
     return Greeting(raw, WIRE_VERSION, version, client, name)
 
 
-def greet(channel: Channel, mine: Greeting, *, secret: bytes, peer: str, binding: bytes, deadline: float) -> None:
+def greet(channel: Channel, local: Greeting, *, secret: bytes, peer: str, binding: bytes, deadline: float) -> None:
     """Make a server accept this client, and make sure of the server.
 
     Args:
         channel: Connected to the server; nothing was read or written yet.
-        mine: This client's greeting.
+        local: This client's greeting.
         secret: The job's secret.
         peer: Name the server must have, as `server 0`.
         binding: Hash of the certificate the server showed; empty without TLS.
@@ -73,35 +73,35 @@ def greet(channel: Channel, mine: Greeting, *, secret: bytes, peer: str, binding
         ConfigError: If it is not a server of this job and version.
         OSError: If the connection breaks or the deadline passes.
     """
-    channel.send([mine.raw], deadline=deadline)
-    theirs = _read(channel, deadline)
-    _require_same_versions(mine, theirs)
-    channel.send([_proof(secret, b"client", mine, theirs, binding)], deadline=deadline)
+    channel.send([local.raw], deadline=deadline)
+    remote = _read(channel, deadline)
+    _require_same_versions(local, remote)
+    channel.send([_proof(secret, b"client", local, remote, binding)], deadline=deadline)
     answer = bytearray(_PROOF_BYTES)
     channel.fill(memoryview(answer), deadline)
-    if not hmac.compare_digest(answer, _proof(secret, b"server", mine, theirs, binding)):
+    if not hmac.compare_digest(answer, _proof(secret, b"server", local, remote, binding)):
         raise ConfigError("the secrets differ. Start servers and workers with the same secret")
-    if theirs.name != peer:
-        raise ConfigError(f"it is {theirs.name}. Give all processes the same list of servers, in the same order")
+    if remote.name != peer:
+        raise ConfigError(f"it is {remote.name}. Give all processes the same list of servers, in the same order")
 
 
-def admit(channel: Channel, mine: Greeting, *, secret: bytes, binding: bytes, deadline: float) -> Greeting:
+def admit(channel: Channel, local: Greeting, *, secret: bytes, binding: bytes, deadline: float) -> Greeting:
     """Make sure of a client, then prove this server to it; returns the client's greeting.
 
     Raises:
         ConfigError: If it is not a client of this job and version.
         OSError: If the connection breaks or the deadline passes.
     """
-    theirs = _read(channel, deadline)
-    channel.send([mine.raw], deadline=deadline)
-    _require_same_versions(mine, theirs)
+    remote = _read(channel, deadline)
+    channel.send([local.raw], deadline=deadline)
+    _require_same_versions(local, remote)
     proof = bytearray(_PROOF_BYTES)
     channel.fill(memoryview(proof), deadline)
-    if not hmac.compare_digest(proof, _proof(secret, b"client", theirs, mine, binding)):
+    if not hmac.compare_digest(proof, _proof(secret, b"client", remote, local, binding)):
         channel.send([_REFUSED], deadline=deadline)
         raise ConfigError("the secrets differ. Start servers and workers with the same secret")
-    channel.send([_proof(secret, b"server", theirs, mine, binding)], deadline=deadline)
-    return theirs
+    channel.send([_proof(secret, b"server", remote, local, binding)], deadline=deadline)
+    return remote
 
 
 def _read(channel: Channel, deadline: float) -> Greeting:
@@ -120,10 +120,10 @@ def _text(padded: bytes) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _require_same_versions(mine: Greeting, theirs: Greeting) -> None:
-    if (mine.wire_version, mine.version) != (theirs.wire_version, theirs.version):
+def _require_same_versions(local: Greeting, remote: Greeting) -> None:
+    if (local.wire_version, local.version) != (remote.wire_version, remote.version):
         raise ConfigError(
-            f"it runs {theirs.versions}, this process {mine.versions}. Install the same version on all hosts"
+            f"it runs {remote.versions}, this process {local.versions}. Install the same version on all hosts"
         )
 
 

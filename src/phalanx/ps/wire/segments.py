@@ -86,7 +86,7 @@ class SegmentPool:
 
     def __init__(self) -> None:
         self._free: dict[int, deque[SharedSegment]] = {}
-        self._made: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def lease(self, size: int) -> SegmentLease | None:
@@ -101,14 +101,14 @@ class SegmentPool:
             free = self._free.setdefault(rounded, deque())
             if free:
                 return SegmentLease(free.pop(), self)
-            if self._made.get(rounded, 0) >= (_MOST_PER_SIZE if rounded <= _LARGE else _MOST_LARGE):
+            if self._counts.get(rounded, 0) >= (_MOST_PER_SIZE if rounded <= _LARGE else _MOST_LARGE):
                 return None
             try:
-                segment = SharedSegment(sum(self._made.values()) + 1, rounded)
+                segment = SharedSegment(sum(self._counts.values()) + 1, rounded)
             except OSError as error:
                 _log.warning("no shared memory of %s bytes (%s): arrays go through the socket", rounded, error.strerror)
                 return None
-            self._made[rounded] = self._made.get(rounded, 0) + 1
+            self._counts[rounded] = self._counts.get(rounded, 0) + 1
             return SegmentLease(segment, self)
 
     def give_back(self, segment: SharedSegment) -> None:
@@ -120,7 +120,7 @@ class AttachedSegments:
     """The segments of one connection, on the server."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Bytes] = {}
+        self._by_number: dict[int, Bytes] = {}
 
     def attach(self, number: int, size: int, descriptor: int) -> Bytes:
         """Map a segment that came; closes the descriptor.
@@ -129,15 +129,15 @@ class AttachedSegments:
             FrameError: If the segment is not as it says, or could shrink under the server.
         """
         try:
-            if len(self._kept) >= _MOST_ATTACHED or number in self._kept:
-                raise FrameError(f"segment {number} after {len(self._kept)} others")
+            if len(self._by_number) >= _MOST_ATTACHED or number in self._by_number:
+                raise FrameError(f"segment {number} after {len(self._by_number)} others")
             _require_fixed_size(descriptor, size)
             memory = _mapped(descriptor, size)
         except OSError as error:
             raise FrameError(f"segment {number} of {size} bytes cannot be mapped: {error.strerror}") from None
         finally:
             os.close(descriptor)
-        self._kept[number] = memory
+        self._by_number[number] = memory
         return memory
 
     def find(self, number: int) -> Bytes:
@@ -146,9 +146,9 @@ class AttachedSegments:
         Raises:
             FrameError: If it did not.
         """
-        if number not in self._kept:
+        if number not in self._by_number:
             raise FrameError(f"segment {number} was never handed over")
-        return self._kept[number]
+        return self._by_number[number]
 
 
 class ReplyBuffer:

@@ -79,18 +79,18 @@ class Session:
         self._payload_bytes = 0
         """Bytes of the request under way that count in the budget."""
 
-    def run(self, complain: Callable[[str, str], None]) -> None:
-        """Serve until the client leaves, or breaks the rules; then `complain(who, why)` is called."""
+    def run(self, refuse: Callable[[str, str], None]) -> None:
+        """Serve until the client leaves, or breaks the rules; then `refuse(who, why)` is called."""
         try:
             self._admit()
             self._config.opened(self._client)
             while not self._config.stopping.is_set():
-                self._serve_one()
+                self._serve_request()
         except (ConfigError, FrameError) as error:
-            complain(self._where, f"{error} (it is {self._peer})" if self._peer else str(error))
+            refuse(self._where, f"{error} (it is {self._peer})" if self._peer else str(error))
         except OSError as error:
             if not self.admitted:
-                complain(self._where, f"left in the handshake: {error}")
+                refuse(self._where, f"left in the handshake: {error}")
         finally:
             self.channel.close()
             self._segments = AttachedSegments()
@@ -105,18 +105,18 @@ class Session:
         config = self._config
         deadline = time.monotonic() + config.handshake_s
         binding = self.channel.secure(deadline)
-        mine = secret.greeting(config.me)
-        theirs = secret.admit(self.channel, mine, secret=config.key, binding=binding, deadline=deadline)
-        self._peer, self._client, self.admitted = theirs.name, theirs.client, True
+        local = secret.greeting(config.me)
+        remote = secret.admit(self.channel, local, secret=config.key, binding=binding, deadline=deadline)
+        self._peer, self._client, self.admitted = remote.name, remote.client, True
 
-    def _serve_one(self) -> None:
+    def _serve_request(self) -> None:
         header, content = self.channel.read_head()
         if header.kind != FrameKind.REQUEST:
             raise FrameError(f"a {header.kind.name.lower()} where a request was due")
         try:
             parts = self._answer(header, content)
         except PhalanxError as error:
-            parts = [_encoded_error(header.seq, error)]
+            parts = [_encode_error(header.seq, error)]
         finally:
             self._config.budget.give(self._payload_bytes)
             self._payload_bytes = 0
@@ -129,24 +129,24 @@ class Session:
             PhalanxError: What the handler raises, or why the request was not given to it.
             FrameError: If the request makes no sense, so that nothing after it does.
         """
-        op, meta, layout = _understood(header, content)
+        op, meta, layout = _parse_request(header, content)
         shared = self._shared_memory(header, content, layout)
-        payload = self._received(op, layout.payload_bytes) if shared is None else shared
+        payload = self._read_payload(op, layout.payload_bytes) if shared is None else shared
         after = frame.aligned(layout.payload_bytes)
         reply_buffer = ReplyBuffer(None if shared is None else shared[after:])
         arrays = layout.read(payload)
         report_wait = partial(self._report_wait, header.seq)
         request = RpcRequest(op, meta, arrays, self._client, header.seq, self._peer, reply_buffer, report_wait)
         try:
-            return _encoded_reply(request, self._config.handler(request), after)
+            return _encode_reply(request, self._config.handler(request), after)
         except PhalanxError:
             raise
         except Exception as error:
             _log.exception("%s failed at %r of %s", self._config.me, op, self._peer)
             raise InternalError(f"{self._config.me} failed at {op!r} with {error!r}. Its log has more.") from error
 
-    def _report_wait(self, seq: int, waits_for: str, is_here: bool) -> None:
-        content = {"for": waits_for, "here": is_here}
+    def _report_wait(self, seq: int, waits_for: str, is_connected: bool) -> None:
+        content = {"for": waits_for, "here": is_connected}
         try:
             self.channel.send([frame.encode(FrameKind.WAITING, 0, self._client, seq, content, 0)])
         except OSError as error:
@@ -168,7 +168,7 @@ class Session:
             raise FrameError(f"arrays of {layout.payload_bytes} bytes in a segment of {len(memory)}")
         return memory
 
-    def _received(self, op: str, count: int) -> Bytes:
+    def _read_payload(self, op: str, count: int) -> Bytes:
         config = self._config
         if count > config.max_frame_bytes:
             self.channel.discard_payload(count)
@@ -190,14 +190,14 @@ class Session:
         return fits
 
 
-def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str, Any], PayloadLayout]:
+def _parse_request(header: Header, content: dict[str, Any]) -> tuple[str, dict[str, Any], PayloadLayout]:
     op, meta = content.get("op"), content.get("meta")
     if not isinstance(op, str) or not isinstance(meta, dict):
         raise FrameError("a request without operation")
     return op, meta, frame.layout_from(content.get("arrays"), header.payload_bytes)
 
 
-def _encoded_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Part]:
+def _encode_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Part]:
     """Return a reply's bytes; its arrays stay in the client's memory, after those of the request, if they fit."""
     arrays = [np.asarray(array, order="C") for array in reply.arrays]
     layout = frame.layout_of(arrays)
@@ -206,12 +206,12 @@ def _encoded_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Par
     if memory is None or layout.payload_bytes > len(memory):
         head = frame.encode(FrameKind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
         return [head, *frame.chunks(layout, arrays)]
-    layout.write(_out_of_the_way(arrays, layout, memory), memory)
+    layout.write(_copy_overlapping(arrays, layout, memory), memory)
     content["at"] = after
     return [frame.encode(FrameKind.REPLY, frame.SHARED, request.client, request.seq, content, layout.payload_bytes)]
 
 
-def _out_of_the_way(arrays: list[Array], layout: PayloadLayout, memory: Bytes) -> list[Array]:
+def _copy_overlapping(arrays: list[Array], layout: PayloadLayout, memory: Bytes) -> list[Array]:
     """Copy arrays that lie in the reply buffer, at another place than they go to: writing others could change them."""
     return [
         array.copy() if np.may_share_memory(array, memory) and array.ctypes.data != target.ctypes.data else array
@@ -219,6 +219,6 @@ def _out_of_the_way(arrays: list[Array], layout: PayloadLayout, memory: Bytes) -
     ]
 
 
-def _encoded_error(seq: int, error: PhalanxError) -> bytes:
+def _encode_error(seq: int, error: PhalanxError) -> bytes:
     content = {"error": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE]}
     return frame.encode(FrameKind.ERROR, 0, 0, seq, content, 0)
