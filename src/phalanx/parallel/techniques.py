@@ -53,7 +53,7 @@ def attach_tables(plan: Plan, model: nn.Module) -> None:
             assert isinstance(embedding, nn.Embedding)
             place_embedding(embedding, location.table, client)
         else:
-            client.place(param, on_servers=isinstance(location, Server))
+            client.registry.place(param, on_servers=isinstance(location, Server))
 
 
 def reduce_gradients(

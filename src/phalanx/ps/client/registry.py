@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
@@ -53,6 +54,10 @@ class TableRegistry:
         self._first_values: dict[str, Tensor] = {}
         self._dense: weakref.WeakKeyDictionary[Optimizer, list[DenseTable]] = weakref.WeakKeyDictionary()
         self._dense_count = 0
+        self.dense_default = False
+        """Whether dense parameters that no Plan places elsewhere live on servers too."""
+
+        self._on_servers = WeakTensorKeyDictionary()
 
     @property
     def tables(self) -> list[str]:
@@ -198,7 +203,17 @@ class TableRegistry:
 
     # --- dense parameters -------------------------------------------------------------------------------------------
 
-    def add_optimizer(self, optimizer: Optimizer, on_servers: Callable[[Tensor], bool]) -> list[nn.Parameter]:
+    def place(self, param: nn.Parameter, *, on_servers: bool) -> None:
+        """Say where a dense parameter lives."""
+        self._on_servers[param] = on_servers
+
+    def is_averaged(self, param: Tensor) -> bool:
+        """Return whether a Plan keeps a dense parameter on every worker, not a shard of it on each."""
+        # Of a layer that holds one shard on each rank it is True; every other tensor has a method of that name.
+        is_shard = getattr(param, "is_distributed", None) is True
+        return self._on_servers.get(param) is False and param.requires_grad and not is_shard
+
+    def add_optimizer(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Make a table for the dense parameters of each group of an optimizer that live on servers; returns them.
 
         Collective if there are some: all workers get the servers' values, of a snapshot or a restart, else those of
@@ -207,7 +222,7 @@ class TableRegistry:
         self.optimizers.add(optimizer)
         tables = []
         for group in optimizer.param_groups:
-            if params := [param for param in group["params"] if on_servers(param)]:
+            if params := [param for param in group["params"] if self._lives_on_servers(param)]:
                 tables.append(DenseTable(f"{DENSE}/{self._dense_count}", params, group))
             self._dense_count += 1
         if not tables:
@@ -221,6 +236,10 @@ class TableRegistry:
             agree("dense tables", [len(table.params) for table in tables])
         self.read_dense(optimizer, mode.pull(self.dense_specs(optimizer)))
         return [param for table in tables for param in table.params]
+
+    def _lives_on_servers(self, param: Tensor) -> bool:
+        is_dense = not isinstance(param, TableParameter) and param.requires_grad
+        return is_dense and bool(self._on_servers.get(param, self.dense_default))
 
     def has_dense(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps dense parameters on servers."""

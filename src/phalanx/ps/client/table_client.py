@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.comm.batches import row_weight_of
@@ -59,9 +58,6 @@ class TableClient:
         self.context = context
         self.push = DEFAULT_PUSH
         self.is_configured = False
-        self.dense = False
-        """Whether dense parameters that no Plan places elsewhere live on servers too."""
-
         self.skipped = 0
         """Steps that sent nothing because a gradient was not finite, or was dropped before the optimizer stepped."""
 
@@ -73,7 +69,6 @@ class TableClient:
         """The tables, and what trains each."""
 
         self._hooks: list[Any] = []
-        self._places = WeakTensorKeyDictionary()
         self._desync = DesyncCheck(context.rank, context.world_size) if context.is_distributed else None
         self._pulled_dense: PendingRows | None = None
         """The dense parameters that come with the answer to the last push."""
@@ -94,7 +89,7 @@ class TableClient:
             ConfigError: If the job has several workers and no server.
         """
         if self._mode is None:
-            where: Literal["servers", "workers"] = "servers" if self.dense else "workers"
+            where: Literal["servers", "workers"] = "servers" if self.registry.dense_default else "workers"
             self._mode = open_consistency(self.context, self.push, dense=where)
         return self._mode
 
@@ -109,12 +104,12 @@ class TableClient:
             ConfigError: If tables are in use in another way.
         """
         self.is_configured = True
-        if self._mode is not None and (push, dense) != (self.push, self.dense):
+        if self._mode is not None and (push, dense) != (self.push, self.registry.dense_default):
             raise ConfigError(
                 f"tables are in use in mode {self.push.mode!r} already, and are now asked for mode {push.mode!r}. Give "
                 "the strategy or Plan before the first forward pass, the same for all models."
             )
-        self.push, self.dense = push, dense
+        self.push, self.registry.dense_default = push, dense
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -172,13 +167,7 @@ class TableClient:
         if pulled is not None and self.registry.has_dense(optimizer):
             self.registry.read_dense(optimizer, pulled)
         elif self._desync is not None:
-            self._desync.look(optimizer, self._is_averaged)
-
-    def _is_averaged(self, param: Tensor) -> bool:
-        """Return whether a Plan keeps a dense parameter on every worker, whole."""
-        # Of a layer that holds one shard on each rank it is True; every other tensor has a method of that name.
-        is_shard = getattr(param, "is_distributed", None) is True
-        return self._places.get(param) is False and param.requires_grad and not is_shard
+            self._desync.look(optimizer, self.registry.is_averaged)
 
     def _report_missing_rule(self, wrong: str, *, may_be_early: bool) -> None:
         if not self._hooks:
@@ -218,17 +207,13 @@ class TableClient:
 
     # --- optimizers and dense parameters ----------------------------------------------------------------------------
 
-    def place(self, param: nn.Parameter, *, on_servers: bool) -> None:
-        """Say where a dense parameter lives."""
-        self._places[param] = on_servers
-
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer whose caller sees to it that `before_step` and `after_step` run.
 
         Collective when dense parameters live on servers: worker 0's values become those of all.
         """
         self._unhook()
-        for param in self.registry.add_optimizer(optimizer, self._lives_on_servers):
+        for param in self.registry.add_optimizer(optimizer):
             param.register_hook(partial(self._on_dense_gradient, param))
 
     def settle_dense(self, directory: Path) -> None:
@@ -237,10 +222,6 @@ class TableClient:
         Collective.
         """
         self.registry.settle_dense(read_manifest(directory).tables)
-
-    def _lives_on_servers(self, param: Tensor) -> bool:
-        is_dense = not isinstance(param, TableParameter) and param.requires_grad
-        return is_dense and bool(self._places.get(param, self.dense))
 
     def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
         self._open_step(param)
