@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ps.server.snapshot_check import BEGUN, SnapshotTableCheck
+from phalanx.ps.server.snapshot_check import WARMUP_STEPS, SnapshotTableCheck
 from phalanx.ps.table.rules import TableSpec
 from ps_requests import SPEC
 
@@ -29,20 +29,20 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_the_same_tables_are_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
     matching = SnapshotTableCheck(DAY1, tables("user", "item", "dense/0"))
-    matching.see(tables("user").values(), 0)
-    matching.see(tables("user", "item", "dense/0").values(), BEGUN)
+    matching.compare(tables("user").values(), 0)
+    matching.compare(tables("user", "item", "dense/0").values(), WARMUP_STEPS)
     matching.end()
     assert warnings(caplog) == []
 
 
 def test_a_renamed_table_is_named_on_both_sides_and_once(caplog: pytest.LogCaptureFixture) -> None:
     matching = SnapshotTableCheck(DAY1, tables("users", "item"))
-    for steps in (0, BEGUN - 1):
-        matching.see(tables("user", "item").values(), steps)
+    for steps in (0, WARMUP_STEPS - 1):
+        matching.compare(tables("user", "item").values(), steps)
     (said,) = warnings(caplog)
     assert said.startswith("table 'user' starts anew: /models/day1 has no table of this name, only 'item', 'users'.")
     assert said.endswith("Did you mean 'users'? Give tables the names they were saved with.")
-    matching.see(tables("user", "item").values(), BEGUN)
+    matching.compare(tables("user", "item").values(), WARMUP_STEPS)
     matching.end()
     (said,) = warnings(caplog)
     assert said.startswith("table 'users' of /models/day1 is not used: no worker has one of this name, only 'item',")
@@ -53,7 +53,7 @@ def test_a_run_of_few_steps_hears_it_at_its_end(caplog: pytest.LogCaptureFixture
     matching = SnapshotTableCheck(DAY1, tables("user"))
     matching.end()
     assert warnings(caplog) == [], "no worker came"
-    matching.see(tables("dense/0").values(), 1)
+    matching.compare(tables("dense/0").values(), 1)
     matching.end()
     dense, user = warnings(caplog)
     assert "table 'user' of /models/day1 is not used: no worker has one of this name, only none." in user
@@ -63,6 +63,6 @@ def test_a_run_of_few_steps_hears_it_at_its_end(caplog: pytest.LogCaptureFixture
 
 def test_of_tables_that_were_asked_for_by_name_only_those_count(caplog: pytest.LogCaptureFixture) -> None:
     matching = SnapshotTableCheck(DAY1, tables("user", "item"), ["user"])
-    matching.see(tables("shop").values(), BEGUN)
+    matching.compare(tables("shop").values(), WARMUP_STEPS)
     (said,) = warnings(caplog)
     assert "table 'user' of /models/day1 is not used" in said

@@ -126,7 +126,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     for model, state in zip(models, extra["models"], strict=True):
         model.load_state_dict(state)
     if has_tables:
-        tables.settle_dense(directory)
+        tables.registry.settle_dense(directory)
 
 
 def shrink() -> int:

@@ -7,7 +7,8 @@ looked at before there is an optimizer. A table of dense parameters is made with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from phalanx.plan.rules.servers import DENSE
 from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.dense import DenseTable
 from phalanx.ps.client.parameter import TableParameter, free_name, give_name
+from phalanx.ps.snapshot.manifest import read_manifest
 from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.from_torch_optimizer import rule_of
-from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.table import RowTable, make_table, read_rows
 from phalanx.ps.table.update_rules import SGD, Rule
 
@@ -258,14 +259,12 @@ class TableRegistry:
         for table, rows in zip(self._dense[optimizer], pulled.rows(), strict=True):
             table.read(rows)
 
-    def settle_dense(self, saved: Mapping[str, TableSpec]) -> None:
+    def settle_dense(self, directory: Path) -> None:
         """After a load: give the servers the dense parameters that the snapshot has no table of, and read the others.
 
         Collective over the workers; worker 0's values count.
-
-        Args:
-            saved: The tables of the snapshot.
         """
+        saved = read_manifest(directory).tables
         mode, tables = self._mode(), [table for tables in self._dense.values() for table in tables]
         lacking = [table for table in tables if table.name not in saved or saved[table.name].dense != table.rows]
         if lacking:

@@ -42,8 +42,7 @@ logger = logging.getLogger("phalanx.ps")
 DEFAULT_PUSH = Push(mode="async")
 """What a job with servers does without a strategy; in one process it is the same as sync."""
 
-
-LAST_WORDS_S = 5.0
+REPORT_UNUSED_S = 5.0
 """Longest that a process which ends tries to reach a server that it never used."""
 
 
@@ -216,13 +215,6 @@ class TableClient:
         for param in self.registry.add_optimizer(optimizer):
             param.register_hook(partial(self._on_dense_gradient, param))
 
-    def settle_dense(self, directory: Path) -> None:
-        """After a load: give the servers the dense parameters that the folder has no table of, and read the others.
-
-        Collective.
-        """
-        self.registry.settle_dense(read_manifest(directory).tables)
-
     def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
         self._open_step(param)
         factor = self._gradient_factor()
@@ -276,7 +268,7 @@ class TableClient:
         # Our launcher sees a failure by itself.
         if self._mode is None and not (failed and self.context.role.launcher == "phalanx"):
             try:
-                self._report_unused(failed=failed, connect_s=LAST_WORDS_S)
+                self._report_unused(failed=failed, connect_s=REPORT_UNUSED_S)
             except PhalanxError as error:
                 logger.warning("could not tell the servers that this worker ends: %s", error)
         if not failed and self._mode is not None:

@@ -181,7 +181,7 @@ def _compare_tables(service: Service, snapshot_check: SnapshotTableCheck | None,
     if snapshot_check is None or clocks is None:
         return
     # The list is made at once: a worker may declare one more meanwhile.
-    snapshot_check.see([table.spec for table in list(service.state.tables.tables.values())], clocks.complete)
+    snapshot_check.compare([table.spec for table in list(service.state.tables.tables.values())], clocks.complete)
     if has_ended:
         snapshot_check.end()
 

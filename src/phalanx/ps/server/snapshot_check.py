@@ -11,7 +11,7 @@ from phalanx.ps.table.rules import TableSpec
 
 logger = logging.getLogger("phalanx.ps")
 
-BEGUN = 10
+WARMUP_STEPS = 10
 """Steps of every worker after which a table that nobody declared counts as not used."""
 
 
@@ -30,14 +30,14 @@ class SnapshotTableCheck:
         self._declared: dict[str, TableSpec] = {}
         self._has_ended = False
 
-    def see(self, declared: Iterable[TableSpec], steps: int) -> None:
+    def compare(self, declared: Iterable[TableSpec], steps: int) -> None:
         """Warn of new tables that the folder lacks, and after some `steps` of those of it that nobody declared."""
         new = {spec.name: spec for spec in declared if spec.name not in self._declared}
         self._declared |= new
         for name, spec in new.items():
             if self._takes_all and name not in self._saved:
                 self._warn(spec, f"starts anew: {self._directory} has no table of this name", self._saved)
-        if steps >= BEGUN:
+        if steps >= WARMUP_STEPS:
             self.end()
 
     def end(self) -> None:

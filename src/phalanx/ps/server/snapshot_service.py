@@ -62,22 +62,22 @@ class SnapshotService:
         """Fork a copy that writes this server's part."""
         service, save = self._service, request.meta["save"]
         with service.write_freeze.while_frozen(request.meta["token"]):
-            job = self.participant.job(request.meta)
-            self._copies[save] = job.directory, self.copy(job)
+            write_request = self.participant.write_request(request.meta)
+            self._copies[save] = write_request.directory, self.copy(write_request)
             while len(self._copies) > _REMEMBERED:
                 del self._copies[next(iter(self._copies))]
         return RpcReply()
 
-    def copy(self, job: WriteRequest) -> CopyProcess:
-        """Fork a copy that writes a job. Nothing may change the tables meanwhile."""
+    def copy(self, request: WriteRequest) -> CopyProcess:
+        """Fork a copy that writes a request. Nothing may change the tables meanwhile."""
         tables, parent = self._service.state.tables, os.getpid()
 
         def work() -> dict[str, Any]:
             tables.release()
             try:
-                return write(job, tables.tables, lambda: give_up_without(parent))
+                return write(request, tables.tables, lambda: give_up_without(parent))
             except OSError as e:
-                raise disk_error(job.directory, e) from e
+                raise disk_error(request.directory, e) from e
 
         with tables.hold():
             return CopyProcess(work)

@@ -84,7 +84,7 @@ class ServerState:
             raise ConfigError("This server holds no tables yet. Declare them first.")
         return self.clocks
 
-    def build(self, spec: TableSpec) -> RowTable:
+    def make_table(self, spec: TableSpec) -> RowTable:
         """Return a new table, filled by the latest source that has it.
 
         Raises:
@@ -145,7 +145,7 @@ class ServerState:
             if spec.name in self.tables.specs:
                 check_same_spec(self.tables.specs[spec.name], spec)
             else:
-                self._prepared[spec.name] = self.build(spec)
+                self._prepared[spec.name] = self.make_table(spec)
 
     def _declare(self, entry: LogEntry) -> dict[str, Any]:
         meta = entry.meta
@@ -160,7 +160,7 @@ class ServerState:
         self.clocks.join(client.worker)
         for spec in map(_spec, meta["specs"]):
             if spec.name not in self.tables.specs:
-                self.tables.add(self._prepared.pop(spec.name) if spec.name in self._prepared else self.build(spec))
+                self.tables.add(self._prepared.pop(spec.name) if spec.name in self._prepared else self.make_table(spec))
                 self._note_source(spec.name)
                 logger.info("server %d: table %s, dim %d, %s", self.server, spec.name, spec.dim, spec.rule)
         return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}

@@ -27,7 +27,7 @@ class SnapshotParticipant:
         self.tables, self._shards, self._part = tables, shards, part
         self._fulls: dict[str, dict[str, Any]] = {}
 
-    def job(self, meta: Mapping[str, Any]) -> WriteRequest:
+    def write_request(self, meta: Mapping[str, Any]) -> WriteRequest:
         """Return what to write now.
 
         Args:
@@ -36,10 +36,10 @@ class SnapshotParticipant:
         mode = check_mode(meta["mode"])
         ticks = self._fulls[meta["base"]]["ticks"] if mode == "delta" else {}
         since = {name: ticks[name] for name in meta["base_tables"]} if mode == "delta" else {}
-        job = WriteRequest(Path(meta["directory"]), meta["save"], mode, self._shards, self._part, since)
+        request = WriteRequest(Path(meta["directory"]), meta["save"], mode, self._shards, self._part, since)
         if mode == "full":
             self._remember(meta["save"], meta["directory"], self.tables)
-        return job
+        return request
 
     def remember_load(self, source: SnapshotSource, names: Sequence[str]) -> None:
         """Note that these tables are now as the snapshot they were loaded from, if a delta can be made on that."""

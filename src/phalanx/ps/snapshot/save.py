@@ -260,7 +260,7 @@ class LocalCalls:
             return RpcReply({"steps": [], "fulls": self._participant.fulls, "specs": specs})
         if op == "snapshot":
             try:
-                self._result = write(self._participant.job(meta), self._participant.tables)
+                self._result = write(self._participant.write_request(meta), self._participant.tables)
                 sync_file_system(Path(meta["directory"]))
             except OSError as e:
                 raise disk_error(Path(meta["directory"]), e) from e

@@ -35,12 +35,12 @@ class WriteRequest:
 
 
 def write(
-    job: WriteRequest, tables: Mapping[str, RowTable], check: Callable[[], None] = lambda: None
+    request: WriteRequest, tables: Mapping[str, RowTable], check: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Write the files of a snapshot; `sync_file_system` then makes them durable.
 
     Args:
-        job: What to write where.
+        request: What to write where.
         tables: By name; nothing may change them meanwhile.
         check: Called before each shard; may raise to give up.
 
@@ -52,10 +52,10 @@ def write(
     """
     started = time.monotonic()
     rows = dict.fromkeys(tables, 0)
-    if job.mode == "text":
-        files = {str(job.part): _write_text(job, tables, rows, check)}
+    if request.mode == "text":
+        files = {str(request.part): _write_text(request, tables, rows, check)}
     else:
-        files = dict(_shard_files(job, tables, rows, check))
+        files = dict(_shard_files(request, tables, rows, check))
     return {
         "files": files,
         "rows": rows,
@@ -69,25 +69,25 @@ Facts = tuple[str, int, int]
 
 
 def _shard_files(
-    job: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
+    request: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
 ) -> Iterable[tuple[str, Facts]]:
-    for shard in job.shards:
+    for shard in request.shards:
         check()
         records = []
         for name, table in tables.items():
-            columns = table.export(shard, job.since.get(name, 0))
-            if _is_needed(columns, job, name):
+            columns = table.export(shard, request.since.get(name, 0))
+            if _is_needed(columns, request, name):
                 rows[name] += len(columns.keys)
-                records.append(encode(name, shard, columns, job.mode, table.spec.dim))
+                records.append(encode(name, shard, columns, request.mode, table.spec.dim))
         if records:
-            yield str(shard), _write_shard(job.directory / f"shard-{shard:04d}-{job.save}.bin", records)
+            yield str(shard), _write_shard(request.directory / f"shard-{shard:04d}-{request.save}.bin", records)
 
 
-def _is_needed(columns: Columns, job: WriteRequest, name: str) -> bool:
+def _is_needed(columns: Columns, request: WriteRequest, name: str) -> bool:
     """Whether a shard has to be written: an empty one only where a base snapshot says otherwise."""
     if len(columns.keys) or len(columns.waiting_keys):
         return True
-    return columns.is_complete and job.mode == "delta" and name in job.since
+    return columns.is_complete and request.mode == "delta" and name in request.since
 
 
 def encode(
@@ -121,12 +121,12 @@ def _write_shard(path: Path, records: Iterable[tuple[dict[str, Any], list[Array]
 
 
 def _write_text(
-    job: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
+    request: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
 ) -> Facts:
-    path = job.directory / f"part-{job.part}"
+    path = request.directory / f"part-{request.part}"
     size = checksum = 0
-    with open_atomically(path, temporary=path.with_name(f"{path.name}.{job.save}")) as file:
-        for shard in job.shards:
+    with open_atomically(path, temporary=path.with_name(f"{path.name}.{request.save}")) as file:
+        for shard in request.shards:
             check()
             for name, table in tables.items():
                 columns = table.export(shard)
