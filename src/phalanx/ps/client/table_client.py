@@ -119,15 +119,11 @@ class TableClient:
             self.registry.use(parameter)
         if not self.registry.optimizers and not self._hooks:
             self._hook_every_optimizer()
-        declared = [
-            PullSpec(str(parameter.table), keys)
-            for parameter, keys in pull_specs
-            if self.registry.is_declared(parameter)
-        ]
+        declared = [PullSpec(str(p.table), keys) for p, keys in pull_specs if self.registry.is_declared(p)]
         rows = iter(self.mode.pull(declared).rows() if declared else [])
         return [
-            next(rows) if self.registry.is_declared(parameter) else self.registry.initial_rows(parameter, keys)
-            for parameter, keys in pull_specs
+            next(rows) if self.registry.is_declared(p) else self.registry.initial_rows(p, keys)
+            for p, keys in pull_specs
         ]
 
     # --- writing ----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class RemoteStore:
 
     def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
-        pull = PullRequest(pull_specs, self._shares(pull_specs), self.flush)
+        pull = PullRequest(self._shares(pull_specs), self.flush)
         pull.send(self._connections, self._number(step))
         if pull_specs:
             self._named_pulls.append(pull.named)

@@ -122,17 +122,16 @@ class PullRequest:
     """A pull under way on several servers.
 
     Args:
-        pull_specs: What is asked.
-        shares: The same by server.
+        shares: What is asked of each.
         before: Called before the rows are read; the answers to earlier pushes have come when those to this pull have,
             and an error among them comes first.
     """
 
-    def __init__(self, pull_specs: Sequence[PullSpec], shares: PartitionedPull, before: Callable[[], None]) -> None:
+    def __init__(self, shares: PartitionedPull, before: Callable[[], None]) -> None:
         self._shares, self._before = shares, before
         self._sent: dict[int, tuple[Connection, dict[str, Any], ServerPull, Pending]] = {}
         self._rows: list[Rows] | None = None
-        self.named = NamedPull({pull_spec.table: pull_spec.keys for pull_spec in pull_specs})
+        self.named = NamedPull({pull_spec.table: pull_spec.keys for pull_spec in shares.pull_specs})
 
     def send(self, connections: Sequence[Connection], step: int) -> None:
         """Ask every server that owns some of the keys."""
