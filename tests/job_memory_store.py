@@ -1,4 +1,4 @@
-"""A store of jobs in memory, for tests of the controller: what `phalanx.jobs.control.job_state_store` asks for."""
+"""A store of jobs in memory, for tests of the controller: what that asks of `phalanx.jobs.store.JobDatabase`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from phalanx.jobs.states import JobState, may_follow
 
 
 class MemoryStore:
+    """The parts of a store that a controller uses."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.jobs = MemoryJobs(clock)
+        self.leases = MemoryLeases(clock)
+        self.secrets = MemorySecrets()
+
+
+class MemoryJobs:
     """Jobs, attempts and events as values in dictionaries."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.held: dict[str, tuple[str, float]] = {}
         self.rows: dict[str, Job] = {}
         self.tries: dict[str, list[Attempt]] = {}
         self.history: dict[str, list[Event]] = {}
-        self.values: dict[str, str] = {}
         self.explained = 0
         self.version = 0
 
@@ -47,25 +54,10 @@ class MemoryStore:
         self.version += 1
         return job
 
-    def lease(self, name: str, holder: str, seconds: float) -> bool:
-        other, until = self.held.get(name, (holder, 0.0))
-        if other != holder and until >= self._clock():
-            return False
-        self.held[name] = holder, self._clock() + seconds
-        return True
-
-    def lease_holder(self, name: str) -> str | None:
-        holder, until = self.held.get(name, (None, 0.0))
-        return holder if until >= self._clock() else None
-
-    def release(self, name: str, holder: str) -> None:
-        if self.lease_holder(name) == holder:
-            del self.held[name]
-
     def last_change(self) -> int:
         return self.version
 
-    def jobs(self, *, states: Collection[JobState] = (), ended_after: datetime | None = None) -> list[Job]:
+    def find(self, *, states: Collection[JobState] = (), ended_after: datetime | None = None) -> list[Job]:
         found = [job for job in self.rows.values() if not states or job.state in states]
         return [job for job in reversed(found) if ended_after is None or (job.ended and job.ended > ended_after)]
 
@@ -84,7 +76,7 @@ class MemoryStore:
         self.version += 1
         return tries[-1]
 
-    def submitted(self, job: str, number: int, handle: str) -> None:
+    def set_handle(self, job: str, number: int, handle: str) -> None:
         self.tries[job][number - 1] = replace(self.tries[job][number - 1], handle=handle)
 
     def change(
@@ -112,7 +104,7 @@ class MemoryStore:
         self._event(job, "state", reason, {"to": state})
         return self.rows[job]
 
-    def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+    def append_event(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         self._event(job, kind, message, data or {})
 
     def _event(self, job: str, kind: str, message: str, data: Mapping[str, Any]) -> None:
@@ -124,7 +116,37 @@ class MemoryStore:
             self.rows[job] = replace(self.rows[job], reason=reason)
             self.explained += 1
 
-    def secret_values(self, workspace: str, names: Sequence[str]) -> dict[str, str]:
-        if missing := [name for name in names if name not in self.values]:
+
+class MemoryLeases:
+    """Leases: holder and end by name."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.held: dict[str, tuple[str, float]] = {}
+
+    def take(self, name: str, holder: str, seconds: float) -> bool:
+        other, until = self.held.get(name, (holder, 0.0))
+        if other != holder and until >= self._clock():
+            return False
+        self.held[name] = holder, self._clock() + seconds
+        return True
+
+    def holder(self, name: str) -> str | None:
+        holder, until = self.held.get(name, (None, 0.0))
+        return holder if until >= self._clock() else None
+
+    def release(self, name: str, holder: str) -> None:
+        if self.holder(name) == holder:
+            del self.held[name]
+
+
+class MemorySecrets:
+    """Values by name, the same in every workspace."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, str] = {}
+
+    def values(self, workspace: str, names: Sequence[str]) -> dict[str, str]:
+        if missing := [name for name in names if name not in self.by_name]:
             raise NotFoundError(f"There is no secret {missing[0]!r}.")
-        return {name: self.values[name] for name in names}
+        return {name: self.by_name[name] for name in names}

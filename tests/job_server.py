@@ -38,31 +38,31 @@ class JobServer:
     def token(self, name: str, role: MemberRole | None = None, workspace: str = "default") -> str:
         """Return a token of `name`, made a member of `workspace` if a role is given."""
         if role is not None:
-            self.store.put_member(workspace, name, role)
-        return self.store.create_token("test", Actor(name)).text
+            self.store.workspaces.put_member(workspace, name, role)
+        return self.store.tokens.create("test", Actor(name)).text
 
     def owner_token(self) -> str:
         """Return a token of the store's owner."""
-        return self.store.create_token(f"owner-{time.monotonic_ns()}", OWNER).text
+        return self.store.tokens.create(f"owner-{time.monotonic_ns()}", OWNER).text
 
     def queue(self, name: str, owner: str = "ada", workspace: str = "default", **said: object) -> Job:
         """Put a job into the store as it is, without the checks of submission."""
         spec = TrainingJob.model_validate(
             {"name": name, "command": "python train.py", "workspace": workspace, "code": {"digest": "0" * 64}} | said
         )
-        return self.store.create_job(spec, owner=owner)
+        return self.store.jobs.create(spec, owner=owner)
 
     def start(self, job: Job) -> Path:
         """Take a job to running; return its attempt's folder, which has one for logs."""
-        attempt = self.store.begin_attempt(job.id)
+        attempt = self.store.jobs.begin_attempt(job.id)
         folder = paths.attempt_folder(self.home, job.id, attempt.number)
         paths.logs(folder).mkdir(parents=True)
-        self.store.change(job.id, JobState.RUNNING)
+        self.store.jobs.change(job.id, JobState.RUNNING)
         return folder
 
     def end(self, job: Job, failure: Failure | None = None) -> None:
         """Let a running job end."""
-        self.store.change(job.id, JobState.FAILED if failure else JobState.SUCCEEDED, failure=failure)
+        self.store.jobs.change(job.id, JobState.FAILED if failure else JobState.SUCCEEDED, failure=failure)
 
 
 def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
@@ -80,7 +80,7 @@ def job_server(home: Path, *, per_second: float = 10_000, burst: int = 10_000) -
     with JobDatabase(None, home) as store, bind(place) as bound:
 
         def enter(token: str) -> Jobs:
-            return JobService(store, Backends(), store.actor_of(token), wake=lambda _: None)
+            return JobService(store, Backends(), store.tokens.actor_of(token), wake=lambda _: None)
 
         bound.listen()  # a client that is faster than the server waits instead of being refused
         app = make_app(enter, per_second=per_second, burst=burst)

@@ -79,7 +79,7 @@ def test_only_a_valid_token_lets_in(open_browser, server):
 def test_a_list_that_changes_by_itself(browser, server):
     browser.get(f"{server.url}/ui/w/default/")
     job = server.queue("appears")
-    server.store.explain({job.id: "needs 4 cpu, 2 are free; 3rd in line"})
+    server.store.jobs.explain({job.id: "needs 4 cpu, 2 are free; 3rd in line"})
     _until(browser, lambda: job.id in _text(browser))
     assert "needs 4 cpu, 2 are free; 3rd in line" in _text(browser)
     Select(browser.find_element(By.NAME, "state")).select_by_value("failed")
@@ -133,7 +133,7 @@ def test_submitting_by_keyboard_alone(browser, server, tmp_path):
     browser.find_element(By.ID, "code.path").send_keys(str(tmp_path))
     browser.find_element(By.ID, "resources.cpu").send_keys("0.5", Keys.ENTER)
     _until(browser, lambda: "/ui/jobs/typed-" in browser.current_url)
-    made = server.store.job(browser.current_url.rpartition("/")[2])
+    made = server.store.jobs.get(browser.current_url.rpartition("/")[2])
     assert made.state is JobState.QUEUED
     assert made.spec["resources"]["cpu"] == 0.5
     assert made.spec["code"]["digest"]
@@ -152,10 +152,10 @@ def test_stopping_asks_first(browser, server):
     browser.get(f"{server.url}/ui/jobs/{job.id}")
     browser.find_element(By.CSS_SELECTOR, "button.danger").click()
     browser.switch_to.alert.dismiss()
-    assert server.store.job(job.id).state is JobState.QUEUED
+    assert server.store.jobs.get(job.id).state is JobState.QUEUED
     browser.find_element(By.CSS_SELECTOR, "button.danger").click()
     browser.switch_to.alert.accept()
-    _until(browser, lambda: server.store.job(job.id).state is JobState.STOPPED)
+    _until(browser, lambda: server.store.jobs.get(job.id).state is JobState.STOPPED)
     _until(browser, lambda: "stopped" in _text(browser))
 
 
@@ -196,7 +196,7 @@ def test_every_page_is_whole_for_screen_readers(browser, server):
 
 
 def test_a_viewer_looks_and_cannot_touch(open_browser, server):
-    server.store.create_workspace("secret-things")
+    server.store.workspaces.create("secret-things")
     hidden = server.queue("hidden", workspace="secret-things")
     job = server.queue("looked-at")
     open_browser.get(f"{server.url}/ui/sign-in")
@@ -218,7 +218,7 @@ def test_a_viewer_looks_and_cannot_touch(open_browser, server):
     )
     open_browser.execute_script(f"{post}; document.body.append(form); form.submit()")
     _until(open_browser, lambda: "vera has role viewer" in _text(open_browser) and "stop" in open_browser.current_url)
-    assert server.store.job(job.id).state is JobState.QUEUED
+    assert server.store.jobs.get(job.id).state is JobState.QUEUED
 
 
 def test_nothing_is_fetched_from_elsewhere(browser, server):

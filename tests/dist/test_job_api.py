@@ -327,7 +327,7 @@ def test_a_proxy_and_prometheus_have_something_to_ask(server, owner):
     assert all(re.fullmatch(r"# (HELP|TYPE) .*|[a-z_]+(\{[a-z]+=\"[^\"]*\"(,[a-z]+=\"[^\"]*\")*\})? \S+", one) for one in lines)
     with Client(server.url, server.token("counts", MemberRole.VIEWER, "default")) as viewer:
         assert QueueLength("local", "measured", 1) in viewer.counts().waiting
-    server.store.create_workspace("counted-apart")
+    server.store.workspaces.create("counted-apart")
     with Client(server.url, server.token("apart", MemberRole.VIEWER, "counted-apart")) as stranger:
         assert stranger.counts().jobs == {}
 

@@ -79,7 +79,7 @@ def test_a_job_runs_without_a_server_and_its_secret_is_seen_nowhere(env, work, t
     assert "seen by ps: False" in done.stdout
     home = tmp_path / "home"
     with JobDatabase(None, home) as store:
-        (job,) = store.jobs()
+        (job,) = store.jobs.find()
     assert (job.failure.exit_code, job.attempt) == (3, 1)
     shown = phalanx(env, work, "job", "show", job.id, "--json").stdout
     assert "key is ***" in shown

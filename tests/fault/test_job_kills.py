@@ -99,7 +99,7 @@ def home() -> Iterator[Path]:
 
 
 def _ended(store: JobDatabase) -> dict[str, Job]:
-    return {job.id: job for job in store.jobs() if job.state.is_terminal}
+    return {job.id: job for job in store.jobs.find() if job.state.is_terminal}
 
 
 @pytest.fixture
@@ -128,23 +128,23 @@ def test_killed_controllers_lose_no_job_and_run_none_twice(
     machine = Amount(JOB.cpu * running)
     spec = TrainingJob.model_validate({"name": "j", "command": "nap 1", "resources": {"cpu": JOB.cpu / 1000}})
     with JobDatabase(None, home) as store:
-        assert store.shown_url.startswith(database)
-        made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
+        assert store.database.shown_url.startswith(database)
+        made = [store.jobs.create(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
         command = [sys.executable, "-c", killed + NURSERY, str(home), str(machine.cpu), node[1], str(kills)]
         subprocess.run(command, check=True, timeout=120)
-        jobs = {job.id: job for job in store.jobs()}
+        jobs = {job.id: job for job in store.jobs.find()}
         assert set(jobs) == set(made)
         begun = [id for id, job in jobs.items() if job.attempt]
         assert running <= len(begun) < queued
         for id in made:
-            store.stop(id, "stopped by the test")
+            store.jobs.stop(id, "stopped by the test")
         _finish(store, home, node, machine)
         for id, job in _ended(store).items():
             folder = attempt_folder(home, id, 1)
             starts = (folder / "ran-0").read_text().count("started") if (folder / "ran-0").exists() else 0
             assert job.state is not JobState.FAILED, (job.failure, job.reason)
             assert starts == 1 if job.state is JobState.SUCCEEDED else starts <= 1
-            assert len(store.attempts(id)) == job.attempt <= 1
+            assert len(store.jobs.attempts(id)) == job.attempt <= 1
         assert set(_ended(store)) == set(made)
 
 
@@ -166,29 +166,29 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
             time.sleep(min(0.05, controller.step() if controller else 1))
 
     with JobDatabase(None, home / "a") as first, JobDatabase(None, home / "b", clock=lambda: now() + ahead) as second:
-        job = first.create_job(spec("nap 60"), owner="ann").id
+        job = first.jobs.create(spec("nap 60"), owner="ann").id
         one = subprocess.Popen([sys.executable, "-c", f"{CONTROLLER}\ncontroller()", str(first.home), "4000", node[1]])
         other = controller(second)
         try:
-            until(lambda: first.job(job).state is JobState.RUNNING)
+            until(lambda: first.jobs.get(job).state is JobState.RUNNING)
             waits = [other.step()]
         finally:
             one.kill()
             one.wait()
         waits.append(other.step())
         assert waits == [LEASE_S / 3] * 2
-        assert second.lease_holder(LEASE) == f"{os.uname().nodename}:{first.home}"
+        assert second.leases.holder(LEASE) == f"{os.uname().nodename}:{first.home}"
         ahead = timedelta(seconds=LEASE_S + 1)
-        new = second.create_job(spec("true"), owner="ann").id
-        until(lambda: second.job(new).state is JobState.SUCCEEDED, other)
+        new = second.jobs.create(spec("true"), owner="ann").id
+        until(lambda: second.jobs.get(new).state is JobState.SUCCEEDED, other)
         # What runs elsewhere is neither lost nor started here; its own home goes on with it.
-        found = second.job(job)
+        found = second.jobs.get(job)
         assert (found.state, found.attempt) == (JobState.RUNNING, 1)
         assert "was started from another home" in found.reason
         assert not attempt_folder(second.home, job, 1).exists()
         other.release()
-        first.stop(job, "stopped by ann")
-        until(lambda: first.job(job).state is JobState.STOPPED, controller(first))
+        first.jobs.stop(job, "stopped by ann")
+        until(lambda: first.jobs.get(job).state is JobState.STOPPED, controller(first))
         assert (attempt_folder(first.home, job, 1) / "ran-0").read_text().count("started") == 1
 
 

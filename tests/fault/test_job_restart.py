@@ -124,9 +124,9 @@ def test_a_controller_whose_home_is_removed_ends_and_starts_nothing_more(
     with JobDatabase(None, home) as store:
         # More than this machine could ever give: the job waits, and its controller with it.
         spec = TrainingJob.model_validate({"name": "waits", "command": "true", "resources": {"cpu": 100000}})
-        store.create_job(spec, owner="ann")
+        store.jobs.create(spec, owner="ann")
         ensure_controller(home)
-        until(lambda: bool(store.jobs()[0].reason))
+        until(lambda: bool(store.jobs.find()[0].reason))
     shutil.rmtree(home)
     until(lambda: not controllers(home))
     assert not home.exists()

@@ -90,7 +90,7 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
         def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
             deadline = time.monotonic() + timeout_s
             while not condition():
-                found = store.job(job)
+                found = store.jobs.get(job)
                 on_time = not found.state.is_terminal and time.monotonic() < deadline
                 assert on_time, (found, _said(first), _said(second))
                 time.sleep(min(0.2, controller.step()))
@@ -98,18 +98,18 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
         until(lambda: step.exists() and all("BEGINS" in _log(first, rank) for rank in range(2)))
         assert {_begins(first, rank)[1] for rank in range(2)} == {"node-a", "node-b"}
         cluster.kill_node("node-b")
-        until(lambda: store.job(job).attempt == 2)
-        failure = store.attempts(job)[0].failure
+        until(lambda: store.jobs.get(job).attempt == 2)
+        failure = store.jobs.attempts(job)[0].failure
         assert failure is not None
         assert failure.cause is Cause.NODE_FAILURE
-        until(lambda: bool(store.job(job).reason) and store.job(job).state is not JobState.RUNNING)
+        until(lambda: bool(store.jobs.get(job).reason) and store.jobs.get(job).state is not JobState.RUNNING)
         reached = int(step.read_text())
         cluster.start_node("node-b")
         deadline = time.monotonic() + 90
-        while not store.job(job).state.is_terminal:
-            assert time.monotonic() < deadline, (store.job(job), _said(second))
+        while not store.jobs.get(job).state.is_terminal:
+            assert time.monotonic() < deadline, (store.jobs.get(job), _said(second))
             time.sleep(min(0.2, controller.step()))
-        assert store.job(job).state is JobState.SUCCEEDED, (store.job(job), _said(second))
+        assert store.jobs.get(job).state is JobState.SUCCEEDED, (store.jobs.get(job), _said(second))
         assert _begins(second, 0)[0] == str(reached)
         assert "ENDS" in _log(second, 1)
 

@@ -25,12 +25,12 @@ from phalanx.jobs.store import JobDatabase
 
 with JobDatabase(sys.argv[1], Path(sys.argv[2])) as store:
     while True:
-        job = store.create_job(TrainingJob(name="job", command="python train.py"), owner="ann")
+        job = store.jobs.create(TrainingJob(name="job", command="python train.py"), owner="ann")
         print("queued", job.id, flush=True)
-        store.begin_attempt(job.id)
-        store.change(job.id, JobState.RUNNING)
+        store.jobs.begin_attempt(job.id)
+        store.jobs.change(job.id, JobState.RUNNING)
         print("running", job.id, flush=True)
-        store.change(job.id, JobState.SUCCEEDED)
+        store.jobs.change(job.id, JobState.SUCCEEDED)
         print("succeeded", job.id, flush=True)
 """
 
@@ -59,12 +59,12 @@ def test_what_a_killed_writer_acknowledged_is_there(kind, tmp_path, request):
         told |= acknowledged(url, tmp_path, rounds.randint(5, 40))
     order = [JobState.QUEUED, JobState.RUNNING, JobState.SUCCEEDED]
     with JobDatabase(url, tmp_path) as store:
-        kept = {job.id: job for job in store.jobs()}
+        kept = {job.id: job for job in store.jobs.find()}
         assert told.keys() <= kept.keys()
         for job, state in told.items():
             assert order.index(kept[job].state) >= order.index(state)
         for job in kept.values():
             # State and history were written together or not at all.
-            changes = [event.data["to"] for event in store.events(job.id) if event.kind == "state"]
+            changes = [event.data["to"] for event in store.jobs.events(job.id) if event.kind == "state"]
             assert changes == [*order][: len(changes)]
             assert changes[-1] == job.state

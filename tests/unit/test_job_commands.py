@@ -69,11 +69,11 @@ def submitted(command: Phalanx, *flags: str) -> str:
 
 
 def ended(store: JobDatabase, job: str, state: JobState, failure: Failure | None = None) -> str:
-    store.begin_attempt(job)
-    store.change(job, JobState.RUNNING, "on this machine")
+    store.jobs.begin_attempt(job)
+    store.jobs.change(job, JobState.RUNNING, "on this machine")
     if state is JobState.STOPPED:
-        store.change(job, JobState.STOPPING)
-    return store.change(job, state, "it is over", failure=failure).id
+        store.jobs.change(job, JobState.STOPPING)
+    return store.jobs.change(job, state, "it is over", failure=failure).id
 
 
 def write_log(store: JobDatabase, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
@@ -83,7 +83,7 @@ def write_log(store: JobDatabase, job: str, text: str, rank: int = 0, attempt: i
 
 
 def test_a_command_is_submitted_with_flags_in_either_spelling(command, store):
-    job = store.job(
+    job = store.jobs.get(
         submitted(command, "--procs_per_node", "2", "--memory", "2Gi", "--env", "LR=0.1", "--max-runtime", "1h")
     )
     assert job.spec["command"] == "python train.py"
@@ -111,10 +111,10 @@ def test_code_of_a_flag_takes_the_place_of_the_files_and_settings_add_to_it(comm
     (Path.cwd() / "inner").mkdir()
     (Path.cwd() / "inner" / "train.py").write_text("pass\n")
     job = command("job", "submit", str(file), "--code", ".", "--set", "code.subdir=inner").stdout.strip()
-    code = store.job(job).spec["code"]
+    code = store.jobs.get(job).spec["code"]
     assert (code["path"], code["subdir"]) == (str(Path.cwd()), "inner")
     command("code", "add", "here", ".")
-    assert store.job(submitted(command, "--code", "here")).spec["code"]["path"] == str(Path.cwd())
+    assert store.jobs.get(submitted(command, "--code", "here")).spec["code"]["path"] == str(Path.cwd())
 
 
 def test_a_dry_run_prints_what_would_be_handed_over_and_keeps_nothing(command, store):
@@ -122,7 +122,7 @@ def test_a_dry_run_prints_what_would_be_handed_over_and_keeps_nothing(command, s
     said = ["--name", "mnist", "--secret", "KEY", "--", "python", "train.py"]
     dry, rendered = command("job", "submit", "--dry-run", *said), command("job", "render", *said)
     assert dry.stdout == rendered.stdout == "python train.py {'KEY': '******'}\n"
-    assert store.jobs() == []
+    assert store.jobs.find() == []
 
 
 def test_nothing_to_submit_says_what_to_write(command):
@@ -134,9 +134,9 @@ def test_nothing_to_submit_says_what_to_write(command):
 
 def test_jobs_are_listed_within_80_columns_with_reasons(command, store):
     queued, running, failed = (submitted(command) for _ in range(3))
-    store.explain({queued: "needs 4 cpu, 2 are free; 3rd in line"})
-    store.begin_attempt(running)
-    store.change(running, JobState.RUNNING)
+    store.jobs.explain({queued: "needs 4 cpu, 2 are free; 3rd in line"})
+    store.jobs.begin_attempt(running)
+    store.jobs.change(running, JobState.RUNNING)
     ended(store, failed, JobState.FAILED, Failure(Cause.OOM, "rank 1 ran out of memory", rank=1))
     listed = command("job", "list").stdout
     assert max(map(len, listed.splitlines())) <= 80
@@ -174,7 +174,7 @@ def test_a_job_is_shown_with_phases_attempts_and_why_it_failed(command, store):
 def test_what_a_job_uses_is_shown(command, store):
     job = submitted(command)
     assert json.loads(command("job", "show", job, "--json").stdout)["usage"] == []
-    store.begin_attempt(job)
+    store.jobs.begin_attempt(job)
     assert "Peak" not in command("job", "show", job).stdout
     folder = paths.attempt_folder(store.home, job, 1)
     folder.mkdir(parents=True)
@@ -205,7 +205,7 @@ def test_ctrl_c_while_a_log_is_followed_leaves_the_job_running(command, store, m
     result = command("job", "logs", "-f", job, fails=True)
     assert result.exit_code == 130
     assert f"{job} goes on" in result.stderr
-    assert store.job(job).state is JobState.QUEUED
+    assert store.jobs.get(job).state is JobState.QUEUED
 
 
 def test_a_token_says_whose_it_is(command):
@@ -231,7 +231,7 @@ def test_what_must_be_corrected_is_said_in_chinese(command, monkeypatch, said, m
 def test_messages_are_chinese_for_a_chinese_user(command, store, monkeypatch):
     monkeypatch.setenv("PHALANX_LANG", "zh")
     job = submitted(command)
-    store.stop(job, "")
+    store.jobs.stop(job, "")
     assert "已停止" in command("job", "list").stdout
     assert f"{job}：已停止" in command("job", "wait", job, fails=True).stderr
 
@@ -252,10 +252,10 @@ def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):
 
 def test_following_goes_on_with_the_next_attempt_and_ends_with_the_job(command, store):
     job = submitted(command)
-    store.begin_attempt(job)
-    store.change(job, JobState.RUNNING)
+    store.jobs.begin_attempt(job)
+    store.jobs.change(job, JobState.RUNNING)
     write_log(store, job, "first\n")
-    store.change(job, JobState.RESTARTING, failure=Failure(Cause.NODE_FAILURE, "gone"))
+    store.jobs.change(job, JobState.RESTARTING, failure=Failure(Cause.NODE_FAILURE, "gone"))
     ended(store, job, JobState.SUCCEEDED)
     write_log(store, job, "second\n", attempt=2)
     assert command("job", "logs", "-f", job).stdout == "second\n"
@@ -269,7 +269,7 @@ def test_run_ends_with_the_code_of_the_job(command, store, monkeypatch):
         made = created(self, *args, **named)  # type: ignore[arg-type]
         ended(store, made.id, JobState.FAILED, Failure(Cause.USER_CODE, "exit code 7", rank=0, exit_code=7))
         write_log(store, made.id, "training\n")
-        return store.job(made.id)
+        return store.jobs.get(made.id)
 
     monkeypatch.setattr(JobService, "submit", submit)
     result = command("job", "run", "--name", "mnist", "--", "python", "train.py", fails=True)
@@ -288,7 +288,7 @@ def test_run_ends_with_the_code_of_the_job(command, store, monkeypatch):
     ],
 )
 def test_exit_codes(command, store, state, failure, code):
-    assert exit_code(store.job(ended(store, submitted(command), state, failure))) == code
+    assert exit_code(store.jobs.get(ended(store, submitted(command), state, failure))) == code
 
 
 def test_wait_gives_up_after_its_time(command):
@@ -302,7 +302,7 @@ def test_jobs_are_stopped_and_tried_again(command, store):
     job = submitted(command)
     assert f"{job}: stopped" in command("job", "stop", job).stderr
     again = command("job", "retry", job).stdout.strip()
-    assert store.job(again).retry_of == job
+    assert store.jobs.get(again).retry_of == job
     assert f"Retry of {job}" in " ".join(command("job", "show", again).stdout.split())
 
 
@@ -311,10 +311,10 @@ def test_configurations_are_kept_listed_and_removed(command, store, tmp_path):
     command("code", "add", "here", ".")
     command("dataset", "add", "digits", str(tmp_path), "--mount", "data")
     command("dataset", "add", "pictures", "s3://bucket/pictures", "--endpoint", "https://s3.example")
-    code, here = (one.config for one in (store.config("default", "code", name) for name in ("resnet", "here")))
+    code, here = (one.config for one in (store.configs.get("default", "code", name) for name in ("resnet", "here")))
     assert (code["git"], code["ref"], code["subdir"]) == ("https://git.example/resnet.git", "v1", "src")
     assert here["path"] == str(Path.cwd())
-    assert store.config("default", "dataset", "digits").config["kind"] == "local"
+    assert store.configs.get("default", "dataset", "digits").config["kind"] == "local"
     assert "pictures" in command("dataset", "list").stdout
     for kind, name in (("code", "resnet"), ("dataset", "digits")):
         assert name in command(kind, "list").stdout
@@ -329,7 +329,7 @@ def test_workspaces_and_members(command, store):
     command("workspace", "member", "rm", "ann", "-w", "vision")
     assert command("workspace", "rm", "vision", text="n\n", fails=True).exit_code == 1
     command("workspace", "rm", "vision", "--yes")
-    assert [one.name for one in store.workspaces()] == ["default"]
+    assert [one.name for one in store.workspaces.find()] == ["default"]
 
 
 def test_the_value_of_a_secret_comes_from_input_or_a_variable_never_an_argument(command, store, monkeypatch):
@@ -338,23 +338,23 @@ def test_the_value_of_a_secret_comes_from_input_or_a_variable_never_an_argument(
         command("secret", "add", "KEY", text=VALUE + "\n"),
         command("secret", "add", "B", "--from-env", "MY_TOKEN"),
     ]
-    assert store.secret_values("default", ["KEY", "B"]) == {"KEY": VALUE, "B": "from the environment"}
+    assert store.secrets.values("default", ["KEY", "B"]) == {"KEY": VALUE, "B": "from the environment"}
     assert command("secret", "add", "KEY", VALUE, fails=True).exit_code == 2
     outputs.append(command("secret", "list"))
     assert VALUE not in "".join(result.output for result in outputs)
     with pytest.raises(SpecError, match="--from-env GONE"):
         command("secret", "add", "C", "--from-env", "GONE")
     command("secret", "rm", "B")
-    assert [one.name for one in store.secrets("default")] == ["KEY"]
+    assert [one.name for one in store.secrets.names("default")] == ["KEY"]
 
 
 def test_a_token_is_printed_once(command, store):
     text = command("token", "add", "laptop", "--lasts", "30d").stdout.strip()
-    assert store.actor_of(text) == OWNER
+    assert store.tokens.actor_of(text) == OWNER
     assert text not in command("token", "list").output
     assert command("token", "add", "x", "--lasts", "soon", fails=True).exit_code == 2
     command("token", "rm", "laptop")
-    assert store.tokens() == []
+    assert store.tokens.find() == []
 
 
 def test_an_address_of_a_server_needs_a_token(monkeypatch):
@@ -407,8 +407,8 @@ def test_names_that_other_tools_give_commands_work_and_the_rest_is_told_the_near
 
 
 def test_a_member_of_one_workspace_need_not_name_it(command, store, monkeypatch):
-    store.create_workspace("vision")
-    store.put_member("vision", "ann", MemberRole.DEVELOPER)
+    store.workspaces.create("vision")
+    store.workspaces.put_member("vision", "ann", MemberRole.DEVELOPER)
 
     @contextmanager
     def as_ann() -> Iterator[Jobs]:
@@ -417,22 +417,22 @@ def test_a_member_of_one_workspace_need_not_name_it(command, store, monkeypatch)
     monkeypatch.setattr(output, "open_jobs", as_ann)
     made = command("job", "submit", "--name", "mnist", "--", "python", "train.py")
     assert "in workspace vision, your only one" in made.stderr
-    assert store.job(made.stdout.strip()).workspace == "vision"
+    assert store.jobs.get(made.stdout.strip()).workspace == "vision"
     command("code", "add", "net", "git+https://example.org/net.git@main")
-    assert [one.name for one in store.configs("vision", "code")] == ["net"]
-    store.create_workspace("speech")
-    store.put_member("speech", "ann", MemberRole.VIEWER)
+    assert [one.name for one in store.configs.find("vision", "code")] == ["net"]
+    store.workspaces.create("speech")
+    store.workspaces.put_member("speech", "ann", MemberRole.VIEWER)
     with pytest.raises(SpecError, match=r"in several workspaces: speech, vision. Say which: -w NAME"):
         command("secret", "list")
 
 
 def test_the_log_of_a_failed_job_is_that_of_the_rank_that_failed(command, store):
     job = submitted(command)
-    store.begin_attempt(job)
+    store.jobs.begin_attempt(job)
     write_log(store, job, "", rank=0)
     write_log(store, job, "the reason\n", rank=1)
-    store.change(job, JobState.RUNNING)
-    store.change(job, JobState.FAILED, "x", failure=Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
+    store.jobs.change(job, JobState.RUNNING)
+    store.jobs.change(job, JobState.FAILED, "x", failure=Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
     found = command("job", "logs", job)
     assert found.stdout == "the reason\n"
     assert "The log of rank 1, which failed" in found.stderr

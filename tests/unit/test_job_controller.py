@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from job_memory_store import MemoryStore
+from job_memory_store import MemoryJobs, MemoryStore
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
@@ -108,7 +108,7 @@ class World:
             self.controller.step()
 
     def job(self, id: str = "a") -> Job:
-        return self.ledger.rows[id]
+        return self.ledger.jobs.rows[id]
 
 
 @pytest.fixture
@@ -117,10 +117,10 @@ def world(tmp_path: Path) -> World:
 
 
 def test_a_job_goes_from_the_queue_to_success(world: World) -> None:
-    world.ledger.add("a")
+    world.ledger.jobs.add("a")
     world.step()
     assert world.job().state is JobState.RUNNING
-    assert world.ledger.tries["a"][0].handle == "a-1"
+    assert world.ledger.jobs.tries["a"][0].handle == "a-1"
     world.engine.end("a")
     world.step()
     assert world.job().state is JobState.SUCCEEDED
@@ -129,12 +129,12 @@ def test_a_job_goes_from_the_queue_to_success(world: World) -> None:
 
 
 def test_jobs_wait_with_a_reason_that_is_written_when_it_changes(world: World) -> None:
-    world.ledger.add("a", resources={"cpu": 2})
-    world.ledger.add("b", resources={"cpu": 1})
+    world.ledger.jobs.add("a", resources={"cpu": 2})
+    world.ledger.jobs.add("b", resources={"cpu": 1})
     world.step(30)
     assert world.job("b").state is JobState.QUEUED
     assert world.job("b").reason == "needs 1 cpu, none is free; next in line"
-    assert world.ledger.explained == 1
+    assert world.ledger.jobs.explained == 1
     world.engine.end("a")
     world.step()
     assert world.job("b").state is JobState.RUNNING
@@ -144,7 +144,7 @@ def test_jobs_wait_with_a_reason_that_is_written_when_it_changes(world: World) -
 def test_limits_of_queues_are_read_when_they_change(world: World, caplog: pytest.LogCaptureFixture) -> None:
     (world.home / "queues.yaml").write_text("team: {jobs: 1}\n")
     for id in "abc":
-        world.ledger.add(id, queue="team", resources={"cpu": 0.5})
+        world.ledger.jobs.add(id, queue="team", resources={"cpu": 0.5})
     world.step()
     assert [world.job(id).state for id in "abc"] == [JobState.RUNNING, JobState.QUEUED, JobState.QUEUED]
     assert world.job("b").reason == "the quota of queue team is used up"
@@ -159,26 +159,26 @@ def test_limits_of_queues_are_read_when_they_change(world: World, caplog: pytest
 
 def test_engines_with_a_queue_of_their_own_get_every_job_and_give_the_reason(world: World) -> None:
     for id in "abc":
-        world.ledger.add(id, backend="slurm", resources={"cpu": 64})
+        world.ledger.jobs.add(id, backend="slurm", resources={"cpu": 64})
     world.step()
-    assert [job.state for job in world.ledger.rows.values()] == [JobState.RUNNING] * 3
-    world.ledger.add("d", backend="slurm")
+    assert [job.state for job in world.ledger.jobs.rows.values()] == [JobState.RUNNING] * 3
+    world.ledger.jobs.add("d", backend="slurm")
     world.engine.begins = Status(Phase.QUEUED, "Resources")
     world.step(2, 5)
     assert (world.job("d").state, world.job("d").reason) == (JobState.QUEUED, "slurm: Resources")
 
 
 def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: World) -> None:
-    world.ledger.add("a", retries={"max": 1})
+    world.ledger.jobs.add("a", retries={"max": 1})
     world.step()
     world.engine.end("a", LOST)
     world.step(2)
-    assert [one.state for one in world.ledger.tries["a"]] == [JobState.FAILED, JobState.RUNNING]
-    assert any("restart 1 of 1" in event.message for event in world.ledger.history["a"])
+    assert [one.state for one in world.ledger.jobs.tries["a"]] == [JobState.FAILED, JobState.RUNNING]
+    assert any("restart 1 of 1" in event.message for event in world.ledger.jobs.history["a"])
     world.engine.end("a", LOST, attempt=2)
     world.step()
     assert (world.job().state, world.job().failure) == (JobState.FAILED, LOST)
-    world.ledger.add("b", retries={"max": 5})
+    world.ledger.jobs.add("b", retries={"max": 5})
     world.step()
     world.engine.end("b", BUG)
     world.step()
@@ -186,7 +186,7 @@ def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: 
 
 
 def test_a_node_of_servers_is_to_blame_if_it_failed_and_does_not_count_otherwise(world: World) -> None:
-    world.ledger.add("a", resources={"nodes": 1}, servers={"count": 1})
+    world.ledger.jobs.add("a", resources={"nodes": 1}, servers={"count": 1})
     world.step()
     folder = paths.attempt_folder(world.home, "a", 1)
     folder.mkdir(parents=True)
@@ -203,10 +203,10 @@ def test_a_node_of_servers_is_to_blame_if_it_failed_and_does_not_count_otherwise
 
 def test_a_stopped_job_is_stopped_and_one_that_had_succeeded_stays_so(world: World) -> None:
     for id in "ab":
-        world.ledger.add(id)
+        world.ledger.jobs.add(id)
     world.step()
     for id in "ab":
-        world.ledger.change(id, JobState.STOPPING, "stopped by ann")
+        world.ledger.jobs.change(id, JobState.STOPPING, "stopped by ann")
     world.engine.end("b")
     world.step(2)
     assert (world.job("a").state, world.job("a").reason) == (JobState.STOPPED, "stopped by ann")
@@ -214,30 +214,30 @@ def test_a_stopped_job_is_stopped_and_one_that_had_succeeded_stays_so(world: Wor
 
 
 def test_a_job_stopped_before_it_was_handed_over_never_starts(world: World) -> None:
-    world.ledger.add("a")
-    world.ledger.begin_attempt("a")
-    world.ledger.change("a", JobState.STOPPING, "stopped by ann")
+    world.ledger.jobs.add("a")
+    world.ledger.jobs.begin_attempt("a")
+    world.ledger.jobs.change("a", JobState.STOPPING, "stopped by ann")
     world.step(2)
     assert world.job().state is JobState.STOPPED
     assert world.engine.runs == {}
 
 
 def test_a_job_stopped_while_the_controller_moves_it_is_looked_at_again(world: World) -> None:
-    world.ledger.add("a")
-    begin = world.ledger.begin_attempt
+    world.ledger.jobs.add("a")
+    begin = world.ledger.jobs.begin_attempt
 
     def stopped_first(job: str) -> Any:
-        world.ledger.change(job, JobState.STOPPED, "stopped by ann")
+        world.ledger.jobs.change(job, JobState.STOPPED, "stopped by ann")
         return begin(job)
 
-    world.ledger.begin_attempt = stopped_first  # type: ignore[method-assign]
+    world.ledger.jobs.begin_attempt = stopped_first  # type: ignore[method-assign]
     world.step(2)
     assert world.job().state is JobState.STOPPED
     assert world.engine.runs == {}
 
 
 def test_an_engine_that_does_not_answer_is_asked_less_and_less(world: World) -> None:
-    world.ledger.add("a")
+    world.ledger.jobs.add("a")
     world.step()
     world.engine.calls, world.engine.error = [], BackendError("no route.")
     world.step(100)
@@ -251,7 +251,7 @@ def test_an_engine_that_does_not_answer_is_asked_less_and_less(world: World) -> 
 
 
 def test_an_engine_that_takes_nothing_fails_the_job_in_the_end(world: World) -> None:
-    world.ledger.add("a")
+    world.ledger.jobs.add("a")
     world.engine.error = BackendError("no account")
     world.step(30, SUBMIT_S / 20)
     failure = world.job().failure
@@ -261,37 +261,37 @@ def test_an_engine_that_takes_nothing_fails_the_job_in_the_end(world: World) -> 
 
 
 def test_what_an_engine_refuses_or_a_secret_that_is_gone_fails_at_once(world: World) -> None:
-    world.ledger.add("a")
+    world.ledger.jobs.add("a")
     world.engine.error = SpecError("no such partition")
     world.step()
     assert world.job().state is JobState.FAILED
     world.engine.error = None
-    world.ledger.add("b", secrets=["TOKEN"])
+    world.ledger.jobs.add("b", secrets=["TOKEN"])
     world.step()
     assert world.job("b").state is JobState.FAILED
     assert "There is no secret 'TOKEN'" in world.job("b").reason
-    world.ledger.values["TOKEN"] = "value"
-    world.ledger.add("c", secrets=["TOKEN"])
+    world.ledger.secrets.by_name["TOKEN"] = "value"
+    world.ledger.jobs.add("c", secrets=["TOKEN"])
     world.step()
     assert world.engine.secrets == {"TOKEN": "value"}
 
 
 def test_silence_of_all_ranks_is_a_hang_and_is_started_again(world: World) -> None:
-    world.ledger.add("a", retries={"max": 1, "hang_after": "60s"})
+    world.ledger.jobs.add("a", retries={"max": 1, "hang_after": "60s"})
     world.step()
     log = paths.logs(paths.attempt_folder(world.home, "a", 1)) / "workerlog.0"
     log.parent.mkdir(parents=True)
     log.touch()
     os.utime(log, (world.clock.now, world.clock.now))
     world.step(50)
-    assert len(world.ledger.tries["a"]) == 1
+    assert len(world.ledger.jobs.tries["a"]) == 1
     world.step(40)
-    first, second = world.ledger.tries["a"]
+    first, second = world.ledger.jobs.tries["a"]
     assert (first.failure and first.failure.cause, second.state) == (Cause.HANG, JobState.RUNNING)
 
 
 def test_the_controller_ends_what_runs_too_long_if_its_nodes_do_not(world: World) -> None:
-    world.ledger.add("a", max_runtime="60s", grace="10s")
+    world.ledger.jobs.add("a", max_runtime="60s", grace="10s")
     world.step(95)
     assert world.job().state is JobState.RUNNING
     world.step(20)
@@ -301,7 +301,7 @@ def test_the_controller_ends_what_runs_too_long_if_its_nodes_do_not(world: World
 
 
 def test_another_controller_knows_why_an_attempt_was_being_ended(world: World) -> None:
-    world.ledger.add("a", max_runtime="10s", grace="1s")
+    world.ledger.jobs.add("a", max_runtime="10s", grace="1s")
     world.step()
     world.engine.stop = lambda *_: None  # type: ignore[method-assign]
     world.step(60)
@@ -314,10 +314,10 @@ def test_another_controller_knows_why_an_attempt_was_being_ended(world: World) -
 
 
 def test_only_one_home_keeps_until_its_lease_runs_out(world: World) -> None:
-    world.ledger.add("a")
+    world.ledger.jobs.add("a")
     other = world.another("other")
     world.step()
-    world.ledger.add("b")
+    world.ledger.jobs.add("b")
     other.step()
     assert world.job("b").state is JobState.QUEUED
     world.clock.now += LEASE_S + 1
@@ -326,7 +326,7 @@ def test_only_one_home_keeps_until_its_lease_runs_out(world: World) -> None:
 
 
 def test_an_error_nobody_thought_of_does_not_end_the_controller(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.ledger.add("a")
+    world.ledger.jobs.add("a")
     world.step()
     world.clock.now += 10.0
     world.engine.error = RuntimeError("a bug")
@@ -378,10 +378,10 @@ def live_through(world: World, chance: random.Random, turns: int, seen: dict[str
         for (id, number), status in list(world.engine.runs.items()):
             if status.phase is Phase.RUNNING and chance.random() < 0.2:
                 world.engine.end(id, chance.choice([None, LOST, BUG]), number)
-        id, job = chance.choice(list(world.ledger.rows.items()))
+        id, job = chance.choice(list(world.ledger.jobs.rows.items()))
         if chance.random() < 0.02 and not job.state.is_terminal and job.state is not JobState.STOPPING:
-            MemoryStore.change(world.ledger, id, JobState.STOPPING, "stopped by ann")
-        ended = {id: job.state for id, job in world.ledger.rows.items() if job.state.is_terminal}
+            MemoryJobs.change(world.ledger.jobs, id, JobState.STOPPING, "stopped by ann")
+        ended = {id: job.state for id, job in world.ledger.jobs.rows.items() if job.state.is_terminal}
         assert seen.items() <= ended.items()
         seen |= ended
 
@@ -394,17 +394,17 @@ def test_no_death_of_the_controller_loses_a_job_or_starts_an_attempt_twice(
     chance = random.Random(seed)
     world, odds, seen = World(tmp_path_factory.getbasetemp()), [0.05], dict[str, JobState]()
     for target, names in (
-        (world.ledger, ("begin_attempt", "submitted", "change", "append", "explain", "attempts", "jobs")),
+        (world.ledger.jobs, ("begin_attempt", "set_handle", "change", "append_event", "explain", "attempts", "find")),
         (world.engine, ("submit", "status", "stop", "cleanup")),
     ):
         mortal(target, names, lambda: chance.random() < odds[0])
     for number in range(6):
-        world.ledger.add(f"j{number}", retries={"max": number % 3}, backend=chance.choice(["local", "slurm"]))
+        world.ledger.jobs.add(f"j{number}", retries={"max": number % 3}, backend=chance.choice(["local", "slurm"]))
     live_through(world, chance, 150, seen)
     odds[0] = 0.0
     live_through(world, chance, 150, seen)
-    for id, job in world.ledger.rows.items():
-        tries = world.ledger.tries[id]
+    for id, job in world.ledger.jobs.rows.items():
+        tries = world.ledger.jobs.tries[id]
         ran = [status.phase for (owner, _), status in world.engine.runs.items() if owner == id]
         assert job.state.is_terminal
         assert [one.number for one in tries] == list(range(1, len(tries) + 1))

@@ -184,14 +184,14 @@ def test_values_of_secrets_are_shown_nowhere(acting, store, tree, caplog):
     wanted = spec(secrets=["KEY"])
     said = [owner.render(wanted, base=tree), repr(owner.secrets("default"))]
     job = owner.submit(wanted, base=tree)
-    store.begin_attempt(job.id)
-    store.change(job.id, JobState.RUNNING)
+    store.jobs.begin_attempt(job.id)
+    store.jobs.change(job.id, JobState.RUNNING)
     folder = paths.logs(paths.attempt_folder(store.home, job.id, 1))
     folder.mkdir(parents=True)
     (folder / "workerlog.0").write_text(f"my key is {VALUE}!\n")
     failure = Failure(Cause.USER_CODE, f"bad key {VALUE}", detail=f"line 1\nline 2: {VALUE}")
-    store.append(job.id, "note", f"saw {VALUE}", {"seen": [{"text": VALUE}]})
-    store.change(job.id, JobState.FAILED, f"rank 0 said {VALUE}", failure=failure)
+    store.jobs.append_event(job.id, "note", f"saw {VALUE}", {"seen": [{"text": VALUE}]})
+    store.jobs.change(job.id, JobState.FAILED, f"rank 0 said {VALUE}", failure=failure)
     assert owner.job(job.id).failure.detail == "line 1\nline 2: ***"
     part = owner.log(job.id)
     assert "my key is" in part.text
@@ -227,9 +227,9 @@ def test_configurations_say_where_things_are_and_nothing_of_a_job(acting):
 
 def test_tokens_stand_for_who_made_them(acting, store):
     owner, ann = acting(OWNER), acting(Actor("ann"))
-    assert store.actor_of(owner.add_token("mine").text) == OWNER
-    assert store.actor_of(owner.add_token("laptop", owner="ann").text) == Actor("ann")
-    assert store.actor_of(ann.add_token("phone", lasts_s=60).text) == Actor("ann")
+    assert store.tokens.actor_of(owner.add_token("mine").text) == OWNER
+    assert store.tokens.actor_of(owner.add_token("laptop", owner="ann").text) == Actor("ann")
+    assert store.tokens.actor_of(ann.add_token("phone", lasts_s=60).text) == Actor("ann")
     assert {token.name for token in ann.tokens()} == {"laptop", "phone"}
     assert len(owner.tokens()) == 3
     for verb in (lambda: ann.add_token("x", owner="root"), lambda: ann.remove_token("mine", owner="root")):

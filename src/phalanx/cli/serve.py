@@ -69,7 +69,7 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
         store = stack.enter_context(JobDatabase(None, home))
 
         def authenticate(token: str) -> Jobs:
-            return JobService(store, engines, store.actor_of(token), wake=lambda _: None)
+            return JobService(store, engines, store.tokens.actor_of(token), wake=lambda _: None)
 
         stack.enter_context(_keeping(store, engines, home))
         app = make_app(authenticate)
@@ -77,7 +77,9 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
         address = address_of(bound, where)
         talk(tr("Jobs and console at {address}/ui. Ctrl-C ends the server; jobs go on.", address=address))
         if open_browser is not None:
-            new_token = store.create_token(f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600)
+            new_token = store.tokens.create(
+                f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600
+            )
             talk(tr("Sign in with this token, good for {hours} h:", hours=_SIGNED_IN_H))
             click.echo(new_token.text)
             bound.listen()  # a browser that is faster than the server waits instead of being refused

@@ -35,7 +35,7 @@ def open_jobs() -> Iterator[Jobs]:
     home = paths.home()
     with JobDatabase(None, home) as store:
         # The controller may have been killed since: any command starts a new one.
-        if store.jobs(states=[state for state in JobState if not state.is_terminal], limit=1):
+        if store.jobs.find(states=[state for state in JobState if not state.is_terminal], limit=1):
             _wake(home)
         yield JobService(store, Backends(), local_actor(home), wake=_wake, remote=False)
 

@@ -16,11 +16,11 @@ from phalanx.jobs.attempt.failures import failure_of, hang_failure, should_retry
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Backend, Phase, Status, Submission
 from phalanx.jobs.backend_registry import BACKENDS
-from phalanx.jobs.control.job_state_store import JobStateStore
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.spec import TrainingJob, secrets_of
 from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -49,7 +49,7 @@ class AttemptController:
 
     def __init__(
         self,
-        store: JobStateStore,
+        store: JobDatabase,
         backend: Backend,
         home: Path,
         job: Job,
@@ -72,9 +72,9 @@ class AttemptController:
         self.folder = attempt_folder(home, job.id, job.attempt)
         self.next_poll = 0.0
         self._store, self._backend, self._clock = store, backend, clock
-        self._attempts = store.attempts(job.id)
+        self._attempts = store.jobs.attempts(job.id)
         self._handle = self._attempts[-1].handle
-        self._ending_failure = _read_ending_failure(store.events(job.id), self.number) if self._handle else None
+        self._ending_failure = _read_ending_failure(store.jobs.events(job.id), self.number) if self._handle else None
         self._submitting_since = clock()
         self._failing_since: float | None = None
         self._failed_polls = 0
@@ -147,7 +147,7 @@ class AttemptController:
     def _submit(self) -> Failure | None:
         """Submit the attempt; return why it can never run. BackendError means that it is tried again."""
         try:
-            secrets = self._store.secret_values(self.job.workspace, secrets_of(self.job.spec))
+            secrets = self._store.secrets.values(self.job.workspace, secrets_of(self.job.spec))
             self._handle = self._backend.submit(self._submission(secrets))
         except BackendError as error:
             tried = self._clock() - self._submitting_since
@@ -156,7 +156,7 @@ class AttemptController:
             return submit_failure(error, tried)
         except PhalanxError as error:
             return submit_failure(error)
-        self._store.submitted(self.job.id, self.number, self._handle)
+        self._store.jobs.set_handle(self.job.id, self.number, self._handle)
         return None
 
     def _update_state(self, status: Status) -> None:
@@ -166,10 +166,10 @@ class AttemptController:
         reason = f"{prefix}{status.reason}" if status.reason and status.phase is not Phase.RUNNING else ""
         later = state is not self.job.state and self.job.state is not JobState.RUNNING
         if later:
-            self.job = self._store.change(self.job.id, state, reason)
+            self.job = self._store.jobs.change(self.job.id, state, reason)
             self._reason = reason
             if state is JobState.RUNNING:
-                self._attempts[-1] = self._store.attempts(self.job.id)[-1]
+                self._attempts[-1] = self._store.jobs.attempts(self.job.id)[-1]
         elif self._ending_failure is None:
             self._set_reason(reason)
 
@@ -200,7 +200,9 @@ class AttemptController:
 
     def _end_with(self, failure: Failure) -> None:
         if self._ending_failure is None:
-            self._store.append(self.job.id, ENDING, failure.message, {"attempt": self.number, **asdict(failure)})
+            self._store.jobs.append_event(
+                self.job.id, ENDING, failure.message, {"attempt": self.number, **asdict(failure)}
+            )
             self._ending_failure = failure
             self._set_reason(f"ending attempt {self.number}: {failure.message}")
 
@@ -211,36 +213,36 @@ class AttemptController:
         started = _first_start(records)
         if failure is None:
             self._pass_through_running(started)
-            self._store.change(self.job.id, JobState.SUCCEEDED, started=started)
+            self._store.jobs.change(self.job.id, JobState.SUCCEEDED, started=started)
             return True
         own = any(end is not None and end.outcome == "failed" for end in records.values())
         if self.job.state is JobState.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
-            self._store.change(self.job.id, JobState.STOPPED, self.job.reason)
+            self._store.jobs.change(self.job.id, JobState.STOPPED, self.job.reason)
             return True
         return self._fail(self._ending_failure or failure, started)
 
     def _fail(self, failure: Failure, started: datetime | None = None) -> bool:
         again = should_retry(self.spec, self._attempts, failure) and self.job.state is not JobState.STOPPING
         if not again:
-            self._store.change(self.job.id, JobState.FAILED, failure.message, failure=failure, started=started)
+            self._store.jobs.change(self.job.id, JobState.FAILED, failure.message, failure=failure, started=started)
             return True
         self._pass_through_running(started)
         reason = (
             f"attempt {self.number} failed ({failure.cause}: {failure.message}); "
             f"restart {self.number} of {self.spec.retries.max}"
         )
-        self._store.change(self.job.id, JobState.RESTARTING, reason, failure=failure, started=started)
+        self._store.jobs.change(self.job.id, JobState.RESTARTING, reason, failure=failure, started=started)
         return True
 
     def _pass_through_running(self, started: datetime | None) -> None:
         """Enter RUNNING, which an attempt that began and ended between two polls would skip."""
         if self.job.state in (JobState.QUEUED, JobState.RESTARTING):
-            self.job = self._store.change(self.job.id, JobState.RUNNING, started=started)
+            self.job = self._store.jobs.change(self.job.id, JobState.RUNNING, started=started)
 
     def _set_reason(self, reason: str) -> None:
         if reason != self._reason:
             self._reason = reason
-            self._store.explain({self.job.id: reason})
+            self._store.jobs.explain({self.job.id: reason})
 
 
 def _first_start(records: Mapping[int, ExitRecord | None]) -> datetime | None:

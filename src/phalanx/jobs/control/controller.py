@@ -28,7 +28,6 @@ from phalanx.jobs.attempt.failures import submit_failure
 from phalanx.jobs.backend import Backend
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.control.attempt_controller import AttemptController
-from phalanx.jobs.control.job_state_store import JobStateStore
 from phalanx.jobs.models import Failure, Job
 from phalanx.jobs.scheduling import queue
 from phalanx.jobs.scheduling.queue import Amount, Running, Waiting
@@ -36,6 +35,7 @@ from phalanx.jobs.scheduling.quotas import Quotas
 from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
+from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -68,7 +68,7 @@ class JobController:
 
     def __init__(
         self,
-        store: JobStateStore,
+        store: JobDatabase,
         backends: Mapping[str, Backend],
         home: Path,
         *,
@@ -120,17 +120,17 @@ class JobController:
 
     def has_jobs(self) -> bool:
         """Return whether the store has a job that has not ended, without touching it."""
-        return bool(self._store.jobs(states=_NOT_ENDED))
+        return bool(self._store.jobs.find(states=_NOT_ENDED))
 
     def release(self) -> None:
         """Release the lease, so that another controller can take over."""
-        self._store.release(LEASE, self._holder)
+        self._store.leases.release(LEASE, self._holder)
         self._leased_at = 0.0
 
     def _is_leader(self) -> bool:
         now = self._clock()
         if now >= self._leased_at + LEASE_S / 3:
-            if not self._store.lease(LEASE, self._holder, LEASE_S):
+            if not self._store.leases.take(LEASE, self._holder, LEASE_S):
                 self._forget()  # What another controller does meanwhile is unknown here.
                 return False
             self._leased_at = now
@@ -142,10 +142,10 @@ class JobController:
 
     def _refresh(self) -> bool:
         """Read the jobs again if any changed; returns whether any did."""
-        version = self._store.last_change()
+        version = self._store.jobs.last_change()
         if version == self._version:
             return False
-        jobs = self._store.jobs(states=_NOT_ENDED)
+        jobs = self._store.jobs.find(states=_NOT_ENDED)
         # The number was taken first: what changed since makes it another one, and is read next time.
         self._version, self._jobs = version, {job.id: job for job in reversed(jobs)}
         self._attempts = {id: attempt for id, attempt in self._attempts.items() if id in self._jobs}
@@ -184,14 +184,14 @@ class JobController:
     def _skip_job(self, job: Job, error: Exception) -> None:
         """Leave a job as it is: one that cannot be supervised must not block the others."""
         logger.error("job %s cannot be supervised: %s", job.id, error)
-        self._store.explain({job.id: f"cannot be supervised: {error}"})
+        self._store.jobs.explain({job.id: f"cannot be supervised: {error}"})
 
     def _check_attempt(self, job: Job) -> bool:
         """Check the running attempt of a job, or stop a job that has none; returns whether it ended."""
         attempt = self._attempts.get(job.id)
         try:
             if attempt is None:
-                self._store.change(job.id, JobState.STOPPED, job.reason)
+                self._store.jobs.change(job.id, JobState.STOPPED, job.reason)
                 return True
             if self._clock() < attempt.next_poll and not (
                 job.state is JobState.STOPPING and attempt.job.state is not job.state
@@ -211,9 +211,9 @@ class JobController:
             return False
         try:
             if (failure := self._backend_failure(job)) is not None:
-                self._store.change(job.id, JobState.FAILED, failure.message, failure=failure)
+                self._store.jobs.change(job.id, JobState.FAILED, failure.message, failure=failure)
                 return True
-            self._store.begin_attempt(job.id)
+            self._store.jobs.begin_attempt(job.id)
         except StateError as error:
             logger.info("%s", error)
             self._version = None
@@ -251,14 +251,14 @@ class JobController:
             self._start_attempt(self._jobs[id])
         new = {id: reason for id, reason in chosen.reasons.items() if self._jobs[id].reason != reason}
         if new:
-            self._store.explain(new)
+            self._store.jobs.explain(new)
             self._jobs |= {id: replace(self._jobs[id], reason=reason) for id, reason in new.items()}
 
     def _recent_usage(self, now: float) -> dict[str, float]:
         if now >= self._usage_read_at + USAGE_EVERY_S:
             self._usage_read_at, since = now, datetime.fromtimestamp(now - USAGE_S, UTC)
             self._usage = {}
-            for job in (*self._store.jobs(ended_after=since), *self._jobs.values()):
+            for job in (*self._store.jobs.find(ended_after=since), *self._jobs.values()):
                 if job.started is not None:
                     ended = job.ended.timestamp() if job.ended else now
                     ran = ended - max(job.started.timestamp(), now - USAGE_S)
@@ -354,7 +354,6 @@ def main(home: Path, lock: int | None = None) -> None:
     """Run the controller of `home` until every job has ended."""
     from phalanx.jobs.backends import Backends
     from phalanx.jobs.backends.local import this_machine
-    from phalanx.jobs.store import JobDatabase
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from phalanx.errors import PhalanxError, SpecError, did_you_mean
 from phalanx.i18n import tr
@@ -21,30 +21,39 @@ from phalanx.jobs.sources import code as codes
 from phalanx.jobs.sources import datasets, mounts
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.spec_file import validate
+from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")
 
 _SHELLS = ("sh", "bash", "dash", "zsh")
 
 
-class Configs(Protocol):
-    """The configurations and secrets of one workspace. Verbs raise NotFoundError for a name that is not there."""
+class WorkspaceConfigs:
+    """The configurations and secrets of one workspace. A name that is not there raises NotFoundError."""
+
+    def __init__(self, store: JobDatabase, workspace: str) -> None:
+        self._store = store
+        self._workspace = workspace
 
     def code(self, name: str) -> dict[str, Any]:
         """Return the fields of a code configuration."""
+        return self._store.configs.get(self._workspace, "code", name).config
 
     def dataset(self, name: str) -> dict[str, Any]:
         """Return the fields of a dataset configuration."""
+        return self._store.configs.get(self._workspace, "dataset", name).config
 
     def secret_names(self) -> Set[str]:
         """Return the names of all secrets."""
+        return {secret.name for secret in self._store.secrets.names(self._workspace)}
 
     def secret(self, name: str) -> str:
         """Return the value of a secret."""
+        return self._store.secrets.value(self._workspace, name)
 
 
 def resolve(
-    spec: TrainingJob, *, configs: Configs, home: Path, base: Path | None, limits: Limits | None = None
+    spec: TrainingJob, *, configs: WorkspaceConfigs, home: Path, base: Path | None, limits: Limits | None = None
 ) -> TrainingJob:
     """Return `spec` as it will run: configurations in place of names, commits of refs, versions of datasets.
 
@@ -132,11 +141,11 @@ def _expand(field: ConfigT, model: type[ConfigT], config: Any) -> ConfigT:
     return validate(model, config(field.name) | changed)
 
 
-def _value(configs: Configs, name: str | None) -> str | None:
+def _value(configs: WorkspaceConfigs, name: str | None) -> str | None:
     return None if name is None else configs.secret(name)
 
 
-def _missing_secrets(spec: TrainingJob, configs: Configs) -> list[str]:
+def _missing_secrets(spec: TrainingJob, configs: WorkspaceConfigs) -> list[str]:
     names = configs.secret_names()
     return [
         f"secrets: workspace {spec.workspace} has no secret {name}.{did_you_mean(name, names)} "

@@ -23,7 +23,6 @@ from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.states import JobState
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
-from phalanx.jobs.store.secrets import WorkspaceConfigs
 from phalanx.jobs.store.workspaces import no_workspace
 
 logger = logging.getLogger("phalanx.jobs")
@@ -71,10 +70,12 @@ class JobService(Jobs):
 
     def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
         self._need(spec.workspace, MemberRole.DEVELOPER)
-        existing = None if request is None else self._store.requested(spec.workspace, self._actor.name, request)
+        existing = (
+            None if request is None else self._store.jobs.find_by_request(spec.workspace, self._actor.name, request)
+        )
         if existing is None:
             resolved = self._resolve(spec, base)
-            existing = self._store.create_job(resolved, owner=self._actor.name, request=request)
+            existing = self._store.jobs.create(resolved, owner=self._actor.name, request=request)
         self._wake(self._store.home)
         return existing
 
@@ -89,7 +90,7 @@ class JobService(Jobs):
                     "No server gives values of secrets away. Render it in full without them, and let the pods take "
                     "them from a secret of the cluster (kubernetes.env_from); or render it where the store is."
                 )
-            values = self._store.secret_values(resolved.workspace, names)
+            values = self._store.secrets.values(resolved.workspace, names)
         return self._backend(resolved).render(Submission(resolved.name, 1, resolved, folder, values), full=full)
 
     def jobs(
@@ -104,19 +105,19 @@ class JobService(Jobs):
             self._need(workspace, MemberRole.VIEWER)
         mine = None if self._actor.owner else [space.name for space in self.workspaces()]
         workspaces = mine if workspace is None else [workspace]
-        return self._store.jobs(workspaces=workspaces, states=states, owner=owner, limit=limit)
+        return self._store.jobs.find(workspaces=workspaces, states=states, owner=owner, limit=limit)
 
     def job(self, job: str) -> Job:
-        record = self._store.job(job)
+        record = self._store.jobs.get(job)
         if self._role(record.workspace) is None:
             raise no_job(job)  # as if it were not there
         return record
 
     def attempts(self, job: str) -> list[Attempt]:
-        return self._store.attempts(self.job(job).id)
+        return self._store.jobs.attempts(self.job(job).id)
 
     def events(self, job: str, *, after: int = 0) -> list[Event]:
-        return self._store.events(self.job(job).id, after=after)
+        return self._store.jobs.events(self.job(job).id, after=after)
 
     def stop(self, job: str) -> Job:
         record = self.job(job)
@@ -124,7 +125,7 @@ class JobService(Jobs):
         self._need(
             record.workspace, MemberRole.DEVELOPER if mine else MemberRole.ADMIN, f"stop the job of {record.owner}"
         )
-        stopped = self._store.stop(job, f"stopped by {self._actor.name}")
+        stopped = self._store.jobs.stop(job, f"stopped by {self._actor.name}")
         if not stopped.state.is_terminal:
             self._wake(self._store.home)
         return stopped
@@ -138,7 +139,7 @@ class JobService(Jobs):
         if (limits := self._limits()) is not None:
             limits.check_again(spec)
         self._backend(spec).check(spec)
-        new_job = self._store.create_job(spec, owner=self._actor.name, retry_of=job)
+        new_job = self._store.jobs.create(spec, owner=self._actor.name, retry_of=job)
         self._wake(self._store.home)
         return new_job
 
@@ -161,7 +162,7 @@ class JobService(Jobs):
         number = record.attempt if attempt is None else attempt
         ended = record.state.is_terminal or self._attempt(job, number).ended is not None
         folder = self._folder(record, number)
-        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets_used(record), last=ended)
+        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets.used_by(record), last=ended)
         return LogPart(piece.text, piece.next, ended and not piece.rest)
 
     def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
@@ -207,7 +208,7 @@ class JobService(Jobs):
         has = this_machine()
         live = [
             job
-            for job in self._store.jobs(states=[state for state in JobState if not state.is_terminal])
+            for job in self._store.jobs.find(states=[state for state in JobState if not state.is_terminal])
             if job.attempt
         ]
         used = [
@@ -222,32 +223,32 @@ class JobService(Jobs):
         }
 
     def counts(self) -> Counts:
-        return self._store.counts(None if self._actor.owner else [space.name for space in self.workspaces()])
+        return self._store.jobs.counts(None if self._actor.owner else [space.name for space in self.workspaces()])
 
     # Workspaces.
 
     def workspaces(self) -> list[Workspace]:
-        return self._store.workspaces(None if self._actor.owner else self._actor.name)
+        return self._store.workspaces.find(None if self._actor.owner else self._actor.name)
 
     def add_workspace(self, workspace: str) -> Workspace:
         self._need_owner("make workspaces")
         _check_name("a workspace", workspace)
-        return self._store.create_workspace(workspace)
+        return self._store.workspaces.create(workspace)
 
     def remove_workspace(self, workspace: str) -> None:
         self._need_owner("remove workspaces")
         if workspace == TrainingJob.model_fields["workspace"].default:
             raise StateError(f"Workspace {workspace!r} stays: jobs that name no workspace belong to it.")
-        for job in self._store.remove_workspace(workspace):
+        for job in self._store.workspaces.remove(workspace):
             shutil.rmtree(paths.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
 
     def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         self._need(workspace, MemberRole.ADMIN)
-        self._store.put_member(workspace, name, role)
+        self._store.workspaces.put_member(workspace, name, role)
 
     def remove_member(self, workspace: str, name: str) -> None:
         self._need(workspace, MemberRole.ADMIN)
-        self._store.remove_member(workspace, name)
+        self._store.workspaces.remove_member(workspace, name)
 
     def put_tree(self, workspace: str, archive: Path) -> str:
         from phalanx.jobs.sources import archive as trees
@@ -262,7 +263,7 @@ class JobService(Jobs):
 
     def codes(self, workspace: str) -> list[NamedConfig]:
         self._need(workspace, MemberRole.VIEWER)
-        return self._store.configs(workspace, "code")
+        return self._store.configs.find(workspace, "code")
 
     def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
         self._need(workspace, MemberRole.DEVELOPER)
@@ -271,15 +272,15 @@ class JobService(Jobs):
             raise SpecError("A code configuration holds git or path; name, commit and digest belong to a job.")
         if (limits := self._limits()) is not None:
             code = limits.code(code)
-        return self._store.put_config(workspace, "code", name, code.model_dump(mode="json"))
+        return self._store.configs.save(workspace, "code", name, code.model_dump(mode="json"))
 
     def remove_code(self, workspace: str, name: str) -> None:
         self._need(workspace, MemberRole.DEVELOPER)
-        self._store.remove_config(workspace, "code", name)
+        self._store.configs.remove(workspace, "code", name)
 
     def datasets(self, workspace: str) -> list[NamedConfig]:
         self._need(workspace, MemberRole.VIEWER)
-        return self._store.configs(workspace, "dataset")
+        return self._store.configs.find(workspace, "dataset")
 
     def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
         self._need(workspace, MemberRole.DEVELOPER)
@@ -288,15 +289,15 @@ class JobService(Jobs):
         if (limits := self._limits()) is not None and dataset.kind == "local":
             # Where it is mounted depends on the job that takes it.
             limits.dataset(dataset.model_copy(update={"mount": None}), "local")
-        return self._store.put_config(workspace, "dataset", dataset.name, dataset.model_dump(mode="json"))
+        return self._store.configs.save(workspace, "dataset", dataset.name, dataset.model_dump(mode="json"))
 
     def remove_dataset(self, workspace: str, name: str) -> None:
         self._need(workspace, MemberRole.DEVELOPER)
-        self._store.remove_config(workspace, "dataset", name)
+        self._store.configs.remove(workspace, "dataset", name)
 
     def secrets(self, workspace: str) -> list[SecretName]:
         self._need(workspace, MemberRole.VIEWER)
-        return self._store.secrets(workspace)
+        return self._store.secrets.names(workspace)
 
     def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
         self._need(workspace, MemberRole.DEVELOPER)
@@ -305,32 +306,32 @@ class JobService(Jobs):
                 f"The secret {name!r} cannot be an environment variable. Its name takes letters, digits and _, "
                 "its value is text that is not empty."
             )
-        return self._store.put_secret(workspace, name, value)
+        return self._store.secrets.save(workspace, name, value)
 
     def remove_secret(self, workspace: str, name: str) -> None:
         self._need(workspace, MemberRole.DEVELOPER)
-        self._store.remove_secret(workspace, name)
+        self._store.secrets.remove(workspace, name)
 
     # API tokens.
 
     def tokens(self) -> list[Token]:
-        return self._store.tokens(None if self._actor.owner else self._actor.name)
+        return self._store.tokens.find(None if self._actor.owner else self._actor.name)
 
     def add_token(self, name: str, *, owner: str | None = None, lasts_s: float | None = None) -> NewToken:
         if owner is None or owner == self._actor.name:
-            return self._store.create_token(name, self._actor, lasts_s=lasts_s)
+            return self._store.tokens.create(name, self._actor, lasts_s=lasts_s)
         self._need_owner("make tokens for others")
-        return self._store.create_token(name, Actor(owner), lasts_s=lasts_s)
+        return self._store.tokens.create(name, Actor(owner), lasts_s=lasts_s)
 
     def remove_token(self, name: str, *, owner: str | None = None) -> None:
         if owner is not None and owner != self._actor.name:
             self._need_owner("end tokens of others")
-        self._store.remove_token(name, owner or self._actor.name)
+        self._store.tokens.remove(name, owner or self._actor.name)
 
     # Who may do what.
 
     def _role(self, workspace: str) -> MemberRole | None:
-        members = self._store.workspace(workspace).members
+        members = self._store.workspaces.get(workspace).members
         return MemberRole.ADMIN if self._actor.owner else members.get(self._actor.name)
 
     def _need(self, workspace: str, least: MemberRole, what: str | None = None) -> None:
@@ -351,7 +352,7 @@ class JobService(Jobs):
     # What verbs share.
 
     def _resolve(self, spec: TrainingJob, base: Path | None) -> TrainingJob:
-        from phalanx.jobs.service.resolve import resolve
+        from phalanx.jobs.service.resolve import WorkspaceConfigs, resolve
 
         configs = WorkspaceConfigs(self._store, spec.workspace)
         resolved = resolve(spec, configs=configs, home=self._store.home, base=base, limits=self._limits())
@@ -365,7 +366,7 @@ class JobService(Jobs):
         return self._backends[spec.backend]
 
     def _attempt(self, job: str, number: int) -> Attempt:
-        for attempt in self._store.attempts(job):
+        for attempt in self._store.jobs.attempts(job):
             if attempt.number == number:
                 return attempt
         raise NotFoundError(f"Job {job} has no attempt {number}. `phalanx job show {job}` lists its attempts.")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic_core import from_json
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
@@ -49,7 +49,7 @@ class Database:
         """
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.home = home
-        self._clock = clock
+        self.now = clock
         self._url = _parse_url(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'jobs.db'}")
         _keep_private(self._url)
         self._engine = _engine(self._url)
@@ -61,10 +61,10 @@ class Database:
             raise
 
     def _upgrade(self) -> None:
-        with self._reads() as connection:
+        with self.reads() as connection:
             current = is_current(connection)
         if not current:
-            with self._writes() as connection:
+            with self.writes() as connection:
                 upgrade(connection, self.shown_url)
 
     @property
@@ -76,19 +76,14 @@ class Database:
         """Close the connections that are not in use."""
         self._engine.dispose()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @contextmanager
-    def _reads(self) -> Iterator[Connection]:
+    def reads(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
         with self._translate_errors(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
-    def _writes(self) -> Iterator[Connection]:
+    def writes(self) -> Iterator[Connection]:
         """A transaction that alone writes (SQLite), or that locks the rows it asks for (PostgreSQL)."""
         with self._translate_errors(), self._writing.begin() as connection:
             yield connection

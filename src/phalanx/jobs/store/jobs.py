@@ -1,4 +1,4 @@
-"""Jobs, their attempts and events, as rows; a job's state changes here and nowhere else.
+"""Jobs: the tables `jobs`, `attempts`, `events` and `changes`; a job's state changes here and nowhere else.
 
 Why an attempt failed may quote what it printed: values of the job's secrets are removed before anything is stored.
 """
@@ -21,7 +21,9 @@ from phalanx.jobs.redact import redact
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, JobState, may_follow
 from phalanx.jobs.store import tables
-from phalanx.jobs.store.secrets import SecretRows
+from phalanx.jobs.store.database import Database
+from phalanx.jobs.store.secrets import SecretRecords
+from phalanx.jobs.store.workspaces import select_workspace
 
 _LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
 """Of ids: none is read as another."""
@@ -29,12 +31,14 @@ _LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
 _JOB_COLUMNS = [column for column in tables.jobs.c if column.name != "request"]
 
 
-class JobRows(SecretRows):
-    """The part of the store that holds jobs."""
+class JobRecords:
+    """The jobs in a database. `secrets` are those of the same database."""
 
-    def create_job(
-        self, spec: TrainingJob, *, owner: str, request: str | None = None, retry_of: str | None = None
-    ) -> Job:
+    def __init__(self, database: Database, secrets: SecretRecords) -> None:
+        self._database = database
+        self._secrets = secrets
+
+    def create(self, spec: TrainingJob, *, owner: str, request: str | None = None, retry_of: str | None = None) -> Job:
         """Queue a job.
 
         Args:
@@ -46,7 +50,7 @@ class JobRows(SecretRows):
         Raises:
             NotFoundError: If there is no such workspace.
         """
-        if request is not None and (existing := self.requested(spec.workspace, owner, request)):
+        if request is not None and (existing := self.find_by_request(spec.workspace, owner, request)):
             return existing
         row: dict[str, Any] = {
             "id": f"{spec.name}-{''.join(secrets.choice(_LETTERS) for _ in range(6))}",
@@ -58,42 +62,42 @@ class JobRows(SecretRows):
             "backend": spec.backend,
             "priority": spec.priority,
             "spec": spec.model_dump(mode="json"),
-            "created": self._clock(),
+            "created": self._database.now(),
             "attempt": 0,
             "retry_of": retry_of,
             "request": request,
         }
         try:
-            with self._writes() as connection:
-                self._need_workspace(connection, spec.workspace, lock=True)
+            with self._database.writes() as connection:
+                select_workspace(connection, spec.workspace, lock=True)
                 connection.execute(insert(tables.jobs).values(row))
                 data = {"to": JobState.QUEUED} | ({"retry_of": retry_of} if retry_of else {})
                 self._append(connection, row["id"], "state", f"submitted by {owner}", data)
                 _count(connection)
         except IntegrityError:
-            if request is not None and (existing := self.requested(spec.workspace, owner, request)):
+            if request is not None and (existing := self.find_by_request(spec.workspace, owner, request)):
                 return existing  # the same request came twice at once
             raise
-        return self.job(row["id"])
+        return self.get(row["id"])
 
-    def requested(self, workspace: str, owner: str, request: str) -> Job | None:
+    def find_by_request(self, workspace: str, owner: str, request: str) -> Job | None:
         """Return the job that `owner` submitted with this request, if there is one."""
         c = tables.jobs.c
         same_request = and_(c.workspace == workspace, c.owner == owner, c.request == request)
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             row = connection.execute(select(*_JOB_COLUMNS).where(same_request)).mappings().one_or_none()
         return None if row is None else _job(row)
 
-    def job(self, job: str) -> Job:
+    def get(self, job: str) -> Job:
         """Return one job by its id.
 
         Raises:
             NotFoundError: If there is none.
         """
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             return self._select_job(connection, job)
 
-    def jobs(
+    def find(
         self,
         *,
         workspaces: Collection[str] | None = None,
@@ -121,7 +125,7 @@ class JobRows(SecretRows):
             query = query.where(c.owner == owner)
         if ended_after is not None:
             query = query.where(c.ended > ended_after)
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             return [_job(row) for row in connection.execute(query).mappings()]
 
     def counts(self, workspaces: Collection[str] | None = None) -> Counts:
@@ -133,7 +137,7 @@ class JobRows(SecretRows):
         queue = c.spec["queue"].as_string()
         waits = c.state.in_((JobState.QUEUED, JobState.RESTARTING))
         waiting = select(c.backend, queue, func.count()).where(waits, *mine).group_by(c.backend, queue)
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             return Counts(
                 {state: count for state, count in connection.execute(jobs)},
                 {state: count for state, count in connection.execute(attempts)},
@@ -142,7 +146,7 @@ class JobRows(SecretRows):
 
     def last_change(self) -> int:
         """Return a number that is larger after a job was made or changed its state."""
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             return int(connection.execute(select(tables.changes.c.number)).scalar_one())
 
     def change(
@@ -167,13 +171,13 @@ class JobRows(SecretRows):
             NotFoundError: If there is no such job.
             StateError: If that state may not follow the present one.
         """
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             self._change(connection, self._select_job(connection, job, lock=True), state, reason, failure, started)
             return self._select_job(connection, job)
 
     def stop(self, job: str, reason: str) -> Job:
         """Bring a job that has not ended into STOPPING, or STOPPED if nothing of it was started; else leave it."""
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             record = self._select_job(connection, job, lock=True)
             if record.state.is_terminal or record.state is JobState.STOPPING:
                 return record
@@ -190,7 +194,7 @@ class JobRows(SecretRows):
         statement = (
             update(tables.jobs).where(c.id == bindparam("job"), c.reason != new_reason).values(reason=new_reason)
         )
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             # In order of ids, so that two who explain never wait for each other's rows.
             connection.execute(
                 statement, [{"job": job, "said": _storable(text)} for job, text in sorted(reasons.items())]
@@ -202,7 +206,7 @@ class JobRows(SecretRows):
         Raises:
             StateError: If the job is in another state, or its last attempt has not ended.
         """
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             record = self._select_job(connection, job, lock=True)
             if record.state not in (JobState.QUEUED, JobState.RESTARTING) or self._has_live_attempt(connection, record):
                 raise StateError(
@@ -211,36 +215,36 @@ class JobRows(SecretRows):
             number = record.attempt + 1
             c = tables.attempts.c
             row = {"job": job, "number": number, "state": JobState.QUEUED, "handle": "", "reason": ""}
-            connection.execute(insert(tables.attempts).values(created=self._clock(), **row))
+            connection.execute(insert(tables.attempts).values(created=self._database.now(), **row))
             connection.execute(update(tables.jobs).where(tables.jobs.c.id == job).values(attempt=number))
             self._append(connection, job, "attempt", f"attempt {number}", {"attempt": number})
             inserted = connection.execute(select(tables.attempts).where(c.job == job, c.number == number))
             return _attempt(inserted.mappings().one())
 
-    def submitted(self, job: str, number: int, handle: str) -> None:
-        """Note the backend's name for an attempt."""
+    def set_handle(self, job: str, number: int, handle: str) -> None:
+        """Store the backend's name for an attempt."""
         c = tables.attempts.c
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             connection.execute(update(tables.attempts).where(c.job == job, c.number == number).values(handle=handle))
 
     def attempts(self, job: str) -> list[Attempt]:
         """Return the attempts of a job, first to last."""
         c = tables.attempts.c
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             rows = connection.execute(select(tables.attempts).where(c.job == job).order_by(c.number)).mappings()
             return [_attempt(row) for row in rows]
 
-    def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+    def append_event(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Append an event to a job's history."""
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             record = self._select_job(connection, job, lock=True)
-            used = self._secrets_used(connection, record.workspace, record.spec)
+            used = self._secrets.select_used(connection, record.workspace, record.spec)
             self._append(connection, job, kind, redact(message, used), redact(dict(data or {}), used))
 
     def events(self, job: str, *, after: int = 0) -> list[Event]:
         """Return the events of a job since number `after`, in order."""
         c = tables.events.c
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             rows = connection.execute(select(tables.events).where(c.job == job, c.number > after).order_by(c.number))
             return [Event(**row) for row in rows.mappings()]
 
@@ -267,8 +271,8 @@ class JobRows(SecretRows):
     ) -> None:
         if not may_follow(job.state, state):
             raise StateError(f"Job {job.id} is {job.state}; it cannot become {state}. It may have moved on meanwhile.")
-        moment = self._clock()
-        used = self._secrets_used(connection, job.workspace, job.spec)
+        moment = self._database.now()
+        used = self._secrets.select_used(connection, job.workspace, job.spec)
         redacted = None if failure is None else redact(asdict(failure), used)
         reason = _storable(redact(reason, used))
         values: dict[str, Any] = {"state": state, "reason": reason}
@@ -306,7 +310,13 @@ class JobRows(SecretRows):
     def _append(self, connection: Connection, job: str, kind: str, message: str, data: Mapping[str, Any]) -> None:
         c = tables.events.c
         last = connection.execute(select(func.max(c.number)).where(c.job == job)).scalar_one() or 0
-        row = {"job": job, "number": last + 1, "time": self._clock(), "kind": kind, "message": _storable(message)}
+        row = {
+            "job": job,
+            "number": last + 1,
+            "time": self._database.now(),
+            "kind": kind,
+            "message": _storable(message),
+        }
         connection.execute(insert(tables.events).values(data=dict(data), **row))
 
 

@@ -11,19 +11,22 @@ from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 
 
-class LeaseRows(Database):
-    """The part of the store that holds leases."""
+class LeaseRecords:
+    """The leases in a database."""
 
-    def lease(self, name: str, holder: str, seconds: float) -> bool:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def take(self, name: str, holder: str, seconds: float) -> bool:
         """Take or renew a lease; return whether `holder` has it, for `seconds` from now.
 
         Hosts that share a store must agree on the time within a fraction of `seconds`.
         """
         c = tables.leases.c
-        moment = self._clock()
+        moment = self._database.now()
         values = {"holder": holder, "expires": moment + timedelta(seconds=seconds)}
         free = or_(c.holder == holder, c.expires < moment)
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             if connection.execute(update(tables.leases).where(c.name == name, free).values(values)).rowcount:
                 return True
             # That of PostgreSQL takes long to import, and most stores are none.
@@ -31,15 +34,15 @@ class LeaseRows(Database):
             new = dialect.insert(tables.leases).values(name=name, **values).on_conflict_do_nothing()
             return connection.execute(new.returning(c.name)).first() is not None
 
-    def lease_holder(self, name: str) -> str | None:
+    def holder(self, name: str) -> str | None:
         """Return who has a lease now."""
         c = tables.leases.c
-        with self._reads() as connection:
-            holders = connection.execute(select(c.holder).where(c.name == name, c.expires >= self._clock()))
+        with self._database.reads() as connection:
+            holders = connection.execute(select(c.holder).where(c.name == name, c.expires >= self._database.now()))
             return holders.scalar_one_or_none()
 
     def release(self, name: str, holder: str) -> None:
         """Give a lease back, if `holder` has it."""
         c = tables.leases.c
-        with self._writes() as connection:
+        with self._database.writes() as connection:
             connection.execute(delete(tables.leases).where(c.name == name, c.holder == holder))

@@ -1,10 +1,10 @@
-"""Secrets of workspaces, encrypted with a key that is not in the database."""
+"""Secrets of workspaces: the table `secrets`, encrypted with a key that is not in the database."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from phalanx.jobs.models import Job
 from phalanx.jobs.protocol import SecretName
 from phalanx.jobs.spec import secrets_of
 from phalanx.jobs.store import tables
-from phalanx.jobs.store.workspaces import WorkspaceRows
+from phalanx.jobs.store.database import Database
+from phalanx.jobs.store.workspaces import select_workspace
 
 if TYPE_CHECKING:
     from cryptography.fernet import Fernet
@@ -24,34 +25,37 @@ if TYPE_CHECKING:
 _NEW_KEY = "python -c 'from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())'"
 
 
-class SecretRows(WorkspaceRows):
-    """The part of the store that holds secrets."""
+class SecretRecords:
+    """The secrets in a database."""
 
-    def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
-        """Keep a value, encrypted, in place of one that was there."""
-        row: dict[str, Any] = {"workspace": workspace, "name": name, "created": self._clock()}
-        encrypted = self._box.encrypt(value.encode()).decode()
-        with self._writes() as connection:
-            self._need_workspace(connection, workspace, lock=True)
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def save(self, workspace: str, name: str, value: str) -> SecretName:
+        """Store a value, encrypted, in place of one that was there."""
+        row: dict[str, Any] = {"workspace": workspace, "name": name, "created": self._database.now()}
+        encrypted = self._cipher.encrypt(value.encode()).decode()
+        with self._database.writes() as connection:
+            select_workspace(connection, workspace, lock=True)
             connection.execute(delete(tables.secrets).where(_is_secret(workspace, name)))
             connection.execute(insert(tables.secrets).values(encrypted=encrypted, **row))
         return SecretName(**row)
 
-    def secrets(self, workspace: str) -> list[SecretName]:
+    def names(self, workspace: str) -> list[SecretName]:
         """Return the names of a workspace's secrets."""
         c = tables.secrets.c
         query = select(c.workspace, c.name, c.created).where(c.workspace == workspace).order_by(c.name)
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             return [SecretName(**row) for row in connection.execute(query).mappings()]
 
-    def secret(self, workspace: str, name: str) -> str:
+    def value(self, workspace: str, name: str) -> str:
         """Return the value of a secret.
 
         Raises:
             NotFoundError: If there is none.
             ConfigError: If it was encrypted with another key.
         """
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             query = select(tables.secrets.c.encrypted).where(_is_secret(workspace, name))
             encrypted = connection.execute(query).scalar_one_or_none()
         if encrypted is None:
@@ -63,11 +67,11 @@ class SecretRows(WorkspaceRows):
             )
         return value
 
-    def secret_values(self, workspace: str, names: Collection[str]) -> dict[str, str]:
-        """Return secrets in the clear, by name; errors as of `secret`."""
-        return {name: self.secret(workspace, name) for name in names}
+    def values(self, workspace: str, names: Collection[str]) -> dict[str, str]:
+        """Return secrets in the clear, by name; errors as of `value`."""
+        return {name: self.value(workspace, name) for name in names}
 
-    def _secrets_used(self, connection: Connection, workspace: str, spec: Mapping[str, Any]) -> list[str]:
+    def select_used(self, connection: Connection, workspace: str, spec: Mapping[str, Any]) -> list[str]:
         """Return the values of the secrets that a job uses, as far as they are still there."""
         c = tables.secrets.c
         names = secrets_of(spec)
@@ -77,20 +81,20 @@ class SecretRows(WorkspaceRows):
         values = [self._decrypted(encrypted) for encrypted in connection.execute(query).scalars()]
         return [value for value in values if value is not None]  # what another key encrypted, no rank was given
 
-    def secrets_used(self, job: Job) -> list[str]:
+    def used_by(self, job: Job) -> list[str]:
         """Return the values that nothing of a job may show: of the secrets that it uses and that are still there."""
-        with self._reads() as connection:
-            return self._secrets_used(connection, job.workspace, job.spec)
+        with self._database.reads() as connection:
+            return self.select_used(connection, job.workspace, job.spec)
 
-    def remove_secret(self, workspace: str, name: str) -> None:
+    def remove(self, workspace: str, name: str) -> None:
         """Remove a secret.
 
         Raises:
             NotFoundError: If there is none.
         """
-        with self._writes() as connection:
-            gone = connection.execute(delete(tables.secrets).where(_is_secret(workspace, name))).rowcount
-        if not gone:
+        with self._database.writes() as connection:
+            removed = connection.execute(delete(tables.secrets).where(_is_secret(workspace, name))).rowcount
+        if not removed:
             raise _no_secret(workspace, name)
 
     def _decrypted(self, encrypted: str) -> str | None:
@@ -98,49 +102,25 @@ class SecretRows(WorkspaceRows):
         from cryptography.fernet import InvalidToken
 
         try:
-            return self._box.decrypt(encrypted.encode()).decode()
+            return self._cipher.decrypt(encrypted.encode()).decode()
         except InvalidToken:
             return None
 
     @property
     def _key_source(self) -> str:
-        return "PHALANX_SECRET_KEY" if os.environ.get("PHALANX_SECRET_KEY") else str(self.home / "key")
+        return "PHALANX_SECRET_KEY" if os.environ.get("PHALANX_SECRET_KEY") else str(self._database.home / "key")
 
     @cached_property
-    def _box(self) -> Fernet:
+    def _cipher(self) -> Fernet:
         from cryptography.fernet import Fernet  # most commands meet no secret
 
-        key = os.environ.get("PHALANX_SECRET_KEY") or _read_or_create_key(self.home / "key")
+        key = os.environ.get("PHALANX_SECRET_KEY") or _read_or_create_key(self._database.home / "key")
         try:
             return Fernet(key)
         except ValueError:
             raise ConfigError(
                 f"{self._key_source} holds no key: it takes 32 bytes in URL-safe base64. Make one with: {_NEW_KEY}"
             ) from None
-
-
-class WorkspaceConfigs:
-    """The configurations and secrets of one workspace, as `jobs/service/resolve` asks for them."""
-
-    def __init__(self, store: SecretRows, workspace: str) -> None:
-        self._store = store
-        self._workspace = workspace
-
-    def code(self, name: str) -> dict[str, Any]:
-        """Return a code configuration; NotFoundError if there is none."""
-        return self._store.config(self._workspace, "code", name).config
-
-    def dataset(self, name: str) -> dict[str, Any]:
-        """Return a dataset configuration; NotFoundError if there is none."""
-        return self._store.config(self._workspace, "dataset", name).config
-
-    def secret_names(self) -> Set[str]:
-        """Return the names of all secrets."""
-        return {secret.name for secret in self._store.secrets(self._workspace)}
-
-    def secret(self, name: str) -> str:
-        """Return a secret's value; NotFoundError if there is none."""
-        return self._store.secret(self._workspace, name)
 
 
 def _is_secret(workspace: str, name: str) -> Any:

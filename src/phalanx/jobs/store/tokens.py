@@ -20,10 +20,13 @@ from phalanx.jobs.store.database import Database
 _PREFIX = "phx"
 
 
-class TokenRows(Database):
-    """The part of the store that holds tokens."""
+class TokenRecords:
+    """The tokens in a database."""
 
-    def create_token(self, name: str, actor: Actor, *, lasts_s: float | None = None) -> NewToken:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, name: str, actor: Actor, *, lasts_s: float | None = None) -> NewToken:
         """Make a token with which `actor` is recognised; those that have expired go.
 
         Raises:
@@ -31,12 +34,12 @@ class TokenRows(Database):
         """
         identity = secrets.token_hex(4)
         text = f"{_PREFIX}_{identity}_{secrets.token_urlsafe(32)}"
-        created = self._clock()
+        created = self._database.now()
         expires = None if lasts_s is None else created + timedelta(seconds=lasts_s)
         row: dict[str, Any] = {"name": name, "owner": actor.name, "created": created, "expires": expires}
         secret_columns = {"id": identity, "digest": _digest(text), "owns_store": int(actor.owner)}
         try:
-            with self._writes() as connection:
+            with self._database.writes() as connection:
                 connection.execute(delete(tables.tokens).where(tables.tokens.c.expires <= created))
                 connection.execute(insert(tables.tokens).values(row | secret_columns))
         except IntegrityError:
@@ -45,25 +48,25 @@ class TokenRows(Database):
             ) from None
         return NewToken(Token(**row), text)
 
-    def tokens(self, owner: str | None = None) -> list[Token]:
+    def find(self, owner: str | None = None) -> list[Token]:
         """Return tokens by owner and name; of one owner, or all."""
         c = tables.tokens.c
         query = select(c.name, c.owner, c.created, c.expires).order_by(c.owner, c.name)
         if owner is not None:
             query = query.where(c.owner == owner)
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             return [Token(**row) for row in connection.execute(query).mappings()]
 
-    def remove_token(self, name: str, owner: str) -> None:
+    def remove(self, name: str, owner: str) -> None:
         """End a token.
 
         Raises:
             NotFoundError: If `owner` has none of this name.
         """
         c = tables.tokens.c
-        with self._writes() as connection:
-            gone = connection.execute(delete(tables.tokens).where(and_(c.owner == owner, c.name == name))).rowcount
-        if not gone:
+        with self._database.writes() as connection:
+            removed = connection.execute(delete(tables.tokens).where(and_(c.owner == owner, c.name == name))).rowcount
+        if not removed:
             raise NotFoundError(f"{owner} has no token {name!r}. `phalanx token list` shows those there are.")
 
     def actor_of(self, text: str) -> Actor:
@@ -74,11 +77,11 @@ class TokenRows(Database):
         """
         identity = [*text.split("_", 2), ""][1]
         c = tables.tokens.c
-        with self._reads() as connection:
+        with self._database.reads() as connection:
             row = connection.execute(select(tables.tokens).where(c.id == identity)).mappings().one_or_none()
         digest = "" if row is None else row["digest"]
         right = hmac.compare_digest(digest, _digest(text))
-        if row is None or not right or (row["expires"] is not None and row["expires"] <= self._clock()):
+        if row is None or not right or (row["expires"] is not None and row["expires"] <= self._database.now()):
             raise AccessError(
                 "The token is unknown or has expired. Make one where the store is: phalanx token add NAME."
             )
