@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from known_configs import Known
 from phalanx.errors import ConfigError, SpecError
-from phalanx.jobs.service.limits import FILE, Limits
+from phalanx.jobs.limits import FILE, Limits
 from phalanx.jobs.service.resolve import resolve
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
@@ -136,10 +136,12 @@ def test_paths_under_a_root_are_taken_as_what_they_lead_to(tmp_path: Path) -> No
     assert limits.code(Code(path=str(data / "now"))).path == str(data / "digits")
     assert limits.code(Code(git=f"file://{data}/now")).git == str(data / "digits")
     assert limits.code(Code(git="https://example.org/x.git")).git == "https://example.org/x.git"
-    taken = limits.dataset(Dataset(name="d", kind="local", uri=str(data / "now"), mount=str(data / "m")), "local")
+    taken = limits.dataset(
+        Dataset(name="d", kind="local", uri=str(data / "now"), mount=str(data / "m")), sees_local_paths=True
+    )
     assert (taken.uri, taken.mount) == (str(data / "digits"), str(data / "m"))
     pod = Dataset(name="d", kind="nas", uri="/mnt/x", file_system="f", mount="/x")
-    assert limits.dataset(pod, "kubernetes") == pod
+    assert limits.dataset(pod, sees_local_paths=False) == pod
 
 
 def test_a_root_never_reaches_the_home(tmp_path: Path) -> None:

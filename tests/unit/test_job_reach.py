@@ -12,7 +12,7 @@ import pytest
 
 import file_server
 from phalanx.errors import ConfigError, SpecError
-from phalanx.jobs.service.limits import Limits
+from phalanx.jobs.limits import Limits
 from phalanx.jobs.sources.datasets import pin
 from phalanx.jobs.sources.reach import Reach, is_public
 from phalanx.jobs.spec import Dataset

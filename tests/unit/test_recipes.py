@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -10,7 +9,7 @@ import pytest
 
 from phalanx import comm
 from phalanx.jobs.backend import Backend
-from phalanx.jobs.backend_registry import BACKENDS
+from phalanx.jobs.backend_registry import BACKENDS, load
 from phalanx.plan.rules.tensor import CUT_DIM, STYLES
 from phalanx.plan.value import ModuleRule
 
@@ -26,9 +25,10 @@ def test_a_collective_is_compared_with_one_process(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_of_jobs_does_what_the_interface_promises(name):
-    module, _, attribute = BACKENDS[name].implementation.partition(":")
-    backend = getattr(importlib.import_module(module), attribute)
+    entry = BACKENDS[name]
+    backend = load(entry.implementation)
     assert backend.name == name
+    assert entry.member_check is None or callable(load(entry.member_check))
     assert not [
         verb
         for verb, value in vars(Backend).items()

@@ -1,13 +1,14 @@
 """The backends by name, and what others ask of one before it is made: the one list that jobs, commands and forms read.
 
 A new backend is a class that satisfies `backend.Backend`, a row here, and a section of `spec.TrainingJob` if it has
-options of its own. Pure: no backend is imported.
+options of its own. Pure: a backend is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticKnownError
@@ -29,13 +30,27 @@ class BackendEntry:
     poll_s: float = 5.0
     """Seconds between two looks at an attempt."""
 
+    member_check: str | None = None
+    """`module:function` that yields what members of a server may not ask of it, from a job and the server's `Limits`.
+    None where they may ask for everything but paths, which `limits` itself checks."""
+
 
 BACKENDS = {
     # A few system calls a look; elsewhere it is a request to an engine.
     "local": BackendEntry("phalanx.jobs.backends.local:Local", uses_this_machine=True, poll_s=0.5),
     "slurm": BackendEntry("phalanx.jobs.backends.slurm.backend:Slurm"),
-    "kubernetes": BackendEntry("phalanx.jobs.backends.kubernetes.backend:Kubernetes", sees_local_paths=False),
+    "kubernetes": BackendEntry(
+        "phalanx.jobs.backends.kubernetes.backend:Kubernetes",
+        sees_local_paths=False,
+        member_check="phalanx.jobs.backends.kubernetes.options:check_member",
+    ),
 }
+
+
+def load(reference: str) -> Any:
+    """Import what `module:name` refers to."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _check_name(name: str) -> str:

@@ -155,7 +155,7 @@ class Dataset(_Model):
         for field, kinds in _ONLY_FOR.items():
             if getattr(self, field) is not None and self.kind not in (*kinds, None):
                 raise ValueError(f"{field} is for {' and '.join(kinds)}, not for {self.kind}; leave it out")
-        if self.kind not in ("local", "nas", None) and not self.readonly:
+        if self.kind is not None and not self.is_path and not self.readonly:
             raise ValueError(
                 f"kind {self.kind} is fetched once for all jobs; it can only be read, so leave out readonly"
             )
@@ -164,6 +164,11 @@ class Dataset(_Model):
         if self.kind == "nas" and self.file_system is None:
             raise ValueError("nas needs the id of its file_system")
         return self
+
+    @property
+    def is_path(self) -> bool:
+        """Whether `uri` is a path of the machines that train, which is not fetched."""
+        return self.kind in ("local", "nas")
 
     @property
     def variable(self) -> str:

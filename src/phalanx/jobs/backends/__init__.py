@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 
 from phalanx.jobs.backend import Backend
-from phalanx.jobs.backend_registry import BACKENDS
+from phalanx.jobs.backend_registry import BACKENDS, load
 
 
 class Backends(Mapping[str, Backend]):
@@ -19,8 +18,7 @@ class Backends(Mapping[str, Backend]):
     def __getitem__(self, name: str) -> Backend:
         """Return a backend, made at the first call."""
         if name not in self._backends:
-            module, _, attribute = BACKENDS[name].implementation.partition(":")
-            self._backends[name] = getattr(importlib.import_module(module), attribute)()
+            self._backends[name] = load(BACKENDS[name].implementation)()
         return self._backends[name]
 
     def __iter__(self) -> Iterator[str]:

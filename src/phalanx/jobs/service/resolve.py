@@ -16,7 +16,7 @@ from phalanx.errors import PhalanxError, SpecError, did_you_mean
 from phalanx.i18n import tr
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.command import PythonCommand, python_command
-from phalanx.jobs.service.limits import Limits
+from phalanx.jobs.limits import Limits
 from phalanx.jobs.sources import code as codes
 from phalanx.jobs.sources import datasets, mounts
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
@@ -83,7 +83,7 @@ def resolve(
     for dataset in spec.datasets:
         with problems.of(f"datasets.{dataset.name}"):
             whole = _expand(dataset, Dataset, configs.dataset)
-            whole = whole if limits is None else limits.dataset(whole, spec.backend)
+            whole = whole if limits is None else limits.dataset(whole, sees_local_paths=_sees_local_paths(spec))
             secret = _value(configs, whole.secret)
             reach = None if limits is None else limits.reach
             pinned.append(datasets.pin(whole, base, secret, on_this_machine=_sees_local_paths(spec), reach=reach))
@@ -225,9 +225,7 @@ def _wrong_module(python: PythonCommand, folder: Path, on_this_machine: bool) ->
 
 def _of_this_machine(spec: TrainingJob, pinned: list[Dataset], home: Path) -> list[str]:
     problems = _Problems()
-    to_fetch = sum(
-        d.size or 0 for d in pinned if d.kind not in ("local", "nas") and not datasets.content(d, home).exists()
-    )
+    to_fetch = sum(d.size or 0 for d in pinned if not d.is_path and not datasets.content(d, home).exists())
     home.mkdir(parents=True, exist_ok=True)
     if to_fetch > (free := shutil.disk_usage(home).free):
         problems.append(f"datasets: {to_fetch} bytes are to be fetched, and {home} has space for {free}. Make space.")

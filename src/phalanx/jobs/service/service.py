@@ -16,9 +16,9 @@ from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
 from phalanx.jobs.backend_registry import BACKENDS
+from phalanx.jobs.limits import Limits
 from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, ResourceUse, Workspace
 from phalanx.jobs.protocol import Jobs, LogPart, NewToken, SecretName, Token
-from phalanx.jobs.service.limits import Limits
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.states import JobState
 from phalanx.jobs.store import JobDatabase
@@ -45,7 +45,7 @@ class JobService(Jobs):
         actor: Who asks.
         wake: Called with the store's home when there is work for a controller.
         remote: Whether the actor is another user than the one whose process this is. Such a one may name what
-            `jobs/service/limits` allows of this machine; but the owner of the store may name everything.
+            `jobs/limits` allows of this machine; but the owner of the store may name everything.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class JobService(Jobs):
             raise SpecError(f"Dataset {dataset.name!r} has no uri. Give its kind and its uri.")
         if (limits := self._limits()) is not None and dataset.kind == "local":
             # Where it is mounted depends on the job that takes it.
-            limits.dataset(dataset.model_copy(update={"mount": None}), "local")
+            limits.dataset(dataset.model_copy(update={"mount": None}), sees_local_paths=True)
         return self._store.configs.save(workspace, "dataset", dataset.name, dataset.model_dump(mode="json"))
 
     def remove_dataset(self, workspace: str, name: str) -> None:

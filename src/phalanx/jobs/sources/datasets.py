@@ -42,7 +42,7 @@ def pin(
     Raises:
         SpecError: If it is not there or cannot be read, or is not what it was when it was pinned.
     """
-    if dataset.kind in ("local", "nas"):
+    if dataset.is_path:
         return _pin_path(dataset, base, on_this_machine)
     remote_version = remote.look(dataset, secret, reach)
     if dataset.version not in (None, remote_version.version):
@@ -55,7 +55,7 @@ def pin(
 
 def content(dataset: Dataset, home: Path) -> Path:
     """Return the folder or file on this machine that has the dataset's content, or will have once it is fetched."""
-    if dataset.kind in ("local", "nas"):
+    if dataset.is_path:
         return Path(str(dataset.uri))
     identity = "\0".join(str(part) for part in (dataset.uri, dataset.endpoint, dataset.version, dataset.sha256))
     name = unquote(urlsplit(str(dataset.uri)).path).rstrip("/").rsplit("/", 1)[-1]
@@ -78,7 +78,7 @@ def provide(dataset: Dataset, home: Path, work: Path, secret: str | None = None)
         SpecError: If it cannot be reached or read any more.
     """
     path = content(dataset, home)
-    if dataset.kind in ("local", "nas"):
+    if dataset.is_path:
         if not os.access(path, os.R_OK):
             raise BackendError(f"dataset {dataset.name}: this machine cannot read {path}. Mount it there, or use s3.")
     elif dataset.kind == "http":

@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.errors import SpecError
 from phalanx.jobs.addresses import is_local
+from phalanx.jobs.limits import FILE, Limits
 from phalanx.jobs.spec import TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
@@ -135,6 +136,19 @@ def check(spec: TrainingJob) -> None:
         wrong += _wrong_for_trainjob(spec)
     if wrong:
         raise SpecError("\n  ".join(wrong))
+
+
+def check_member(spec: TrainingJob, limits: Limits) -> Iterator[str]:
+    """Yield what members of a server may not say to its cluster."""
+    settings = spec.kubernetes
+    if limits.namespaces is not None and settings.namespace not in limits.namespaces:
+        allowed = " and ".join(limits.namespaces) or "none"
+        yield f"kubernetes.namespace: jobs of this server's members are made in {allowed}, not in {settings.namespace}."
+    if not limits.kubernetes_patch and (settings.pod_patch or settings.workload_patch):
+        yield (
+            "kubernetes.pod_patch and workload_patch: members of this server may not say them. Leave them out, or "
+            f"its administrator sets `kubernetes_patch: true` in {FILE}."
+        )
 
 
 def _wrong_sources(spec: TrainingJob) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.addresses import is_local
-from phalanx.jobs.backend_registry import BackendName
+from phalanx.jobs.backend_registry import BACKENDS, BackendName, load
 from phalanx.jobs.sources.reach import Reach, host_rule
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
@@ -99,9 +99,11 @@ class Limits:
     def _wrong(self, spec: TrainingJob) -> Iterator[str]:
         if self.backends is not None and spec.backend not in self.backends:
             yield f"backend: this server takes jobs for {' and '.join(self.backends) or 'none'}, not {spec.backend}."
-        if spec.backend == "kubernetes":
-            yield from self._wrong_pods(spec)
-            return  # the other paths are those of pods
+        backend = BACKENDS[spec.backend]
+        if backend.member_check is not None:
+            yield from load(backend.member_check)(spec, self)
+        if not backend.sees_local_paths:
+            return
         if spec.checkpoint.dir is not None and spec.checkpoint.dir.startswith("/"):
             yield from self._refused("checkpoint.dir", spec.checkpoint.dir)
         for option in spec.slurm.options:
@@ -109,17 +111,6 @@ class Limits:
             for word in option.replace("=", " ").split():
                 if "/" in word:
                     yield from self._refused("slurm.options", word)
-
-    def _wrong_pods(self, spec: TrainingJob) -> Iterator[str]:
-        namespace = spec.kubernetes.namespace
-        if self.namespaces is not None and namespace not in self.namespaces:
-            allowed = " and ".join(self.namespaces) or "none"
-            yield f"kubernetes.namespace: jobs of this server's members are made in {allowed}, not in {namespace}."
-        if not self.kubernetes_patch and (spec.kubernetes.pod_patch or spec.kubernetes.workload_patch):
-            yield (
-                "kubernetes.pod_patch and workload_patch: members of this server may not say them. Leave them out, or "
-                f"its administrator sets `kubernetes_patch: true` in {FILE}."
-            )
 
     def code(self, code: Code) -> Code:
         """Return `code`, a path of this machine in it resolved.
@@ -133,20 +124,20 @@ class Limits:
             return code.model_copy(update={"git": self._allowed("code.git", _path_of(code.git))})
         return code
 
-    def dataset(self, dataset: Dataset, backend: str) -> Dataset:
+    def dataset(self, dataset: Dataset, *, sees_local_paths: bool) -> Dataset:
         """Return `dataset`, a path of this machine in it resolved.
 
         Args:
             dataset: With kind and address.
-            backend: Where the job runs: in a pod, paths are the pod's.
+            sees_local_paths: Whether paths of the job are those of this machine; in a pod they are the pod's.
 
         Raises:
             SpecError: If it lies at, or would be mounted at, a path that members may not name.
         """
         field, paths = f"datasets.{dataset.name}", dict[str, str]()
-        if dataset.kind == "local" or (dataset.kind == "nas" and backend != "kubernetes"):
+        if dataset.kind == "local" or (dataset.kind == "nas" and sees_local_paths):
             paths["uri"] = self._allowed(f"{field}.uri", str(dataset.uri))
-        if dataset.mount is not None and dataset.mount.startswith("/") and backend != "kubernetes":
+        if dataset.mount is not None and dataset.mount.startswith("/") and sees_local_paths:
             paths["mount"] = self._allowed(f"{field}.mount", dataset.mount)
         return dataset.model_copy(update=paths)
 
@@ -154,7 +145,7 @@ class Limits:
         """Raise SpecError if members may not have a job of another's run again: it is read anew, but for kept code."""
         self.check(spec)
         for dataset in spec.datasets:
-            self.dataset(dataset, spec.backend)
+            self.dataset(dataset, sees_local_paths=BACKENDS[spec.backend].sees_local_paths)
         if spec.code.git is not None:
             self.code(spec.code)
 
