@@ -15,8 +15,9 @@ from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
 from phalanx.strategy import DistributedStrategy, check_strategy, conflicts
 from phalanx.strategy.conflicts import verdict
-from phalanx.strategy.menu import NOT_YET, RENAMED, WITHOUT_EFFECT
+from phalanx.strategy.menu import NOT_YET, RENAMED
 from phalanx.strategy.page import fill_page
+from phalanx.strategy.settings import configs_of
 from phalanx.strategy.techniques import TECHNIQUES
 
 
@@ -322,18 +323,31 @@ def test_a_strategy_prints_what_is_on_and_what_was_set():
     assert str(DistributedStrategy()) == "Strategy: defaults, data parallel over all ranks"
 
 
-def test_every_key_that_does_not_act_exists():
-    for dictionary, reasons in WITHOUT_EFFECT.items():
-        assert set(reasons) <= set(DistributedStrategy.model_fields[dictionary].annotation.__annotations__)
+@pytest.mark.parametrize("name", [name for name in DistributedStrategy.model_fields if configs_of(name)])
+def test_every_key_of_a_dictionary_has_a_meaning_or_a_reason_why_it_does_not_act(name):
+    kind = configs_of(name)
+    assert kind().model_dump() == DistributedStrategy().config(kind).model_dump()
+    for key, field in kind.model_fields.items():
+        assert (key in kind.keys_without_effect()) == (field.description is None)
+
+
+@pytest.mark.parametrize("name", [name for name in DistributedStrategy.model_fields if configs_of(name)])
+def test_a_default_is_a_value_that_the_key_takes_and_none_is_not(name):
+    for key, field in configs_of(name).model_fields.items():
+        if field.default is None:
+            with pytest.raises(StrategyError, match=rf"{name}\.{key}: Input should be"):
+                DistributedStrategy(**{name: {key: None}})
+        else:
+            assert getattr(DistributedStrategy(**{name: {key: field.default}}), name) == {key: field.default}
 
 
 def test_the_page_is_made_from_the_code():
     page = (Path(__file__).parents[2] / "docs" / "strategy.md").read_text()
     assert page == fill_page(page), "run: make docs"
     assert conflicts.table() in page
-    for name, field in DistributedStrategy.model_fields.items():
+    for name in DistributedStrategy.model_fields:
         assert f"| `{name}` |" in page
-        for key in getattr(field.annotation, "__annotations__", ()) if name.endswith("_configs") else ():
+        for key in getattr(configs_of(name), "model_fields", ()):
             assert f"| `{key}` |" in page
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.errors import StrategyError
+from phalanx.strategy.configs import AmpConfigs, ASyncConfigs
 from phalanx.strategy.conflicts import first_conflict
 
 if TYPE_CHECKING:
@@ -27,17 +28,11 @@ def check_together(strategy: DistributedStrategy) -> None:
         )
 
 
-def is_above_zero(configs: Any, name: str) -> bool:
-    """Return whether a key of a dictionary is set to something above 0."""
-    value: Any = configs.get(name, 0)
-    return bool(value > 0)
-
-
 def _check_servers(strategy: DistributedStrategy) -> None:
     """Raise if the settings of parameter servers ask for two modes at once."""
-    configs = strategy.a_sync_configs
-    modes = ("k_steps", "half_async", "staleness")
-    modes_set = [f"{name}={configs[name]}" for name in modes if is_above_zero(configs, name)]  # type: ignore[literal-required]
+    configs = strategy.config(ASyncConfigs)
+    modes = {"k_steps": configs.k_steps, "half_async": configs.half_async, "staleness": configs.staleness or 0}
+    modes_set = [f"{name}={value}" for name, value in modes.items() if value > 0]
     if len(modes_set) > 1:
         raise StrategyError(f"strategy.a_sync_configs asks for several modes: {', '.join(modes_set)}. Keep one.")
     if modes_set and strategy.a_sync is False:
@@ -49,15 +44,14 @@ def _check_servers(strategy: DistributedStrategy) -> None:
 
 def _check_precision(strategy: DistributedStrategy) -> None:
     """Raise if parameters are to have two dtypes, or to be cast and sharded."""
-    configs = strategy.amp_configs
-    pure = [name for name in ("use_pure_fp16", "use_pure_bf16") if configs.get(name, False)]
+    configs = strategy.config(AmpConfigs)
+    pure = [name for name in ("use_pure_fp16", "use_pure_bf16") if getattr(configs, name)]
     if len(pure) > 1:
         raise StrategyError("strategy.amp_configs asks for use_pure_fp16 and use_pure_bf16. Keep one.")
     meant = {"use_pure_fp16": "float16", "use_pure_bf16": "bfloat16"}
-    if pure and configs.get("dtype", meant[pure[0]]) != meant[pure[0]]:
+    if pure and configs.dtype not in (None, meant[pure[0]]):
         raise StrategyError(
-            f'strategy.amp_configs asks for {pure[0]} and dtype="{configs["dtype"]}". Leave dtype out, or make them '
-            "agree."
+            f'strategy.amp_configs asks for {pure[0]} and dtype="{configs.dtype}". Leave dtype out, or make them agree.'
         )
     if pure and strategy.amp and "sharding" in strategy.techniques:
         raise StrategyError(

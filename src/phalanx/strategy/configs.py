@@ -1,15 +1,17 @@
-"""The dictionaries of a strategy: their keys, types and bounds. Names and defaults are Fleet's; ours are marked.
+"""The dictionaries of a strategy: one class each, with the types, bounds, defaults and meanings of its keys.
 
-Each holds what was said; a default is what a reader of the dictionary takes when the key is left out (`get`).
+Names and defaults are Fleet's; ours are marked. A strategy holds a dictionary with the keys that were set;
+`DistributedStrategy.configs` reads it with defaults for the others, and `docs/strategy.md` is made from here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
@@ -29,304 +31,319 @@ NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 Names = list[str]
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
+
+def _no_effect(why: str) -> Any:
+    """Return the field of a key that is accepted and does not act."""
+    return Field(default=None, json_schema_extra={"no_effect": why})
 
 
-class ASyncConfigs(TypedDict, total=False):
+class Configs(BaseModel):
+    """Keys of a dictionary. None stands for a key that was left out, and is no value to set."""
+
+    # Validators are built only for classes that are made by themselves: a strategy checks with those of `KeysOf`.
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, defer_build=True)
+
+    @classmethod
+    def keys_without_effect(cls) -> dict[str, str]:
+        """Return the keys that are accepted and do not act, with the reason."""
+        extras = {key: field.json_schema_extra for key, field in cls.model_fields.items()}
+        return {key: str(extra["no_effect"]) for key, extra in extras.items() if isinstance(extra, dict)}
+
+
+@dataclass(frozen=True)
+class KeysOf:
+    """Annotates a dictionary: it has keys of this class alone, any of them left out."""
+
+    configs: type[Configs]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema by which pydantic validates the dictionary."""
+        hints = get_type_hints(self.configs, include_extras=True)
+        return core_schema.typed_dict_schema(
+            {
+                key: core_schema.typed_dict_field(handler.generate_schema(_without_none(hints[key])), required=False)
+                for key in self.configs.model_fields
+            },
+            extra_behavior="forbid",
+            config=core_schema.CoreConfig(strict=True),
+        )
+
+
+def _without_none(annotation: Any) -> Any:
+    parts = get_args(annotation)
+    return parts[0] if get_origin(annotation) in (Union, UnionType) and NoneType in parts else annotation
+
+
+class ASyncConfigs(Configs):
     """How workers and parameter servers work together."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    k_steps: Annotated[int, Field(ge=-1)] = 0
+    """Above 0: geo mode, each worker trains a copy and sends its difference every so many steps. 0 or -1: no geo."""
 
-    k_steps: Annotated[int, Field(ge=-1)]
-    """Above 0: geo mode, each worker trains a copy and sends its difference every so many steps. 0, -1 or left out: no
-    geo."""
-
-    max_merge_var_num: Count
+    max_merge_var_num: Count = 1
     """Steps whose gradients a worker sends as one, in half-async mode."""
 
-    half_async: bool
+    half_async: bool = False
     """Ours. Half-async mode: a worker sends the sum of `max_merge_var_num` steps and waits until it is applied."""
 
-    staleness: Count
+    staleness: Count | None = None
     """Ours. Bounded staleness: no worker is more steps than this ahead of the slowest."""
 
-    dense: Literal["server", "all_reduce"]
+    dense: Literal["server", "all_reduce"] = "server"
     """Ours. Where dense parameters live: on the servers like the rows, or on every worker, averaged each step
     (hybrid)."""
 
-    local_optimizer: bool
+    local_optimizer: bool = False
     """Ours. Whether geo may train with another rule than SGD, whose state stays with each worker."""
 
-    send_queue_size: Count
-    min_send_grad_num_before_recv: Count
-    thread_pool_size: Count
-    send_wait_times: Count
-    independent_recv_thread: bool
-    launch_barrier: bool
+    send_queue_size: Count | None = _no_effect("queues to the servers are bounded by bytes")
+    min_send_grad_num_before_recv: Count | None = _no_effect("rows are read when a forward pass asks for them")
+    thread_pool_size: Count | None = _no_effect("one connection per server carries all tables")
+    send_wait_times: Count | None = _no_effect("nothing waits for more gradients to come")
+    independent_recv_thread: bool | None = _no_effect("rows are read when a forward pass asks for them")
+    launch_barrier: bool | None = _no_effect("workers wait for servers and each other whenever they need to")
 
 
-class AmpConfigs(TypedDict, total=False):
+class AmpConfigs(Configs):
     """Mixed precision."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    dtype: Literal["bfloat16", "float16"] | None = None
+    """Ours. Type of the arithmetic. Left out: bfloat16, or float16 with `use_pure_fp16`."""
 
-    dtype: Literal["bfloat16", "float16"]
-    """Ours. Type of the arithmetic; bfloat16, or float16 with `use_pure_fp16`."""
-
-    use_pure_fp16: bool
+    use_pure_fp16: bool = False
     """Parameters in float16 too, with a float32 copy in the optimizer."""
 
-    use_pure_bf16: bool
+    use_pure_bf16: bool = False
     """Parameters in bfloat16 too, with a float32 copy in the optimizer."""
 
-    init_loss_scaling: Positive
-    """32768. Loss scaling is used with float16 only."""
+    init_loss_scaling: Positive = 32768.0
+    """First factor of the loss; it is scaled with float16 only, as by the next five keys."""
 
-    incr_every_n_steps: Count
-    """1000."""
+    incr_every_n_steps: Count = 1000
+    """Steps without an overflow after which the factor rises."""
 
-    decr_every_n_nan_or_inf: Count
-    """2."""
+    decr_every_n_nan_or_inf: Count = 2
+    """Overflows after which it falls."""
 
-    incr_ratio: Annotated[Number, Field(ge=1)]
-    """2.0."""
+    incr_ratio: Annotated[Number, Field(ge=1)] = 2.0
+    """By what it is multiplied when it rises."""
 
-    decr_ratio: Annotated[Number, Field(gt=0, le=1)]
-    """0.8."""
+    decr_ratio: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    """By what it is multiplied when it falls."""
 
-    use_dynamic_loss_scaling: bool
-    """True."""
+    use_dynamic_loss_scaling: bool = True
+    """Whether the factor changes at all."""
 
-    custom_white_list: Names
-    custom_black_list: Names
-    custom_black_varnames: Names
-    use_fp16_guard: bool
-    use_optimizer_fp16: bool
+    custom_white_list: Names | None = _no_effect("torch's autocast decides by operator")
+    custom_black_list: Names | None = _no_effect("torch's autocast decides by operator")
+    custom_black_varnames: Names | None = _no_effect("torch's autocast decides by operator")
+    use_fp16_guard: bool | None = _no_effect("the whole forward pass and the loss are under autocast")
+    use_optimizer_fp16: bool | None = _no_effect("the optimizer always updates float32 values")
 
 
-class RecomputeConfigs(TypedDict, total=False):
+class RecomputeConfigs(Configs):
     """Activation checkpointing: activations that are recomputed in the backward pass instead of kept."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-
-    checkpoints: Names
+    checkpoints: Names = []
     """Names of the modules, as `named_modules` says, or patterns of them; the model's direct children when empty."""
 
-    enable_offload: bool
+    enable_offload: bool = False
     """Keep the inputs of those modules in host memory instead of the device's."""
 
-    selective: bool
+    selective: bool = False
     """Ours. Keep the results of matrix products and convolutions, compute the rest again."""
 
-    checkpoint_shape: list[int]
-    enable_tuning: bool
-    refined_ops_patterns: list[Any]
+    checkpoint_shape: list[int] | None = _no_effect("offloaded tensors keep the shape they have")
+    enable_tuning: bool | None = _no_effect("nothing searches for what to compute again; name it in checkpoints")
+    refined_ops_patterns: list[Any] | None = _no_effect("selective=True keeps matrix products and convolutions")
 
 
-class GradientMergeConfigs(TypedDict, total=False):
+class GradientMergeConfigs(Configs):
     """Micro-batches whose gradients make one update."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    k_steps: Count = 1
+    """How many."""
 
-    k_steps: Count
-    """1."""
-
-    avg: bool
+    avg: bool = True
     """True: the mean of the micro-batches; False: their sum."""
 
 
-class LocalSgdConfigs(TypedDict, total=False):
+class LocalSgdConfigs(Configs):
     """Ranks that take local steps and average their parameters."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    k_steps: Count = 1
+    """Steps between two averages."""
 
-    k_steps: Count
-    """1. Steps between two averages."""
-
-    begin_step: Count
-    """1. First step in which ranks take local steps; before it, gradients are averaged as usual."""
+    begin_step: Count = 1
+    """First step in which ranks take local steps; before it, gradients are averaged as usual."""
 
 
-class AdaptiveLocalSgdConfigs(TypedDict, total=False):
+class AdaptiveLocalSgdConfigs(Configs):
     """Ranks that take local steps; their number follows the loss."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    init_k_steps: Count = 1
+    """Steps between the first two averages."""
 
-    init_k_steps: Count
-    """1. Steps between the first two averages."""
-
-    begin_step: Count
-    """1. First step in which ranks take local steps; before it, gradients are averaged as usual."""
+    begin_step: Count = 1
+    """First step in which ranks take local steps; before it, gradients are averaged as usual."""
 
 
-class DgcConfigs(TypedDict, total=False):
+class DgcConfigs(Configs):
     """Gradients of which only the largest entries are sent."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    rampup_begin_step: Size = 0
+    """First step that compresses."""
 
-    rampup_begin_step: Size
-    """0. First step that compresses."""
+    rampup_step: Count = 1
+    """Steps over which the sparsities of the list are gone through."""
 
-    rampup_step: Count
-    """1. Steps over which the sparsities of the list are gone through."""
-
-    sparsity: Annotated[list[Share], Field(min_length=1)]
-    """[0.999]. Share of the entries that stay behind."""
+    sparsity: Annotated[list[Share], Field(min_length=1)] = [0.999]
+    """Share of the entries that stay behind."""
 
 
-class LarsConfigs(TypedDict, total=False):
+class LarsConfigs(Configs):
     """Layer-wise rates for SGD with momentum."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    lars_coeff: Positive = 0.001
+    """Trust coefficient."""
 
-    lars_coeff: Positive
-    """0.001."""
+    lars_weight_decay: NotNegative = 0.0005
+    """Weight decay."""
 
-    lars_weight_decay: NotNegative
-    """0.0005."""
+    epsilon: NotNegative = 0.0
+    """Added to the denominator of the rate."""
 
-    epsilon: NotNegative
-    """0."""
-
-    exclude_from_weight_decay: Names
+    exclude_from_weight_decay: Names = []
     """Parameters whose name contains one of these words are not decayed."""
 
 
-class LambConfigs(TypedDict, total=False):
+class LambConfigs(Configs):
     """Layer-wise rates for Adam."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    lamb_weight_decay: NotNegative = 0.01
+    """Weight decay."""
 
-    lamb_weight_decay: NotNegative
-    """0.01."""
-
-    exclude_from_weight_decay: Names
+    exclude_from_weight_decay: Names = []
     """Parameters whose name contains one of these words are not decayed."""
 
 
-class ShardingConfigs(TypedDict, total=False):
+class ShardingConfigs(Configs):
     """Ranks that hold a part of optimizer state, gradients and parameters each (ZeRO)."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-
-    stage: Literal[1, 2, 3]
+    stage: Literal[1, 2, 3] = 1
     """1: optimizer state; 2: gradients too; 3: parameters too."""
 
-    sharding_degree: Degree
-    """Ranks that share one copy; all when left out. The rest of the ranks hold further copies."""
+    sharding_degree: Degree = -1
+    """Ranks that share one copy; -1: all. The rest of the ranks hold further copies."""
 
-    units: Names
-    """Ours. Modules whose parameters are gathered together (stage 3); the model's direct children when left out."""
+    units: Names = []
+    """Ours. Modules whose parameters are gathered together (stage 3); the model's direct children when empty."""
 
-    optimize_offload: bool
+    optimize_offload: bool = False
     """Keep the shards in host memory."""
 
-    segment_strategy: str
-    sharding_segment_strategy: str
-    segment_broadcast_MB: Positive
-    segment_anchors: Names
-    mp_degree: Count
-    dp_degree: Degree
-    pp_degree: Count
-    hybrid_dp: bool
-    gradient_merge_acc_step: Count
-    optimize_cast: bool
-    pp_allreduce_in_optimize: bool
-    enable_tuning: bool
-    use_calc_stream: bool
+    segment_strategy: str | None = _no_effect("units say what is gathered together")
+    sharding_segment_strategy: str | None = _no_effect("units say what is gathered together")
+    segment_broadcast_MB: Positive | None = _no_effect("units say what is gathered together")  # noqa: N815
+    segment_anchors: Names | None = _no_effect("units say what is gathered together")
+    mp_degree: Count | None = _no_effect("hybrid_configs make the mesh")
+    dp_degree: Degree | None = _no_effect("hybrid_configs make the mesh")
+    pp_degree: Count | None = _no_effect("hybrid_configs make the mesh")
+    hybrid_dp: bool | None = _no_effect("ranks beyond sharding_degree hold further copies")
+    gradient_merge_acc_step: Count | None = _no_effect("gradient_merge accumulates")
+    optimize_cast: bool | None = _no_effect("amp says what is cast")
+    pp_allreduce_in_optimize: bool | None = _no_effect("gradients are reduced before the update")
+    enable_tuning: bool | None = _no_effect("nothing searches for the degree")
+    use_calc_stream: bool | None = _no_effect("collectives run where torch runs them")
 
 
-class PipelineConfigs(TypedDict, total=False):
+class PipelineConfigs(Configs):
     """Stages of layers that pass micro-batches on."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    accumulate_steps: Count = 1
+    """Micro-batches of one step."""
 
-    accumulate_steps: Count
-    """1. Micro-batches of one step."""
+    micro_batch_size: Count | None = None
+    """Samples of a micro-batch. Left out: the batch split into `accumulate_steps`."""
 
-    micro_batch_size: Count
-    """Samples of a micro-batch; the batch split into `accumulate_steps` when left out."""
+    schedule_mode: Literal["1F1B", "F-then-B", "GPipe", "Interleaved", "ZeroBubble"] = "1F1B"
+    """Order of the micro-batches. `F-then-B` is Fleet's word for GPipe."""
 
-    schedule_mode: Literal["1F1B", "F-then-B", "GPipe", "Interleaved", "ZeroBubble"]
-    """1F1B. `F-then-B` is Fleet's word for GPipe."""
+    cuts: Names = []
+    """Ours. Modules at which a new stage begins; stages of about equal parameters when empty."""
 
-    cuts: Names
-    """Ours. Modules at which a new stage begins; cut into stages of about equal parameters when left out."""
+    virtual: Count = 1
+    """Ours. Stages held by each rank (Interleaved)."""
 
-    virtual: Count
-    """Ours. Stages held by each rank (Interleaved); 1."""
-
-    p2p_cache_shape: bool
-    enable_partial_send_recv: bool
+    p2p_cache_shape: bool | None = _no_effect("shapes are known before the first step")
+    enable_partial_send_recv: bool | None = _no_effect("full activations are sent")
 
 
-class TensorParallelConfigs(TypedDict, total=False):
+class TensorParallelConfigs(Configs):
     """Layers that are sharded over ranks."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    tensor_parallel_degree: Count | None = None
+    """Ranks that hold one copy of the layers together; `mp_degree` of `hybrid_configs` says the same."""
 
-    tensor_parallel_degree: Count
-    """1. Ranks that hold one copy of the layers together."""
+    tensor_init_seed: Annotated[int, Field(ge=-1)] | None = _no_effect(
+        "shards are cut from the values the layer was made with"
+    )
 
-    tensor_init_seed: Annotated[int, Field(ge=-1)]
 
-
-class ContextParallelConfigs(TypedDict, total=False):
+class ContextParallelConfigs(Configs):
     """Ours. Ranks that compute parts of the same sequences."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-
-    degree: Count
+    degree: Count | None = None
     """Ranks that compute a sequence together; `sep_degree` of `hybrid_configs` says the same."""
 
 
-class HybridConfigs(TypedDict, total=False):
+class HybridConfigs(Configs):
     """The mesh: how many ranks each kind of parallelism has."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-
-    dp_degree: Degree
+    dp_degree: Degree = -1
     """Data-parallel replicas; -1 takes what the others leave."""
 
-    mp_degree: Count
-    pp_degree: Count
-    sharding_degree: Count
-    sep_degree: Count
+    mp_degree: Count | None = None
+    """Ranks that hold one copy of the sharded layers, as `tensor_parallel_configs` says too."""
+
+    pp_degree: Count | None = None
+    """Stages of the pipeline."""
+
+    sharding_degree: Count | None = None
+    """Ranks that share one copy, as `sharding_configs` says too."""
+
+    sep_degree: Count | None = None
     """Ranks that compute parts of the same sequences, as `context_parallel_configs` says too."""
 
-    order: list[Literal["dp", "pp", "sharding", "sep", "mp"]]
-    """["dp", "pp", "sharding", "sep", "mp"]: from the slowest axis to the fastest."""
+    order: list[Literal["dp", "pp", "sharding", "sep", "mp"]] = ["dp", "pp", "sharding", "sep", "mp"]
+    """From the slowest axis to the fastest."""
 
-    ep_degree: Count
-    cp_degree: Count
-    moe_sharding_degree: Count
-    cp_sharding_degree: Count
-    enable_optimizer_timer: bool
-    split_norm_comm: bool
-    mp_configs: dict[str, Any]
-    pp_configs: dict[str, Any]
-    sharding_configs: dict[str, Any]
+    ep_degree: Count | None = _no_effect("there are no expert layers")
+    cp_degree: Count | None = _no_effect("sep_degree cuts sequences")
+    moe_sharding_degree: Count | None = _no_effect("there are no expert layers")
+    cp_sharding_degree: Count | None = _no_effect("sep_degree cuts sequences")
+    enable_optimizer_timer: bool | None = _no_effect("the event file has the time of each step")
+    split_norm_comm: bool | None = _no_effect("one all-reduce per group of ranks carries all norms")
+    mp_configs: dict[str, Any] | None = _no_effect("tensor_parallel has no tuning switches")
+    pp_configs: dict[str, Any] | None = _no_effect("the schedule decides")
+    sharding_configs: dict[str, Any] | None = _no_effect("strategy.sharding_configs decides")
 
 
-class ClipConfigs(TypedDict, total=False):
+class ClipConfigs(Configs):
     """Ours. What gradients are held to before the update."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-
-    norm: Positive
+    norm: Positive | None = None
     """Largest norm of all gradients together."""
 
-    value: Positive
+    value: Positive | None = None
     """Largest absolute value of an entry."""
 
 
-class EmaConfigs(TypedDict, total=False):
+class EmaConfigs(Configs):
     """Ours. An exponential moving average of the parameters."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    decay: Share = 0.999
+    """Share of the average that each step keeps."""
 
-    decay: Share
-    """0.999."""
-
-    warmup: bool
+    warmup: bool = True
     """True: the first means forget faster."""

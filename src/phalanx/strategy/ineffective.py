@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from phalanx.strategy.configs import GradientMergeConfigs
+
 if TYPE_CHECKING:
     from phalanx.strategy.settings import DistributedStrategy
 
@@ -39,7 +41,7 @@ def _single(strategy: DistributedStrategy) -> Iterator[str]:
             "strategy.hierarchical_allreduce_inter_nranks does not act: use_hierarchical_allreduce is off. Set "
             "strategy.use_hierarchical_allreduce = True, or leave it out."
         )
-    if strategy.gradient_merge and strategy.gradient_merge_configs.get("k_steps", 1) == 1:
+    if strategy.gradient_merge and strategy.config(GradientMergeConfigs).k_steps == 1:
         yield (
             "strategy.gradient_merge does not act: it merges 1 batch. Say how many make one update: "
             'gradient_merge_configs = {"k_steps": 4}.'

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from phalanx.strategy import configs, conflicts, settings
-from phalanx.strategy.menu import WITHOUT_EFFECT
+from phalanx.strategy import conflicts
+from phalanx.strategy.configs import Configs
+from phalanx.strategy.settings import DistributedStrategy, configs_of
 
 
 def fill_page(page: str) -> str:
@@ -31,47 +30,23 @@ def fill_page(page: str) -> str:
 
 def settings_table() -> str:
     """Return every setting, and every key of the dictionaries, as Markdown."""
-    fields, described = (
-        settings.DistributedStrategy.model_fields,
-        _docstrings_of_fields(settings)["DistributedStrategy"],
-    )
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     keys = [""]
-    for name, field in fields.items():
-        default = field.get_default(call_default_factory=True)
-        lines.append(f"| `{name}` | `{default}` | {_cell(described.get(name) or _of_switch(name))} |")
-        if name.endswith("_configs") and inspect.isclass(field.annotation) and field.annotation.__annotations__:
-            keys += _keys_table(name, field.annotation)
+    for name, field in DistributedStrategy.model_fields.items():
+        lines.append(f"| `{name}` | `{field.default}` | {_cell(field.description or _of_switch(name))} |")
+        if (configs := configs_of(name)) is not None:
+            keys += _keys_table(name, configs)
     return "\n".join(lines + keys)
 
 
-def _keys_table(dictionary: str, shape: type) -> list[str]:
-    described = _docstrings_of_fields(configs)[shape.__name__]
-    lines = ["", f"`{dictionary}`: {inspect.getdoc(shape)}", "", "| key | default and meaning |", "|---|---|"]
-    for key in shape.__annotations__:
-        idle = WITHOUT_EFFECT.get(dictionary, {}).get(key)
-        meaning = f"Accepted, does not act: {idle}." if idle else described.get(key, "")
-        lines.append(f"| `{key}` | {_cell(meaning)} |")
+def _keys_table(dictionary: str, configs: type[Configs]) -> list[str]:
+    lines = ["", f"`{dictionary}`: {inspect.getdoc(configs)}", "", "| key | default | meaning |", "|---|---|---|"]
+    reasons = configs.keys_without_effect()
+    for key, field in configs.model_fields.items():
+        default = "" if field.default is None else f"`{field.default}`"
+        meaning = f"Accepted, does not act: {reasons[key]}." if key in reasons else field.description
+        lines.append(f"| `{key}` | {default} | {_cell(meaning)} |")
     return lines
-
-
-def _docstrings_of_fields(module: ModuleType) -> dict[str, dict[str, str]]:
-    """Return the strings below the fields of each class, which Python itself does not keep."""
-    return {
-        class_def.name: {
-            field.target.id: inspect.cleandoc(text)
-            for field, after in zip(class_def.body, class_def.body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and (text := _text(after))
-        }
-        for class_def in ast.parse(inspect.getsource(module)).body
-        if isinstance(class_def, ast.ClassDef)
-    }
-
-
-def _text(node: ast.stmt) -> str | None:
-    """Return the string that a statement is, if it is one."""
-    value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
-    return value if isinstance(value, str) else None
 
 
 def _of_switch(name: str) -> str:

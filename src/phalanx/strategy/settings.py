@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
-from phalanx.strategy import configs as shapes
-from phalanx.strategy.checks import check_together, is_above_zero
+from phalanx.strategy import configs
+from phalanx.strategy.checks import check_together
+from phalanx.strategy.configs import AmpConfigs, Configs, HybridConfigs, KeysOf
 from phalanx.strategy.files import read_settings, write_settings
 from phalanx.strategy.ineffective import idle_settings
-from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
+from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED
 from phalanx.strategy.table import printed, strategy_table
 from phalanx.strategy.techniques import TECHNIQUES
 
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("phalanx.strategy")
 
+ConfigsT = TypeVar("ConfigsT", bound=Configs)
+
 
 class DistributedStrategy(BaseModel):
     """Settings of a distributed job. Every field has a working default; an unknown or wrong one is an error at once."""
 
-    model_config = ConfigDict(validate_assignment=True, extra="forbid", strict=True)
+    model_config = ConfigDict(validate_assignment=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     graph: bool = False
     """Compile the forward pass and the loss (`torch.compile`)."""
@@ -34,10 +37,10 @@ class DistributedStrategy(BaseModel):
     fuse_all_reduce_ops: bool = True
     """Bucket gradients; one all-reduce per gradient when False."""
 
-    fuse_grad_size_in_MB: shapes.Positive = 25.0  # noqa: N815 (Fleet's spelling)
+    fuse_grad_size_in_MB: configs.Positive = 25.0  # noqa: N815 (Fleet's spelling)
     """MiB of gradients in a bucket. Fleet's default is 32; ours is torch DDP's."""
 
-    fuse_grad_size_in_TFLOPS: shapes.Positive | None = None  # noqa: N815
+    fuse_grad_size_in_TFLOPS: configs.Positive | None = None  # noqa: N815
     """Accepted and reported: buckets are cut by bytes only."""
 
     sync_nccl_allreduce: bool = True
@@ -46,7 +49,7 @@ class DistributedStrategy(BaseModel):
     find_unused_parameters: bool = False
     """Accepted: parameters without a gradient are always found, on every step, and named after the first."""
 
-    gradient_scale_configs: dict[Literal["scale_strategy"], Literal["avg", "sum"]] = Field(default_factory=dict)
+    gradient_scale_configs: dict[Literal["scale_strategy"], Literal["avg", "sum"]] = {}
     """`{"scale_strategy": "avg" | "sum"}`: whether gradients are averaged over the ranks or summed."""
 
     parameter_broadcast: bool = True
@@ -79,48 +82,48 @@ class DistributedStrategy(BaseModel):
     """Parameter servers: True for asynchronous training, False for synchronous; asynchronous when None and the job has
     servers."""
 
-    a_sync_configs: shapes.ASyncConfigs = Field(default_factory=shapes.ASyncConfigs)
+    a_sync_configs: Annotated[dict[str, Any], KeysOf(configs.ASyncConfigs)] = {}
     """`{"k_steps": 100}` and the like: see `ASyncConfigs`."""
 
     amp: bool = False
     """Mixed precision: forward pass and loss compute in bfloat16 (float16 if `amp_configs` says so)."""
 
-    amp_configs: shapes.AmpConfigs = Field(default_factory=shapes.AmpConfigs)
+    amp_configs: Annotated[dict[str, Any], KeysOf(configs.AmpConfigs)] = {}
 
     recompute: bool = False
     """Activation checkpointing: recompute named modules in the backward pass instead of keeping their activations."""
 
-    recompute_configs: shapes.RecomputeConfigs = Field(default_factory=shapes.RecomputeConfigs)
+    recompute_configs: Annotated[dict[str, Any], KeysOf(configs.RecomputeConfigs)] = {}
 
     gradient_merge: bool = False
     """Accumulate the gradients of `k_steps` batches before one update."""
 
-    gradient_merge_configs: shapes.GradientMergeConfigs = Field(default_factory=shapes.GradientMergeConfigs)
+    gradient_merge_configs: Annotated[dict[str, Any], KeysOf(configs.GradientMergeConfigs)] = {}
 
     localsgd: bool = False
     """Let ranks take local steps and average their parameters every `k_steps` steps."""
 
-    localsgd_configs: shapes.LocalSgdConfigs = Field(default_factory=shapes.LocalSgdConfigs)
+    localsgd_configs: Annotated[dict[str, Any], KeysOf(configs.LocalSgdConfigs)] = {}
 
     adaptive_localsgd: bool = False
     """The same, with a number of steps that follows the loss."""
 
-    adaptive_localsgd_configs: shapes.AdaptiveLocalSgdConfigs = Field(default_factory=shapes.AdaptiveLocalSgdConfigs)
+    adaptive_localsgd_configs: Annotated[dict[str, Any], KeysOf(configs.AdaptiveLocalSgdConfigs)] = {}
 
     dgc: bool = False
     """Send only the largest entries of each gradient; the rest waits on its rank. For SGD with momentum."""
 
-    dgc_configs: shapes.DgcConfigs = Field(default_factory=shapes.DgcConfigs)
+    dgc_configs: Annotated[dict[str, Any], KeysOf(configs.DgcConfigs)] = {}
 
     lars: bool = False
     """Give every parameter of an SGD optimizer a rate that follows the norms of weights and gradients."""
 
-    lars_configs: shapes.LarsConfigs = Field(default_factory=shapes.LarsConfigs)
+    lars_configs: Annotated[dict[str, Any], KeysOf(configs.LarsConfigs)] = {}
 
     lamb: bool = False
     """The same for Adam."""
 
-    lamb_configs: shapes.LambConfigs = Field(default_factory=shapes.LambConfigs)
+    lamb_configs: Annotated[dict[str, Any], KeysOf(configs.LambConfigs)] = {}
 
     fp16_allreduce: bool = False
     """Send gradients in float16."""
@@ -137,35 +140,35 @@ class DistributedStrategy(BaseModel):
     sharding: bool = False
     """Let each rank hold a part of optimizer state, gradients and parameters (ZeRO)."""
 
-    sharding_configs: shapes.ShardingConfigs = Field(default_factory=shapes.ShardingConfigs)
+    sharding_configs: Annotated[dict[str, Any], KeysOf(configs.ShardingConfigs)] = {}
 
     pipeline: bool = False
     """Split the model into stages that pass micro-batches on."""
 
-    pipeline_configs: shapes.PipelineConfigs = Field(default_factory=shapes.PipelineConfigs)
+    pipeline_configs: Annotated[dict[str, Any], KeysOf(configs.PipelineConfigs)] = {}
 
     tensor_parallel: bool = False
     """Shard the layers that `px.shard` names over ranks."""
 
-    tensor_parallel_configs: shapes.TensorParallelConfigs = Field(default_factory=shapes.TensorParallelConfigs)
+    tensor_parallel_configs: Annotated[dict[str, Any], KeysOf(configs.TensorParallelConfigs)] = {}
 
     context_parallel: bool = False
     """Let ranks compute parts of the same sequences in the modules that `px.shard` gives style `context`."""
 
-    context_parallel_configs: shapes.ContextParallelConfigs = Field(default_factory=shapes.ContextParallelConfigs)
+    context_parallel_configs: Annotated[dict[str, Any], KeysOf(configs.ContextParallelConfigs)] = {}
 
-    hybrid_configs: shapes.HybridConfigs = Field(default_factory=shapes.HybridConfigs)
+    hybrid_configs: Annotated[dict[str, Any], KeysOf(configs.HybridConfigs)] = {}
     """The mesh: how many ranks each kind of parallelism has."""
 
     clip: bool = False
     """Hold gradients to `clip_configs` before the update, over all ranks."""
 
-    clip_configs: shapes.ClipConfigs = Field(default_factory=shapes.ClipConfigs)
+    clip_configs: Annotated[dict[str, Any], KeysOf(configs.ClipConfigs)] = {}
 
     ema: bool = False
     """Keep an exponential moving average of the parameters."""
 
-    ema_configs: shapes.EmaConfigs = Field(default_factory=shapes.EmaConfigs)
+    ema_configs: Annotated[dict[str, Any], KeysOf(configs.EmaConfigs)] = {}
 
     def __init__(self, /, **settings: Any) -> None:
         for name in settings:
@@ -204,15 +207,19 @@ class DistributedStrategy(BaseModel):
     def techniques(self) -> set[str]:
         """Names of the switches that are on; a degree above 1 turns its technique on too."""
         degrees = {"pp": "pipeline", "sharding": "sharding", "sep": "context_parallel", "mp": "tensor_parallel"}
-        degrees_set = dict(self.hybrid_configs)
-        by_degree = {degrees[kind] for kind in degrees if degrees_set.get(f"{kind}_degree", 1) != 1}
+        hybrid = self.config(HybridConfigs)
+        by_degree = {degrees[kind] for kind in degrees if getattr(hybrid, f"{kind}_degree") not in (None, 1)}
         return by_degree | {name for name in TECHNIQUES if getattr(self, name)}
 
     @property
     def amp_dtype(self) -> Literal["bfloat16", "float16"]:
         """Dtype of the arithmetic under `amp`."""
-        configs = self.amp_configs
-        return configs.get("dtype", "float16" if configs.get("use_pure_fp16", False) else "bfloat16")
+        amp = self.config(AmpConfigs)
+        return amp.dtype or ("float16" if amp.use_pure_fp16 else "bfloat16")
+
+    def config(self, kind: type[ConfigsT]) -> ConfigsT:
+        """Return the dictionary of this kind, with defaults for the keys that were left out."""
+        return kind.model_construct(**getattr(self, _DICTIONARIES[kind]))
 
     def explicit_settings(self) -> dict[str, Any]:
         """Return the settings that were set, by name, in the order of the menu."""
@@ -289,15 +296,26 @@ def check_strategy(strategy: object) -> DistributedStrategy:
     return strategy
 
 
-def _say_which_keys_do_not_act(dictionary: str, configs: dict[str, Any]) -> None:
-    reasons = dict(WITHOUT_EFFECT.get(dictionary, {}))
+def configs_of(dictionary: str) -> type[Configs] | None:
+    """Return the class with the keys of a dictionary; None for other settings."""
+    field = DistributedStrategy.model_fields.get(dictionary)
+    return next((part.configs for part in field.metadata if isinstance(part, KeysOf)), None) if field else None
+
+
+_DICTIONARIES = {kind: name for name in DistributedStrategy.model_fields if (kind := configs_of(name)) is not None}
+"""Name of the setting that holds the dictionary of each kind."""
+
+
+def _say_which_keys_do_not_act(dictionary: str, keys: dict[str, Any]) -> None:
+    kind = configs_of(dictionary)
+    reasons = {} if kind is None else kind.keys_without_effect()
     reasons |= {
         key: f"it needs {other}"
         for (of, key), other in NEEDS.items()
-        if of == dictionary and not is_above_zero(configs, other)
+        if of == dictionary and not keys.get(other, 0) > 0
     }
     for key, why in reasons.items():
-        if key in configs:
+        if key in keys:
             logger.warning("%s[%r] does not act: %s.", dictionary, key, why)
 
 
@@ -318,7 +336,8 @@ def _strategy_error(error: ValidationError, name: str | None = None) -> Strategy
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) or name or "strategy"
     dictionary = str(first["loc"][0]) if first["loc"] else where
-    keys = _keys(dictionary)
+    kind_of_keys = configs_of(dictionary)
+    keys = [] if kind_of_keys is None else list(kind_of_keys.model_fields)
     if first["type"] == "extra_forbidden" and keys:
         unknown = str(first["loc"][1])
         return StrategyError(
@@ -329,10 +348,3 @@ def _strategy_error(error: ValidationError, name: str | None = None) -> Strategy
     return kind(
         f"strategy.{where}: {first['msg']}; found {first['input']!r} ({type(first['input']).__name__}).{example}"
     )
-
-
-def _keys(dictionary: str) -> list[str]:
-    """Return the keys that one of the dictionaries of a strategy knows; none for other settings."""
-    field = DistributedStrategy.model_fields.get(dictionary)
-    annotation = field.annotation if field is not None else None
-    return list(getattr(annotation, "__annotations__", ())) if isinstance(annotation, type) else []

@@ -20,10 +20,17 @@ from phalanx.parallel.optim.layerwise import (
 )
 from phalanx.parallel.session import parameter_name
 from phalanx.parallel.step.gate import replace_update
+from phalanx.strategy.configs import LambConfigs
+
+_DEFAULTS = LambConfigs()
 
 
 def use_lamb(
-    optimizer: Optimizer, *, weight_decay: float = 0.01, exclude: Sequence[str] = (), names: NameOf = parameter_name
+    optimizer: Optimizer,
+    *,
+    weight_decay: float = _DEFAULTS.lamb_weight_decay,
+    exclude: Sequence[str] = (),
+    names: NameOf = parameter_name,
 ) -> None:
     """Make an Adam or AdamW optimizer update by LAMB. It stays the same object; rates, betas and eps stay its own.
 

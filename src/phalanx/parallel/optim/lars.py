@@ -20,14 +20,17 @@ from phalanx.parallel.optim.layerwise import (
 )
 from phalanx.parallel.session import parameter_name
 from phalanx.parallel.step.gate import replace_update
+from phalanx.strategy.configs import LarsConfigs
+
+_DEFAULTS = LarsConfigs()
 
 
 def use_lars(
     optimizer: Optimizer,
     *,
-    coeff: float = 0.001,
-    weight_decay: float = 0.0005,
-    epsilon: float = 0.0,
+    coeff: float = _DEFAULTS.lars_coeff,
+    weight_decay: float = _DEFAULTS.lars_weight_decay,
+    epsilon: float = _DEFAULTS.epsilon,
     exclude: Sequence[str] = (),
     names: NameOf = parameter_name,
 ) -> None:

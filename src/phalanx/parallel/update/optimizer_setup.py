@@ -22,6 +22,7 @@ from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.param_remap import rebind
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.configs import ClipConfigs, EmaConfigs, LambConfigs, LarsConfigs
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -68,8 +69,8 @@ def pair(
     if strategy.ema:
         from phalanx.parallel.optim.ema import keep_average
 
-        ema = strategy.ema_configs
-        keep_average(model, optimizer, ema.get("decay", 0.999), warmup=ema.get("warmup", True))
+        ema = strategy.config(EmaConfigs)
+        keep_average(model, optimizer, ema.decay, warmup=ema.warmup)
 
 
 def _why_no_torch_scaler(optimizer: Optimizer, applied: Applied) -> str | None:
@@ -122,25 +123,25 @@ def _follow_recipe(optimizer: Optimizer, strategy: DistributedStrategy) -> None:
     if strategy.clip:
         from phalanx.parallel.optim.clip import clip_steps
 
-        limits = strategy.clip_configs
-        clip_steps(optimizer, max_norm=limits.get("norm"), max_value=limits.get("value"))
+        limits = strategy.config(ClipConfigs)
+        clip_steps(optimizer, max_norm=limits.norm, max_value=limits.value)
     if strategy.lars:
         from phalanx.parallel.optim.lars import use_lars
 
-        lars = strategy.lars_configs
+        lars = strategy.config(LarsConfigs)
         use_lars(
             optimizer,
-            coeff=lars.get("lars_coeff", 0.001),
-            weight_decay=lars.get("lars_weight_decay", 0.0005),
-            epsilon=lars.get("epsilon", 0.0),
-            exclude=lars.get("exclude_from_weight_decay", ()),
+            coeff=lars.lars_coeff,
+            weight_decay=lars.lars_weight_decay,
+            epsilon=lars.epsilon,
+            exclude=lars.exclude_from_weight_decay,
         )
     if strategy.lamb:
         from phalanx.parallel.optim.lamb import use_lamb
 
-        lamb = strategy.lamb_configs
+        lamb = strategy.config(LambConfigs)
         use_lamb(
             optimizer,
-            weight_decay=lamb.get("lamb_weight_decay", 0.01),
-            exclude=lamb.get("exclude_from_weight_decay", ()),
+            weight_decay=lamb.lamb_weight_decay,
+            exclude=lamb.exclude_from_weight_decay,
         )

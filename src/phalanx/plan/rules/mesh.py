@@ -7,6 +7,7 @@ import math
 from phalanx.errors import PlanError
 from phalanx.plan.value import Axis
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.configs import ContextParallelConfigs, HybridConfigs, ShardingConfigs, TensorParallelConfigs
 
 DATA_AXIS = "data"
 """Replicas of the model that read their own samples."""
@@ -24,7 +25,6 @@ CONTEXT_AXIS = "context"
 """Ranks that compute parts of the same sequences."""
 
 _NAMES = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "sep": CONTEXT_AXIS, "mp": MODEL_AXIS}
-_ORDER = ("dp", "pp", "sharding", "sep", "mp")
 
 
 def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[Axis, ...]:
@@ -49,8 +49,7 @@ def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[
             f"the strategy asks for {product} ranks, which do not make up the {world_size} that were launched. Correct "
             f"hybrid_configs, or launch with -n {taken}."
         )
-    order = [name for name in strategy.hybrid_configs.get("order", _ORDER) if name in _NAMES]
-    order += [name for name in _ORDER if name not in order]
+    order = dict.fromkeys((*strategy.config(HybridConfigs).order, *_NAMES))
     axes = [Axis(name=_NAMES[name], size=degrees[name]) for name in order if degrees.get(name, 1) > 1]
     return tuple(axes) or (Axis(name=DATA_AXIS, size=1),)
 
@@ -62,30 +61,18 @@ def batch_axes(mesh: tuple[Axis, ...]) -> tuple[str, ...]:
 
 def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
     """Return the degrees a strategy says, by Fleet's short names; -1 and left out are not said."""
-    hybrid = strategy.hybrid_configs
+    hybrid = strategy.config(HybridConfigs)
+    shards = strategy.config(ShardingConfigs).sharding_degree if strategy.sharding else None
+    context = strategy.config(ContextParallelConfigs).degree if strategy.context_parallel else None
+    tensor = strategy.config(TensorParallelConfigs).tensor_parallel_degree if strategy.tensor_parallel else None
     degrees = {
-        "dp": hybrid.get("dp_degree", -1),
-        "pp": hybrid.get("pp_degree", -1),
-        "sharding": _one_degree(
-            ("hybrid_configs", hybrid.get("sharding_degree", -1)),
-            ("sharding_configs", strategy.sharding_configs.get("sharding_degree", -1) if strategy.sharding else -1),
-        ),
-        "sep": _one_degree(
-            ("hybrid_configs", hybrid.get("sep_degree", -1)),
-            (
-                "context_parallel_configs",
-                strategy.context_parallel_configs.get("degree", -1) if strategy.context_parallel else -1,
-            ),
-        ),
-        "mp": _one_degree(
-            ("hybrid_configs", hybrid.get("mp_degree", -1)),
-            (
-                "tensor_parallel_configs",
-                strategy.tensor_parallel_configs.get("tensor_parallel_degree", -1) if strategy.tensor_parallel else -1,
-            ),
-        ),
+        "dp": hybrid.dp_degree,
+        "pp": hybrid.pp_degree,
+        "sharding": _one_degree(hybrid_configs=hybrid.sharding_degree, sharding_configs=shards),
+        "sep": _one_degree(hybrid_configs=hybrid.sep_degree, context_parallel_configs=context),
+        "mp": _one_degree(hybrid_configs=hybrid.mp_degree, tensor_parallel_configs=tensor),
     }
-    positive = {name: size for name, size in degrees.items() if size > 0}
+    positive = {name: size for name, size in degrees.items() if size is not None and size > 0}
     if strategy.tensor_parallel and "mp" not in positive:
         raise PlanError(
             "strategy.tensor_parallel needs to know over how many ranks. Set tensor_parallel_configs = "
@@ -99,12 +86,12 @@ def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
     return positive
 
 
-def _one_degree(*settings: tuple[str, int]) -> int:
-    degrees = {size for _, size in settings if size > 0}
+def _one_degree(**settings: int | None) -> int | None:
+    degrees = {size for size in settings.values() if size is not None and size > 0}
     if len(degrees) > 1:
-        words = " and ".join(f"{name} says {size}" for name, size in settings)
+        words = " and ".join(f"{name} says {size}" for name, size in settings.items())
         raise PlanError(f"{words}: one degree is meant. Make them equal, or remove one.")
-    return degrees.pop() if degrees else -1
+    return degrees.pop() if degrees else None
 
 
 def _filling(strategy: DistributedStrategy, degrees: dict[str, int]) -> str:

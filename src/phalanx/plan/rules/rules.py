@@ -23,6 +23,7 @@ from phalanx.plan.rules.techniques import (
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Axis, Frozen, ParamRule, Plan, Push, Reason, Server, Step, Table, Update
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.configs import GradientMergeConfigs
 from phalanx.strategy.conflicts import first_conflict
 from phalanx.strategy.techniques import TECHNIQUES
 
@@ -56,7 +57,7 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
     if dense_on_servers(strategy, servers):
         dense = ParamRule(match="*", place=Server(table=DENSE), update=push)
         tables = (*tables, Table(name=DENSE, module="*", dim=DENSE_WIDTH))
-    merge = strategy.gradient_merge_configs if strategy.gradient_merge else {}
+    merge = strategy.config(GradientMergeConfigs) if strategy.gradient_merge else GradientMergeConfigs()
     return Plan(
         model_digest=shape.digest(),
         mesh=mesh,
@@ -67,8 +68,8 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
         schedule=schedule_from_strategy(strategy, mesh),
         step=Step(
             batch_axes=batch_axes(mesh),
-            accumulate=merge.get("k_steps", 1),
-            accumulate_mean=merge.get("avg", True),
+            accumulate=merge.k_steps,
+            accumulate_mean=merge.avg,
             compiled=strategy.graph,
             scaler=scaler_from_strategy(strategy),
             sync_bn=strategy.sync_batch_norm,

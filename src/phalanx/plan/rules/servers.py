@@ -8,6 +8,7 @@ from phalanx.errors import PlanError
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import Push, Reason, Table
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.configs import ASyncConfigs
 
 DENSE = "dense"
 """Stands in a Plan for the tables of dense parameters; there is one for each group of an optimizer."""
@@ -18,25 +19,20 @@ DENSE_WIDTH = 1024
 
 def push_from_strategy(strategy: DistributedStrategy, servers: int) -> Push:
     """Return how gradients reach tables: as the strategy says, else asynchronously. Without servers modes agree."""
-    configs, reduce = strategy.a_sync_configs, reduce_of(strategy)
-    if configs.get("k_steps", 0) > 0:
-        return Push(
-            mode="geo",
-            steps=configs["k_steps"],
-            local_optimizer=configs.get("local_optimizer", False),
-            reduce=reduce,
-        )
-    if configs.get("half_async", False):
-        return Push(mode="half_async", steps=configs.get("max_merge_var_num", 1), reduce=reduce)
-    if "staleness" in configs:
-        return Push(mode="bounded", steps=configs["staleness"], reduce=reduce)
+    configs, reduce = strategy.config(ASyncConfigs), reduce_of(strategy)
+    if configs.k_steps > 0:
+        return Push(mode="geo", steps=configs.k_steps, local_optimizer=configs.local_optimizer, reduce=reduce)
+    if configs.half_async:
+        return Push(mode="half_async", steps=configs.max_merge_var_num, reduce=reduce)
+    if configs.staleness is not None:
+        return Push(mode="bounded", steps=configs.staleness, reduce=reduce)
     asynchronous = servers > 0 if strategy.a_sync is None else strategy.a_sync
     return Push(mode="async" if asynchronous else "sync", reduce=reduce)
 
 
 def dense_on_servers(strategy: DistributedStrategy, servers: int) -> bool:
     """Return whether dense parameters live on the servers, as the rows do."""
-    return servers > 0 and strategy.a_sync_configs.get("dense", "server") == "server"
+    return servers > 0 and strategy.config(ASyncConfigs).dense == "server"
 
 
 def reduce_of(strategy: DistributedStrategy) -> Literal["mean", "sum"]:

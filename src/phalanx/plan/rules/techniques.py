@@ -21,6 +21,15 @@ from phalanx.plan.value import (
     Update,
 )
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.configs import (
+    AdaptiveLocalSgdConfigs,
+    AmpConfigs,
+    DgcConfigs,
+    LocalSgdConfigs,
+    PipelineConfigs,
+    RecomputeConfigs,
+    ShardingConfigs,
+)
 
 _SCHEDULES: dict[str, Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]] = {
     "GPipe": "gpipe",
@@ -35,27 +44,26 @@ def update_from_strategy(strategy: DistributedStrategy, mesh: tuple[Axis, ...]) 
     """Return how the gradients of a replicated parameter are combined."""
     reduce = reduce_of(strategy)
     if _has(mesh, SHARD_AXIS) or strategy.sharding:
-        configs = strategy.sharding_configs
+        sharding = strategy.config(ShardingConfigs)
         return ReduceScatter(
-            zero=configs.get("stage", 1),
-            offload="cpu" if configs.get("optimize_offload", False) else "none",
+            zero=sharding.stage,
+            offload="cpu" if sharding.optimize_offload else "none",
             along=(SHARD_AXIS,) if _has(mesh, SHARD_AXIS) else (),
             wire_dtype="float16" if strategy.fp16_allreduce else None,
             reduce=reduce,
         )
     if strategy.localsgd:
-        local = strategy.localsgd_configs
-        return Average(every=local.get("k_steps", 1), begin_step=local.get("begin_step", 1), reduce=reduce)
+        local = strategy.config(LocalSgdConfigs)
+        return Average(every=local.k_steps, begin_step=local.begin_step, reduce=reduce)
     if strategy.adaptive_localsgd:
-        adaptive = strategy.adaptive_localsgd_configs
-        every, begin = adaptive.get("init_k_steps", 1), adaptive.get("begin_step", 1)
-        return Average(every=every, begin_step=begin, adaptive=True, reduce=reduce)
+        adaptive = strategy.config(AdaptiveLocalSgdConfigs)
+        return Average(every=adaptive.init_k_steps, begin_step=adaptive.begin_step, adaptive=True, reduce=reduce)
     if strategy.dgc:
-        dgc = strategy.dgc_configs
+        dgc = strategy.config(DgcConfigs)
         return TopK(
-            sparsity=tuple(dgc.get("sparsity", [0.999])),
-            rampup_begin_step=dgc.get("rampup_begin_step", 0),
-            rampup_steps=dgc.get("rampup_step", 1),
+            sparsity=tuple(dgc.sparsity),
+            rampup_begin_step=dgc.rampup_begin_step,
+            rampup_steps=dgc.rampup_step,
             reduce=reduce,
         )
     return AllReduce(
@@ -74,20 +82,17 @@ def modules_from_strategy(
     """Return how modules are computed: precision, recomputation, gathering, stages. One rule says all of a module."""
     settings_by_module: dict[str, dict[str, Any]] = {}
     if strategy.recompute:
-        recompute = strategy.recompute_configs
-        for name in recompute.get("checkpoints") or units(shape):
-            kind = "selective" if recompute.get("selective", False) else "full"
-            settings_by_module.setdefault(name, {}).update(
-                recompute=kind, offload=recompute.get("enable_offload", False)
-            )
+        recompute = strategy.config(RecomputeConfigs)
+        for name in recompute.checkpoints or units(shape):
+            kind = "selective" if recompute.selective else "full"
+            settings_by_module.setdefault(name, {}).update(recompute=kind, offload=recompute.enable_offload)
     if strategy.sharding:
-        for name in strategy.sharding_configs.get("units") or units(shape):
+        for name in strategy.config(ShardingConfigs).units or units(shape):
             settings_by_module.setdefault(name, {}).update(unit=True)
     stages = _axis_size(mesh, STAGE_AXIS)
     if stages > 1 or strategy.pipeline:
-        configs = strategy.pipeline_configs
-        total = stages * configs.get("virtual", 1)
-        for name, stage in cut_stages(shape, total, tuple(configs.get("cuts", ()))).items():
+        pipeline = strategy.config(PipelineConfigs)
+        for name, stage in cut_stages(shape, stages * pipeline.virtual, tuple(pipeline.cuts)).items():
             settings_by_module.setdefault(name, {}).update(stage=stage)
     rules = tuple(ModuleRule(match=name, **settings) for name, settings in settings_by_module.items())
     return (*_precision(strategy), *rules)
@@ -97,17 +102,17 @@ def schedule_from_strategy(strategy: DistributedStrategy, mesh: tuple[Axis, ...]
     """Return the order of micro-batches through the stages."""
     if not (strategy.pipeline or _axis_size(mesh, STAGE_AXIS) > 1):
         return Schedule()
-    configs = strategy.pipeline_configs
-    kind, virtual = _SCHEDULES[configs.get("schedule_mode", "1F1B")], configs.get("virtual", 1)
+    pipeline = strategy.config(PipelineConfigs)
+    kind, virtual = _SCHEDULES[pipeline.schedule_mode], pipeline.virtual
     if (kind == "interleaved") != (virtual > 1) and kind != "zero_bubble":
         raise PlanError(
-            f'pipeline_configs asks for schedule_mode "{configs.get("schedule_mode", "1F1B")}" with virtual={virtual}: '
+            f'pipeline_configs asks for schedule_mode "{pipeline.schedule_mode}" with virtual={virtual}: '
             'several stages per rank need "Interleaved" or "ZeroBubble", and "Interleaved" needs virtual of 2 or more.'
         )
     return Schedule(
         kind=kind,
-        microbatches=configs.get("accumulate_steps", 1),
-        microbatch_rows=configs.get("micro_batch_size"),
+        microbatches=pipeline.accumulate_steps,
+        microbatch_rows=pipeline.micro_batch_size,
         virtual=virtual,
     )
 
@@ -116,14 +121,14 @@ def scaler_from_strategy(strategy: DistributedStrategy) -> Scaler | None:
     """Return the loss scaling of a strategy; None without float16."""
     if not strategy.amp or strategy.amp_dtype != "float16":
         return None
-    configs = strategy.amp_configs
+    amp = strategy.config(AmpConfigs)
     return Scaler(
-        initial=configs.get("init_loss_scaling", 32768.0),
-        growth_every=configs.get("incr_every_n_steps", 1000),
-        growth=configs.get("incr_ratio", 2.0),
-        backoff=configs.get("decr_ratio", 0.8),
-        backoff_after=configs.get("decr_every_n_nan_or_inf", 2),
-        dynamic=configs.get("use_dynamic_loss_scaling", True),
+        initial=amp.init_loss_scaling,
+        growth_every=amp.incr_every_n_steps,
+        growth=amp.incr_ratio,
+        backoff=amp.decr_ratio,
+        backoff_after=amp.decr_every_n_nan_or_inf,
+        dynamic=amp.use_dynamic_loss_scaling,
     )
 
 
@@ -134,8 +139,8 @@ def _says_host_ranks(strategy: DistributedStrategy) -> bool:
 def _precision(strategy: DistributedStrategy) -> tuple[ModuleRule, ...]:
     if not strategy.amp:
         return ()
-    configs = strategy.amp_configs
-    pure = configs.get("use_pure_fp16", False) or configs.get("use_pure_bf16", False)
+    amp = strategy.config(AmpConfigs)
+    pure = amp.use_pure_fp16 or amp.use_pure_bf16
     return (ModuleRule(match="", dtype=strategy.amp_dtype, pure=pure),)
 
 

@@ -19,6 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.tensor.shard_api import discard_shards, is_marked
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.configs import HybridConfigs
 from phalanx.train.model.auto_context import auto_context
 from phalanx.train.model.modes import ParallelMode, as_mode
 
@@ -83,8 +84,9 @@ def strategy_in(
         if aside:
             logger.info("parallel_mode AUTO_PARALLEL finds out itself what to cut: %s set aside", ", ".join(aside))
         return chosen
+    hybrid_configs = chosen.config(HybridConfigs)
     degrees = {
-        name for name in ("pp_degree", "sep_degree", "mp_degree") if chosen.hybrid_configs.get(name, 1) not in (1, -1)
+        name for name in ("pp_degree", "sep_degree", "mp_degree") if getattr(hybrid_configs, name) not in (None, 1)
     }
     switches = {name for name in ("pipeline", "tensor_parallel", "context_parallel") if getattr(chosen, name)}
     if aside or degrees or switches:
