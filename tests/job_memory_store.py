@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.errors import NotFoundError, StateError
-from phalanx.jobs.models import Attempt, Event, Failure, Job
+from phalanx.jobs.models import Attempt, Event, Failure, Job, JobState, may_follow
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import JobState, may_follow
 
 
 class MemoryStore:

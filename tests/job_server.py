@@ -15,12 +15,11 @@ import uvicorn
 from phalanx.jobs import paths
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import ListenOptions, address_of, bind
-from phalanx.jobs.backends import Backends
-from phalanx.jobs.models import Actor, Failure, Job, MemberRole
+from phalanx.jobs.backend_registry import Backends
+from phalanx.jobs.models import Actor, Failure, Job, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import JobState
 from phalanx.jobs.store import JobDatabase
 from phalanx.ui.console import add_console
 

@@ -122,3 +122,18 @@ def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def liveness_lock(path: Path) -> Iterator[int | None]:
+    """Lock a file, created if missing, to show that a process lives; yields None while another process has the lock.
+
+    The descriptor may be given to a child, which then holds the lock until it has ended, as `try_lock` says.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = try_lock(path)
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)

@@ -16,8 +16,7 @@ from job_server import JobServer, job_server, report
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
-from phalanx.jobs.models import Failure, MemberRole
-from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.models import Cause, Failure, JobState, MemberRole
 
 pytestmark = pytest.mark.dist
 

@@ -27,7 +27,7 @@ from phalanx.jobs.api.serve import ListenOptions, bind, serve
 from phalanx.jobs.client import Client
 from phalanx.jobs.models import Failure, MemberRole, QueueLength
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.models import Cause, JobState
 from phalanx.jobs.attempt.usage import Sample, Usage
 
 pytestmark = pytest.mark.dist

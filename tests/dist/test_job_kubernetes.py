@@ -19,7 +19,7 @@ from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.kubernetes.backend import Kubernetes
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
+from phalanx.jobs.models import Cause
 
 pytestmark = pytest.mark.dist
 

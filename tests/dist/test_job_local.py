@@ -19,7 +19,7 @@ from phalanx.jobs.backend import Phase, Submission
 from phalanx.jobs.backends import local
 from phalanx.jobs.backends.local import Local
 from phalanx.jobs.scheduling.queue import Amount
-from phalanx.jobs.states import Cause
+from phalanx.jobs.models import Cause
 
 pytestmark = pytest.mark.dist
 

@@ -16,7 +16,7 @@ from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.backends.local import NODE
 from phalanx.jobs.attempt.launch_command import loopback_hosts
-from phalanx.jobs.states import Cause
+from phalanx.jobs.models import Cause
 
 pytestmark = pytest.mark.dist
 

@@ -17,11 +17,10 @@ import job_stand_in
 import postgres as postgresql
 from phalanx.jobs.backends.local import Local
 from phalanx.jobs.control.controller import LEASE, LEASE_S, JobController
-from phalanx.jobs.models import Job
+from phalanx.jobs.models import Job, JobState
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import JobState
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.database import now
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.backends import Backends
+from phalanx.files import liveness_lock
+from phalanx.jobs.backend_registry import Backends
 from phalanx.jobs.connect import open_jobs
 from phalanx.jobs.control.controller import ensure_controller
-from phalanx.jobs.models import Actor
+from phalanx.jobs.models import Actor, Cause, JobState
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.fault

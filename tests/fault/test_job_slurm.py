@@ -12,12 +12,11 @@ import pytest
 
 from phalanx.jobs.backends.slurm.backend import Slurm
 from phalanx.jobs.control.controller import JobController
-from phalanx.jobs.models import Actor
+from phalanx.jobs.models import Actor, Cause, JobState
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Dataset, TrainingJob
-from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.store import JobDatabase
 from slurm_cluster import SlurmCluster, require_slurm
 

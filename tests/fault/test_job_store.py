@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import postgres as postgresql
-from phalanx.jobs.states import JobState
+from phalanx.jobs.models import JobState
 from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.fault
@@ -20,7 +20,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import JobState
+from phalanx.jobs.models import JobState
 from phalanx.jobs.store import JobDatabase
 
 with JobDatabase(sys.argv[1], Path(sys.argv[2])) as store:

@@ -1,6 +1,6 @@
 """How many requests one caller may make."""
 
-from phalanx.jobs.api.rate_limit import RateLimiter
+from phalanx.jobs.api.middleware import RateLimiter
 
 
 def test_a_burst_then_a_steady_rate_for_each_caller():

@@ -24,10 +24,9 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
 from phalanx.jobs.connect import open_jobs
-from phalanx.jobs.models import Actor, Failure, MemberRole
+from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.store import JobDatabase
 from phalanx.ui.i18n import TABLE
 

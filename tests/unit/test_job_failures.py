@@ -7,9 +7,8 @@ import pytest
 from phalanx.jobs.attempt.failures import failure_of, hang_failure, lost_node_failure, oom_failure, should_retry
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status
-from phalanx.jobs.models import Attempt, Failure
+from phalanx.jobs.models import Attempt, Cause, Failure, JobState
 from phalanx.jobs.spec import Retries, TrainingJob
-from phalanx.jobs.states import Cause, JobState
 
 FAILED = Status(Phase.FAILED)
 

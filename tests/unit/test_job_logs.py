@@ -129,18 +129,6 @@ def test_a_long_log_keeps_its_ends_and_its_offsets(folder: Path, monkeypatch: py
     assert text.count("dropped here") == 1
 
 
-def test_a_log_is_followed_until_its_attempt_has_ended(folder: Path) -> None:
-    turns: list[int] = []
-
-    def wait() -> None:
-        turns.append(len(turns))
-        with (folder_of(folder) / "workerlog.0").open("a") as file:
-            file.write(f"line {len(turns)}\n")
-
-    followed = logs.follow(folder, "0", ended=lambda: len(turns) >= 3, wait=wait)
-    assert "".join(piece.text for piece in followed) == "line 1\nline 2\nline 3\n"
-
-
 def test_harmless_noise_of_torchrun_is_annotated(folder: Path) -> None:
     write(folder, "done\nE1121 Error waiting on exit barrier. Elapsed: 0.3 s\n")
     assert "[phalanx: harmless after a success" in logs.read(folder, "0").text

@@ -14,11 +14,11 @@ from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import DETAIL_BYTES, AttemptSpec, ExitRecord
 from phalanx.jobs.attempt.launch_command import Rendezvous
 from phalanx.jobs.backend import Submission
+from phalanx.jobs.models import Cause
 from phalanx.jobs.node import setup as node_setup
 from phalanx.jobs.node.exit_reason import failure
 from phalanx.jobs.node.setup import Setup
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 
 TORCHRUN = """
 Traceback (most recent call last):

@@ -12,12 +12,11 @@ import pytest
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
 from phalanx.jobs import paths
-from phalanx.jobs.models import Actor, Failure, MemberRole
+from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.routes import routes_of
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.store import JobDatabase
 
 

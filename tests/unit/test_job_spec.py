@@ -4,10 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from phalanx.errors import SpecError
+from phalanx.jobs.models import JobState, may_follow
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.spec_file import validate
-from phalanx.jobs.states import JobState, may_follow
 
 
 def test_amounts_are_read_as_people_write_them():

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.jobs.spec import Code, Dataset
-from phalanx.jobs.spec_file import read, schema, validate
+from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec_file import read, validate
 
 MNIST = """
 name: mnist
@@ -204,8 +204,10 @@ def test_datasets_that_lie_in_each_other_are_refused() -> None:
 
 
 def test_the_schema_takes_what_the_model_takes() -> None:
-    checked = jsonschema.Draft202012Validator(schema())
+    checked = jsonschema.Draft202012Validator(TrainingJob.model_json_schema())
     checked.validate({"name": "a", "command": "x", "resources": {"memory": "8Gi"}, "max_runtime": "2h", "grace": 5})
     checked.validate(json.loads(read(MNIST).model_dump_json()))
     assert not checked.is_valid({"name": "a", "command": "x", "commnd": "y"})
-    assert schema()["properties"]["command"]["description"].startswith("What starts the training")
+    assert TrainingJob.model_json_schema()["properties"]["command"]["description"].startswith(
+        "What starts the training"
+    )

@@ -17,7 +17,7 @@ _PART = 1 << 18
 def whole(jobs: Jobs, job: str, *, rank: str | None = None, attempt: int | None = None) -> None:
     """Print what there is of a log: by default of the rank that failed, or of rank 0."""
     if rank is None:
-        rank = _failed(jobs, job, attempt) or "0"
+        rank = _failed_log(jobs, job, attempt) or "0"
         if rank != "0":
             talk(tr("The log of rank {rank}, which failed; --rank chooses another.", rank=rank))
     end, _ = _print_from(jobs, job, rank, attempt, 0)
@@ -33,12 +33,11 @@ def whole(jobs: Jobs, job: str, *, rank: str | None = None, attempt: int | None 
             talk(tr("Its logs: {names}. Choose with --rank.", names=", ".join(others)))
 
 
-def _failed(jobs: Jobs, job: str, attempt: int | None) -> str | None:
-    """Return the rank to blame for the end of an attempt, by default the last, if it has a log."""
+def _failed_log(jobs: Jobs, job: str, attempt: int | None) -> str:
+    """Return the log of the rank to blame for the end of an attempt, by default the last; empty if there is none."""
     number = attempt or jobs.job(job).attempt
-    failures = [tried.failure for tried in jobs.attempts(job) if tried.number == number]
-    rank = failures[0].rank if failures and failures[0] is not None else None
-    return str(rank) if rank is not None and str(rank) in jobs.logs_of(job, attempt=attempt) else None
+    names = (record.failed_log for record in jobs.attempts(job) if record.number == number)
+    return next((name for name in names if name in jobs.logs_of(job, attempt=attempt)), "")
 
 
 def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:

@@ -12,9 +12,8 @@ from rich.table import Table
 from phalanx.cli.output import console, moment, show_table, talk, words
 from phalanx.i18n import tr
 from phalanx.jobs.attempt.usage import Usage
-from phalanx.jobs.models import Attempt, Event, Failure, Job
-from phalanx.jobs.states import JobState
-from phalanx.ui.formatting import needs, span
+from phalanx.jobs.models import Attempt, Event, Failure, Job, JobState
+from phalanx.ui.formatting import needs, phases, span
 from phalanx.units import format_gib
 
 _COLOURS = {JobState.RUNNING: "cyan", JobState.SUCCEEDED: "green", JobState.FAILED: "red", JobState.STOPPED: "yellow"}
@@ -68,7 +67,7 @@ def print_job(record: Job, attempts: Sequence[Attempt], events: Sequence[Event],
         facts.add_row(heading, escape(value))
     console().print(facts)
     _failure(record.failure)
-    _phases(events)
+    _phases(events, record.ended)
     if attempts:
         _attempts(attempts)
     if any(node.samples for node in usage):
@@ -112,14 +111,9 @@ def _failure(failure: Failure | None) -> None:
         click.echo(failure.detail.rstrip())
 
 
-def _phases(events: Sequence[Event]) -> None:
+def _phases(events: Sequence[Event], ended: datetime | None) -> None:
     say = words()
-    changes = [event for event in events if event.kind == "state"]
-    ends = [event.time for event in changes[1:]] + [datetime.now(UTC)]
-    rows = []
-    for event, end in zip(changes, ends, strict=True):
-        state = JobState(event.data["to"])
-        rows.append([moment(event.time), say(state), "" if state.is_terminal else span(event.time, end), event.message])
+    rows = [[moment(phase.since), say(phase.state), phase.lasted, phase.reason] for phase in phases(events, ended)]
     show_table([say("time"), say("state"), say("duration"), say("reason")], rows)
 
 

@@ -13,9 +13,8 @@ from phalanx.cli.job_spec import in_workspace, read_spec, spec_options
 from phalanx.cli.output import EITHER_SPELLING, CommandGroup, jobs, json_flag, show_json, talk, words
 from phalanx.cli.workspaces import workspace
 from phalanx.i18n import tr
-from phalanx.jobs.models import Job
+from phalanx.jobs.models import Job, JobState
 from phalanx.jobs.protocol import Jobs
-from phalanx.jobs.states import JobState
 
 _LATE = 124
 """Exit code of `wait` when its time is up, as of timeout(1)."""

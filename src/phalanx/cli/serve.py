@@ -18,7 +18,7 @@ from phalanx.i18n import tr
 from phalanx.jobs import paths
 
 if TYPE_CHECKING:
-    from phalanx.jobs.backends import Backends
+    from phalanx.jobs.backend_registry import Backends
     from phalanx.jobs.store import JobDatabase
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -55,7 +55,7 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
     from phalanx.jobs.api.app import make_app
     from phalanx.jobs.api.serve import PORT, ListenOptions, address_of, bind
     from phalanx.jobs.api.serve import serve as answer
-    from phalanx.jobs.backends import Backends
+    from phalanx.jobs.backend_registry import Backends
     from phalanx.jobs.connect import local_actor
     from phalanx.jobs.protocol import Jobs
     from phalanx.jobs.service.service import JobService

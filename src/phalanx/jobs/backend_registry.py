@@ -7,11 +7,15 @@ options of its own. Pure: a backend is imported when it is first used.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticKnownError
+
+if TYPE_CHECKING:
+    from phalanx.jobs.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,28 @@ BACKENDS = {
         member_check="phalanx.jobs.backends.kubernetes.options:check_member",
     ),
 }
+
+
+class Backends(Mapping[str, "Backend"]):
+    """Backends by name, each made when it is first used. What one needs may be missing where it is not used."""
+
+    def __init__(self) -> None:
+        """Make the mapping; no backend is made yet."""
+        self._backends: dict[str, Backend] = {}
+
+    def __getitem__(self, name: str) -> Backend:
+        """Return a backend, made at the first call."""
+        if name not in self._backends:
+            self._backends[name] = load(BACKENDS[name].implementation)()
+        return self._backends[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(BACKENDS)
+
+    def __len__(self) -> int:
+        """Return how many backends there are."""
+        return len(BACKENDS)
 
 
 def load(reference: str) -> Any:

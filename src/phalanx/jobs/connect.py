@@ -10,9 +10,8 @@ from pathlib import Path
 
 from phalanx.errors import ConfigError
 from phalanx.jobs import paths
-from phalanx.jobs.models import Actor
+from phalanx.jobs.models import Actor, JobState
 from phalanx.jobs.protocol import Jobs
-from phalanx.jobs.states import JobState
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def open_jobs() -> Iterator[Jobs]:
         with Client(address, _token()) as client:
             yield client
         return
-    from phalanx.jobs.backends import Backends
+    from phalanx.jobs.backend_registry import Backends
     from phalanx.jobs.service.service import JobService
     from phalanx.jobs.store import JobDatabase
 

@@ -17,10 +17,20 @@ from pydantic import Field
 
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, ResourceUse, Workspace
+from phalanx.jobs.models import (
+    Actor,
+    Attempt,
+    Counts,
+    Event,
+    Job,
+    JobState,
+    MemberRole,
+    NamedConfig,
+    ResourceUse,
+    Workspace,
+)
 from phalanx.jobs.routes import VerbRoute, route
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import JobState
 
 AttemptNumber = Annotated[int | None, Field(ge=1, le=2**31)]
 Offset = Annotated[int, Field(ge=-(2**53), le=2**53)]

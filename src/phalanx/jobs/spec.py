@@ -32,8 +32,8 @@ from phalanx.jobs.addresses import (
 )
 from phalanx.jobs.backend_registry import BackendName
 from phalanx.jobs.command import parse_command
+from phalanx.jobs.models import Cause
 from phalanx.jobs.quantities import to_bytes, to_seconds
-from phalanx.jobs.states import Cause
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 """A name that Kubernetes, Slurm, a folder and an address all take: small letters, digits and dashes, 40 at most."""

@@ -64,11 +64,6 @@ def validate(model: type[ModelT], fields: Mapping[str, Any] | str) -> ModelT:
     raise SpecError(f"this is no {what} that could run:\n  " + "\n  ".join(lines))
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a job, with the words of every field."""
-    return TrainingJob.model_json_schema()
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 

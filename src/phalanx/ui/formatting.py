@@ -9,8 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from phalanx.jobs.models import Event, Job
-from phalanx.jobs.states import JobState
+from phalanx.jobs.models import Event, Job, JobState
 from phalanx.ui.i18n import Say
 from phalanx.units import format_gib
 
@@ -59,20 +58,21 @@ def badge(say: Say) -> Callable[[JobState], Markup]:
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A state that a job was or is in, and for how long."""
+    """A state that a job was or is in, why, and for how long."""
 
     state: JobState
     since: datetime
     lasted: str
+    reason: str
 
 
 def phases(events: Sequence[Event], ended: datetime | None) -> list[PhaseSpan]:
     """Return the states a job went through, first to last, with how long it was in each; an end lasts no time."""
-    changes = [(JobState(event.data["to"]), event.time) for event in events if event.data.get("to") in set(JobState)]
-    ends = [*(time for _, time in changes[1:]), ended][: len(changes)]
+    changes = [(JobState(event.data["to"]), event) for event in events if event.data.get("to") in set(JobState)]
+    ends = [*(event.time for _, event in changes[1:]), ended][: len(changes)]
     return [
-        PhaseSpan(state, since, "" if state.is_terminal else span(since, end))
-        for (state, since), end in zip(changes, ends, strict=True)
+        PhaseSpan(state, event.time, "" if state.is_terminal else span(event.time, end), event.message)
+        for (state, event), end in zip(changes, ends, strict=True)
     ]
 
 

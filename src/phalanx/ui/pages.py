@@ -12,9 +12,8 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from phalanx.errors import NotFoundError
 from phalanx.jobs.api.streams import LOG_START, stream_log
-from phalanx.jobs.models import Attempt, Job
+from phalanx.jobs.models import Attempt, Job, JobState
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import JobState
 from phalanx.ui import formatting
 from phalanx.ui.session import ROOT, ConsoleSession, current_session
 from phalanx.units import format_gib
@@ -77,7 +76,8 @@ def job_page(session: CurrentSession, job: str, attempt: AttemptNumber = None, r
     number = attempt or record.attempt or 1
     ranks = session.jobs.logs_of(job, attempt=number) if record.attempt else []
     head = _head(session, record)
-    chosen = next((name for name in (rank, _failing(head["attempts"], number), *ranks) if name in ranks), "")
+    failed = [record.failed_log for record in head["attempts"] if record.number == number]
+    chosen = next((name for name in (rank, *failed, *ranks) if name in ranks), "")
     log = session.jobs.log(job, rank=chosen, attempt=number, offset=-LOG_START) if chosen else None
     fields = TrainingJob.model_validate(record.spec).model_dump(mode="json", exclude_defaults=True)
     spec = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
@@ -90,12 +90,6 @@ def job_page(session: CurrentSession, job: str, attempt: AttemptNumber = None, r
     }
     session.workspace = record.workspace
     return session.page("job.html", place="jobs", attempt=number, **head, **values)
-
-
-def _failing(attempts: list[Attempt], number: int) -> str:
-    """Return the name of the log of the rank to blame for the end of an attempt; empty where none is."""
-    ranks = [tried.failure.rank for tried in attempts if tried.number == number and tried.failure is not None]
-    return "" if not ranks or ranks[0] is None else str(ranks[0])
 
 
 def _head(session: ConsoleSession, job: Job) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from fastapi.responses import PlainTextResponse
 
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
-from phalanx.jobs.models import Counts, ResourceUse
-from phalanx.jobs.states import JobState
+from phalanx.jobs.models import Counts, JobState, ResourceUse
 
 routes = APIRouter(tags=["health"])
 

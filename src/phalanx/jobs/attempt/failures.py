@@ -7,11 +7,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from phalanx.jobs.attempt.files import ExitRecord
+from phalanx.jobs.attempt.files import ExitRecord, all_succeeded
 from phalanx.jobs.backend import Phase, Status
-from phalanx.jobs.models import Attempt, Failure
+from phalanx.jobs.models import Attempt, Cause, Failure
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 
 _OUT_OF_MEMORY = re.compile(
     r"\b(MemoryError|OutOfMemoryError|CUDA out of memory|std::bad_alloc|can't allocate memory|Cannot allocate memory)\b"
@@ -27,7 +26,7 @@ def failure_of(ends: Mapping[int, ExitRecord | None], status: Status) -> Failure
         ends: What each node wrote about its end; None where it wrote nothing.
         status: What the backend says, which counts where no node says that it failed.
     """
-    if ends and all(end is not None and end.outcome == "succeeded" for end in ends.values()):
+    if ends and all_succeeded(ends.values()):
         return None
     failed = [(node, end) for node, end in ends.items() if end is not None and end.outcome == "failed"]
     if failed:

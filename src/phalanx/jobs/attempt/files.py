@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from phalanx.errors import BackendError
 from phalanx.files import write_atomically
 from phalanx.jobs import paths
 from phalanx.jobs.backend import Submission
+from phalanx.jobs.models import Cause
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 
 HEARTBEAT_S = 2.0
 """Seconds between two heartbeats of a node."""
@@ -57,6 +58,16 @@ class ExitRecord:
     detail: str = ""
     started: float = 0.0
     ended: float = 0.0
+
+
+def all_succeeded(records: Iterable[ExitRecord | None]) -> bool:
+    """Return whether every node left an exit record, and none but of success."""
+    return all(record is not None and record.outcome == "succeeded" for record in records)
+
+
+def any_failed(records: Iterable[ExitRecord | None]) -> bool:
+    """Return whether a node left the exit record of a failure."""
+    return any(record is not None and record.outcome == "failed" for record in records)
 
 
 def spec_json(submission: Submission, home: str = "", job_folder: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The logs of an attempt: read by byte offset, followed while they grow, and capped in size.
+"""The logs of an attempt: read by byte offset, also while they grow, and capped in size.
 
 A rank that writes without end keeps its first and its last bytes: the middle of its file is given back to the file
 system as a hole, so offsets stay what they are, and reading goes on behind the hole, saying how much is gone.
@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,37 +99,6 @@ def read(
     text = _redact_bytes(before, body, raw[len(body) : len(body) + reach], values).decode(errors="replace")
     end = first + len(body)
     return LogChunk(note + _NOISE.sub(lambda line: line[0] + _NOISE_NOTE, text), end, size - end)
-
-
-def follow(
-    folder: Path,
-    name: str,
-    *,
-    ended: Callable[[], bool],
-    wait: Callable[[], None],
-    offset: int = 0,
-    secrets: Collection[str] = (),
-) -> Iterator[LogChunk]:
-    """Yield a log as it grows, until its attempt has ended and all of it was read.
-
-    Args:
-        folder: The attempt's folder.
-        name: The log, as `list_logs` has it; it may come into being later.
-        ended: Whether the attempt has ended.
-        wait: Called when there is nothing new.
-        offset: Where to begin; a negative one counts from the end.
-        secrets: Values to strike out.
-    """
-    while True:
-        last = ended()  # Before reading: what is written after the read and before the question must not be lost.
-        piece = read(folder, name, offset, secrets=secrets, last=last)
-        offset = piece.next
-        if piece.text:
-            yield piece
-        elif last:
-            return
-        else:
-            wait()
 
 
 def last_sign(folder: Path) -> float:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from phalanx.cluster.spec.detect import memory_bytes
 from phalanx.errors import BackendError, SpecError
-from phalanx.files import write_atomically
+from phalanx.files import liveness_lock, write_atomically
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
@@ -29,7 +29,6 @@ from phalanx.jobs.attempt.failures import lost_node_failure, oom_failure
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
 from phalanx.jobs.scheduling.queue import Amount, needed_amount
-from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch.process.linux import start_ticks
 from phalanx.launch.request.machine import Machine
@@ -126,8 +125,8 @@ class Local:
         if alive:
             doing = attempt_files.read_activity(folder, alive[0])
             return Status(Phase.RUNNING if doing == "running" else Phase.PREPARING, doing, host, failure)
-        succeeded = all(end is not None and end.outcome == "succeeded" for end in ends.values())
-        return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED, "", host, failure)
+        phase = Phase.SUCCEEDED if attempt_files.all_succeeded(ends.values()) else Phase.FAILED
+        return Status(phase, "", host, failure)
 
     def collect(self, submission: Submission, handle: str) -> None:
         """Do nothing: nodes write into the attempt's folder themselves."""

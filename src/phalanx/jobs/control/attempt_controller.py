@@ -13,13 +13,12 @@ from phalanx.errors import BackendError, PhalanxError, StateError
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import logs
 from phalanx.jobs.attempt.failures import failure_of, hang_failure, should_retry, submit_failure, timeout_failure
-from phalanx.jobs.attempt.files import ExitRecord
+from phalanx.jobs.attempt.files import ExitRecord, all_succeeded, any_failed
 from phalanx.jobs.backend import Backend, Phase, Status, Submission
 from phalanx.jobs.backend_registry import BACKENDS
-from phalanx.jobs.models import Attempt, Event, Failure, Job
+from phalanx.jobs.models import Attempt, Cause, Event, Failure, Job, JobState
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.spec import TrainingJob, secrets_of
-from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")
@@ -133,7 +132,7 @@ class AttemptController:
         """How nodes ended. Those that hold servers only count if they failed: others are ended with the training."""
         nodes, servers = self.spec.resources.nodes, self.spec.servers
         records = {node: attempt_files.read_exit_record(self.folder, node) for node in range(nodes)}
-        if all(end is not None and end.outcome == "succeeded" for end in records.values()):
+        if all_succeeded(records.values()):
             return records
         for node in range(nodes, nodes + (servers.count if servers else 0)):
             end = attempt_files.read_exit_record(self.folder, node)
@@ -178,7 +177,7 @@ class AttemptController:
         now = self._clock()
         if status.failure is not None:
             self._end_with(status.failure)
-        if any(end is not None and end.outcome == "failed" for end in records.values()):
+        if any_failed(records.values()):
             self._failing_since = self._failing_since or now
             if now > self._failing_since + NODES_END_S and (failure := failure_of(records, status)):
                 self._end_with(failure)
@@ -215,7 +214,7 @@ class AttemptController:
             self._pass_through_running(started)
             self._store.jobs.change(self.job.id, JobState.SUCCEEDED, started=started)
             return True
-        own = any(end is not None and end.outcome == "failed" for end in records.values())
+        own = any_failed(records.values())
         if self.job.state is JobState.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
             self._store.jobs.change(self.job.id, JobState.STOPPED, self.job.reason)
             return True

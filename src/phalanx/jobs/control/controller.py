@@ -24,17 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError, StateError
+from phalanx.files import liveness_lock
 from phalanx.jobs.attempt.failures import submit_failure
 from phalanx.jobs.backend import Backend
-from phalanx.jobs.backend_registry import BACKENDS
+from phalanx.jobs.backend_registry import BACKENDS, Backends
 from phalanx.jobs.control.attempt_controller import AttemptController
-from phalanx.jobs.models import Failure, Job
+from phalanx.jobs.models import Failure, Job, JobState
 from phalanx.jobs.scheduling import queue
 from phalanx.jobs.scheduling.queue import Amount, Running, Waiting
 from phalanx.jobs.scheduling.quotas import Quotas
-from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import JobState
 from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")
@@ -352,7 +351,6 @@ def ensure_controller(home: Path) -> None:
 
 def main(home: Path, lock: int | None = None) -> None:
     """Run the controller of `home` until every job has ended."""
-    from phalanx.jobs.backends import Backends
     from phalanx.jobs.backends.local import this_machine
 
     stopped = threading.Event()

@@ -25,9 +25,9 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.attempt.files import HEARTBEAT_S, LOST_AFTER_HEARTBEATS, ExitRecord
+from phalanx.jobs.models import Cause
 from phalanx.jobs.node import exit_reason, usage_monitor
 from phalanx.jobs.node.setup import Prepared, Setup
-from phalanx.jobs.states import Cause
 from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.jobs")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.jobs.attempt.files import DETAIL_BYTES, ExitRecord
+from phalanx.jobs.models import Cause
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 from phalanx.launch.job.logs import ENDED, last_lines
 
 _LAST_LINES = 30

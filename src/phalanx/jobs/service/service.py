@@ -17,10 +17,20 @@ from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.limits import Limits
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, ResourceUse, Workspace
+from phalanx.jobs.models import (
+    Actor,
+    Attempt,
+    Counts,
+    Event,
+    Job,
+    JobState,
+    MemberRole,
+    NamedConfig,
+    ResourceUse,
+    Workspace,
+)
 from phalanx.jobs.protocol import Jobs, LogPart, NewToken, SecretName, Token
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
-from phalanx.jobs.states import JobState
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.workspaces import no_workspace

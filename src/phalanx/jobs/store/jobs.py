@@ -16,10 +16,9 @@ from sqlalchemy.exc import IntegrityError
 
 from phalanx.errors import NotFoundError, StateError
 from phalanx.i18n import tr
-from phalanx.jobs.models import Attempt, Counts, Event, Failure, Job, QueueLength
+from phalanx.jobs.models import Attempt, Cause, Counts, Event, Failure, Job, JobState, QueueLength, may_follow
 from phalanx.jobs.redact import redact
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, JobState, may_follow
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 from phalanx.jobs.store.secrets import SecretRecords

@@ -7,8 +7,7 @@ from sqlalchemy.exc import IntegrityError
 
 from phalanx.errors import NotFoundError, StateError
 from phalanx.i18n import tr
-from phalanx.jobs.models import MemberRole, Workspace
-from phalanx.jobs.states import JobState
+from phalanx.jobs.models import JobState, MemberRole, Workspace
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 

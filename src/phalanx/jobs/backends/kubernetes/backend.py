@@ -24,10 +24,9 @@ from phalanx.jobs.backends.kubernetes.logs import LogCursor
 from phalanx.jobs.backends.kubernetes.manifests import DIALECTS, Dialect
 from phalanx.jobs.backends.kubernetes.options import Manifest, queue_of
 from phalanx.jobs.backends.kubernetes.pods import Pod, failure_of, pods_of, why_waiting
-from phalanx.jobs.models import Failure
+from phalanx.jobs.models import Cause, Failure
 from phalanx.jobs.sources import archive as trees
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends.kubernetes.informer import Informer

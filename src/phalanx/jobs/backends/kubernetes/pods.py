@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.jobs.models import Failure
+from phalanx.jobs.models import Cause, Failure
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _REPLICATED = "jobset.sigs.k8s.io/replicatedjob-name"

@@ -24,9 +24,8 @@ from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.slurm import states as slurm_states
-from phalanx.jobs.models import Failure
+from phalanx.jobs.models import Cause, Failure
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause
 from phalanx.launch.job.logs import last_lines
 
 SNAPSHOT_S = 2.0
@@ -256,8 +255,7 @@ def _status_of_forgotten(submission: Submission) -> Status:
     ends = [attempt_files.read_exit_record(submission.folder, node) for node in range(submission.spec.resources.nodes)]
     if not all(ends):
         return Status(Phase.GONE, "Slurm does not know the job any more")
-    succeeded = all(end is not None and end.outcome == "succeeded" for end in ends)
-    return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED)
+    return Status(Phase.SUCCEEDED if attempt_files.all_succeeded(ends) else Phase.FAILED)
 
 
 def _failure(folder: Path, row: SqueueRow) -> Failure | None:
