@@ -25,10 +25,10 @@ def print_jobs(jobs: Sequence[Job]) -> None:
     if not jobs:
         click.echo(f"{say('no jobs')} {say('no jobs help')}", err=True)
         return
-    spaces = len({job.workspace for job in jobs}) > 1
+    has_several_workspaces = len({job.workspace for job in jobs}) > 1
     headings = [say("job"), say("state"), say("duration"), say("reason")]
     rows = [[job.id, say(job.state), span(job.started or job.created, job.ended), reason_of(job)] for job in jobs]
-    if spaces:
+    if has_several_workspaces:
         headings.insert(1, say("workspace"))
         for row, job in zip(rows, jobs, strict=True):
             row.insert(1, job.workspace)

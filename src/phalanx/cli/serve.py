@@ -54,7 +54,7 @@ def ui(no_browser: bool, **options: Any) -> None:
 def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | None) -> None:
     from phalanx.jobs.api.app import make_app
     from phalanx.jobs.api.serve import PORT, ListenOptions, address_of, bind
-    from phalanx.jobs.api.serve import serve as answer
+    from phalanx.jobs.api.serve import serve as serve_app
     from phalanx.jobs.backend_registry import Backends
     from phalanx.jobs.connect import local_actor
     from phalanx.jobs.protocol import Jobs
@@ -63,18 +63,18 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
     from phalanx.ui.console import add_console
 
     options["port"] = PORT if options["port"] is None else options["port"]
-    where, home, engines = ListenOptions(**options), paths.home(), Backends()
+    listen, home, backends = ListenOptions(**options), paths.home(), Backends()
     with ExitStack() as stack:
-        bound = stack.enter_context(bind(where))
+        bound = stack.enter_context(bind(listen))
         store = stack.enter_context(JobDatabase(None, home))
 
         def authenticate(token: str) -> Jobs:
-            return JobService(store, engines, store.tokens.actor_of(token), wake=lambda _: None)
+            return JobService(store, backends, store.tokens.actor_of(token), wake=lambda _: None)
 
-        stack.enter_context(_keeping(store, engines, home))
+        stack.enter_context(_run_controller(store, backends, home))
         app = make_app(authenticate)
         add_console(app)
-        address = address_of(bound, where)
+        address = address_of(bound, listen)
         talk(tr("Jobs and console at {address}/ui. Ctrl-C ends the server; jobs go on.", address=address))
         if open_browser is not None:
             new_token = store.tokens.create(
@@ -87,17 +87,17 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn stops on a signal, and then sends it again to the handler before its own, which does nothing.
             signal.signal(number, lambda *_: None)
-        answer(app, bound, where)
+        serve_app(app, bound, listen)
 
 
 @contextmanager
-def _keeping(store: JobDatabase, engines: Backends, home: Path) -> Iterator[None]:
+def _run_controller(store: JobDatabase, backends: Backends, home: Path) -> Iterator[None]:
     """Run the job controller in a thread of this process; it waits while another one runs."""
     from phalanx.jobs.backends.local import this_machine
     from phalanx.jobs.control.controller import JobController, run_controller
 
     stopped = threading.Event()
-    controller = JobController(store, engines, home, machine=this_machine())
+    controller = JobController(store, backends, home, machine=this_machine())
     thread = threading.Thread(
         target=run_controller, args=(home, controller, stopped), kwargs={"until_idle": False}, name="controller"
     )

@@ -41,9 +41,9 @@ def add_workspace(name: str) -> None:
 def list_workspaces(as_json: bool) -> None:
     """List workspaces with their members."""
     with jobs() as service:
-        spaces = service.workspaces()
-    rows = [[space.name, ", ".join(f"{name} ({role})" for name, role in space.members.items())] for space in spaces]
-    show_named([words()("workspace"), tr("member")], rows, spaces, as_json)
+        workspaces = service.workspaces()
+    rows = [[space.name, ", ".join(f"{name} ({role})" for name, role in space.members.items())] for space in workspaces]
+    show_named([words()("workspace"), tr("member")], rows, workspaces, as_json)
 
 
 @workspace.command("rm")

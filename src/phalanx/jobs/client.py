@@ -91,7 +91,7 @@ class Client(Jobs):
         with archive.open("rb") as file:
             headers = {"Content-Length": str(archive.stat().st_size), "Content-Type": "application/gzip"}
             path = f"workspaces/{_quote(workspace)}/trees"
-            return str(self._answer("POST", path, content=file, headers=headers).json()["digest"])
+            return str(self._request("POST", path, content=file, headers=headers).json()["digest"])
 
     def _send(self, route: VerbRoute, arguments: dict[str, Any]) -> Any:
         """Send a verb to the server, and return its result."""
@@ -99,43 +99,43 @@ class Client(Jobs):
         others = {name: value for name, value in arguments.items() if not route.in_path(name)}
         if route.has_query:
             query = {route.names.get(name, name): value for name, value in others.items() if value is not None}
-            answer = self._answer(route.method, path, params=query)
+            response = self._request(route.method, path, params=query)
         elif others:
-            answer = self._answer(route.method, path, json=to_jsonable_python(others.get(route.body or "", others)))
+            response = self._request(route.method, path, json=to_jsonable_python(others.get(route.body or "", others)))
         else:
-            answer = self._answer(route.method, path)
+            response = self._request(route.method, path)
         if route.result_type is None:
             return None
         if route.is_text:
-            return answer.text
+            return response.text
         if route.result_key is None:
-            return TypeAdapter(route.result_type).validate_json(answer.content)
-        return TypeAdapter(route.result_type).validate_python(answer.json()[route.result_key])
+            return TypeAdapter(route.result_type).validate_json(response.content)
+        return TypeAdapter(route.result_type).validate_python(response.json()[route.result_key])
 
-    def _answer(self, method: str, path: str, **sent: Any) -> httpx.Response:
+    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            answer = self._http.request(method, path, **sent)
+            response = self._http.request(method, path, **options)
         except httpx.TransportError as error:
             raise BackendError(
                 f"The server of jobs at {self._address} does not answer ({error}). Is it running (phalanx serve)?"
             ) from None
-        if answer.is_success:
-            return answer
-        raise _parse_error(answer)
+        if response.is_success:
+            return response
+        raise _parse_error(response)
 
 
 def _quote(part: str) -> str:
     return quote(part, safe="")
 
 
-def _parse_error(answer: httpx.Response) -> PhalanxError:
+def _parse_error(response: httpx.Response) -> PhalanxError:
     """The error in the server's answer, as the service raised it."""
     try:
-        body = answer.json()
+        body = response.json()
         kind, message = str(body["error"]), str(body["message"])
     except (ValueError, KeyError, TypeError):
-        return BackendError(f"The server answered {answer.status_code} {answer.reason_phrase} and no reason.")
-    error_class = getattr(errors, kind, errors.AccessError if answer.status_code == 401 else BackendError)
+        return BackendError(f"The server answered {response.status_code} {response.reason_phrase} and no reason.")
+    error_class = getattr(errors, kind, errors.AccessError if response.status_code == 401 else BackendError)
     return (
         error_class(message)
         if isinstance(error_class, type) and issubclass(error_class, PhalanxError)

@@ -41,23 +41,23 @@ def translate(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         SpecError: If the job is of a type or has roles that cannot be run, or a part has not the form DLC gives it.
     """
-    rest, left = dict(body), list[str]()
+    rest, left_out = dict(body), list[str]()
     if (kind := rest.pop("JobType", "PyTorchJob")) != "PyTorchJob":
         raise SpecError(f"JobType {kind} cannot be taken over, only PyTorchJob. Write a job of this kind by hand.")
     job: dict[str, Any] = {"launch": "env", "name": _name(str(rest.pop("DisplayName", "")))}
     job["command"] = _command(str(rest.pop("UserCommand", "")))
-    job |= _resources(_list(rest, "JobSpecs"), left)
-    job["env"] = _variables(_table(rest, "Envs"), left)
+    job |= _resources(_list(rest, "JobSpecs"), left_out)
+    job["env"] = _variables(_table(rest, "Envs"), left_out)
     if "Priority" in rest:
         job["priority"] = rest.pop("Priority")
     if minutes := rest.pop("JobMaxRunningTimeMinutes", None):
         job["max_runtime"] = f"{minutes}m"
-    job["code"] = _code(_table(rest, "CodeSource"), left)
-    job["datasets"] = [_dataset(n, source, left) for n, source in enumerate(_list(rest, "DataSources"))]
-    left += [
+    job["code"] = _code(_table(rest, "CodeSource"), left_out)
+    job["datasets"] = [_dataset(n, source, left_out) for n, source in enumerate(_list(rest, "DataSources"))]
+    left_out += [
         f"{key} {_short(value)}: {_REASONS.get(key, 'nothing here is like it')}" for key, value in rest.items() if value
     ]
-    return job, left
+    return job, left_out
 
 
 def _name(text: str) -> str:
@@ -85,7 +85,7 @@ def _list(body: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return [dict(each) for each in items]
 
 
-def _resources(specs: list[dict[str, Any]], left: list[str]) -> dict[str, Any]:
+def _resources(specs: list[dict[str, Any]], left_out: list[str]) -> dict[str, Any]:
     """Return `resources` for pods that are all as large as the largest, and the image."""
     nodes, images, amounts = 0, list[str](), {"cpu": 0.0, "memory": 0, "gpu": 0}
     for number, spec in enumerate(specs):
@@ -95,18 +95,18 @@ def _resources(specs: list[dict[str, Any]], left: list[str]) -> dict[str, Any]:
         nodes += _number(where, "PodCount", spec.pop("PodCount", 1))
         images += [spec.pop("Image")] if spec.get("Image") else []
         config = _table(spec, "ResourceConfig")
-        _take_larger(where, amounts, config, left)
+        _take_larger(where, amounts, config, left_out)
         if "EcsSpec" in spec:
-            left.append(f"{where}.EcsSpec {spec.pop('EcsSpec')}: say what it has, as --set resources.cpu=4")
-        left += [
+            left_out.append(f"{where}.EcsSpec {spec.pop('EcsSpec')}: say what it has, as --set resources.cpu=4")
+        left_out += [
             f"{where}.{key} {_short(value)}: nothing here is like it" for key, value in (spec | config).items() if value
         ]
-    left += [f"Image {image}: all nodes have one image, {images[0]}" for image in images[1:] if image != images[0]]
+    left_out += [f"Image {image}: all nodes have one image, {images[0]}" for image in images[1:] if image != images[0]]
     resources = {"nodes": nodes, **{name: amount for name, amount in amounts.items() if amount}}
     return {"resources": resources} | ({"kubernetes": {"image": images[0]}} if images else {})
 
 
-def _take_larger(where: str, amounts: dict[str, Any], config: dict[str, Any], left: list[str]) -> None:
+def _take_larger(where: str, amounts: dict[str, Any], config: dict[str, Any], left_out: list[str]) -> None:
     try:
         pod = {
             "cpu": float(config.pop("CPU", 0) or 0),
@@ -117,7 +117,7 @@ def _take_larger(where: str, amounts: dict[str, Any], config: dict[str, Any], le
         raise SpecError(f"{where}.ResourceConfig: {error}. Correct the file.") from None
     for name, amount in pod.items():
         if amounts[name] and amount != amounts[name]:
-            left.append(f"{where}.ResourceConfig: all nodes get as much {name} as the largest")
+            left_out.append(f"{where}.ResourceConfig: all nodes get as much {name} as the largest")
         amounts[name] = max(amounts[name], amount)
 
 
@@ -127,27 +127,27 @@ def _number(where: str, key: str, value: Any) -> int:
     return int(value)
 
 
-def _variables(variables: dict[str, Any], left: list[str]) -> dict[str, str]:
-    left += [f"Envs.{name}: every launch sets it" for name in variables if name in RESERVED_VARIABLES]
+def _variables(variables: dict[str, Any], left_out: list[str]) -> dict[str, str]:
+    left_out += [f"Envs.{name}: every launch sets it" for name in variables if name in RESERVED_VARIABLES]
     return {name: str(value) for name, value in variables.items() if name not in RESERVED_VARIABLES}
 
 
-def _code(source: dict[str, Any], left: list[str]) -> dict[str, Any]:
+def _code(source: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     identity, branch, commit = (source.pop(key, None) for key in ("CodeSourceId", "Branch", "Commit"))
     if mount := source.pop("MountPath", None):
-        left.append(
+        left_out.append(
             f"CodeSource.MountPath {mount}: the command starts in the code's folder; write its paths from there"
         )
-    left += [f"CodeSource.{key} {_short(value)}: nothing here is like it" for key, value in source.items() if value]
+    left_out += [f"CodeSource.{key} {_short(value)}: nothing here is like it" for key, value in source.items() if value]
     if not identity:
-        left.append("CodeSource: there is none; the code is the folder of this file, unless --set code.path=FOLDER")
+        left_out.append("CodeSource: there is none; the code is the folder of this file, unless --set code.path=FOLDER")
         return {"path": "."}
     name = _name(str(identity))
-    left.append(f"CodeSource {identity}: its repository is not in the file; add it: phalanx code add {name}")
+    left_out.append(f"CodeSource {identity}: its repository is not in the file; add it: phalanx code add {name}")
     return {"name": name} | ({"ref": commit or branch} if commit or branch else {})
 
 
-def _dataset(number: int, source: dict[str, Any], left: list[str]) -> dict[str, Any]:
+def _dataset(number: int, source: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     identity, uri = source.pop("DataSourceId", None), str(source.pop("Uri", None) or "")
     name = _name(str(identity or f"data-{number}"))
     dataset: dict[str, Any] = {"name": name, "mount": source.pop("MountPath", None)}
@@ -156,8 +156,10 @@ def _dataset(number: int, source: dict[str, Any], left: list[str]) -> dict[str, 
         dataset["readonly"] = source.pop("MountAccess") == "RO"
     if where is None:
         address = f" ({uri})" if uri else ""
-        left.append(f"DataSources[{number}]{address}: where it lies cannot be told; add it: phalanx dataset add {name}")
-    left += [
+        left_out.append(
+            f"DataSources[{number}]{address}: where it lies cannot be told; add it: phalanx dataset add {name}"
+        )
+    left_out += [
         f"DataSources[{number}].{key} {_short(value)}: nothing here is like it"
         for key, value in source.items()
         if value

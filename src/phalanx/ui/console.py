@@ -33,31 +33,31 @@ def add_console(app: FastAPI) -> None:
 
 
 def _show_errors(app: FastAPI) -> None:
-    answer: Callable[[Request, Exception], Response] = app.exception_handlers[PhalanxError]  # type: ignore[assignment]
+    handler: Callable[[Request, Exception], Response] = app.exception_handlers[PhalanxError]  # type: ignore[assignment]
 
-    def answer_or_page(request: Request, error: Exception) -> Response:
+    def handle(request: Request, error: Exception) -> Response:
         if not request.url.path.startswith(ROOT):
-            return answer(request, error)
+            return handler(request, error)
         assert isinstance(error, PhalanxError)
         return _error_page(request, error)
 
-    app.add_exception_handler(PhalanxError, answer_or_page)
+    app.add_exception_handler(PhalanxError, handle)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _page_instead(app.exception_handlers[kind]))  # type: ignore[arg-type]
 
 
-def _page_instead(answer: Callable[[Request, Exception], Response]) -> Callable[[Request, Exception], Response]:
+def _page_instead(handler: Callable[[Request, Exception], Response]) -> Callable[[Request, Exception], Response]:
     """Return what shows errors of the framework as pages under the console's address."""
 
-    def answer_or_page(request: Request, error: Exception) -> Response:
+    def handle(request: Request, error: Exception) -> Response:
         if not request.url.path.startswith(f"{ROOT}/"):
-            return answer(request, error)
+            return handler(request, error)
         status = error.status_code if isinstance(error, HTTPException) else 404
         say = speaker(language(request))
         problem = str(error.detail) if isinstance(error, HTTPException) and status != 404 else say("not found")
         return _problem_page(request, status, problem)
 
-    return answer_or_page
+    return handle
 
 
 def _problem_page(request: Request, status: int, problem: str) -> Response:
@@ -98,28 +98,28 @@ def sign_in(request: Request, token: Annotated[str, Form()], back: Annotated[str
     except AccessError:
         say = speaker(language(request))
         return plain_page(request, "sign_in.html", 401, problem=say("token refused"), back=_console_path(back))
-    answer = RedirectResponse(_console_path(back), 303)
+    response = RedirectResponse(_console_path(back), 303)
     secure = request.url.scheme == "https"
-    answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, path=ROOT)
-    return answer
+    response.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, path=ROOT)
+    return response
 
 
 @routes.post("/sign-out")
 def sign_out(request: Request) -> Response:
     """Forget the token."""
     check_origin(request)
-    answer = RedirectResponse(f"{ROOT}/sign-in", 303)
-    answer.delete_cookie(COOKIE, path=ROOT)
-    return answer
+    response = RedirectResponse(f"{ROOT}/sign-in", 303)
+    response.delete_cookie(COOKIE, path=ROOT)
+    return response
 
 
 @routes.get("/language/{chosen}")
 def choose_language(chosen: str, back: str = "") -> Response:
     """Remember a language and go back."""
-    answer = RedirectResponse(_console_path(back), 303)
+    response = RedirectResponse(_console_path(back), 303)
     if chosen in LANGUAGES:
-        keep_language(answer, chosen)
-    return answer
+        keep_language(response, chosen)
+    return response
 
 
 def _console_path(back: str) -> str:

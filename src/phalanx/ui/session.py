@@ -45,9 +45,9 @@ def language(request: Request) -> str:
     return chosen if chosen in i18n.LANGUAGES else i18n.best(request.headers.get("accept-language", ""))
 
 
-def keep_language(answer: Response, chosen: str) -> None:
-    """Store the chosen language in a cookie of `answer`."""
-    answer.set_cookie(_LANGUAGE, chosen, max_age=_YEAR_S, samesite="strict", httponly=True)
+def keep_language(response: Response, chosen: str) -> None:
+    """Store the chosen language in a cookie of `response`."""
+    response.set_cookie(_LANGUAGE, chosen, max_age=_YEAR_S, samesite="strict", httponly=True)
 
 
 @dataclass
@@ -92,9 +92,9 @@ class ConsoleSession:
         )
         around = {"actor": self.actor, "places": places, "workspaces": self.workspaces, "home": f"{at}/"}
         around["may_submit"] = self.may_submit()
-        answer = plain_page(self.request, template, status, **{"workspace": self.workspace, **around, **values})
-        answer.set_cookie(_WORKSPACE, self.workspace, max_age=_YEAR_S, samesite="strict", httponly=True)
-        return answer
+        response = plain_page(self.request, template, status, **{"workspace": self.workspace, **around, **values})
+        response.set_cookie(_WORKSPACE, self.workspace, max_age=_YEAR_S, samesite="strict", httponly=True)
+        return response
 
 
 def current_session(request: Request) -> ConsoleSession:

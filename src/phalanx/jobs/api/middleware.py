@@ -80,10 +80,10 @@ class RateLimiter:
         """Count one request of `caller`; return 0, or the seconds until it may ask again."""
         with self._lock:
             now = self._clock()
-            left, since = self._tokens.pop(caller, (float(self._burst), now))
-            left = min(self._burst, left + (now - since) * self._per_second)
-            wait = 0.0 if left >= 1 else (1 - left) / self._per_second
-            self._tokens[caller] = (left if wait else left - 1, now)
+            tokens, filled_at = self._tokens.pop(caller, (float(self._burst), now))
+            tokens = min(self._burst, tokens + (now - filled_at) * self._per_second)
+            wait = 0.0 if tokens >= 1 else (1 - tokens) / self._per_second
+            self._tokens[caller] = (tokens if wait else tokens - 1, now)
             # Those who have not asked for longest have a full bucket again, or will soon.
             while len(self._tokens) > MAX_CALLERS:
                 self._tokens.popitem(last=False)

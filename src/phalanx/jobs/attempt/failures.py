@@ -19,33 +19,37 @@ _LAST_LINES = 12
 """Last lines of a rank's output that are searched for its error; earlier ones may quote another rank's."""
 
 
-def failure_of(ends: Mapping[int, ExitRecord | None], status: Status) -> Failure | None:
+def failure_of(records: Mapping[int, ExitRecord | None], status: Status) -> Failure | None:
     """Return why an attempt that has ended failed, or None if it succeeded.
 
     Args:
-        ends: What each node wrote about its end; None where it wrote nothing.
+        records: What each node wrote about its end; None where it wrote nothing.
         status: What the backend says, which counts where no node says that it failed.
     """
-    if ends and all_succeeded(ends.values()):
+    if records and all_succeeded(records.values()):
         return None
-    failed = [(node, end) for node, end in ends.items() if end is not None and end.outcome == "failed"]
+    failed = [(node, record) for node, record in records.items() if record is not None and record.outcome == "failed"]
     if failed:
         # A node that lost another one is seldom the cause, though it may be the first to report.
-        node, end = min(failed, key=lambda item: (item[1].cause is Cause.NODE_FAILURE, item[1].ended, item[0]))
-        return _rank_failure(node, end, status)
+        node, record = min(failed, key=lambda item: (item[1].cause is Cause.NODE_FAILURE, item[1].ended, item[0]))
+        return _rank_failure(node, record, status)
     if status.failure is not None:
         return status.failure
-    stopped = next(((node, end) for node, end in ends.items() if end is not None and end.outcome == "stopped"), None)
+    stopped = next(
+        ((node, record) for node, record in records.items() if record is not None and record.outcome == "stopped"), None
+    )
     if stopped is not None:
         return Failure(Cause.PREEMPTED, f"node {stopped[0]} was {stopped[1].message}, and not by us", stopped[0])
-    if status.phase is Phase.SUCCEEDED and not any(ends.values()):
+    if status.phase is Phase.SUCCEEDED and not any(records.values()):
         return None
-    missing = next((node for node, end in ends.items() if end is None), 0)
+    missing = next((node for node, record in records.items() if record is None), 0)
     return lost_node_failure(missing, status.reason or "its backend knows nothing of it any more")
 
 
-def _rank_failure(node: int, end: ExitRecord, status: Status) -> Failure:
-    failure = Failure(end.cause or Cause.USER_CODE, end.message, node, end.rank, end.exit_code, end.detail)
+def _rank_failure(node: int, record: ExitRecord, status: Status) -> Failure:
+    failure = Failure(
+        record.cause or Cause.USER_CODE, record.message, node, record.rank, record.exit_code, record.detail
+    )
     if failure.cause is not Cause.USER_CODE:
         return failure
     last = "\n".join(failure.detail.splitlines()[-_LAST_LINES:])

@@ -123,13 +123,13 @@ def read_spec(folder: Path) -> AttemptSpec:
         ) from None
 
 
-def write_heartbeat(folder: Path, node: int, doing: str) -> None:
+def write_heartbeat(folder: Path, node: int, activity: str) -> None:
     """Say that node `node` lives, and what it does: `preparing code`, `running`, ..."""
     path = paths.heartbeat(folder, node)
-    if _text(path) == doing:
+    if _text(path) == activity:
         os.utime(path)
     else:
-        write_atomically(path, doing)
+        write_atomically(path, activity)
 
 
 def read_activity(folder: Path, node: int) -> str:
@@ -142,21 +142,21 @@ def reserve_exit_record(folder: Path, node: int) -> None:
     _room(folder, node).write_bytes(bytes(_ROOM_BYTES))
 
 
-def write_exit_record(folder: Path, node: int, end: ExitRecord) -> None:
+def write_exit_record(folder: Path, node: int, record: ExitRecord) -> None:
     """Leave the exit record of node `node`, whole or not at all, in the room that was made for it if there is any."""
     room = _room(folder, node)
     if not room.exists():
-        write_atomically(paths.exit_record(folder, node), exit_record_json(end))
+        write_atomically(paths.exit_record(folder, node), exit_record_json(record))
         return
     with room.open("r+b") as file:
-        file.write(exit_record_json(end).encode())
+        file.write(exit_record_json(record).encode())
         file.truncate()
     room.rename(paths.exit_record(folder, node))
 
 
-def exit_record_json(end: ExitRecord) -> str:
+def exit_record_json(record: ExitRecord) -> str:
     """Return an exit record as text."""
-    return json.dumps(asdict(end))
+    return json.dumps(asdict(record))
 
 
 def read_exit_record(folder: Path, node: int) -> ExitRecord | None:

@@ -178,7 +178,7 @@ def _env(spec: TrainingJob, rendezvous: Rendezvous) -> LaunchCommand:
 
 
 def _torchrun(spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...], python: str) -> LaunchCommand:
-    many = (
+    multi_node = (
         f"--nnodes={len(rendezvous.hosts)}",
         f"--node-rank={rendezvous.node}",
         f"--master-addr={rendezvous.hosts[0]}",
@@ -186,7 +186,7 @@ def _torchrun(spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...],
     )
     argv = (
         *(python, "-m", "torch.distributed.run"),
-        *(many if len(rendezvous.hosts) > 1 else ("--standalone",)),
+        *(multi_node if len(rendezvous.hosts) > 1 else ("--standalone",)),
         f"--nproc-per-node={spec.resources.procs_per_node}",
         *words,
     )
@@ -196,8 +196,8 @@ def _torchrun(spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...],
 def _phalanx(
     spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...], python: str, logs: str
 ) -> LaunchCommand:
-    shape = _servers(spec, rendezvous) if spec.servers else _workers(spec, rendezvous)
-    argv = (python, "-m", "phalanx.launch", "--log_dir", logs, *shape, *words)
+    roles = _servers(spec, rendezvous) if spec.servers else _workers(spec, rendezvous)
+    argv = (python, "-m", "phalanx.launch", "--log_dir", logs, *roles, *words)
     # Time to save, before the node itself kills what is left.
     return LaunchCommand(argv, {"PHALANX_STOP_GRACE_S": str(max(1, int(spec.grace)))})
 
@@ -206,7 +206,7 @@ def _workers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     count = ("-n", str(spec.resources.procs_per_node))
     if len(rendezvous.hosts) == 1:
         return ("--nnodes", "1", *count)
-    where = (
+    rendezvous_flags = (
         "--ips",
         ",".join(rendezvous.hosts),
         "--node_rank",
@@ -214,22 +214,22 @@ def _workers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
         "--http_port",
         str(rendezvous.port),
     )
-    return (*count, *where)
+    return (*count, *rendezvous_flags)
 
 
 def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     """Parameter servers beside the workers, or on the hosts that come after the workers'."""
     assert spec.servers is not None
-    nodes, each = spec.resources.nodes, spec.resources.procs_per_node
+    nodes, procs = spec.resources.nodes, spec.resources.procs_per_node
     # Beside servers, workers get GPUs only if asked for; the backend decides which ones a node has.
     gpus = ("--gpus", "all") if spec.resources.gpu and rendezvous.node < nodes else ()
     if len(rendezvous.hosts) == 1:
-        return ("--server_num", str(spec.servers.count), "--worker_num", str(each), *gpus)
-    homes = rendezvous.hosts[nodes:] or rendezvous.hosts
+        return ("--server_num", str(spec.servers.count), "--worker_num", str(procs), *gpus)
+    server_hosts = rendezvous.hosts[nodes:] or rendezvous.hosts
     port = rendezvous.port + 1
-    servers = [f"{homes[number % len(homes)]}:{port + number}" for number in range(spec.servers.count)]
+    servers = [f"{server_hosts[number % len(server_hosts)]}:{port + number}" for number in range(spec.servers.count)]
     port += spec.servers.count
-    workers = [f"{host}:{port + local}" for host in rendezvous.hosts[:nodes] for local in range(each)]
+    workers = [f"{host}:{port + local}" for host in rendezvous.hosts[:nodes] for local in range(procs)]
     # The launcher counts hosts as its lists name them, servers first.
     order = list(dict.fromkeys(endpoint.rpartition(":")[0] for endpoint in (*servers, *workers)))
     rank = order.index(rendezvous.hosts[rendezvous.node])

@@ -87,16 +87,16 @@ def read(
         first, note = _behind_hole(file.fileno(), start, size)
         hole = os.lseek(file.fileno(), first, os.SEEK_HOLE) if first < size else size
         values = _values(secrets)
-        reach = max(map(len, values), default=1) - 1
-        before = os.pread(file.fileno(), min(reach, first), first - min(reach, first))
+        overlap = max(map(len, values), default=1) - 1
+        before = os.pread(file.fileno(), min(overlap, first), first - min(overlap, first))
         limit = min(max(_LEAST_BYTES, min(limit, MOST_BYTES)), hole - first)
-        raw = os.pread(file.fileno(), limit + reach, first)
+        raw = os.pread(file.fileno(), limit + overlap, first)
     body = raw[:limit]
     if first + len(body) < size:
         body = body[: body.rfind(b"\n") + 1 or _whole_letters(body)]
     elif not last:
         body = body[: min(_whole_letters(body), len(body) - _half_a_secret(body, values))]
-    text = _redact_bytes(before, body, raw[len(body) : len(body) + reach], values).decode(errors="replace")
+    text = _redact_bytes(before, body, raw[len(body) : len(body) + overlap], values).decode(errors="replace")
     end = first + len(body)
     return LogChunk(note + _NOISE.sub(lambda line: line[0] + _NOISE_NOTE, text), end, size - end)
 

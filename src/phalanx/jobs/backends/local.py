@@ -116,16 +116,16 @@ class Local:
         started = [node for node in nodes if _was_started(folder, node)]
         if not started and not alive:
             return Status(Phase.GONE, "was not started")
-        ends = {node: attempt_files.read_exit_record(folder, node) for node in nodes}
-        lost = next((node for node in started if node not in alive and ends[node] is None), None)
+        records = {node: attempt_files.read_exit_record(folder, node) for node in nodes}
+        lost = next((node for node in started if node not in alive and records[node] is None), None)
         failure = None if lost is None else _lost_failure(folder, lost)
         if not alive and failure is None:
             failure = next(filter(None, (_oom_failure(folder, node) for node in nodes)), None)
         host = (os.uname().nodename,)
         if alive:
-            doing = attempt_files.read_activity(folder, alive[0])
-            return Status(Phase.RUNNING if doing == "running" else Phase.PREPARING, doing, host, failure)
-        phase = Phase.SUCCEEDED if attempt_files.all_succeeded(ends.values()) else Phase.FAILED
+            activity = attempt_files.read_activity(folder, alive[0])
+            return Status(Phase.RUNNING if activity == "running" else Phase.PREPARING, activity, host, failure)
+        phase = Phase.SUCCEEDED if attempt_files.all_succeeded(records.values()) else Phase.FAILED
         return Status(phase, "", host, failure)
 
     def collect(self, submission: Submission, handle: str) -> None:
@@ -137,11 +137,11 @@ class Local:
         for node in _nodes(submission):
             if not self._is_alive(folder, node):
                 continue
-            request = folder / f"node-{node}.stop"
-            if not request.exists():
-                request.touch()
+            stop_file = folder / f"node-{node}.stop"
+            if not stop_file.exists():
+                stop_file.touch()
                 _signal_node(folder, node)
-            elif time.time() > request.stat().st_mtime + grace_s + _LATE_S:
+            elif time.time() > stop_file.stat().st_mtime + grace_s + _LATE_S:
                 _kill_marked(folder)
 
     def cleanup(self, submission: Submission, handle: str) -> None:

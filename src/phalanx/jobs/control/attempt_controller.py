@@ -135,9 +135,9 @@ class AttemptController:
         if all_succeeded(records.values()):
             return records
         for node in range(nodes, nodes + (servers.count if servers else 0)):
-            end = attempt_files.read_exit_record(self.folder, node)
-            if end is not None and end.outcome == "failed":
-                records[node] = end
+            record = attempt_files.read_exit_record(self.folder, node)
+            if record is not None and record.outcome == "failed":
+                records[node] = record
         return records
 
     def _submission(self, secrets: dict[str, str]) -> Submission:
@@ -149,10 +149,10 @@ class AttemptController:
             secrets = self._store.secrets.values(self.job.workspace, secrets_of(self.job.spec))
             self._handle = self._backend.submit(self._submission(secrets))
         except BackendError as error:
-            tried = self._clock() - self._submitting_since
-            if tried < SUBMIT_S:
+            tried_s = self._clock() - self._submitting_since
+            if tried_s < SUBMIT_S:
                 raise
-            return submit_failure(error, tried)
+            return submit_failure(error, tried_s)
         except PhalanxError as error:
             return submit_failure(error)
         self._store.jobs.set_handle(self.job.id, self.number, self._handle)
@@ -163,8 +163,8 @@ class AttemptController:
         state = {Phase.PREPARING: JobState.PREPARING, Phase.RUNNING: JobState.RUNNING}.get(status.phase, self.job.state)
         prefix = "" if BACKENDS[self.job.backend].uses_this_machine else f"{self.job.backend}: "
         reason = f"{prefix}{status.reason}" if status.reason and status.phase is not Phase.RUNNING else ""
-        later = state is not self.job.state and self.job.state is not JobState.RUNNING
-        if later:
+        has_advanced = state is not self.job.state and self.job.state is not JobState.RUNNING
+        if has_advanced:
             self.job = self._store.jobs.change(self.job.id, state, reason)
             self._reason = reason
             if state is JobState.RUNNING:
@@ -190,12 +190,12 @@ class AttemptController:
             self._check_hang(now)
 
     def _check_hang(self, now: float) -> None:
-        patience, started = self.spec.retries.hang_after, self.attempt.started
-        if patience is None or started is None or self.job.state is not JobState.RUNNING:
+        limit_s, started = self.spec.retries.hang_after, self.attempt.started
+        if limit_s is None or started is None or self.job.state is not JobState.RUNNING:
             return
-        silent = now - max(started.timestamp(), logs.last_sign(self.folder))
-        if silent > patience:
-            self._end_with(hang_failure(silent, logs.last_signs(self.folder)))
+        silent_s = now - max(started.timestamp(), logs.last_sign(self.folder))
+        if silent_s > limit_s:
+            self._end_with(hang_failure(silent_s, logs.last_signs(self.folder)))
 
     def _end_with(self, failure: Failure) -> None:
         if self._ending_failure is None:
@@ -214,15 +214,17 @@ class AttemptController:
             self._pass_through_running(started)
             self._store.jobs.change(self.job.id, JobState.SUCCEEDED, started=started)
             return True
-        own = any_failed(records.values())
-        if self.job.state is JobState.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
+        has_failed = any_failed(records.values())
+        if self.job.state is JobState.STOPPING and (
+            not has_failed or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)
+        ):
             self._store.jobs.change(self.job.id, JobState.STOPPED, self.job.reason)
             return True
         return self._fail(self._ending_failure or failure, started)
 
     def _fail(self, failure: Failure, started: datetime | None = None) -> bool:
-        again = should_retry(self.spec, self._attempts, failure) and self.job.state is not JobState.STOPPING
-        if not again:
+        is_retried = should_retry(self.spec, self._attempts, failure) and self.job.state is not JobState.STOPPING
+        if not is_retried:
             self._store.jobs.change(self.job.id, JobState.FAILED, failure.message, failure=failure, started=started)
             return True
         self._pass_through_running(started)
@@ -246,7 +248,7 @@ class AttemptController:
 
 def _first_start(records: Mapping[int, ExitRecord | None]) -> datetime | None:
     """Return when the first node began, if a node recorded it."""
-    times = [end.started for end in records.values() if end is not None and end.started]
+    times = [record.started for record in records.values() if record is not None and record.started]
     return datetime.fromtimestamp(min(times), UTC) if times else None
 
 

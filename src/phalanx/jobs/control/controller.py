@@ -245,13 +245,13 @@ class JobController:
                 waiting.append(Waiting(job.id, _owner(job), job.priority, age, need, spec.queue))
         if not waiting:
             return
-        chosen = queue.choose(waiting, running, self._machine, self._recent_usage(now), self._quotas.now())
-        for id in chosen.start:
+        decision = queue.choose(waiting, running, self._machine, self._recent_usage(now), self._quotas.now())
+        for id in decision.start:
             self._start_attempt(self._jobs[id])
-        new = {id: reason for id, reason in chosen.reasons.items() if self._jobs[id].reason != reason}
-        if new:
-            self._store.jobs.explain(new)
-            self._jobs |= {id: replace(self._jobs[id], reason=reason) for id, reason in new.items()}
+        new_reasons = {id: reason for id, reason in decision.reasons.items() if self._jobs[id].reason != reason}
+        if new_reasons:
+            self._store.jobs.explain(new_reasons)
+            self._jobs |= {id: replace(self._jobs[id], reason=reason) for id, reason in new_reasons.items()}
 
     def _recent_usage(self, now: float) -> dict[str, float]:
         if now >= self._usage_read_at + USAGE_EVERY_S:
@@ -260,8 +260,8 @@ class JobController:
             for job in (*self._store.jobs.find(ended_after=since), *self._jobs.values()):
                 if job.started is not None:
                     ended = job.ended.timestamp() if job.ended else now
-                    ran = ended - max(job.started.timestamp(), now - USAGE_S)
-                    self._usage[_owner(job)] = self._usage.get(_owner(job), 0.0) + ran
+                    ran_s = ended - max(job.started.timestamp(), now - USAGE_S)
+                    self._usage[_owner(job)] = self._usage.get(_owner(job), 0.0) + ran_s
         return self._usage
 
     def run(self, stopped: threading.Event, *, until_idle: bool = False, lock: int | None = None) -> None:
@@ -311,12 +311,12 @@ def run_controller(
         lock: Descriptor of HOME/keeper.lock, if this process was given it locked.
     """
     while not stopped.is_set():
-        with _controller_lock(home, lock) as taken:
-            if taken is not None:
-                controller.run(stopped, until_idle=until_idle, lock=taken)
+        with _controller_lock(home, lock) as acquired:
+            if acquired is not None:
+                controller.run(stopped, until_idle=until_idle, lock=acquired)
         lock = None
         # Checked after the lock was released: a process that submitted a job just before started no controller.
-        if until_idle and (taken is None or not controller.has_jobs()):
+        if until_idle and (acquired is None or not controller.has_jobs()):
             return
         stopped.wait(1.0)
 

@@ -43,11 +43,13 @@ def _node(text: str) -> int:
 
 def _report(folder: Path, node: int, file: Path) -> None:
     """Leave the exit record where Kubernetes keeps it with the pod."""
-    end = attempt_files.read_exit_record(folder, node)
-    if end is None:
+    record = attempt_files.read_exit_record(folder, node)
+    if record is None:
         return
-    for keep in (2000, 500, 100):
-        text = attempt_files.exit_record_json(replace(end, detail=end.detail[-keep:], message=end.message[:keep]))
+    for most in (2000, 500, 100):
+        text = attempt_files.exit_record_json(
+            replace(record, detail=record.detail[-most:], message=record.message[:most])
+        )
         if len(text) <= _MOST_REPORTED:
             break
     file.write_text(text, encoding="utf-8")

@@ -50,7 +50,7 @@ class Stop:
     outcome: str
     message: str
     cause: Cause | None = None
-    is_known: bool = False
+    is_delivered: bool = False
     """Whether what this node started has had the signal already."""
 
 
@@ -81,7 +81,7 @@ class NodeAgent:
         # A launcher of ours clears its folder first, so that of each node has one of its own.
         self.own_logs = self.logs / f"node-{self.rendezvous.node}" if self.spec.launch == "phalanx" else self.logs
         self.log_path = self.logs / f"node-{self.rendezvous.node}.log"
-        self.stops = linux.StopSignals()
+        self.stop_signals = linux.StopSignals()
 
     def run(self) -> int:
         """Run this node's part; returns the exit code.
@@ -92,25 +92,27 @@ class NodeAgent:
         self.logs.mkdir(parents=True, exist_ok=True)
         attempt_files.reserve_exit_record(self.folder, self.rendezvous.node)
         with self._output() as output:
-            end = self._run(output)
-            if end.outcome == "failed":
-                end = self._on_a_full_disk(end)
+            record = self._run(output)
+            if record.outcome == "failed":
+                record = self._on_a_full_disk(record)
                 with contextlib.suppress(OSError):  # A disk that is full; the exit record has room of its own.
-                    _say(output, f"node {self.rendezvous.node}: {end.message}")
+                    _write_line(output, f"node {self.rendezvous.node}: {record.message}")
         linux.kill_descendants()
         with contextlib.suppress(OSError):
             self._link_logs()
         attempt_files.write_exit_record(
-            self.folder, self.rendezvous.node, replace(end, started=self.started, ended=time.time())
+            self.folder, self.rendezvous.node, replace(record, started=self.started, ended=time.time())
         )
-        if end.outcome == "succeeded":
+        if record.outcome == "succeeded":
             return 0
-        code = end.exit_code or 1
-        return 128 + signal.SIGTERM if end.outcome == "stopped" else (128 - code if code < 0 else code)
+        code = record.exit_code or 1
+        return 128 + signal.SIGTERM if record.outcome == "stopped" else (128 - code if code < 0 else code)
 
-    def _on_a_full_disk(self, end: ExitRecord) -> ExitRecord:
+    def _on_a_full_disk(self, record: ExitRecord) -> ExitRecord:
         free = shutil.disk_usage(self.folder).free
-        return end if free > _FULL_BYTES else replace(end, message=f"{end.message}; the disk of {self.folder} is full")
+        if free > _FULL_BYTES:
+            return record
+        return replace(record, message=f"{record.message}; the disk of {self.folder} is full")
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[BinaryIO]:
@@ -137,14 +139,14 @@ class NodeAgent:
             prepared = self._prepare(setup)
             if isinstance(prepared, ExitRecord):
                 return prepared
-            start = launch_command.build_command(
+            command = launch_command.build_command(
                 self.spec,
                 replace(self.rendezvous, hosts=prepared.hosts),
                 python=sys.executable,
                 logs=self.own_logs,
                 log_files=not self.in_pod,
             )
-            return self._train(start, prepared, output)
+            return self._train(command, prepared, output)
         except (OSError, ValueError) as error:
             verb = "supervised" if self._activity == "running" else "started"
             return ExitRecord("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
@@ -156,7 +158,7 @@ class NodeAgent:
         deadline = None
         while worker.is_alive() and (deadline is None or time.monotonic() < deadline):
             self._activity = setup.activity
-            self._turn(None, 0.05)
+            self._wait(None, 0.05)
             if self._stop is not None and deadline is None:
                 deadline = time.monotonic() + self.spec.grace
                 setup.stop()
@@ -167,15 +169,15 @@ class NodeAgent:
         assert setup.prepared is not None
         return setup.prepared
 
-    def _train(self, start: launch_command.LaunchCommand, prepared: Prepared, output: BinaryIO) -> ExitRecord:
+    def _train(self, command: launch_command.LaunchCommand, prepared: Prepared, output: BinaryIO) -> ExitRecord:
         parent = os.getpid()
         stdout: BinaryIO = output
         if self.spec.launch == "env" and not self.in_pod:
             stdout = (self.logs / f"workerlog.{self.rendezvous.node}").open("ab", buffering=0)
         process = subprocess.Popen(
-            [*prepared.before, *start.argv],
+            [*prepared.before, *command.argv],
             cwd=prepared.cwd,
-            env=self._variables(start, prepared),
+            env=self._variables(command, prepared),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -194,16 +196,16 @@ class NodeAgent:
         log = self.log_path if stdout is output else Path(stdout.name)
         return exit_reason.failure(self.spec, self.rendezvous.node, code, output=log, logs=self.own_logs)
 
-    def _variables(self, start: launch_command.LaunchCommand, prepared: Prepared) -> dict[str, str]:
+    def _variables(self, command: launch_command.LaunchCommand, prepared: Prepared) -> dict[str, str]:
         """The environment of the command; the job's own variables override ours."""
         variables = {name: value for name, value in os.environ.items() if name not in _HIDDEN_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
         variables["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), variables.get("PATH", os.defpath)])
         variables |= {"PHALANX_CHECKPOINT_DIR": str(self.attempt_spec.checkpoint), **prepared.variables}
-        several = len(prepared.hosts) > 1
-        if several and (name := interface_towards(prepared.hosts[0], system_routes())):
+        is_distributed = len(prepared.hosts) > 1
+        if is_distributed and (name := interface_towards(prepared.hosts[0], system_routes())):
             variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} | variables
-        variables |= start.variables | self.spec.env
+        variables |= command.variables | self.spec.env
         names = (*self.spec.secrets, "PHALANX_JOB_SECRET")
         return variables | {name: self.secrets[name] for name in names if name in self.secrets}
 
@@ -213,11 +215,11 @@ class NodeAgent:
         ended = os.pidfd_open(process.pid)
         try:
             while process.poll() is None:
-                self._turn(ended, 0.5)
+                self._wait(ended, 0.5)
                 if self._stop is not None and deadline is None:
                     settle_s = 0.0 if self.spec.launch == "env" else _SETTLE_S
                     deadline = time.monotonic() + self.spec.grace + settle_s
-                    if not self._stop.is_known:
+                    if not self._stop.is_delivered:
                         self._signal(process)
                 if deadline is not None and time.monotonic() > deadline:
                     # Its own ranks die with it; what else is below this process is killed at the end.
@@ -237,25 +239,25 @@ class NodeAgent:
         assert self._stop is not None
         return ExitRecord(self._stop.outcome, self._stop.cause, self._stop.message, exit_code=code)
 
-    def _turn(self, also: int | None, timeout_s: float) -> None:
-        """Wait for a signal, `also` or the time, then see to everything that is due."""
+    def _wait(self, ended: int | None, timeout_s: float) -> None:
+        """Wait for a signal, `ended` or the time, then see to everything that is due."""
         with selectors.DefaultSelector() as ready:
-            ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
-            if also is not None:
-                ready.register(also, selectors.EVENT_READ)
+            ready.register(self.stop_signals.woken, selectors.EVENT_READ, self.stop_signals.clear)
+            if ended is not None:
+                ready.register(ended, selectors.EVENT_READ)
             for key, _ in ready.select(timeout_s):
                 if key.data is not None:
                     key.data()
-        if number := self.stops.take():
+        if number := self.stop_signals.take():
             name = signal.Signals(number).name
-            self._stop_for(Stop("stopped", f"asked to end by {name}", is_known=self.signals_reach_all))
+            self._stop_for(Stop("stopped", f"asked to end by {name}", is_delivered=self.signals_reach_all))
         limit = self.spec.max_runtime
         if limit is not None and time.time() > self.started + limit:
             self._stop_for(Stop("failed", f"still running after max_runtime, {limit:g} s", Cause.TIMEOUT))
         if time.monotonic() >= self._next_heartbeat:
             self._send_heartbeat()
             self._link_logs()
-            self._look_at_others()
+            self._check_others()
 
     def _send_heartbeat(self) -> None:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S
@@ -266,7 +268,7 @@ class NodeAgent:
             logger.info("%s", stop.message)
             self._stop = stop
 
-    def _look_at_others(self) -> None:
+    def _check_others(self) -> None:
         """End when all are asked to, or with another: none can train without a node that failed or is lost."""
         if paths.stop(self.folder).exists():
             self._stop_for(Stop("stopped", "asked to end"))
@@ -274,15 +276,15 @@ class NodeAgent:
             path = paths.heartbeat(self.folder, node)
             if node == self.rendezvous.node or not path.exists():
                 continue
-            end = attempt_files.read_exit_record(self.folder, node)
-            if end is None:
-                if self._silent(path) > LOST_AFTER_HEARTBEATS:
+            record = attempt_files.read_exit_record(self.folder, node)
+            if record is None:
+                if self._missed_heartbeats(path) > LOST_AFTER_HEARTBEATS:
                     message = f"node {node} has not been heard of for {LOST_AFTER_HEARTBEATS * HEARTBEAT_S:g} s"
                     self._stop_for(Stop("failed", message, Cause.NODE_FAILURE))
-            elif end.outcome == "failed":
+            elif record.outcome == "failed":
                 self._stop_for(Stop("stopped", f"ended with node {node}, which failed"))
 
-    def _silent(self, path: Path) -> int:
+    def _missed_heartbeats(self, path: Path) -> int:
         """Return for how many of our own beats a file has not changed.
 
         No clock of another host is asked, nor one that went on while this process was suspended.
@@ -302,5 +304,5 @@ class NodeAgent:
                     link.symlink_to(path.relative_to(self.logs))
 
 
-def _say(output: BinaryIO, text: str) -> None:
+def _write_line(output: BinaryIO, text: str) -> None:
     output.write(f"{text}\n".encode())

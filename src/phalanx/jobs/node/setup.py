@@ -143,8 +143,8 @@ class Setup:
 
     def _wait_for(self, work: Path) -> None:
         while not work.exists():
-            end = attempt_files.read_exit_record(self._folder, 0)
-            if self._stopped.wait(0.1) or (end is not None and end.outcome != "succeeded"):
+            record = attempt_files.read_exit_record(self._folder, 0)
+            if self._stopped.wait(0.1) or (record is not None and record.outcome != "succeeded"):
                 raise BackendError("node 0 ended before it had prepared the code; its own record says why.")
 
     def _secret(self, name: str | None) -> str | None:

@@ -117,14 +117,14 @@ def sort_queue(
         running: What runs; its owners stand behind those who have nothing running.
         recent_usage: Seconds that each owner's jobs ran lately.
     """
-    now: dict[str, int] = {}
+    running_of: dict[str, int] = {}
     for job in running:
-        now[job.owner] = now.get(job.owner, 0) + 1
+        running_of[job.owner] = running_of.get(job.owner, 0) + 1
     return sorted(
         waiting,
         key=lambda job: (
             -(job.priority + int(job.waited_s / AGEING_S)),
-            now.get(job.owner, 0),
+            running_of.get(job.owner, 0),
             recent_usage.get(job.owner, 0.0),
             -job.waited_s,
             job.id,
@@ -148,7 +148,7 @@ def choose(
         recent_usage: Seconds that each owner's jobs ran lately, for fair shares.
         quotas: Limits by name of queue.
     """
-    chosen, active = QueueDecision(), list(running)
+    decision, active = QueueDecision(), list(running)
     free = capacity.minus(_sum([job.need for job in active]))
     spare, first, position = free, None, 0
     ordered = sort_queue(waiting, active, recent_usage)
@@ -156,15 +156,15 @@ def choose(
         job = ordered.pop(0)
         quota = (quotas or {}).get(job.queue)
         if not job.need.within(capacity):
-            chosen.reasons[job.id] = (
+            decision.reasons[job.id] = (
                 f"needs more than this machine has ({job.need.describe()}, it has {capacity.describe()})"
             )
         elif quota is not None and not _allowed(
             quota, [other for other in active if other.queue == job.queue], job.need
         ):
-            chosen.reasons[job.id] = f"the quota of queue {job.queue} is used up"
+            decision.reasons[job.id] = f"the quota of queue {job.queue} is used up"
         elif job.need.within(free) and _fits(job.need, spare):
-            chosen.start.append(job.id)
+            decision.start.append(job.id)
             active.append(Running(job.id, job.owner, job.need, job.queue))
             free = free.minus(job.need)
             spare = free if first is None else _spare(first.need, active, capacity)
@@ -174,12 +174,12 @@ def choose(
             if first is None:
                 first, spare = job, _spare(job.need, active, capacity)
             position += 1
-            chosen.reasons[job.id] = _reason(job, first, position, free)
-    return chosen
+            decision.reasons[job.id] = _reason(job, first, position, free)
+    return decision
 
 
 def _allowed(quota: Quota, active: Sequence[Running], more: Amount) -> bool:
-    """Return whether a job that needs `more` may start beside `held`, jobs of the same queue."""
+    """Return whether a job that needs `more` may start beside `active`, jobs of the same queue."""
     total = _sum([other.need for other in active]).plus(more)
     return (
         (quota.cpu is None or total.cpu <= round(quota.cpu * 1000))
@@ -194,7 +194,7 @@ def _fits(more: Amount, spare: Amount) -> bool:
 
 
 def _spare(first: Amount, active: Sequence[Running], capacity: Amount) -> Amount:
-    """Return how much may be started beside `held` so that `first` starts no later, whatever of it ends when.
+    """Return how much may be started beside `active` so that `first` starts no later, whatever of it ends when.
 
     For each resource: the largest of the sums that some of the running jobs may hold while `first` fits leaves room for
     both. Sums are the set bits of a number, so all subsets take one shift a job.

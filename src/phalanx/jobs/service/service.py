@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
 from phalanx.jobs import paths
+from phalanx.jobs.attempt import logs, metrics, usage
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
@@ -113,8 +114,8 @@ class JobService(Jobs):
     ) -> list[Job]:
         if workspace is not None:
             self._need(workspace, MemberRole.VIEWER)
-        mine = None if self._actor.owner else [space.name for space in self.workspaces()]
-        workspaces = mine if workspace is None else [workspace]
+        visible = None if self._actor.owner else [space.name for space in self.workspaces()]
+        workspaces = visible if workspace is None else [workspace]
         return self._store.jobs.find(workspaces=workspaces, states=states, owner=owner, limit=limit)
 
     def job(self, job: str) -> Job:
@@ -131,9 +132,9 @@ class JobService(Jobs):
 
     def stop(self, job: str) -> Job:
         record = self.job(job)
-        mine = record.owner == self._actor.name
+        is_own = record.owner == self._actor.name
         self._need(
-            record.workspace, MemberRole.DEVELOPER if mine else MemberRole.ADMIN, f"stop the job of {record.owner}"
+            record.workspace, MemberRole.DEVELOPER if is_own else MemberRole.ADMIN, f"stop the job of {record.owner}"
         )
         stopped = self._store.jobs.stop(job, f"stopped by {self._actor.name}")
         if not stopped.state.is_terminal:
@@ -156,40 +157,30 @@ class JobService(Jobs):
     # What attempts leave behind.
 
     def logs_of(self, job: str, *, attempt: int | None = None) -> list[str]:
-        from phalanx.jobs.attempt import logs
-
         record = self.job(job)
         return logs.list_logs(self._folder(record, attempt)) if record.attempt else []
 
     def log(
         self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
     ) -> LogPart:
-        from phalanx.jobs.attempt import logs
-
         record = self.job(job)
         if not record.attempt:
             return LogPart("", 0, record.state.is_terminal)
         number = record.attempt if attempt is None else attempt
         ended = record.state.is_terminal or self._attempt(job, number).ended is not None
         folder = self._folder(record, number)
-        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets.used_by(record), last=ended)
-        return LogPart(piece.text, piece.next, ended and not piece.rest)
+        chunk = logs.read(folder, rank, offset, limit, secrets=self._store.secrets.used_by(record), last=ended)
+        return LogPart(chunk.text, chunk.next, ended and not chunk.rest)
 
     def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
-        from phalanx.jobs.attempt import metrics
-
         record = self.job(job)
         return metrics.ranks(self._folder(record, attempt)) if record.attempt else []
 
     def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
-        from phalanx.jobs.attempt import metrics
-
         record = self.job(job)
         return metrics.read(self._folder(record, attempt), rank, offset) if record.attempt else Reports(rank, [], 0)
 
     def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
-        from phalanx.jobs.attempt import usage
-
         record = self.job(job)
         if not record.attempt:
             return []
@@ -215,20 +206,20 @@ class JobService(Jobs):
         from phalanx.jobs.backends.local import this_machine
         from phalanx.jobs.scheduling.queue import needed_amount
 
-        has = this_machine()
+        capacity = this_machine()
         live = [
             job
             for job in self._store.jobs.find(states=[state for state in JobState if not state.is_terminal])
             if job.attempt
         ]
-        used = [
-            needed_amount(TrainingJob.model_validate(job.spec), has)
+        amounts = [
+            needed_amount(TrainingJob.model_validate(job.spec), capacity)
             for job in live
             if BACKENDS[job.backend].uses_this_machine
         ]
         unit = {"cpu": 1e-3, "memory": float(2**20), "gpu": 1.0}
         return {
-            name: ResourceUse(sum(getattr(need, name) for need in used) * factor, getattr(has, name) * factor)
+            name: ResourceUse(sum(getattr(need, name) for need in amounts) * factor, getattr(capacity, name) * factor)
             for name, factor in unit.items()
         }
 
@@ -345,13 +336,13 @@ class JobService(Jobs):
         return MemberRole.ADMIN if self._actor.owner else members.get(self._actor.name)
 
     def _need(self, workspace: str, least: MemberRole, what: str | None = None) -> None:
-        has = self._role(workspace)
-        if has is None:
+        role = self._role(workspace)
+        if role is None:
             raise no_workspace(workspace)
-        if _ROLES.index(has) < _ROLES.index(least):
+        if _ROLES.index(role) < _ROLES.index(least):
             name = self._actor.name
             raise AccessError(
-                f"{name} has role {has} in workspace {workspace!r}; to {what or 'do that'} requires {least}. "
+                f"{name} has role {role} in workspace {workspace!r}; to {what or 'do that'} requires {least}. "
                 f"An admin of it can change that: phalanx workspace member add {name} {least} -w {workspace}."
             )
 

@@ -109,7 +109,7 @@ def _refs(address: str, patterns: list[str], secret: str | None) -> dict[str, st
 
 def _git(address: str, *words: str, secret: str | None = None, timeout_s: int = _ASK_S) -> str:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *words],
             env=_environment(address, secret),
             stdin=subprocess.DEVNULL,
@@ -122,12 +122,12 @@ def _git(address: str, *words: str, secret: str | None = None, timeout_s: int = 
         raise SpecError("code from a repository needs the program git, which is not here. Install git.") from None
     except subprocess.TimeoutExpired:
         raise SpecError(f"{address} did not answer within {timeout_s} s. Check the address and the network.") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    if process.returncode:
+        lines = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()]
         reason = next((line for line in lines if line.startswith("fatal:")), lines[0] if lines else "no reason given")
         key = "" if secret is None else " Check its secret, too."
         raise SpecError(f"{address} cannot be read: {reason.removeprefix('fatal: ')}. Check the address.{key}")
-    return done.stdout.decode(errors="surrogateescape")
+    return process.stdout.decode(errors="surrogateescape")
 
 
 def _query(folder: Path, *words: str) -> str:

@@ -68,13 +68,13 @@ def check(mounts: list[Bind]) -> None:
     if not mounts:
         return
     with tempfile.TemporaryDirectory() as empty:
-        tried = [Bind(b.source if b.source.exists() else Path(empty), b.target, b.readonly) for b in mounts]
+        tested = [Bind(b.source if b.source.exists() else Path(empty), b.target, b.readonly) for b in mounts]
         try:
-            done = subprocess.run([*prefix(tried), "true"], capture_output=True, text=True, timeout=30, check=False)
-            reason = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            process = subprocess.run([*prefix(tested), "true"], capture_output=True, text=True, timeout=30, check=False)
+            reason = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendError(f"{_cannot(mounts)}: {error}. {_INSTEAD}") from None
-    if done.returncode:
+    if process.returncode:
         raise BackendError(f"{_cannot(mounts)}: {reason[0]}. {_INSTEAD}")
 
 

@@ -81,9 +81,9 @@ def _look_at_page(dataset: Dataset, reach: Reach | None) -> RemoteObject:
         # Some servers answer HEAD with an error, all of them GET; the body is not read.
         with (
             httpx.Client(**options) if reach is None else reach.client(**options) as client,
-            client.stream("GET", str(dataset.uri)) as answer,
+            client.stream("GET", str(dataset.uri)) as response,
         ):
-            status, headers = answer.status_code, answer.headers
+            status, headers = response.status_code, response.headers
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         raise SpecError(f"{dataset.uri} cannot be reached: {reason}. Check the address and the network.") from None

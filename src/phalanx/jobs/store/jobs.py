@@ -130,12 +130,14 @@ class JobRecords:
     def counts(self, workspaces: Collection[str] | None = None) -> Counts:
         """Return how many jobs and attempts there are, in some workspaces or in all."""
         c, a = tables.jobs.c, tables.attempts.c
-        mine = [] if workspaces is None else [c.workspace.in_(workspaces)]
-        jobs = select(c.state, func.count()).where(*mine).group_by(c.state)
-        attempts = select(a.state, func.count()).join(tables.jobs, a.job == c.id).where(*mine).group_by(a.state)
+        in_workspaces = [] if workspaces is None else [c.workspace.in_(workspaces)]
+        jobs = select(c.state, func.count()).where(*in_workspaces).group_by(c.state)
+        attempts = (
+            select(a.state, func.count()).join(tables.jobs, a.job == c.id).where(*in_workspaces).group_by(a.state)
+        )
         queue = c.spec["queue"].as_string()
         waits = c.state.in_((JobState.QUEUED, JobState.RESTARTING))
-        waiting = select(c.backend, queue, func.count()).where(waits, *mine).group_by(c.backend, queue)
+        waiting = select(c.backend, queue, func.count()).where(waits, *in_workspaces).group_by(c.backend, queue)
         with self._database.reads() as connection:
             return Counts(
                 {state: count for state, count in connection.execute(jobs)},
@@ -237,8 +239,8 @@ class JobRecords:
         """Append an event to a job's history."""
         with self._database.writes() as connection:
             record = self._select_job(connection, job, lock=True)
-            used = self._secrets.select_used(connection, record.workspace, record.spec)
-            self._append(connection, job, kind, redact(message, used), redact(dict(data or {}), used))
+            secret_values = self._secrets.select_used(connection, record.workspace, record.spec)
+            self._append(connection, job, kind, redact(message, secret_values), redact(dict(data or {}), secret_values))
 
     def events(self, job: str, *, after: int = 0) -> list[Event]:
         """Return the events of a job since number `after`, in order."""
@@ -270,18 +272,18 @@ class JobRecords:
     ) -> None:
         if not may_follow(job.state, state):
             raise StateError(f"Job {job.id} is {job.state}; it cannot become {state}. It may have moved on meanwhile.")
-        moment = self._database.now()
-        used = self._secrets.select_used(connection, job.workspace, job.spec)
-        redacted = None if failure is None else redact(asdict(failure), used)
-        reason = _storable(redact(reason, used))
+        now = self._database.now()
+        secret_values = self._secrets.select_used(connection, job.workspace, job.spec)
+        redacted = None if failure is None else redact(asdict(failure), secret_values)
+        reason = _storable(redact(reason, secret_values))
         values: dict[str, Any] = {"state": state, "reason": reason}
-        began = started or (moment if state is JobState.RUNNING else None)
+        began = started or (now if state is JobState.RUNNING else None)
         if job.started is None:
             values["started"] = began
         if state.is_terminal:
-            values |= {"ended": moment, "failure": redacted}
+            values |= {"ended": now, "failure": redacted}
         connection.execute(update(tables.jobs).where(tables.jobs.c.id == job.id).values(values))
-        self._follow(connection, job, state, reason, redacted, moment, began)
+        self._follow(connection, job, state, reason, redacted, now, began)
         data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": redacted} if redacted else {})
         self._append(connection, job.id, "state", reason, data)
         _count(connection)
@@ -293,14 +295,14 @@ class JobRecords:
         state: JobState,
         reason: str,
         failure: dict[str, Any] | None,
-        moment: datetime,
+        now: datetime,
         began: datetime | None,
     ) -> None:
         """Let the attempt that has not ended go along with its job."""
         c = tables.attempts.c
         values: dict[str, Any] = {"state": state, "reason": reason, "started": func.coalesce(c.started, began)}
         if state is JobState.RESTARTING or state.is_terminal:
-            values |= {"ended": moment, "failure": failure}
+            values |= {"ended": now, "failure": failure}
         if state is JobState.RESTARTING:
             values["state"] = JobState.FAILED
         live = and_(c.job == job.id, c.number == job.attempt, c.ended.is_(None))

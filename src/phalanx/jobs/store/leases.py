@@ -23,11 +23,11 @@ class LeaseRecords:
         Hosts that share a store must agree on the time within a fraction of `seconds`.
         """
         c = tables.leases.c
-        moment = self._database.now()
-        values = {"holder": holder, "expires": moment + timedelta(seconds=seconds)}
-        free = or_(c.holder == holder, c.expires < moment)
+        now = self._database.now()
+        values = {"holder": holder, "expires": now + timedelta(seconds=seconds)}
+        is_free = or_(c.holder == holder, c.expires < now)
         with self._database.writes() as connection:
-            if connection.execute(update(tables.leases).where(c.name == name, free).values(values)).rowcount:
+            if connection.execute(update(tables.leases).where(c.name == name, is_free).values(values)).rowcount:
                 return True
             # That of PostgreSQL takes long to import, and most stores are none.
             dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")

@@ -80,8 +80,8 @@ class TokenRecords:
         with self._database.reads() as connection:
             row = connection.execute(select(tables.tokens).where(c.id == identity)).mappings().one_or_none()
         digest = "" if row is None else row["digest"]
-        right = hmac.compare_digest(digest, _digest(text))
-        if row is None or not right or (row["expires"] is not None and row["expires"] <= self._database.now()):
+        is_valid = hmac.compare_digest(digest, _digest(text))
+        if row is None or not is_valid or (row["expires"] is not None and row["expires"] <= self._database.now()):
             raise AccessError(
                 "The token is unknown or has expired. Make one where the store is: phalanx token add NAME."
             )

@@ -39,11 +39,11 @@ class WorkspaceRecords:
             of_member = select(tables.members.c.workspace).where(tables.members.c.name == member)
             query = query.where(c.name.in_(of_member))
         with self._database.reads() as connection:
-            spaces = {row["name"]: Workspace(**row) for row in connection.execute(query).mappings()}
+            by_name = {row["name"]: Workspace(**row) for row in connection.execute(query).mappings()}
             for row in connection.execute(select(tables.members)).mappings():
-                if row["workspace"] in spaces:
-                    spaces[row["workspace"]].members[row["name"]] = MemberRole(row["role"])
-        return list(spaces.values())
+                if row["workspace"] in by_name:
+                    by_name[row["workspace"]].members[row["name"]] = MemberRole(row["role"])
+        return list(by_name.values())
 
     def get(self, workspace: str) -> Workspace:
         """Return one workspace with its members.

@@ -82,12 +82,12 @@ class Kubernetes:
         """
         attempt_files.write_spec(submission)
         config, secret, workload = self._objects(submission)
-        space = submission.spec.kubernetes.namespace
+        namespace = submission.spec.kubernetes.namespace
         core = self._core()
-        self._create(core.create_namespaced_config_map, space, config)
-        self._create(core.create_namespaced_secret, space, secret)
+        self._create(core.create_namespaced_config_map, namespace, config)
+        self._create(core.create_namespaced_secret, namespace, secret)
         try:
-            self._create(self._custom().create_namespaced_custom_object, *self._where(submission), workload)
+            self._create(self._custom().create_namespaced_custom_object, *self._resource_path(submission), workload)
         except BackendError as error:
             if "unknown field" in str(error) and submission.spec.kubernetes.dialect == "trainjob":
                 release = submission.spec.kubernetes.trainer
@@ -139,42 +139,42 @@ class Kubernetes:
         """Remove the workload; its pods get SIGTERM, and the grace that was written into them."""
         # It stays until its pods are gone, so that their last output is still collected.
         delete = self._custom().delete_namespaced_custom_object
-        self._delete(delete, *self._where(submission), manifests.name_of(submission), policy="Foreground")
+        self._delete(delete, *self._resource_path(submission), manifests.name_of(submission), policy="Foreground")
 
     def cleanup(self, submission: Submission, handle: str) -> None:
         """Remove everything that was made for the attempt."""
-        name, space, core = manifests.name_of(submission), submission.spec.kubernetes.namespace, self._core()
-        self._delete(self._custom().delete_namespaced_custom_object, *self._where(submission), name)
-        self._delete(core.delete_namespaced_secret, f"{name}-secrets", space)
-        self._delete(core.delete_namespaced_config_map, f"{name}-order", space)
+        name, namespace, core = manifests.name_of(submission), submission.spec.kubernetes.namespace, self._core()
+        self._delete(self._custom().delete_namespaced_custom_object, *self._resource_path(submission), name)
+        self._delete(core.delete_namespaced_secret, f"{name}-secrets", namespace)
+        self._delete(core.delete_namespaced_config_map, f"{name}-order", namespace)
 
     def close(self) -> None:
         """Watch the cluster no longer."""
-        for watched in self._informers.values():
-            watched.close()
+        for informer in self._informers.values():
+            informer.close()
 
     def _objects(self, submission: Submission) -> list[Manifest]:
         return manifests.manifests(submission, job_secret=secrets.token_hex(32), code=_pack_code(submission))
 
     def _pods(self, submission: Submission) -> list[Pod]:
-        space = submission.spec.kubernetes.namespace
+        namespace = submission.spec.kubernetes.namespace
         # The operator's label: not every release of Trainer lets a job set labels.
         label = DIALECTS[submission.spec.kubernetes.dialect].name_label
         objects = self._watch(
-            ("pods", space, label), lambda: self._core().list_namespaced_pod, space, label_selector=label
+            ("pods", namespace, label), lambda: self._core().list_namespaced_pod, namespace, label_selector=label
         )
-        mine = manifests.name_of(submission)
-        chosen = [raw for raw in objects.values() if (raw["metadata"].get("labels") or {}).get(label) == mine]
-        return pods_of(submission.spec, chosen)
+        name = manifests.name_of(submission)
+        own = [raw for raw in objects.values() if (raw["metadata"].get("labels") or {}).get(label) == name]
+        return pods_of(submission.spec, own)
 
     def _workload(self, submission: Submission) -> Mapping[str, Any] | None:
         """The workload, asked for by name where the watch has not seen it yet."""
-        where, name = self._where(submission), manifests.name_of(submission)
-        seen = self._watch(where, lambda: self._custom().list_namespaced_custom_object, *where)
-        if name in seen:
-            return seen[name]
-        answer = _request(self._custom().get_namespaced_custom_object, *where, name, fine=(404,))
-        return None if answer is None else dict(answer)
+        path, name = self._resource_path(submission), manifests.name_of(submission)
+        objects = self._watch(path, lambda: self._custom().list_namespaced_custom_object, *path)
+        if name in objects:
+            return objects[name]
+        workload = _request(self._custom().get_namespaced_custom_object, *path, name, ok_statuses=(404,))
+        return None if workload is None else dict(workload)
 
     def _watch(self, key: tuple[str, ...], call: Any, *words: str, **named: str) -> dict[str, Mapping[str, Any]]:
         from phalanx.jobs.backends.kubernetes.informer import Informer
@@ -189,40 +189,42 @@ class Kubernetes:
         The server gives lines since a time in whole seconds, so some come twice and are told by their own time stamps.
         """
         log = paths.logs(submission.folder) / f"node-{pod.node}.log"
-        seen = LogCursor.read(log)
+        cursor = LogCursor.read(log)
         query: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_preload_content": False}
-        if seen.stamp:
-            query["since_seconds"] = seen.seconds_ago()
-        space = submission.spec.kubernetes.namespace
+        if cursor.stamp:
+            query["since_seconds"] = cursor.seconds_ago()
+        namespace = submission.spec.kubernetes.namespace
         # 404: the pod is gone; 400: its container has nothing to show yet.
-        got = _request(self._core().read_namespaced_pod_log, pod.name, space, fine=(400, 404), **query)
-        if got is not None:
-            seen.append(log, got.data)
+        response = _request(self._core().read_namespaced_pod_log, pod.name, namespace, ok_statuses=(400, 404), **query)
+        if response is not None:
+            cursor.append(log, response.data)
 
-    def _where(self, submission: Submission) -> tuple[str, str, str, str]:
+    def _resource_path(self, submission: Submission) -> tuple[str, str, str, str]:
         dialect: Dialect = DIALECTS[submission.spec.kubernetes.dialect]
         return dialect.group, dialect.version, submission.spec.kubernetes.namespace, dialect.plural
 
     def _create(self, create: Any, *words: Any) -> None:
         """Make an object; one that is there already was made by us before."""
         # Strict: fields that the cluster does not know are refused, which it would else leave out.
-        _request(create, *words, fine=(409,), field_validation="Strict")
+        _request(create, *words, ok_statuses=(409,), field_validation="Strict")
 
     def _set_owner(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
         """Make the workload own objects, so that the cluster removes them with it."""
         dialect, name = DIALECTS[submission.spec.kubernetes.dialect], manifests.name_of(submission)
-        workload = _request(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
+        workload = _request(
+            self._custom().get_namespaced_custom_object, *self._resource_path(submission), name, ok_statuses=(404,)
+        )
         if workload is None:
             return
         owner = {"apiVersion": f"{dialect.group}/{dialect.version}", "kind": dialect.kind, "name": name}
         change = {"metadata": {"ownerReferences": [owner | {"uid": workload["metadata"]["uid"]}]}}
         for patch, manifest in objects:
             metadata = manifest["metadata"]
-            if _request(patch, metadata["name"], metadata["namespace"], change, fine=(403, 404)) is None:
+            if _request(patch, metadata["name"], metadata["namespace"], change, ok_statuses=(403, 404)) is None:
                 logger.warning("%s cannot be patched: it stays if nobody removes it with %s", metadata["name"], name)
 
     def _delete(self, delete: Any, *words: Any, policy: str = "Background") -> None:
-        _request(delete, *words, fine=(404,), propagation_policy=policy)
+        _request(delete, *words, ok_statuses=(404,), propagation_policy=policy)
 
     def _core(self) -> Any:
         from kubernetes.client import CoreV1Api
@@ -246,8 +248,8 @@ class Kubernetes:
         return self._client
 
 
-def _request(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any:
-    """Return what the cluster answers, None for an HTTP status in `fine`: what was asked for is so, or is not there.
+def _request(call: Any, *words: Any, ok_statuses: tuple[int, ...], **named: Any) -> Any:
+    """Return what the cluster answers, None for an HTTP status in `ok_statuses`: it is so already, or is not there.
 
     Raises:
         BackendError: If the cluster refuses, or cannot be reached.
@@ -260,7 +262,7 @@ def _request(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any
     try:
         return raise_for_status(call(*words, _request_timeout=REQUEST_S, **named))
     except ApiException as error:
-        if error.status in fine:
+        if error.status in ok_statuses:
             return None
         raise BackendError(f"Kubernetes says no: {error_message(error)}") from None
     except HTTPError as error:
@@ -281,10 +283,10 @@ def _pack_code(submission: Submission) -> bytes:
 def _store_exit_record(folder: Path, pod: Pod) -> None:
     """Keep the exit record that a node left with its container; other text there is not ours."""
     try:
-        end = attempt_files.parse_exit_record(pod.message)
+        record = attempt_files.parse_exit_record(pod.message)
     except (ValueError, TypeError, KeyError):
         return
-    attempt_files.write_exit_record(folder, pod.node, end)
+    attempt_files.write_exit_record(folder, pod.node, record)
 
 
 def _of_workload(condition: Mapping[str, Any] | None) -> Failure | None:

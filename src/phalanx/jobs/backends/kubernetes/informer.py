@@ -124,14 +124,14 @@ def error_message(error: ApiException) -> str:
     return f"{message} ({error.status})"
 
 
-def raise_for_status(answer: Any) -> Any:
+def raise_for_status(response: Any) -> Any:
     """Return what the client gave, or raise ApiException for a response of an error, which it lets pass unread."""
-    status = getattr(answer, "status", None)
+    status = getattr(response, "status", None)
     if isinstance(status, int) and status >= 400:
-        error = ApiException(status=status, reason=getattr(answer, "reason", None))
-        error.body = answer.data
+        error = ApiException(status=status, reason=getattr(response, "reason", None))
+        error.body = response.data
         raise error
-    return answer
+    return response
 
 
 def _lines(stream: Any) -> Iterator[bytes]:

@@ -33,19 +33,19 @@ class LogCursor:
 
     def append(self, log: Path, text: bytes) -> None:
         """Append to `log` what is new in `text`, whole lines that begin with their time stamps."""
-        before, had, again, taken = self.stamp, self.lines, 0, list[bytes]()
+        last_stamp, last_count, repeats, new_lines = self.stamp, self.lines, 0, list[bytes]()
         for line in text.split(b"\n")[:-1]:
             stamp, _, content = line.partition(b" ")
             name = stamp.decode(errors="replace")
-            again += name == before
-            if name < before or (name == before and again <= had):
+            repeats += name == last_stamp
+            if name < last_stamp or (name == last_stamp and repeats <= last_count):
                 continue
             self.stamp, self.lines = name, (self.lines + 1 if name == self.stamp else 1)
-            taken.append(content + b"\n")
-        if not taken:
+            new_lines.append(content + b"\n")
+        if not new_lines:
             return
         with log.open("ab") as file:
-            file.writelines(taken)
+            file.writelines(new_lines)
         _note(log).write_text(json.dumps({"stamp": self.stamp, "lines": self.lines}))
 
 

@@ -128,8 +128,8 @@ def _workload(submission: Submission) -> Manifest:
 
 
 def _config_map(submission: Submission, code: bytes) -> Manifest:
-    order = attempt_files.spec_json(submission, f"{FOLDER}/home", FOLDER)
-    manifest = _object(submission, "v1", "ConfigMap", "-order") | {"data": {"attempt.json": json.dumps(order)}}
+    attempt_spec = attempt_files.spec_json(submission, f"{FOLDER}/home", FOLDER)
+    manifest = _object(submission, "v1", "ConfigMap", "-order") | {"data": {"attempt.json": json.dumps(attempt_spec)}}
     if len(code) > CODE_BYTES:
         raise SpecError(
             f"code.path packs to {len(code)} bytes, and {CODE_BYTES} can go with a job on Kubernetes. Give the code "

@@ -99,8 +99,8 @@ class Slurm:
         Raises:
             BackendError: If Slurm refuses, or does not answer.
         """
-        if noted := _started_id(submission.folder):
-            return noted
+        if started_id := _started_id(submission.folder):
+            return started_id
         if (row := self._current_row(submission)) is not None:
             return row.id
         path = attempt_files.write_spec(submission).with_name("job.sbatch")
@@ -122,9 +122,9 @@ class Slurm:
         if row.state in slurm_states.WAITING:
             return Status(Phase.QUEUED, slurm_states.why_waiting(row.reason))
         if row.state in slurm_states.ALIVE:
-            doing = attempt_files.read_activity(folder, 0)
-            phase = Phase.RUNNING if doing == "running" else Phase.PREPARING
-            return Status(phase, doing or row.state.lower(), hosts)
+            activity = attempt_files.read_activity(folder, 0)
+            phase = Phase.RUNNING if activity == "running" else Phase.PREPARING
+            return Status(phase, activity or row.state.lower(), hosts)
         if row.state == "COMPLETED" and attempt_files.read_activity(folder, 0):
             return Status(Phase.SUCCEEDED, "", hosts)
         return Status(Phase.FAILED, row.state, hosts, _failure(folder, row))
@@ -137,13 +137,13 @@ class Slurm:
 
         A signal of Slurm's would reach every process of the job at once, and the nodes' own would be a second one.
         """
-        request = paths.stop(submission.folder)
-        if not request.exists():
-            request.touch()
+        stop_file = paths.stop(submission.folder)
+        if not stop_file.exists():
+            stop_file.touch()
         row = self._current_row(submission)
         if row is None:
             return
-        is_late = time.time() > request.stat().st_mtime + grace_s + LATE_S
+        is_late = time.time() > stop_file.stat().st_mtime + grace_s + LATE_S
         if row.state in slurm_states.WAITING or (is_late and row.state in slurm_states.ALIVE):
             self._cancel(submission, row.id)
 
@@ -172,8 +172,8 @@ class Slurm:
     def _recent_row(self, submission: Submission) -> SqueueRow | None:
         """The job as it was a moment ago: of several submitted for the attempt, the one that started."""
         rows = self._snapshot().get(_job_name(submission), [])
-        noted = _started_id(submission.folder)
-        return next((row for row in rows if row.id == noted), rows[0] if rows else None)
+        started_id = _started_id(submission.folder)
+        return next((row for row in rows if row.id == started_id), rows[0] if rows else None)
 
     def _snapshot(self) -> dict[str, list[SqueueRow]]:
         """This user's jobs by name, as squeue shows them now or showed them a moment ago."""
@@ -252,10 +252,12 @@ def _started_id(folder: Path) -> str:
 
 def _status_of_forgotten(submission: Submission) -> Status:
     """The status of a job that Slurm forgot, as it does minutes after the end, from its exit records."""
-    ends = [attempt_files.read_exit_record(submission.folder, node) for node in range(submission.spec.resources.nodes)]
-    if not all(ends):
+    records = [
+        attempt_files.read_exit_record(submission.folder, node) for node in range(submission.spec.resources.nodes)
+    ]
+    if not all(records):
         return Status(Phase.GONE, "Slurm does not know the job any more")
-    return Status(Phase.SUCCEEDED if attempt_files.all_succeeded(ends) else Phase.FAILED)
+    return Status(Phase.SUCCEEDED if attempt_files.all_succeeded(records) else Phase.FAILED)
 
 
 def _failure(folder: Path, row: SqueueRow) -> Failure | None:
@@ -276,7 +278,7 @@ def _call(command: str, *arguments: str, environment: dict[str, str] | None = No
         BackendError: If it is not there, refuses, or takes too long.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [command, *arguments], env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=False
         )
     except FileNotFoundError:
@@ -285,6 +287,6 @@ def _call(command: str, *arguments: str, environment: dict[str, str] | None = No
         ) from None
     except subprocess.TimeoutExpired:
         raise BackendError(f"{command} did not answer within {COMMAND_S:g} s. Is Slurm's controller up?") from None
-    if done.returncode:
-        raise BackendError(f"{command} said: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    if process.returncode:
+        raise BackendError(f"{command} said: {process.stderr.strip() or f'exit code {process.returncode}'}")
+    return process.stdout
