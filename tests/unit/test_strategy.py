@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from phalanx.errors import StrategyError, StrategyTypeError
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
-from phalanx.strategy import DistributedStrategy, check_strategy, conflicts
-from phalanx.strategy.conflicts import verdict
+from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.strategy.menu import NOT_YET, RENAMED
 from phalanx.strategy.page import fill_page
 from phalanx.strategy.settings import configs_of
-from phalanx.strategy.techniques import TECHNIQUES
+from phalanx.strategy.techniques import TECHNIQUES, conflict_table, verdict
 
 
 def test_every_default_is_valid_and_copies_compare_equal():
@@ -344,7 +343,7 @@ def test_a_default_is_a_value_that_the_key_takes_and_none_is_not(name):
 def test_the_page_is_made_from_the_code():
     page = (Path(__file__).parents[2] / "docs" / "strategy.md").read_text()
     assert page == fill_page(page), "run: make docs"
-    assert conflicts.table() in page
+    assert conflict_table() in page
     for name in DistributedStrategy.model_fields:
         assert f"| `{name}` |" in page
         for key in getattr(configs_of(name), "model_fields", ()):

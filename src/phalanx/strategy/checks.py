@@ -1,15 +1,23 @@
-"""What a strategy must not ask for at once."""
+"""What a strategy must not ask for at once, and what of it does not act beside the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.errors import StrategyError
-from phalanx.strategy.configs import AmpConfigs, ASyncConfigs
-from phalanx.strategy.conflicts import first_conflict
+from phalanx.strategy.configs import AmpConfigs, ASyncConfigs, GradientMergeConfigs
+from phalanx.strategy.techniques import first_conflict
 
 if TYPE_CHECKING:
     from phalanx.strategy.settings import DistributedStrategy
+
+_SCALING = (
+    "init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio",
+    "use_dynamic_loss_scaling",
+)  # fmt: skip
+_FUSION = ("fuse_all_reduce_ops", "fuse_grad_size_in_MB")
+_WITHOUT_SWITCH = {"a_sync_configs", "hybrid_configs", "gradient_scale_configs"}
 
 
 def check_together(strategy: DistributedStrategy) -> None:
@@ -58,3 +66,48 @@ def _check_precision(strategy: DistributedStrategy) -> None:
             f"strategy.amp with {pure[0]} and strategy.sharding cannot be on together: float32 copies of cast "
             "parameters are not sharded. Leave parameters float32 (amp alone), or turn sharding off."
         )
+
+
+def idle_settings(strategy: DistributedStrategy) -> list[str]:
+    """Return a sentence for every setting that says something and would not act. Pure.
+
+    Keys that never act are reported when they are set; this is about settings that need others.
+    """
+    return [*_dictionaries(strategy), *_single(strategy), *_scaling(strategy), *_fusion(strategy)]
+
+
+def _dictionaries(strategy: DistributedStrategy) -> Iterator[str]:
+    for name in type(strategy).model_fields:
+        switch = name.removesuffix("_configs")
+        if switch == name or name in _WITHOUT_SWITCH or not getattr(strategy, name):
+            continue
+        if switch not in strategy.techniques:
+            yield f"strategy.{name} does not act: {switch} is off. Set strategy.{switch} = True, or leave it out."
+
+
+def _single(strategy: DistributedStrategy) -> Iterator[str]:
+    if strategy.hierarchical_allreduce_inter_nranks > 1 and not strategy.use_hierarchical_allreduce:
+        yield (
+            "strategy.hierarchical_allreduce_inter_nranks does not act: use_hierarchical_allreduce is off. Set "
+            "strategy.use_hierarchical_allreduce = True, or leave it out."
+        )
+    if strategy.gradient_merge and strategy.config(GradientMergeConfigs).k_steps == 1:
+        yield (
+            "strategy.gradient_merge does not act: it merges 1 batch. Say how many make one update: "
+            'gradient_merge_configs = {"k_steps": 4}.'
+        )
+    if strategy.base_batch is not None and strategy.scale_lr == "none":
+        yield 'strategy.base_batch does not act: the learning rate is not scaled. Set strategy.scale_lr = "linear".'
+
+
+def _scaling(strategy: DistributedStrategy) -> Iterator[str]:
+    keys = [key for key in _SCALING if key in strategy.amp_configs]
+    if strategy.amp and strategy.amp_dtype != "float16" and keys:
+        yield f"amp_configs[{keys[0]!r}] does not act: bfloat16 has the range of float32, so losses are not scaled."
+
+
+def _fusion(strategy: DistributedStrategy) -> Iterator[str]:
+    alone = [name for name in ("sharding", "localsgd", "adaptive_localsgd", "dgc") if name in strategy.techniques]
+    for name in _FUSION:
+        if alone and name in strategy.model_fields_set:
+            yield f"strategy.{name} does not act: with {alone[0]}, gradients are not all-reduced in buckets."

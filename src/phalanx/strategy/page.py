@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.strategy import conflicts
 from phalanx.strategy.configs import Configs
 from phalanx.strategy.settings import DistributedStrategy, configs_of
+from phalanx.strategy.techniques import conflict_table
 
 
 def fill_page(page: str) -> str:
     """Return the text of the page with its generated parts up to date."""
-    for name, text in (("settings", settings_table()), ("pairs", conflicts.table())):
+    for name, text in (("settings", settings_table()), ("pairs", conflict_table())):
         page = re.sub(
             rf"(<!-- {name}: [^\n]* -->\n).*?(\n<!-- end of {name} -->)",
             lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}",  # type: ignore[misc]

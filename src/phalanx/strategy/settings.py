@@ -10,10 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
 from phalanx.strategy import configs
-from phalanx.strategy.checks import check_together
+from phalanx.strategy.checks import check_together, idle_settings
 from phalanx.strategy.configs import AmpConfigs, Configs, HybridConfigs, KeysOf
 from phalanx.strategy.files import read_settings, write_settings
-from phalanx.strategy.ineffective import idle_settings
 from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED
 from phalanx.strategy.table import printed, strategy_table
 from phalanx.strategy.techniques import TECHNIQUES

@@ -29,8 +29,7 @@ from phalanx.plan.value import (
     Shard,
 )
 from phalanx.strategy import DistributedStrategy
-from phalanx.strategy.conflicts import first_conflict
-from phalanx.strategy.techniques import TECHNIQUES
+from phalanx.strategy.techniques import TECHNIQUES, first_conflict
 
 _AXES: dict[GroupKind, str] = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "mp": MODEL_AXIS}
 

@@ -24,8 +24,7 @@ from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Axis, Frozen, ParamRule, Plan, Push, Reason, Server, Step, Table, Update
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.configs import GradientMergeConfigs
-from phalanx.strategy.conflicts import first_conflict
-from phalanx.strategy.techniques import TECHNIQUES
+from phalanx.strategy.techniques import TECHNIQUES, first_conflict
 
 
 def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_size: int, servers: int = 0) -> Plan:
