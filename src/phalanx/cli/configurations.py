@@ -12,14 +12,13 @@ from phalanx.cli.job_spec import parse_code
 from phalanx.cli.output import (
     EITHER_SPELLING,
     CommandGroup,
-    jobs,
+    jobs_in,
     json_flag,
     moment,
     show_named,
     talk,
     words,
     workspace_flag,
-    workspace_of,
 )
 from phalanx.errors import SpecError
 from phalanx.i18n import tr
@@ -43,8 +42,7 @@ def code() -> None:
 def add_code(name: str, source: str, workspace: str | None, **fields: str | None) -> None:
     """Register a repository (git+https://...) or a folder; replaces an existing entry."""
     options = {field: value for field, value in fields.items() if value is not None}
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.put_code(workspace, name, validate(Code, parse_code(source) | options))
     talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("code"), name=name, workspace=workspace))
 
@@ -54,8 +52,7 @@ def add_code(name: str, source: str, workspace: str | None, **fields: str | None
 @json_flag
 def list_codes(workspace: str | None, as_json: bool) -> None:
     """List the code sources of a workspace."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         configs = service.codes(workspace)
     rows = [
         [config.name, config.config["git"] or config.config["path"], config.config["ref"], config.config["subdir"]]
@@ -69,8 +66,7 @@ def list_codes(workspace: str | None, as_json: bool) -> None:
 @workspace_flag
 def remove_code(name: str, workspace: str | None) -> None:
     """Remove a code source."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.remove_code(workspace, name)
     talk(tr("{what} {name} is removed.", what=tr("code"), name=name))
 
@@ -95,8 +91,7 @@ def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fi
     """Register a path or an s3://, oss:// or https:// address; replaces an existing entry."""
     config = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
     overrides = {field: value for field, value in fields.items() if value is not None}
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.put_dataset(workspace, validate(Dataset, config | overrides))
     talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("dataset"), name=name, workspace=workspace))
 
@@ -106,8 +101,7 @@ def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fi
 @json_flag
 def list_datasets(workspace: str | None, as_json: bool) -> None:
     """List the datasets of a workspace."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         configs = service.datasets(workspace)
     rows = [[config.name, config.config["kind"], config.config["uri"], _mount(config)] for config in configs]
     show_named([words()("name"), words()("kind"), words()("uri"), "mount"], rows, configs, as_json)
@@ -118,8 +112,7 @@ def list_datasets(workspace: str | None, as_json: bool) -> None:
 @workspace_flag
 def remove_dataset(name: str, workspace: str | None) -> None:
     """Remove a dataset."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.remove_dataset(workspace, name)
     talk(tr("{what} {name} is removed.", what=tr("dataset"), name=name))
 
@@ -139,8 +132,7 @@ def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
     The value is read from a prompt or standard input, never from the command line, which other users can see.
     """
     value = _value(name, from_env)
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.put_secret(workspace, name, value)
     talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("secret"), name=name, workspace=workspace))
 
@@ -150,8 +142,7 @@ def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
 @json_flag
 def list_secrets(workspace: str | None, as_json: bool) -> None:
     """List the names of the secrets of a workspace."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         secrets = service.secrets(workspace)
     show_named(
         [words()("name"), words()("created")],
@@ -166,8 +157,7 @@ def list_secrets(workspace: str | None, as_json: bool) -> None:
 @workspace_flag
 def remove_secret(name: str, workspace: str | None) -> None:
     """Remove a secret."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.remove_secret(workspace, name)
     talk(tr("{what} {name} is removed.", what=tr("secret"), name=name))
 

@@ -45,11 +45,7 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) ->
             click.echo(service.render(spec, base=base))
             return
         new_job = service.submit(spec, base=base, request=request)
-    if as_json:
-        show_json(new_job)
-    else:
-        click.echo(new_job.id)
-        talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=new_job.id))
+    _print_queued(new_job, as_json)
 
 
 @job.command()
@@ -69,7 +65,7 @@ def run(**options: Any) -> None:
     spec, base = read_spec(options)
     with jobs() as service:
         new_job = service.submit(in_workspace(service, spec), base=base)
-        talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=new_job.id))
+        _talk_queued(new_job)
         try:
             job_logs.follow(service, new_job.id)
         except KeyboardInterrupt:
@@ -169,11 +165,7 @@ def retry(job: str, as_json: bool) -> None:
     """Resubmit a finished job with the same commit and data as a new job; print its id."""
     with jobs() as service:
         new_job = service.retry(job)
-    if as_json:
-        show_json(new_job)
-    else:
-        click.echo(new_job.id)
-        talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=new_job.id))
+    _print_queued(new_job, as_json)
 
 
 @job.command()
@@ -209,6 +201,18 @@ def exit_code(job: Job) -> int:
         return _STOPPED
     code = 1 if job.failure is None else job.failure.exit_code or 1
     return 128 - code if code < 0 else code
+
+
+def _print_queued(job: Job, as_json: bool) -> None:
+    if as_json:
+        show_json(job)
+    else:
+        click.echo(job.id)
+        _talk_queued(job)
+
+
+def _talk_queued(job: Job) -> None:
+    talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=job.id))
 
 
 def _wait_and_report(service: Jobs, ids: list[str], timeout: float | None) -> int:

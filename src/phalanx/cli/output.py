@@ -87,6 +87,13 @@ def workspace_of(service: Jobs, name: str | None) -> str:
     return names[0]
 
 
+@contextmanager
+def jobs_in(workspace: str | None) -> Iterator[tuple[Jobs, str]]:
+    """Open the jobs for a command about one workspace: that of `workspace_of`."""
+    with jobs() as service:
+        yield service, workspace_of(service, workspace)
+
+
 @cache
 def words() -> Say:
     """Return the function that translates a word of the console to the user's language."""

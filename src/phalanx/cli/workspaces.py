@@ -8,6 +8,7 @@ from phalanx.cli.output import (
     EITHER_SPELLING,
     CommandGroup,
     jobs,
+    jobs_in,
     json_flag,
     moment,
     show_json,
@@ -15,7 +16,6 @@ from phalanx.cli.output import (
     talk,
     words,
     workspace_flag,
-    workspace_of,
 )
 from phalanx.i18n import tr
 from phalanx.jobs.models import MemberRole
@@ -76,8 +76,7 @@ def member() -> None:
 @workspace_flag
 def add_member(name: str, role: str, workspace: str | None) -> None:
     """Add a member, or change the role of one."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.put_member(workspace, name, MemberRole(role))
     talk(
         tr(
@@ -94,8 +93,7 @@ def add_member(name: str, role: str, workspace: str | None) -> None:
 @workspace_flag
 def remove_member(name: str, workspace: str | None) -> None:
     """Remove a member."""
-    with jobs() as service:
-        workspace = workspace_of(service, workspace)
+    with jobs_in(workspace) as (service, workspace):
         service.remove_member(workspace, name)
     talk(tr("{what} {name} is removed.", what=tr("member"), name=name))
 

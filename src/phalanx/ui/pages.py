@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
-from phalanx.errors import NotFoundError
 from phalanx.jobs.api.streams import LOG_START, stream_log
 from phalanx.jobs.models import Attempt, Job, JobState
 from phalanx.jobs.spec import TrainingJob
@@ -54,7 +53,7 @@ def jobs_table(
 
 
 def _jobs(session: ConsoleSession, workspace: str, state: str, search: str, page: int) -> dict[str, Any]:
-    _check_workspace(session, workspace)
+    session.check_workspace(workspace)
     states = (JobState(state),) if state in set(JobState) else ()
     last = page * _ROWS
     # A search goes through all names, the rest only as far as the page.
@@ -62,11 +61,6 @@ def _jobs(session: ConsoleSession, workspace: str, state: str, search: str, page
     matches = [job for job in matches if search.lower() in job.name.lower()]
     shown = matches[last - _ROWS : last]
     return {"jobs": shown, "more": len(matches) > last, "page": page, "state": state, "search": search}
-
-
-def _check_workspace(session: ConsoleSession, workspace: str) -> None:
-    if workspace not in session.workspaces:
-        raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
 
 
 @routes.get("/jobs/{job}")
@@ -235,7 +229,7 @@ def _amounts(name: str, used: float, total: float) -> str:
 @routes.get("/w/{workspace}/datasets")
 def datasets(session: CurrentSession, workspace: str) -> Response:
     """Show the datasets of a workspace."""
-    _check_workspace(session, workspace)
+    session.check_workspace(workspace)
     configs = [
         {
             "name": config.name,
@@ -252,7 +246,7 @@ def datasets(session: CurrentSession, workspace: str) -> Response:
 @routes.get("/w/{workspace}/codes")
 def codes(session: CurrentSession, workspace: str) -> Response:
     """Show the code sources of a workspace."""
-    _check_workspace(session, workspace)
+    session.check_workspace(workspace)
     configs = [
         {
             "name": config.name,

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from starlette.responses import HTMLResponse
 
-from phalanx.errors import AccessError
+from phalanx.errors import AccessError, NotFoundError
 from phalanx.jobs.api.auth import TokenError, authenticate
 from phalanx.jobs.models import Actor, Job, MemberRole
 from phalanx.jobs.protocol import Jobs
@@ -71,6 +71,11 @@ class ConsoleSession:
     def workspaces(self) -> list[str]:
         """Names of the workspaces they see."""
         return list(self.roles)
+
+    def check_workspace(self, workspace: str) -> None:
+        """Raise NotFoundError for a workspace that they do not see."""
+        if workspace not in self.roles:
+            raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
 
     def may_submit(self, workspace: str | None = None) -> bool:
         """Return whether they may submit jobs in a workspace, by default the one the pages are about."""

@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response
 from pydantic import ValidationError
 
-from phalanx.errors import AccessError, NotFoundError, SpecError
+from phalanx.errors import AccessError, SpecError
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.spec_file import describe_mistake
 from phalanx.ui import form
@@ -49,8 +49,7 @@ def _fields_of(session: ConsoleSession, job: str) -> dict[str, str]:
 
 
 def _check_role(session: ConsoleSession, workspace: str) -> None:
-    if workspace not in session.workspaces:
-        raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
+    session.check_workspace(workspace)
     if not session.may_submit(workspace):
         name, role = session.actor.name, session.roles[workspace]
         raise AccessError(
