@@ -53,7 +53,7 @@ from pathlib import Path
 import phalanx.jobs.api.app, phalanx.jobs.api.serve, phalanx.jobs.service.service, phalanx.jobs.store
 import phalanx.ui.console
 from phalanx.cli.serve import _serve
-from phalanx.jobs import backends
+from phalanx.jobs import backend_registry
 from phalanx.jobs.backends import local
 from phalanx.jobs.scheduling.queue import Amount
 
@@ -63,7 +63,7 @@ os.environ["PHALANX_HOME"] = str(home)
 def controller():
     machine = Amount(cpu, 0, 0)
     local.this_machine = lambda: machine
-    backends.Backends = lambda: {"local": local.Local(machine, gpus=(), node=("/bin/sh", script))}
+    backend_registry.Backends = lambda: {"local": local.Local(machine, gpus=(), node=("/bin/sh", script))}
     _serve({"host": "127.0.0.1", "port": 0, "certificate": None, "key": None}, open_browser=None)
 
 """

@@ -42,7 +42,7 @@ def test_a_log_is_read_on_from_where_the_last_piece_ended(folder: Path) -> None:
 
 
 def test_a_log_that_is_not_there_yet_is_empty(folder: Path) -> None:
-    assert logs.read(folder, "3", 5) == logs.LogChunk("", 5, 0)
+    assert logs.read(folder, "3", 5) == logs.LogPart("", 5, False)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "node-0/../x", "", "-1", "٣", "worker-0"])
@@ -78,18 +78,19 @@ def test_secrets_are_struck_out_also_line_by_line(folder: Path) -> None:
 def test_half_a_secret_at_the_end_of_a_growing_log_waits_for_the_rest(folder: Path) -> None:
     write(folder, "token hunt")
     growing = logs.read(folder, "0", secrets=["hunter22"])
-    assert (growing.text, growing.rest) == ("token ", 4)
-    assert logs.read(folder, "0", secrets=["hunter22"], last=True).text == "token hunt"
+    assert (growing.text, growing.next, growing.ended) == ("token ", 6, False)
+    assert logs.read(folder, "0", secrets=["hunter22"], ended=True).text == "token hunt"
     write(folder, "token hunter22\n")
     assert logs.read(folder, "0", growing.next, secrets=["hunter22"]).text == "***\n"
 
 
 def whole(folder: Path, limit: int, *secrets: str) -> str:
     """Read a finished log in pieces."""
-    text, offset, rest = "", 0, 1
-    while rest:
-        piece = logs.read(folder, "0", offset, limit, secrets=secrets, last=True)
-        text, offset, rest = text + piece.text, piece.next, piece.rest
+    part = logs.LogPart("", 0, False)
+    text = ""
+    while not part.ended:
+        part = logs.read(folder, "0", part.next, limit, secrets=secrets, ended=True)
+        text += part.text
     return text
 
 

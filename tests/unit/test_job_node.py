@@ -17,7 +17,7 @@ from phalanx.jobs.backend import Submission
 from phalanx.jobs.models import Cause
 from phalanx.jobs.node import setup as node_setup
 from phalanx.jobs.node.exit_reason import failure
-from phalanx.jobs.node.setup import Setup
+from phalanx.jobs.node.setup import NodeSetup
 from phalanx.jobs.spec import TrainingJob
 
 TORCHRUN = """
@@ -85,7 +85,7 @@ def test_an_error_of_a_library_while_preparing_is_a_failure_too(
 
     monkeypatch.setattr(node_setup, "check_out_code", broken)
     order = AttemptSpec("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
-    setup = Setup(tmp_path, order, Rendezvous(0, ("127.0.0.1",)), {}, in_pod=False)
+    setup = NodeSetup(tmp_path, order, Rendezvous(0, ("127.0.0.1",)), {}, in_pod=False)
     setup.run()
     assert setup.prepared is None
     assert str(setup.error) == "a bug elsewhere"
@@ -94,7 +94,7 @@ def test_an_error_of_a_library_while_preparing_is_a_failure_too(
 def test_a_node_that_waits_for_the_first_gives_up_with_it(tmp_path: Path) -> None:
     attempt_files.write_exit_record(tmp_path, 0, ExitRecord("failed", Cause.SETUP, "no code"))
     order = AttemptSpec("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
-    setup = Setup(tmp_path, order, Rendezvous(1, ("127.0.0.1", "127.0.0.2")), {}, in_pod=False)
+    setup = NodeSetup(tmp_path, order, Rendezvous(1, ("127.0.0.1", "127.0.0.2")), {}, in_pod=False)
     setup.run()
     assert "node 0 ended before it had prepared the code" in str(setup.error)
 

@@ -7,21 +7,21 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.jobs.scheduling.queue import AGEING_S, Amount, Running, Waiting, choose, needed_amount, sort_queue
+from phalanx.jobs.scheduling.queue import AGEING_S, Amount, RunningJob, WaitingJob, choose, needed_amount, sort_queue
 from phalanx.jobs.scheduling.quotas import Quota
 from phalanx.jobs.spec import TrainingJob
 
 MACHINE = Amount(cpu=4000, memory=4096, gpu=2)
 
 
-def waiting(id: str, cpu: float = 1, owner: str = "ann", **more: object) -> Waiting:
+def waiting(id: str, cpu: float = 1, owner: str = "ann", **more: object) -> WaitingJob:
     gpu, memory = more.pop("gpu", 0), more.pop("memory", 0)
     need = Amount(int(cpu * 1000), memory, gpu)  # type: ignore[arg-type]
-    return Waiting(id, owner, more.pop("priority", 5), more.pop("waited_s", 0.0), need, **more)  # type: ignore[arg-type]
+    return WaitingJob(id, owner, more.pop("priority", 5), more.pop("waited_s", 0.0), need, **more)  # type: ignore[arg-type]
 
 
-def running(id: str, cpu: float = 1, owner: str = "ann", gpu: int = 0, queue: str = "default") -> Running:
-    return Running(id, owner, Amount(int(cpu * 1000), 0, gpu), queue)
+def running(id: str, cpu: float = 1, owner: str = "ann", gpu: int = 0, queue: str = "default") -> RunningJob:
+    return RunningJob(id, owner, Amount(int(cpu * 1000), 0, gpu), queue)
 
 
 def test_priority_comes_before_the_order_of_submission() -> None:
@@ -104,16 +104,16 @@ amounts = st.builds(
 )
 lines = st.lists(
     st.tuples(amounts, st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 20_000)), min_size=1, max_size=8
-).map(lambda rows: [Waiting(f"w{i}", o, p, float(s), n) for i, (n, o, p, s) in enumerate(rows)])
+).map(lambda rows: [WaitingJob(f"w{i}", o, p, float(s), n) for i, (n, o, p, s) in enumerate(rows)])
 
 
 @st.composite
-def holders(draw: st.DrawFn) -> list[Running]:
+def holders(draw: st.DrawFn) -> list[RunningJob]:
     """Draw running jobs that fit the machine."""
-    held: list[Running] = []
+    held: list[RunningJob] = []
     for i, need in enumerate(draw(st.lists(amounts, max_size=5))):
         if all(sum(one.need[r] for one in held) + need[r] <= MACHINE[r] for r in range(3)):
-            held.append(Running(f"r{i}", "abc"[i % 3], need))
+            held.append(RunningJob(f"r{i}", "abc"[i % 3], need))
     return held
 
 
@@ -123,7 +123,9 @@ def total(needs: list[Amount]) -> Amount:
 
 @given(lines, holders())
 @settings(max_examples=200, deadline=None)
-def test_the_machine_is_never_overfilled_and_every_job_is_answered(jobs: list[Waiting], held: list[Running]) -> None:
+def test_the_machine_is_never_overfilled_and_every_job_is_answered(
+    jobs: list[WaitingJob], held: list[RunningJob]
+) -> None:
     chosen = choose(jobs, held, MACHINE, {})
     started = [one for one in jobs if one.id in chosen.start]
     assert total([one.need for one in started] + [one.need for one in held]).within(MACHINE)
@@ -133,18 +135,18 @@ def test_the_machine_is_never_overfilled_and_every_job_is_answered(jobs: list[Wa
 
 @given(lines, holders())
 @settings(max_examples=200, deadline=None)
-def test_no_backfill_ever_delays_the_first_in_line(jobs: list[Waiting], held: list[Running]) -> None:
+def test_no_backfill_ever_delays_the_first_in_line(jobs: list[WaitingJob], held: list[RunningJob]) -> None:
     chosen = choose(jobs, held, MACHINE, {})
     first = next((one for one in jobs if chosen.reasons.get(one.id, "").endswith("next in line")), None)
     if first is None:
         return
     # What started before its turn came is in its way by right; what started after it is not.
-    by_right: list[Running] = []
+    by_right: list[RunningJob] = []
     for id in chosen.start:
         one = next(job for job in jobs if job.id == id)
         if sort_queue([one, first], held + by_right, {})[0] is first:
             break
-        by_right.append(Running(one.id, one.owner, one.need))
+        by_right.append(RunningJob(one.id, one.owner, one.need))
     before = [one.need for one in held + by_right]
     extra = [one.need for one in jobs if one.id in chosen.start[len(by_right) :]]
     for count in range(len(before) + 1):
@@ -155,17 +157,17 @@ def test_no_backfill_ever_delays_the_first_in_line(jobs: list[Waiting], held: li
 
 @given(lines, st.integers(0, 7))
 @settings(max_examples=50, deadline=None)
-def test_nobody_starves_whatever_keeps_arriving(jobs: list[Waiting], at: int) -> None:
+def test_nobody_starves_whatever_keeps_arriving(jobs: list[WaitingJob], at: int) -> None:
     """Every round the oldest running job ends and a newcomer of the highest priority arrives."""
     watched = jobs[at % len(jobs)].id
-    waits, held, started = list(jobs), [Running("r", "z", MACHINE)], False
+    waits, held, started = list(jobs), [RunningJob("r", "z", MACHINE)], False
     for round in range(80):
         if held:
             held.pop(0)
-        waits = [Waiting(w.id, w.owner, w.priority, w.waited_s + AGEING_S, w.need) for w in waits]
-        waits.append(Waiting(f"new-{round}", "z", 9, 0.0, Amount(500)))
+        waits = [WaitingJob(w.id, w.owner, w.priority, w.waited_s + AGEING_S, w.need) for w in waits]
+        waits.append(WaitingJob(f"new-{round}", "z", 9, 0.0, Amount(500)))
         chosen = choose(waits, held, MACHINE, {})
-        held += [Running(w.id, w.owner, w.need) for w in waits if w.id in chosen.start]
+        held += [RunningJob(w.id, w.owner, w.need) for w in waits if w.id in chosen.start]
         started = started or watched in chosen.start
         waits = [w for w in waits if w.id not in chosen.start]
     assert started

@@ -14,7 +14,7 @@ import file_server
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.limits import Limits
 from phalanx.jobs.sources.datasets import pin
-from phalanx.jobs.sources.reach import Reach, is_public
+from phalanx.jobs.sources.egress import EgressPolicy, is_public
 from phalanx.jobs.spec import Dataset
 
 
@@ -48,28 +48,29 @@ def test_addresses_are_public_or_not_however_they_are_written(address: str, publ
 def test_a_server_asks_no_host_of_its_own_network_unless_it_is_listed(web: file_server.Server) -> None:
     for uri in (web.url("data.bin"), web.url("data.bin").replace("127.0.0.1", "localhost"), "http://[::1]:9/x"):
         with pytest.raises(SpecError, match=r"no host with a public address, .* lists the host under `hosts`"):
-            pin(at(uri), None, reach=Reach())
+            pin(at(uri), None, egress=EgressPolicy())
     with pytest.raises(SpecError, match=r"there.invalid is no host with a public address"):
-        pin(at("http://there.invalid/x"), None, reach=Reach())
+        pin(at("http://there.invalid/x"), None, egress=EgressPolicy())
     assert not web.asked
     size = len(file_server.CONTENT)
-    assert pin(at(web.url("data.bin")), None, reach=Reach(("127.0.0.0/8",))).size == size
+    assert pin(at(web.url("data.bin")), None, egress=EgressPolicy(("127.0.0.0/8",))).size == size
     assert (
-        pin(at(web.url("data.bin").replace("127.0.0.1", "localhost")), None, reach=Reach(("localhost",))).size == size
+        pin(at(web.url("data.bin").replace("127.0.0.1", "localhost")), None, egress=EgressPolicy(("localhost",))).size
+        == size
     )
     assert len(web.asked) == 2
     with pytest.raises(SpecError, match="no host with a public address"):
-        pin(Dataset(name="d", kind="s3", uri="s3://b/x", endpoint=web.url("")), None, reach=Reach())
+        pin(Dataset(name="d", kind="s3", uri="s3://b/x", endpoint=web.url("")), None, egress=EgressPolicy())
     assert len(web.asked) == 2
 
 
 def test_a_redirect_is_looked_at_as_an_address_is(web: file_server.Server) -> None:
     web.redirects["there"] = web.url("data.bin").replace("127.0.0.1", "127.0.0.2")
     web.redirects["here"] = web.url("data.bin")
-    allowed = Reach(("127.0.0.1",))
-    assert pin(at(web.url("here")), None, reach=allowed).size == len(file_server.CONTENT)
+    allowed = EgressPolicy(("127.0.0.1",))
+    assert pin(at(web.url("here")), None, egress=allowed).size == len(file_server.CONTENT)
     with pytest.raises(SpecError, match=r"127.0.0.2 is no host with a public address"):
-        pin(at(web.url("there")), None, reach=allowed)
+        pin(at(web.url("there")), None, egress=allowed)
     assert [name for name, _ in web.asked] == ["here", "data.bin", "there"]
 
 
@@ -88,14 +89,14 @@ def test_a_name_is_resolved_once_and_that_address_is_connected_to(
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     uri = web.url("data.bin").replace("127.0.0.1", "data.example")
-    assert pin(at(uri), None, reach=Reach(("data.example",))).size == len(file_server.CONTENT)
+    assert pin(at(uri), None, egress=EgressPolicy(("data.example",))).size == len(file_server.CONTENT)
     assert names == ["data.example"]
 
 
 def test_hosts_are_read_from_the_settings_of_the_server(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("hosts: [Data.Example, 10.1.0.0/16, '::1']\n")
-    assert Limits.read(tmp_path).reach == Reach(("data.example", "10.1.0.0/16", "::1"))
-    assert Limits(tmp_path).reach == Reach()
+    assert Limits.read(tmp_path).egress == EgressPolicy(("data.example", "10.1.0.0/16", "::1"))
+    assert Limits(tmp_path).egress == EgressPolicy()
     for wrong in ("http://x", "10.1.0.1/16", "*.example", "a:80"):
         (tmp_path / "server.yaml").write_text(f"hosts: ['{wrong}']\n")
         with pytest.raises(ConfigError, match=r"server.yaml of this server cannot be read"):

@@ -403,7 +403,7 @@ def test_nothing_but_download_asks_the_network_for_files() -> None:
     asks = re.compile(r"urlopen|OpenerDirector|import requests|import httpx|torch\.hub|load_state_dict_from_url")
     found = {p.relative_to(source).as_posix() for p in source.rglob("*.py") if asks.search(p.read_text())}
     # Jobs ask a server for jobs, and how large and new what a dataset names is; its files come by data/download too.
-    assert found == {"data/readers/download.py", "jobs/client.py", "jobs/sources/reach.py", "jobs/sources/remote.py"}
+    assert found == {"data/readers/download.py", "jobs/client.py", "jobs/sources/egress.py", "jobs/sources/remote.py"}
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.addresses import is_local
 from phalanx.jobs.backend_registry import BACKENDS, BackendName, load
-from phalanx.jobs.sources.reach import Reach, host_rule
+from phalanx.jobs.sources.egress import EgressPolicy, host_rule
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
@@ -68,9 +68,9 @@ class Limits:
     hosts: tuple[str, ...] = ()
 
     @property
-    def reach(self) -> Reach:
+    def egress(self) -> EgressPolicy:
         """Whom the server may connect to for members."""
-        return Reach(self.hosts)
+        return EgressPolicy(self.hosts)
 
     @classmethod
     def read(cls, home: Path) -> Limits:

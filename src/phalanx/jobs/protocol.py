@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from phalanx.jobs.attempt.logs import LogPart
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import (
@@ -63,21 +64,6 @@ class NewToken:
 
     token: Token
     text: str
-
-
-@dataclass(frozen=True)
-class LogPart:
-    """Some of one log of an attempt.
-
-    Attributes:
-        text: What was read, bytes that are no UTF-8 replaced, values of secrets removed; empty at the present end.
-        next: Byte offset to continue from.
-        ended: Whether the attempt has ended and nothing lies behind `next`.
-    """
-
-    text: str
-    next: int
-    ended: bool
 
 
 class Jobs:

@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
-from phalanx.jobs.protocol import AttemptNumber, Jobs, LogPart
+from phalanx.jobs.attempt.logs import LogPart
+from phalanx.jobs.protocol import AttemptNumber, Jobs
 
 routes = APIRouter(responses=RESPONSES)
 

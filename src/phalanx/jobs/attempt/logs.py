@@ -42,12 +42,18 @@ _NOISE_NOTE = "  [phalanx: harmless after a success: the first node was done and
 
 
 @dataclass(frozen=True)
-class LogChunk:
-    """Some of a log. `next` is the byte offset to go on from; `rest` counts the bytes that were there behind it."""
+class LogPart:
+    """Some of one log of an attempt.
+
+    Attributes:
+        text: What was read, bytes that are no UTF-8 replaced, values of secrets removed; empty at the present end.
+        next: Byte offset to continue from.
+        ended: Whether the attempt has ended and nothing lies behind `next`.
+    """
 
     text: str
     next: int
-    rest: int
+    ended: bool
 
 
 def list_logs(folder: Path) -> list[str]:
@@ -63,8 +69,8 @@ def list_logs(folder: Path) -> list[str]:
 
 
 def read(
-    folder: Path, name: str, offset: int = 0, limit: int = 2**16, *, secrets: Collection[str] = (), last: bool = False
-) -> LogChunk:
+    folder: Path, name: str, offset: int = 0, limit: int = 2**16, *, secrets: Collection[str] = (), ended: bool = False
+) -> LogPart:
     """Return text of one log from a byte offset on, in whole lines where it can.
 
     Args:
@@ -73,14 +79,14 @@ def read(
         offset: Where to begin; a negative one counts from the end.
         limit: Most bytes to read, up to MOST_BYTES.
         secrets: Values to strike out, also those that lie across the ends of what is read.
-        last: Whether nothing will be added any more. Until then what may be half a secret, or half a letter, is left.
+        ended: Whether the attempt has ended. Until then what may be half a secret, or half a letter, is left.
 
     Raises:
         NotFoundError: If there can be no such log.
     """
     path = _path(folder, name)
     if path is None:
-        return LogChunk("", max(0, offset), 0)
+        return LogPart("", max(0, offset), ended)
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size + offset) if offset < 0 else min(offset, size)
@@ -94,11 +100,11 @@ def read(
     body = raw[:limit]
     if first + len(body) < size:
         body = body[: body.rfind(b"\n") + 1 or _whole_letters(body)]
-    elif not last:
+    elif not ended:
         body = body[: min(_whole_letters(body), len(body) - _half_a_secret(body, values))]
     text = _redact_bytes(before, body, raw[len(body) : len(body) + overlap], values).decode(errors="replace")
     end = first + len(body)
-    return LogChunk(note + _NOISE.sub(lambda line: line[0] + _NOISE_NOTE, text), end, size - end)
+    return LogPart(note + _NOISE.sub(lambda line: line[0] + _NOISE_NOTE, text), end, ended and end == size)
 
 
 def last_sign(folder: Path) -> float:

@@ -31,7 +31,7 @@ from phalanx.jobs.backend_registry import BACKENDS, Backends
 from phalanx.jobs.control.attempt_controller import AttemptController
 from phalanx.jobs.models import Failure, Job, JobState
 from phalanx.jobs.scheduling import queue
-from phalanx.jobs.scheduling.queue import Amount, Running, Waiting
+from phalanx.jobs.scheduling.queue import Amount, RunningJob, WaitingJob
 from phalanx.jobs.scheduling.quotas import Quotas
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.store import JobDatabase
@@ -239,10 +239,10 @@ class JobController:
                 continue
             need = queue.needed_amount(spec, self._machine)
             if job.id in self._attempts:
-                running.append(Running(job.id, _owner(job), need, spec.queue))
+                running.append(RunningJob(job.id, _owner(job), need, spec.queue))
             elif job.state in _WAITING:
                 age = now - job.created.timestamp()
-                waiting.append(Waiting(job.id, _owner(job), job.priority, age, need, spec.queue))
+                waiting.append(WaitingJob(job.id, _owner(job), job.priority, age, need, spec.queue))
         if not waiting:
             return
         decision = queue.choose(waiting, running, self._machine, self._recent_usage(now), self._quotas.now())

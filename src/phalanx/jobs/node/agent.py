@@ -27,7 +27,7 @@ from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.attempt.files import HEARTBEAT_S, LOST_AFTER_HEARTBEATS, ExitRecord
 from phalanx.jobs.models import Cause
 from phalanx.jobs.node import exit_reason, usage_monitor
-from phalanx.jobs.node.setup import Prepared, Setup
+from phalanx.jobs.node.setup import NodeSetup, PreparedNode
 from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.jobs")
@@ -44,7 +44,7 @@ _SETTLE_S = 3.0
 
 
 @dataclass
-class Stop:
+class StopReason:
     """Why this node ends before its command does."""
 
     outcome: str
@@ -68,7 +68,7 @@ class NodeAgent:
     """Whether who sends this process a signal sends it to everything below too, as Slurm does."""
 
     started: float = field(default_factory=time.time)
-    _stop: Stop | None = None
+    _stop: StopReason | None = None
     _activity: str = "preparing"
     _next_heartbeat: float = 0.0
     _silent_heartbeats: dict[Path, tuple[int, int]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class NodeAgent:
                 tee.wait(_SETTLE_S)
 
     def _run(self, output: BinaryIO) -> ExitRecord:
-        setup = Setup(self.folder, self.attempt_spec, self.rendezvous, self.secrets, in_pod=self.in_pod)
+        setup = NodeSetup(self.folder, self.attempt_spec, self.rendezvous, self.secrets, in_pod=self.in_pod)
         try:
             prepared = self._prepare(setup)
             if isinstance(prepared, ExitRecord):
@@ -151,7 +151,7 @@ class NodeAgent:
             verb = "supervised" if self._activity == "running" else "started"
             return ExitRecord("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
 
-    def _prepare(self, setup: Setup) -> Prepared | ExitRecord:
+    def _prepare(self, setup: NodeSetup) -> PreparedNode | ExitRecord:
         """Get code and data in a thread, so that signs of life and signals pass meanwhile."""
         worker = threading.Thread(target=setup.run, daemon=True)
         worker.start()
@@ -169,7 +169,7 @@ class NodeAgent:
         assert setup.prepared is not None
         return setup.prepared
 
-    def _train(self, command: launch_command.LaunchCommand, prepared: Prepared, output: BinaryIO) -> ExitRecord:
+    def _train(self, command: launch_command.LaunchCommand, prepared: PreparedNode, output: BinaryIO) -> ExitRecord:
         parent = os.getpid()
         stdout: BinaryIO = output
         if self.spec.launch == "env" and not self.in_pod:
@@ -196,7 +196,7 @@ class NodeAgent:
         log = self.log_path if stdout is output else Path(stdout.name)
         return exit_reason.failure(self.spec, self.rendezvous.node, code, output=log, logs=self.own_logs)
 
-    def _variables(self, command: launch_command.LaunchCommand, prepared: Prepared) -> dict[str, str]:
+    def _variables(self, command: launch_command.LaunchCommand, prepared: PreparedNode) -> dict[str, str]:
         """The environment of the command; the job's own variables override ours."""
         variables = {name: value for name, value in os.environ.items() if name not in _HIDDEN_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
@@ -250,10 +250,10 @@ class NodeAgent:
                     key.data()
         if number := self.stop_signals.take():
             name = signal.Signals(number).name
-            self._stop_for(Stop("stopped", f"asked to end by {name}", is_delivered=self.signals_reach_all))
+            self._stop_for(StopReason("stopped", f"asked to end by {name}", is_delivered=self.signals_reach_all))
         limit = self.spec.max_runtime
         if limit is not None and time.time() > self.started + limit:
-            self._stop_for(Stop("failed", f"still running after max_runtime, {limit:g} s", Cause.TIMEOUT))
+            self._stop_for(StopReason("failed", f"still running after max_runtime, {limit:g} s", Cause.TIMEOUT))
         if time.monotonic() >= self._next_heartbeat:
             self._send_heartbeat()
             self._link_logs()
@@ -263,7 +263,7 @@ class NodeAgent:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S
         attempt_files.write_heartbeat(self.folder, self.rendezvous.node, self._activity)
 
-    def _stop_for(self, stop: Stop) -> None:
+    def _stop_for(self, stop: StopReason) -> None:
         if self._stop is None:
             logger.info("%s", stop.message)
             self._stop = stop
@@ -271,7 +271,7 @@ class NodeAgent:
     def _check_others(self) -> None:
         """End when all are asked to, or with another: none can train without a node that failed or is lost."""
         if paths.stop(self.folder).exists():
-            self._stop_for(Stop("stopped", "asked to end"))
+            self._stop_for(StopReason("stopped", "asked to end"))
         for node in range(len(self.rendezvous.hosts)):
             path = paths.heartbeat(self.folder, node)
             if node == self.rendezvous.node or not path.exists():
@@ -280,9 +280,9 @@ class NodeAgent:
             if record is None:
                 if self._missed_heartbeats(path) > LOST_AFTER_HEARTBEATS:
                     message = f"node {node} has not been heard of for {LOST_AFTER_HEARTBEATS * HEARTBEAT_S:g} s"
-                    self._stop_for(Stop("failed", message, Cause.NODE_FAILURE))
+                    self._stop_for(StopReason("failed", message, Cause.NODE_FAILURE))
             elif record.outcome == "failed":
-                self._stop_for(Stop("stopped", f"ended with node {node}, which failed"))
+                self._stop_for(StopReason("stopped", f"ended with node {node}, which failed"))
 
     def _missed_heartbeats(self, path: Path) -> int:
         """Return for how many of our own beats a file has not changed.

@@ -23,7 +23,7 @@ RESOLVE_S = 600.0
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedNode:
     """What a node found and made ready.
 
     Attributes:
@@ -39,7 +39,7 @@ class Prepared:
     before: tuple[str, ...] = ()
 
 
-class Setup:
+class NodeSetup:
     """The preparation of one node, which runs in a thread of its own.
 
     Attributes:
@@ -68,7 +68,7 @@ class Setup:
                 for all.
         """
         self.activity = "preparing"
-        self.prepared: Prepared | None = None
+        self.prepared: PreparedNode | None = None
         self.error: Exception | None = None
         self._folder, self._attempt_spec, self._secrets = folder, attempt_spec, secrets
         self._hosts = rendezvous.hosts
@@ -89,7 +89,7 @@ class Setup:
         """Wait no longer for another node."""
         self._stopped.set()
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> PreparedNode:
         spec = self._attempt_spec.spec
         work = self._folder / "work"
         self.activity = "preparing code"
@@ -105,7 +105,7 @@ class Setup:
         self.activity = "waiting for the names of all nodes"
         addresses = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
         hosts = distinct_hosts(addresses, self._attempt_spec.job, self._attempt_spec.attempt)
-        return Prepared(cwd, hosts, variables, before)
+        return PreparedNode(cwd, hosts, variables, before)
 
     def _data(self, cwd: Path) -> tuple[dict[str, str], tuple[str, ...]]:
         """Make every dataset readable here; return variables with their paths, and the command that mounts them."""

@@ -59,7 +59,7 @@ class Amount(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingJob:
     """A job in line. `waited_s` are seconds since it was submitted; `owner` is who shares, of whatever kind."""
 
     id: str
@@ -71,7 +71,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningJob:
     """A job that holds resources of this machine."""
 
     id: str
@@ -108,8 +108,8 @@ def needed_amount(spec: TrainingJob, machine: Amount) -> Amount:
 
 
 def sort_queue(
-    waiting: Sequence[Waiting], running: Sequence[Running], recent_usage: Mapping[str, float]
-) -> list[Waiting]:
+    waiting: Sequence[WaitingJob], running: Sequence[RunningJob], recent_usage: Mapping[str, float]
+) -> list[WaitingJob]:
     """Return the jobs in the order in which they are served.
 
     Args:
@@ -133,8 +133,8 @@ def sort_queue(
 
 
 def choose(
-    waiting: Sequence[Waiting],
-    running: Sequence[Running],
+    waiting: Sequence[WaitingJob],
+    running: Sequence[RunningJob],
     capacity: Amount,
     recent_usage: Mapping[str, float],
     quotas: Mapping[str, Quota] | None = None,
@@ -165,7 +165,7 @@ def choose(
             decision.reasons[job.id] = f"the quota of queue {job.queue} is used up"
         elif job.need.within(free) and _fits(job.need, spare):
             decision.start.append(job.id)
-            active.append(Running(job.id, job.owner, job.need, job.queue))
+            active.append(RunningJob(job.id, job.owner, job.need, job.queue))
             free = free.minus(job.need)
             spare = free if first is None else _spare(first.need, active, capacity)
             # One more of this owner runs now, and others of the same level come first.
@@ -178,7 +178,7 @@ def choose(
     return decision
 
 
-def _allowed(quota: Quota, active: Sequence[Running], more: Amount) -> bool:
+def _allowed(quota: Quota, active: Sequence[RunningJob], more: Amount) -> bool:
     """Return whether a job that needs `more` may start beside `active`, jobs of the same queue."""
     total = _sum([other.need for other in active]).plus(more)
     return (
@@ -193,7 +193,7 @@ def _fits(more: Amount, spare: Amount) -> bool:
     return all(needed == 0 or needed <= there for needed, there in zip(more, spare, strict=True))
 
 
-def _spare(first: Amount, active: Sequence[Running], capacity: Amount) -> Amount:
+def _spare(first: Amount, active: Sequence[RunningJob], capacity: Amount) -> Amount:
     """Return how much may be started beside `active` so that `first` starts no later, whatever of it ends when.
 
     For each resource: the largest of the sums that some of the running jobs may hold while `first` fits leaves room for
@@ -208,7 +208,7 @@ def _spare(first: Amount, active: Sequence[Running], capacity: Amount) -> Amount
     return Amount(*amounts)
 
 
-def _reason(job: Waiting, first: Waiting, position: int, free: Amount) -> str:
+def _reason(job: WaitingJob, first: WaitingJob, position: int, free: Amount) -> str:
     stands = "next in line" if position == 1 else f"{_ordinal(position)} in line"
     if position > NAMED_AHEAD:
         return f"more than {NAMED_AHEAD} jobs are before it in line"

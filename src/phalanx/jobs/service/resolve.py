@@ -85,8 +85,8 @@ def resolve(
             whole = _expand(dataset, Dataset, configs.dataset)
             whole = whole if limits is None else limits.dataset(whole, sees_local_paths=_sees_local_paths(spec))
             secret = _value(configs, whole.secret)
-            reach = None if limits is None else limits.reach
-            pinned.append(datasets.pin(whole, base, secret, on_this_machine=_sees_local_paths(spec), reach=reach))
+            egress = None if limits is None else limits.egress
+            pinned.append(datasets.pin(whole, base, secret, on_this_machine=_sees_local_paths(spec), egress=egress))
     with problems.of("command"):
         problems.extend(_of_the_tree(spec, pinned, home, outside=limits is None))
     if _sees_local_paths(spec):

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import logs, metrics, usage
+from phalanx.jobs.attempt.logs import LogPart
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
@@ -30,7 +31,7 @@ from phalanx.jobs.models import (
     ResourceUse,
     Workspace,
 )
-from phalanx.jobs.protocol import Jobs, LogPart, NewToken, SecretName, Token
+from phalanx.jobs.protocol import Jobs, NewToken, SecretName, Token
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
@@ -169,8 +170,7 @@ class JobService(Jobs):
         number = record.attempt if attempt is None else attempt
         ended = record.state.is_terminal or self._attempt(job, number).ended is not None
         folder = self._folder(record, number)
-        chunk = logs.read(folder, rank, offset, limit, secrets=self._store.secrets.used_by(record), last=ended)
-        return LogPart(chunk.text, chunk.next, ended and not chunk.rest)
+        return logs.read(folder, rank, offset, limit, secrets=self._store.secrets.used_by(record), ended=ended)
 
     def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
         record = self.job(job)

@@ -16,7 +16,7 @@ from phalanx.errors import BackendError, DataError, SpecError
 from phalanx.jobs.sources import remote
 from phalanx.jobs.sources.build_once import build_once
 from phalanx.jobs.sources.code import absolute
-from phalanx.jobs.sources.reach import Reach
+from phalanx.jobs.sources.egress import EgressPolicy
 from phalanx.jobs.spec import Dataset
 
 logger = logging.getLogger("phalanx.jobs")
@@ -28,7 +28,7 @@ def pin(
     secret: str | None = None,
     *,
     on_this_machine: bool = True,
-    reach: Reach | None = None,
+    egress: EgressPolicy | None = None,
 ) -> Dataset:
     """Return `dataset` with version and size as they are now, and its path in full.
 
@@ -37,14 +37,14 @@ def pin(
         base: Folder that relative paths are meant from; None refuses them.
         secret: Value of `dataset.secret`.
         on_this_machine: Whether what trains sees the folders of this machine.
-        reach: Which hosts may be asked; None is no limit.
+        egress: Which hosts may be asked; None is no limit.
 
     Raises:
         SpecError: If it is not there or cannot be read, or is not what it was when it was pinned.
     """
     if dataset.is_path:
         return _pin_path(dataset, base, on_this_machine)
-    remote_version = remote.look(dataset, secret, reach)
+    remote_version = remote.look(dataset, secret, egress)
     if dataset.version not in (None, remote_version.version):
         raise SpecError(
             f"{dataset.uri} changed: expected version {dataset.version}, now it is {remote_version.version}. "

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.errors import DataError, SpecError
 from phalanx.jobs.addresses import bucket_and_key, inner_path
 from phalanx.jobs.sources.build_once import Progress
-from phalanx.jobs.sources.reach import Reach
+from phalanx.jobs.sources.egress import EgressPolicy
 from phalanx.jobs.spec import Dataset
 
 logger = logging.getLogger("phalanx.jobs")
@@ -29,21 +29,21 @@ class RemoteObject:
     size: int | None
 
 
-def look(dataset: Dataset, secret: str | None = None, reach: Reach | None = None) -> RemoteObject:
+def look(dataset: Dataset, secret: str | None = None, egress: EgressPolicy | None = None) -> RemoteObject:
     """Return what lies at the address of an s3, oss or http dataset, whose content is not read.
 
     Args:
         dataset: The dataset.
         secret: Value of `dataset.secret`.
-        reach: Which hosts may be asked; None is no limit.
+        egress: Which hosts may be asked; None is no limit.
 
     Raises:
         SpecError: If it cannot be reached or read, or is not there, or its host may not be asked.
     """
     if dataset.kind == "http":
-        return _look_at_page(dataset, reach)
-    if reach is not None and dataset.endpoint is not None:
-        reach.check(dataset.endpoint)
+        return _look_at_page(dataset, egress)
+    if egress is not None and dataset.endpoint is not None:
+        egress.check(dataset.endpoint)
     objects = _objects(dataset, secret)[1]
     listing = "".join(f"{name}\0{item['size']}\0{item['ETag']}\n" for name, item in sorted(objects.items()))
     return RemoteObject(hashlib.sha256(listing.encode()).hexdigest(), sum(item["size"] for item in objects.values()))
@@ -72,7 +72,7 @@ def fetch(dataset: Dataset, into: Path, secret: str | None = None) -> None:
         target.chmod(0o444)
 
 
-def _look_at_page(dataset: Dataset, reach: Reach | None) -> RemoteObject:
+def _look_at_page(dataset: Dataset, egress: EgressPolicy | None) -> RemoteObject:
     import httpx  # slow to import, as s3fs is
 
     request_headers = {"Accept-Encoding": "identity"}  # the size of the file, not of how it travels
@@ -80,7 +80,7 @@ def _look_at_page(dataset: Dataset, reach: Reach | None) -> RemoteObject:
     try:
         # Some servers answer HEAD with an error, all of them GET; the body is not read.
         with (
-            httpx.Client(**options) if reach is None else reach.client(**options) as client,
+            httpx.Client(**options) if egress is None else egress.client(**options) as client,
             client.stream("GET", str(dataset.uri)) as response,
         ):
             status, headers = response.status_code, response.headers

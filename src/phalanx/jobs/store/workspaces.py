@@ -13,7 +13,7 @@ from phalanx.jobs.store.database import Database
 
 
 class WorkspaceRecords:
-    """The workspaces in a database. What belongs to one goes with it, in every table."""
+    """The workspaces in a database. What belongs to one goes with it, in every table, once its jobs have ended."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

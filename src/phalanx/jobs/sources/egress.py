@@ -34,7 +34,7 @@ def host_rule(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Reach:
+class EgressPolicy:
     """Whom the server may connect to for members."""
 
     hosts: tuple[str, ...] = ()
@@ -74,14 +74,14 @@ class Reach:
         """
         import httpx  # slow to import
 
-        reach = self
+        egress = self
 
         class Pinned(httpx.HTTPTransport):
             """Connects to the addresses that were looked at, not to what a name resolves to a moment later."""
 
             def handle_request(self, request: httpx.Request) -> httpx.Response:
                 host = request.url.host
-                *others, last = reach.addresses(host)
+                *others, last = egress.addresses(host)
                 for address in others:
                     try:
                         return super().handle_request(_pinned(request, host, address))
@@ -90,7 +90,7 @@ class Reach:
                 return super().handle_request(_pinned(request, host, last))
 
         if getproxies().keys() & {"http", "https", "all"}:
-            return httpx.Client(event_hooks={"request": [lambda request: reach.check(str(request.url))]}, **options)
+            return httpx.Client(event_hooks={"request": [lambda request: egress.check(str(request.url))]}, **options)
         return httpx.Client(transport=Pinned(), **options)
 
 
