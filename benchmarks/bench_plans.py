@@ -37,7 +37,6 @@ from phalanx.auto.planner.planner import Candidate, list_configs
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.planner.to_plan import build_plan
-from phalanx.auto.solver.problem import IntraStageProblem
 from phalanx.cluster.calibration.figures import read_measured
 from phalanx.errors import ConfigError, PlanError
 
@@ -151,7 +150,6 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
 def predicted_s(answer: PlanResult, one: Trained) -> float:
     """Return what the planner says a step takes."""
     found = build_problem(answer.layers, answer.work, one.config, answer.machine)
-    assert isinstance(found.problem, IntraStageProblem)
     segments = zip(answer.layers.calls, one.call_strategies, strict=True)
     return found.problem.seconds(
         {str(it.template): found.strategies[str(it.template)].index(way) for it, way in segments}

@@ -21,7 +21,6 @@ from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.picture import COLOURS, draw_plan
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
-from phalanx.auto.solver.problem import IntraStageProblem
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of
@@ -108,13 +107,10 @@ def every_plan(answer: PlanResult) -> list[tuple[float, float]]:
         choices = build_problem(answer.layers, answer.work, at, answer.machine, answer.room).problem
         for places in itertools.product(*(range(count) for count in choices.decisions.values())):
             pick = dict(zip(choices.decisions, places, strict=True))
-            if isinstance(choices, IntraStageProblem):
-                found.append((choices.seconds(pick), choices.peak(pick)))
-                continue
-            pieces = choices.pieces[-1] + 1
+            pieces = choices.piece_count
             for cut in itertools.combinations(range(1, pieces), choices.stages - 1):
                 stages = [sum(piece >= start for start in cut) for piece in range(pieces)]
-                found.append((choices.seconds(pick, stages), max(choices.peaks(pick, stages))))
+                found.append((choices.seconds(pick, stages), choices.peak(pick, stages)))
     return found
 
 
@@ -538,7 +534,7 @@ def test_sparse_gradients_are_refused_before_a_search():
 
 def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
     """Whatever was not solved by then may be as fast as its own bound says."""
-    best, solve_one, late = planned("hybrid", SLOW), planner._solve, []
+    best, solve_one, late = planned("hybrid", SLOW), planner.solve, []
 
     def slow(choices, *, time_limit, below):
         if late and time_limit is not None:
@@ -546,7 +542,7 @@ def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
         late.append(choices)
         return solve_one(choices, time_limit=None, below=below)
 
-    monkeypatch.setattr(planner, "_solve", slow)
+    monkeypatch.setattr(planner, "solve", slow)
     answer = px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster=SLOW, optimizer="sgd", time_limit=60)
     assert len(late) == 1
     assert answer.bound <= best.seconds * (1 + 1e-9)

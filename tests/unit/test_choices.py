@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.auto.solver.milp import Program, ProgramSolution
-from phalanx.auto.solver.problem import IntraStageProblem, LayerNode, StrategyCost, TransitionCost
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost
 from phalanx.auto.solver.solve import solve
 
 FIELDS = (
@@ -33,7 +33,7 @@ options = st.builds(
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> IntraStageProblem:
+def graphs(draw: st.DrawFn) -> StepProblem:
     """Up to six nodes with up to three options, of which some are tied and some linked."""
     counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     owners = [*range(len(counts)), *draw(st.lists(st.integers(0, len(counts) - 1), max_size=2))]
@@ -47,28 +47,27 @@ def graphs(draw: st.DrawFn) -> IntraStageProblem:
             cost = st.one_of(whole.map(float), st.just(math.inf))
             pairs = {p: draw(cost) for p in itertools.product(range(counts[first]), range(counts[second]))}
             links.append(TransitionCost(first=str(first), second=str(second), seconds=pairs))
-    return IntraStageProblem(
+    return StepProblem(
         nodes=nodes,
         transitions=tuple(links),
         room=draw(st.one_of(st.just(math.inf), st.integers(1, 150).map(float))),
         contention=draw(st.sampled_from((0.0, 0.1, 0.5, 1.0))),
-        fixed_s=float(draw(whole)),
     )
 
 
-def all_picks(choices: IntraStageProblem):
+def all_picks(choices: StepProblem):
     names = list(choices.decisions)
     for places in itertools.product(*(range(choices.decisions[name]) for name in names)):
         yield dict(zip(names, places, strict=True))
 
 
-def best_by_trying(choices: IntraStageProblem) -> float:
+def best_by_trying(choices: StepProblem) -> float:
     return min((choices.seconds(p) for p in all_picks(choices) if choices.fits(p)), default=math.inf)
 
 
 @settings(max_examples=250, deadline=None)
 @given(graphs())
-def test_the_solver_finds_what_trying_everything_finds(choices: IntraStageProblem):
+def test_the_solver_finds_what_trying_everything_finds(choices: StepProblem):
     found, best = solve(choices), best_by_trying(choices)
     if found is None:
         assert best == math.inf
@@ -78,7 +77,7 @@ def test_the_solver_finds_what_trying_everything_finds(choices: IntraStageProble
     assert found.bound <= best * (1 + 1e-7)
 
 
-def random_choices(random: Random) -> IntraStageProblem:
+def random_choices(random: Random) -> StepProblem:
     """A larger step than a strategy draws: a chain of eight nodes, of which the second half repeats the first."""
     counts = [random.randint(1, 3) for _ in range(4)]
 
@@ -105,7 +104,7 @@ def random_choices(random: Random) -> IntraStageProblem:
         for one in range(3)
     )
     room = random.choice((math.inf, random.uniform(8, 24)))
-    return IntraStageProblem(nodes=nodes, transitions=links, room=room, contention=random.random())
+    return StepProblem(nodes=nodes, transitions=links, room=room, contention=random.random())
 
 
 def test_the_solver_finds_the_best_of_chains_with_repeated_parts():
@@ -119,7 +118,7 @@ def test_the_solver_finds_the_best_of_chains_with_repeated_parts():
 
 @settings(max_examples=100, deadline=None)
 @given(graphs(), st.floats(1.01, 3), st.sampled_from(("room", "forward_s", "grad_sync_s", "backward_s")))
-def test_more_of_anything_is_never_slower(choices: IntraStageProblem, factor: float, what: str):
+def test_more_of_anything_is_never_slower(choices: StepProblem, factor: float, what: str):
     if what == "room":
         better = replace(choices, room=choices.room * factor)
     else:
@@ -136,7 +135,7 @@ def test_more_of_anything_is_never_slower(choices: IntraStageProblem, factor: fl
 
 @settings(max_examples=100, deadline=None)
 @given(graphs())
-def test_what_is_not_faster_than_asked_is_not_returned(choices: IntraStageProblem):
+def test_what_is_not_faster_than_asked_is_not_returned(choices: StepProblem):
     best = best_by_trying(choices)
     if 0 < best < math.inf:
         assert solve(choices, below=best) is None
@@ -152,15 +151,15 @@ def test_exchanges_run_beside_the_backward_passes_that_are_left():
     )
     nodes = (LayerNode(name="a", decision="a", options=(early,)), LayerNode(name="b", decision="b", options=(late,)))
     # b's backward pass ends at 2, its exchange at 12; a's starts then and ends at 15.
-    assert IntraStageProblem(nodes=nodes).seconds({"a": 0, "b": 0}) == 15
-    assert IntraStageProblem(nodes=nodes, contention=1.0).seconds({"a": 0, "b": 0}) == 19
-    assert IntraStageProblem(nodes=nodes, contention=0.5).seconds({"a": 0, "b": 0}) == 17
+    assert StepProblem(nodes=nodes).seconds({"a": 0, "b": 0}) == 15
+    assert StepProblem(nodes=nodes, contention=1.0).seconds({"a": 0, "b": 0}) == 19
+    assert StepProblem(nodes=nodes, contention=0.5).seconds({"a": 0, "b": 0}) == 17
 
 
 def test_tied_nodes_with_other_options_are_refused():
     one, two = StrategyCost(label="one"), StrategyCost(label="two")
     with pytest.raises(ValueError, match="different numbers of options"):
-        IntraStageProblem(
+        StepProblem(
             nodes=(
                 LayerNode(name="a", decision="d", options=(one,)),
                 LayerNode(name="b", decision="d", options=(one, two)),
@@ -171,7 +170,7 @@ def test_tied_nodes_with_other_options_are_refused():
 @pytest.mark.parametrize("is_found", [False, True])
 def test_what_time_leaves_open_is_not_said_to_be_impossible(monkeypatch, is_found: bool):
     options = StrategyCost(label="slow", forward_s=3), StrategyCost(label="fast", forward_s=1)
-    choices = IntraStageProblem(nodes=(LayerNode(name="a", decision="a", options=options),))
+    choices = StepProblem(nodes=(LayerNode(name="a", decision="a", options=options),))
 
     def solved(program: Program, *, time_limit: float | None, below: float) -> ProgramSolution:
         if not is_found:

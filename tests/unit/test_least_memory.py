@@ -16,10 +16,8 @@ import phalanx as px
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.solver import min_memory
 from phalanx.auto.solver.min_memory import MinMemory, find_min_memory, largest_part, minimize_peak, peak_lower_bound
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import IntraStageProblem
+from phalanx.auto.solver.problem import StepProblem
 from phalanx.auto.solver.solve import solve
-from phalanx.auto.solver.solve_pipeline import solve_pipeline
 from phalanx.errors import PlanError
 from unit.test_auto_parallel import FixedHeads
 from unit.test_choices import all_picks
@@ -27,21 +25,18 @@ from unit.test_choices import random_choices as choices_together
 from unit.test_staged import random_choices, repeated_choices, uneven_choices
 
 
-def tried(choices: IntraStageProblem | PipelineProblem) -> float:
+def tried(choices: StepProblem) -> float:
     """Return the least peak of all picks and cuts that are allowed."""
     found = [math.inf]
-    count = 1 if isinstance(choices, IntraStageProblem) else choices.pieces[-1] + 1
+    count = choices.piece_count
     for pick in all_picks(choices):
-        if isinstance(choices, IntraStageProblem):
-            found += [choices.peak(pick)] * (choices.seconds(pick) < math.inf)
-            continue
         for cut in itertools.combinations(range(1, count), choices.stages - 1):
             stages = [sum(piece >= start for start in cut) for piece in range(count)]
-            found += [max(choices.peaks(pick, stages))] * (choices.seconds(pick, stages) < math.inf)
+            found += [choices.peak(pick, stages)] * (choices.seconds(pick, stages) < math.inf)
     return min(found)
 
 
-def checked(choices: IntraStageProblem | PipelineProblem, found: MinMemory | None) -> None:
+def checked(choices: StepProblem, found: MinMemory | None) -> None:
     """Check that what was found is what trying everything finds, and what a search needs."""
     least = tried(choices)
     assert peak_lower_bound(choices) <= least * (1 + 1e-9)
@@ -50,9 +45,8 @@ def checked(choices: IntraStageProblem | PipelineProblem, found: MinMemory | Non
         return
     assert found.peak == pytest.approx(least, rel=1e-6)
     assert found.bound <= least * (1 + 1e-9)
-    solved = solve if isinstance(choices, IntraStageProblem) else solve_pipeline
-    assert solved(replace(choices, room=found.peak)) is not None
-    assert solved(replace(choices, room=found.peak * 0.999)) is None
+    assert solve(replace(choices, room=found.peak)) is not None
+    assert solve(replace(choices, room=found.peak * 0.999)) is None
     assert largest_part(choices, found)
 
 

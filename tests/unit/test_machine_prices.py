@@ -15,7 +15,7 @@ from phalanx.auto.cost.machine_model import HostOverhead, build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig, Zero
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
-from phalanx.auto.solver.problem import IntraStageProblem
+from phalanx.auto.solver.problem import StepProblem
 from phalanx.cluster.calibration.figures import LAYER_KINDS, Grid, Kind, Measured, Rates, Sharding
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.units import format_seconds
@@ -28,14 +28,12 @@ def answer() -> PlanResult:
     return auto_parallel(model, sample, nn.functional.cross_entropy, cluster="cpux2", optimizer="sgd")
 
 
-def choices_of(answer: PlanResult, host: HostOverhead, zero: Zero = 0) -> IntraStageProblem:
+def choices_of(answer: PlanResult, host: HostOverhead, zero: Zero = 0) -> StepProblem:
     at = ParallelConfig(data=2, zero=zero, per_node=2, rows=8)
-    found = build_problem(answer.layers, answer.work, at, replace(answer.machine, host=host)).problem
-    assert isinstance(found, IntraStageProblem)
-    return found
+    return build_problem(answer.layers, answer.work, at, replace(answer.machine, host=host)).problem
 
 
-def first_layer(choices: IntraStageProblem, label: str) -> float:
+def first_layer(choices: StepProblem, label: str) -> float:
     (option,) = (one for one in choices.nodes[0].options if one.label == label)
     return option.comm_s
 

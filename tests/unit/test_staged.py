@@ -12,9 +12,8 @@ import pytest
 
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, StageWork
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import LayerNode, StrategyCost, TransitionCost
-from phalanx.auto.solver.solve_pipeline import solve_pipeline
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost
+from phalanx.auto.solver.solve import solve
 from phalanx.plan.pipeline_order import Pass, order_of
 from phalanx.plan.value import Schedule
 
@@ -30,7 +29,7 @@ def option(random: Random, longer: float = 1.0) -> StrategyCost:
     )  # fmt: skip
 
 
-def random_choices(random: Random) -> PipelineProblem:
+def random_choices(random: Random) -> StepProblem:
     """A chain of pieces with up to two nodes, of which every second repeats the first."""
     ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
     pieces = ranks * virtual + random.randint(0, 2)
@@ -46,7 +45,7 @@ def random_choices(random: Random) -> PipelineProblem:
         pairs = itertools.product(range(counts[0]), range(counts[1]))
         seconds = {pair: random.choice((0.0, random.random(), math.inf)) for pair in pairs}
         links.append(TransitionCost(first="0", second="1", seconds=seconds))
-    return PipelineProblem(
+    return StepProblem(
         nodes=tuple(nodes),
         pieces=tuple(places),
         sends=tuple(random.random() for _ in range(pieces - 1)),
@@ -59,13 +58,13 @@ def random_choices(random: Random) -> PipelineProblem:
     )
 
 
-def uneven_choices(random: Random) -> PipelineProblem:
+def uneven_choices(random: Random) -> StepProblem:
     """Equal pieces and a last one that works much longer, so that gradients of weights find little idle time."""
     ranks, count = random.choice((2, 3)), random.randint(4, 6)
     alike = tuple(option(random) for _ in range(3))
     last = tuple(option(random, longer=random.choice((4, 10))) for _ in range(2))
     nodes = [LayerNode(name=str(piece), decision="alike", options=alike) for piece in range(count - 1)]
-    return PipelineProblem(
+    return StepProblem(
         nodes=(*nodes, LayerNode(name="last", decision="last", options=last)),
         pieces=tuple(range(count)),
         sends=(random.random() / 10,) * (count - 1),
@@ -76,7 +75,7 @@ def uneven_choices(random: Random) -> PipelineProblem:
     )
 
 
-def tried(choices: PipelineProblem) -> float:
+def tried(choices: StepProblem) -> float:
     """Return the seconds of the best of all picks and cuts."""
     count, best = choices.pieces[-1] + 1, math.inf
     cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
@@ -89,7 +88,7 @@ def tried(choices: PipelineProblem) -> float:
     return best
 
 
-def longest(choices: PipelineProblem, pick: Mapping[str, int], stages: Sequence[int]) -> float:
+def longest(choices: StepProblem, pick: Mapping[str, int], stages: Sequence[int]) -> float:
     """Return the seconds of the passes of the rank that works the most, without its sends."""
     work = [0.0] * choices.ranks
     for node, piece in zip(choices.nodes, choices.pieces, strict=True):
@@ -98,7 +97,7 @@ def longest(choices: PipelineProblem, pick: Mapping[str, int], stages: Sequence[
     return choices.micro_batches * max(work)
 
 
-def repeated_choices(random: Random) -> PipelineProblem:
+def repeated_choices(random: Random) -> StepProblem:
     """Blocks between a first and a last piece: decisions that always stand together, with links and sets left out."""
     ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
     blocks = ranks * virtual - 1 + random.randint(0, 2)
@@ -115,7 +114,7 @@ def repeated_choices(random: Random) -> PipelineProblem:
     options = [(name, place) for name, count in counts.items() for place in range(count)]
     borders = [random.random()] * blocks if random.random() < 0.6 else [random.random() for _ in range(blocks)]
     one_each = [(name, random.randrange(counts[name])) for name in random.sample("abcde", 3)]
-    return PipelineProblem(
+    return StepProblem(
         nodes=tuple(LayerNode(name=f"{piece}{name}", decision=name, options=found) for piece, name, found in nodes),
         pieces=tuple(piece for piece, _, _ in nodes),
         sends=tuple(borders),
@@ -137,7 +136,7 @@ HOW = {
     "all cuts tried": _NONE_REPEATED,
     "near even cuts tried": {**_NONE_REPEATED, "stage_partition._ALL_CUTS": 0},
     "programmed": {"stage_partition._MOST_PICKS": 0},
-    "programmed as they are": {"solve_pipeline.reduce_problem": lambda _: None},
+    "programmed as they are": {"solve.reduce_problem": lambda _: None},
 }
 """What to replace, so that the solver takes another of its ways."""
 
@@ -150,15 +149,15 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
     random, none = Random(0), 0
     for _ in range(times):
         choices = drawn(random)
-        best, found = tried(choices), solve_pipeline(choices)
+        best, found = tried(choices), solve(choices)
         none += found is None
         assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-7)
         if found is not None:
-            assert longest(choices, found.pick, found.stages) <= found.seconds * (1 + 1e-9)
+            assert longest(choices, found.pick, found.stage_of) <= found.seconds * (1 + 1e-9)
             assert found.bound <= best * (1 + 1e-7)
-            assert choices.fits(found.pick, found.stages)
-            assert choices.seconds(found.pick, found.stages) == pytest.approx(found.seconds, rel=1e-9)
-            assert solve_pipeline(choices, below=best) is None
+            assert choices.fits(found.pick, found.stage_of)
+            assert choices.seconds(found.pick, found.stage_of) == pytest.approx(found.seconds, rel=1e-9)
+            assert solve(choices, below=best) is None
     assert 1 < none < 0.8 * times
 
 
@@ -169,25 +168,25 @@ def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeyp
     random, close = Random(2), 0
     for _ in range(60):
         choices = repeated_choices(random)
-        best, found = tried(choices), solve_pipeline(choices)
+        best, found = tried(choices), solve(choices)
         assert (found is None) == (best == math.inf)
         if found is None:
             continue
         close += found.bound < found.seconds * (1 - 1e-7)
         assert found.bound <= best * (1 + 1e-7)
         assert found.seconds <= best * 1.5
-        assert choices.fits(found.pick, found.stages)
-        other = solve_pipeline(choices, below=best)
+        assert choices.fits(found.pick, found.stage_of)
+        other = solve(choices, below=best)
         assert other is None or other.bound < best
     assert close > 0
 
 
 def test_fewer_pieces_than_stages_cannot_be():
     node = LayerNode(name="a", decision="a", options=(StrategyCost(label=""),))
-    assert solve_pipeline(PipelineProblem(nodes=(node,), pieces=(0,), sends=(), ranks=2)) is None
+    assert solve(StepProblem(nodes=(node,), pieces=(0,), sends=(), ranks=2)) is None
 
 
-def chain(works: list[StageWork], send: float, micro: int, *, splits: bool) -> PipelineProblem:
+def chain(works: list[StageWork], send: float, micro: int, *, splits: bool) -> StepProblem:
     """Return pieces that can be computed in one way each, each to be a stage."""
     nodes = tuple(
         LayerNode(
@@ -207,7 +206,7 @@ def chain(works: list[StageWork], send: float, micro: int, *, splits: bool) -> P
         for place, one in enumerate(works)
     )
     ranks = len(works)
-    return PipelineProblem(
+    return StepProblem(
         nodes=nodes,
         pieces=tuple(range(ranks)),
         sends=(2 * send,) * (ranks - 1),
@@ -233,7 +232,7 @@ def both(works: list[StageWork], send: float, rounds: int, kind: str) -> tuple[f
             holds_receivers=True,
         )
     )
-    assert step.peaks == pytest.approx(choices.peaks(pick, stages))
+    assert step.peaks == pytest.approx([rank.total for rank in choices.memory(pick, stages)])
     return choices.seconds(pick, stages), step.step_time_s
 
 
@@ -336,7 +335,7 @@ def test_as_many_activations_are_kept_as_the_schedule_has_in_flight(ranks, virtu
         LayerNode(name=str(stage), decision=str(stage), options=(StrategyCost(label=""),))
         for stage in range(ranks * virtual)
     )
-    choices = PipelineProblem(
+    choices = StepProblem(
         nodes=nodes,
         pieces=tuple(range(ranks * virtual)),
         sends=(0.0,) * (ranks * virtual - 1),

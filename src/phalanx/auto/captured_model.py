@@ -91,7 +91,7 @@ def _optimizer_kind(optimizer: Optimizer | str) -> str:
 
 
 def _outermost(blocks: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    paths = sorted({path for group in blocks for path in group}, key=len)
+    paths = sorted(dict.fromkeys(path for group in blocks for path in group), key=len)
     outermost: list[str] = []
     for path in paths:
         if not any(path.startswith(f"{outer}.") for outer in outermost):

@@ -126,7 +126,7 @@ class LayerWork:
     def least_s(self, config: ParallelConfig) -> float:
         """Return seconds that one micro-batch takes through all stages and back, whatever the strategies.
 
-        Less what gradients of weights save of a step with zero bubble (`auto/solver/pipeline_problem`), spread over its
+        Less what gradients of weights save of a step with zero bubble (`auto/solver/problem`), spread over its
         passes.
         """
         parts = config.model if config.model > 1 else config.data if config.shards_over_data else 1

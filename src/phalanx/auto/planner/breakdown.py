@@ -10,9 +10,7 @@ from phalanx.auto.cost.layer_strategy import LayerCostModel
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import IntraStageProblem
-from phalanx.auto.solver.solve import Solution
+from phalanx.auto.solver.problem import Solution, StepProblem
 from phalanx.i18n import Labels
 
 STEP_PARTS: Labels = {
@@ -46,7 +44,7 @@ def estimate_layer_comm(
 
 
 def compute_breakdown(
-    problem: IntraStageProblem | PipelineProblem, solution: Solution, is_sharded: bool, layers_s: float | None
+    problem: StepProblem, solution: Solution, is_sharded: bool, layers_s: float | None
 ) -> dict[str, float]:
     """Return the seconds of a step by what takes them; of stages, what an average rank does.
 
@@ -59,16 +57,16 @@ def compute_breakdown(
         is_sharded: Whether it shards.
         layers_s: As `estimate_layer_comm` returns it; all collectives that passes wait for when None.
     """
-    options = [node.options[solution.pick[node.decision]] for node in problem.nodes]
-    sent = sum(cost.comm_s for cost in options)
-    update = sum(cost.update_s for cost in options)
-    passes = sum(cost.forward_s + cost.backward_s for cost in options)
+    costs, ranks = problem.list_costs(solution.pick), problem.ranks
+    each = problem.micro_batches / ranks
+    sent = sum(cost.comm_s for cost in costs)
+    update = sum(cost.update_s for cost in costs)
+    passes = sum(cost.forward_s + cost.backward_s for cost in costs)
     layers_s = sent if layers_s is None else min(sent, layers_s)
-    if isinstance(problem, IntraStageProblem):
-        each, ranks, exchange = 1.0, 1, solution.seconds - problem.fixed_s - passes - update
+    if problem.stages == 1:  # what runs beside the backward passes does not count
+        exchange = solution.seconds - passes - update
     else:
-        each, ranks = problem.micro_batches / problem.ranks, problem.ranks
-        exchange = sum(cost.grad_sync_s for cost in options) / ranks
+        exchange = sum(cost.grad_sync_s for cost in costs) / ranks
     parts = {
         "compute": each * (passes - sent),
         "collectives of layers": each * layers_s,
@@ -76,7 +74,4 @@ def compute_breakdown(
         "exchange of gradients": 0.0 if is_sharded else exchange,
         "optimizer": update / ranks,
     }
-    return {
-        **parts,
-        "stages": 0.0 if isinstance(problem, IntraStageProblem) else solution.seconds - sum(parts.values()),
-    }
+    return {**parts, "stages": 0.0 if problem.stages == 1 else solution.seconds - sum(parts.values())}

@@ -6,7 +6,7 @@ least that each decision adds to it, and a step takes at least each of these sum
 
 - without stages: all passes, updates and `contention` of the exchanges; and all forward passes, updates, exchanges and
   `contention` of the backward passes, as exchanges follow each other;
-- with stages (`auto/solver/pipeline_problem`), p ranks along them, v stages each, m micro-batches and w the
+- with stages (`auto/solver/problem`), p ranks along them, v stages each, m micro-batches and w the
   seconds of a rank on one:
   sum w / v + (m - 1 / v) x max w + max after. The largest w is no less than an even share of the sum and, of n pieces
   that cost the same, no less than ceil(n / p) of them, as some rank has so many; so is the most that comes after. Each

@@ -24,11 +24,9 @@ from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.search_restrictions import explain_empty_space
 from phalanx.auto.planner.strategies import ConfigProblem, StrategyCatalog, build_problem
 from phalanx.auto.search.result import SearchResult
-from phalanx.auto.solver.min_memory import MinMemory, find_min_memory, largest_part, peak_lower_bound
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import ROUNDING, IntraStageProblem
-from phalanx.auto.solver.solve import Solution, solve
-from phalanx.auto.solver.solve_pipeline import solve_pipeline
+from phalanx.auto.solver.min_memory import find_min_memory, largest_part, peak_lower_bound
+from phalanx.auto.solver.problem import ROUNDING, Solution
+from phalanx.auto.solver.solve import solve
 from phalanx.errors import PlanError
 from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes
@@ -161,7 +159,7 @@ def search_plans(
             continue
         # The first is solved whatever the time: there is to be a Plan.
         try:
-            solution = _solve(
+            solution = solve(
                 config_problem.problem, time_limit=None if stop == math.inf or not candidates else left, below=mark
             )
         except TimeoutError:
@@ -194,12 +192,6 @@ def search_plans(
 def pipeline_lower_bound(seconds: float, stages: int, virtual: int, micro_batches: int) -> float:
     """Return seconds that a step takes at least whose micro-batches take so long over all stages of equal work."""
     return seconds * ((micro_batches - 1 / virtual) / stages + 1 / virtual)
-
-
-def _solve(problem: IntraStageProblem | PipelineProblem, *, time_limit: float | None, below: float) -> Solution | None:
-    if isinstance(problem, IntraStageProblem):
-        return solve(problem, time_limit=time_limit, below=below)
-    return solve_pipeline(problem, time_limit=time_limit, below=below)
 
 
 def list_configs(
@@ -269,25 +261,19 @@ def _build_candidate(
         config=config,
         call_strategies=picked,
         strategies={path: strategy for path, strategy in by_path.items() if strategy != WHOLE},
-        stages=_stage_starts(layers, solution.stages),
+        stages=_stage_starts(layers, solution.stage_of),
         step_time_s=solution.seconds,
-        memory_bytes=_peak(config_problem.problem, solution),
+        memory_bytes=config_problem.problem.peak(solution.pick, solution.stage_of),
         parts=compute_breakdown(config_problem.problem, solution, config.zero > 0, layers_s),
         bound=solution.bound,
     )
 
 
-def _stage_starts(layers: Layers, stages: tuple[int, ...]) -> tuple[str, ...]:
+def _stage_starts(layers: Layers, stage_of: tuple[int, ...]) -> tuple[str, ...]:
     if layers.pieces is None:
         return ()
-    pairs = enumerate(itertools.pairwise(stages), start=1)
+    pairs = enumerate(itertools.pairwise(stage_of), start=1)
     return tuple(layers.pieces.starts[piece] for piece, (before, after) in pairs if before != after)
-
-
-def _peak(problem: IntraStageProblem | PipelineProblem, solution: Solution) -> float:
-    if isinstance(problem, IntraStageProblem):
-        return problem.peak(solution.pick)
-    return max(problem.peaks(solution.pick, solution.stages))
 
 
 def _build_memory_error(
@@ -317,8 +303,8 @@ def _build_memory_error(
     (config, config_problem), least = space[result.index], result.least
     facts |= {"least": format_bytes(least.peak, up=True), "where": str(config), "bytes": str(math.ceil(least.peak))}
     facts["part"] = tr(_MEMORY[largest_part(config_problem.problem, least)])
-    seconds = _seconds(config_problem.problem, least)
-    solution = Solution(pick=least.pick, seconds=seconds, bound=seconds, stages=least.stages)
+    seconds = config_problem.problem.seconds(least.pick, least.stage_of)
+    solution = Solution(pick=least.pick, seconds=seconds, bound=seconds, stage_of=least.stage_of)
     more = (
         {}
         if result.is_proved
@@ -336,9 +322,3 @@ def _build_memory_error(
         ),
         _build_candidate(layers, work, config, config_problem, solution, machine),
     )
-
-
-def _seconds(problem: IntraStageProblem | PipelineProblem, least: MinMemory) -> float:
-    if isinstance(problem, IntraStageProblem):
-        return problem.seconds(least.pick)
-    return problem.seconds(least.pick, least.stages)

@@ -19,15 +19,14 @@ from phalanx.auto.cost.layer_strategy import LayerCostModel
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import IntraStageProblem, LayerNode, TransitionCost
+from phalanx.auto.solver.problem import LayerNode, StepProblem, TransitionCost
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
     """The problem of a parallel config, and the strategies that its options stand for."""
 
-    problem: IntraStageProblem | PipelineProblem
+    problem: StepProblem
     strategies: Mapping[str, tuple[LayerStrategy, ...]]
     """By decision, in the order of the options."""
 
@@ -109,33 +108,25 @@ def build_problem(
         nodes.append(
             LayerNode(name=name, decision=decision, options=cost.options(work_of_call, sets.strategies[decision]))
         )
-    links, forbidden, needed = sets.transitions, sets.forbidden, sets.needed
-    if config.stages == 1:
-        together = IntraStageProblem(
-            nodes=tuple(nodes),
-            transitions=links,
-            forbidden=forbidden,
-            needed=needed,
-            room=room,
-            contention=machine.contention,
-        )
-        return ConfigProblem(together, sets.strategies)
-    assert layers.pieces is not None
-    parts, where = config.batch_parts, config.over_stages
-    staged = PipelineProblem(
+    pieces = layers.pieces if config.stages > 1 else None
+    problem = StepProblem(
         nodes=tuple(nodes),
-        pieces=layers.pieces.of,
-        sends=tuple(2 * machine.collective_s("send", size / parts, where) for size in layers.pieces.crossing),
+        pieces=() if pieces is None else pieces.of,
+        sends=tuple(
+            2 * machine.collective_s("send", size / config.batch_parts, config.over_stages)
+            for size in (() if pieces is None else pieces.crossing)
+        ),
         ranks=config.stages,
         virtual=config.virtual,
         micro_batches=config.micro_batches,
         zero_bubble=config.zero_bubble,
-        transitions=links,
-        forbidden=forbidden,
-        needed=needed,
+        contention=machine.contention,
+        transitions=sets.transitions,
+        forbidden=sets.forbidden,
+        needed=sets.needed,
         room=room,
     )
-    return ConfigProblem(staged, sets.strategies)
+    return ConfigProblem(problem, sets.strategies)
 
 
 def _list_sharded(ways: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[tuple[str, int]]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import LayerNode, StrategyCost, TransitionCost, fills_s
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost, fills_s
 
 _MOST_PICKS = 3000
 """Picks of one group up to which they are compared with each other."""
@@ -38,7 +37,7 @@ Floats = NDArray[np.float64]
 class ReducedProblem:
     """The same step with fewer decisions."""
 
-    problem: PipelineProblem
+    problem: StepProblem
     """One node for each piece and group of decisions."""
 
     picks: Mapping[str, tuple[Mapping[str, int], ...]]
@@ -49,11 +48,14 @@ class ReducedProblem:
         return {name: index for group, o in pick.items() for name, index in self.picks[group][o].items()}
 
 
-def reduce_problem(problem: PipelineProblem) -> ReducedProblem | None:
+def reduce_problem(problem: StepProblem) -> ReducedProblem | None:
     """Return a step with its decisions merged; None if a group has too many picks that may be needed.
 
-    A group without any pick has none that is allowed: there is none of the whole step then.
+    None too of one stage, where it matters which node of a piece comes first. A group without any pick has none that is
+    allowed: there is none of the whole step then.
     """
+    if problem.stages == 1:
+        return None
     where: dict[str, dict[int, None]] = {}
     for node, piece in zip(problem.nodes, problem.pieces, strict=True):
         where.setdefault(node.decision, {})[piece] = None
@@ -99,7 +101,7 @@ class _PartialPick:
 class _Group:
     """Decisions of the same pieces, and their picks."""
 
-    def __init__(self, problem: PipelineProblem, pieces: tuple[int, ...], names: list[str]) -> None:
+    def __init__(self, problem: StepProblem, pieces: tuple[int, ...], names: list[str]) -> None:
         self.name = names[0]
         self._problem, self._pieces, self.names = problem, pieces, names
         self._index_of = {piece: index for index, piece in enumerate(pieces)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,33 +18,13 @@ if TYPE_CHECKING:
 
     import highspy
 
-    from phalanx.auto.solver.problem import TransitionCost
+    from phalanx.auto.solver.problem import StepProblem, TransitionCost
 
 _TOLERANCE = 1e-9
 """How far HiGHS may miss a row, of rows scaled to about 1."""
 
 Term = tuple[int, float]
 """Number of a column, and its coefficient."""
-
-
-class DecisionProblem(Protocol):
-    """What every kind of choices has."""
-
-    @property
-    def decisions(self) -> Mapping[str, int]:
-        """Number of options by decision."""
-
-    @property
-    def transitions(self) -> Sequence[TransitionCost]:
-        """What options of two decisions cost together."""
-
-    @property
-    def forbidden(self) -> Sequence[frozenset[tuple[str, int]]]:
-        """Sets of options not all of which may be picked."""
-
-    @property
-    def needed(self) -> frozenset[tuple[str, int]]:
-        """Options of which at least one is to be picked; any will do when empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +40,7 @@ class ProgramSolution:
 class Program:
     """Columns and rows, in units near 1. Columns of options come first."""
 
-    def __init__(self, problem: DecisionProblem, second: float) -> None:
+    def __init__(self, problem: StepProblem, second: float) -> None:
         """Add what all choices have in common.
 
         Args:

@@ -18,13 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.auto.solver.dominance import reduce_problem
-from phalanx.auto.solver.milp import Program
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import IntraStageProblem, LayerNode, StrategyCost, TransitionCost
-from phalanx.auto.solver.solve import add_memory
-from phalanx.auto.solver.solve_pipeline import PipelineProgram
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost
+from phalanx.auto.solver.step_program import build_program
 
-AnyProblem: TypeAlias = IntraStageProblem | PipelineProblem
 MemoryPart: TypeAlias = Literal["parameters, gradients and optimizer state", "activations", "what one layer needs"]
 Floats = NDArray[np.float64]
 
@@ -43,7 +39,8 @@ class MinMemory:
     bound: float
     """Bytes that no choice needs less than."""
 
-    stages: tuple[int, ...] = ()
+    stage_of: tuple[int, ...] = ()
+    """Stage of every piece; empty with one stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +62,7 @@ class MinMemoryOfSpace:
         return self.least is not None and self.least.peak <= self.bound * (1 + 1e-6)
 
 
-def find_min_memory(space: Sequence[AnyProblem], time_limit: float) -> MinMemoryOfSpace:
+def find_min_memory(space: Sequence[StepProblem], time_limit: float) -> MinMemoryOfSpace:
     """Return the least that any of several choices needs.
 
     Args:
@@ -93,9 +90,9 @@ def find_min_memory(space: Sequence[AnyProblem], time_limit: float) -> MinMemory
     return replace(result, bound=bound if result.least is None else min(bound, result.least.peak))
 
 
-def peak_lower_bound(problem: AnyProblem) -> float:
+def peak_lower_bound(problem: StepProblem) -> float:
     """Return bytes that every choice needs, without regard to what goes together."""
-    if isinstance(problem, IntraStageProblem):
+    if problem.stages == 1:
         until = itertools.accumulate(min(o.activation_bytes for o in node.options) for node in problem.nodes)
         working = (min(o.workspace_bytes for o in node.options) for node in problem.nodes)
         return _least_sum(problem, "persistent_bytes") + max(
@@ -116,7 +113,7 @@ def _spread_bound(persistent: float, activation: float, flying: Sequence[int], t
     return (persistent * min(weights) + activation * passing) / sum(weights)
 
 
-def _least_sum(problem: AnyProblem, name: Literal["persistent_bytes", "activation_bytes"]) -> float:
+def _least_sum(problem: StepProblem, name: Literal["persistent_bytes", "activation_bytes"]) -> float:
     sums = {decision: [0.0] * count for decision, count in problem.decisions.items()}
     for node in problem.nodes:
         for index, option in enumerate(node.options):
@@ -124,7 +121,9 @@ def _least_sum(problem: AnyProblem, name: Literal["persistent_bytes", "activatio
     return sum(map(min, sums.values()))
 
 
-def minimize_peak(problem: AnyProblem, *, below: float = math.inf, time_limit: float | None = None) -> MinMemory | None:
+def minimize_peak(
+    problem: StepProblem, *, below: float = math.inf, time_limit: float | None = None
+) -> MinMemory | None:
     """Return the choice with the least peak; None if there is none, or none that needs less than `below`.
 
     Args:
@@ -135,26 +134,8 @@ def minimize_peak(problem: AnyProblem, *, below: float = math.inf, time_limit: f
     Raises:
         TimeoutError: If none was found in time.
     """
-    if isinstance(problem, IntraStageProblem):
-        return _minimize_one_stage(problem, below, time_limit)
-    if problem.pieces[-1] + 1 < problem.stages:
+    if problem.piece_count < problem.stages:
         return None
-    return _minimize_pipeline(problem, below, time_limit)
-
-
-def _minimize_one_stage(problem: IntraStageProblem, below: float, time_limit: float | None) -> MinMemory | None:
-    unit = peak_lower_bound(problem) or 1.0
-    program = Program(replace(problem, transitions=_forbidden_pairs(problem.transitions)), 1.0)
-    add_memory(program, problem, unit, program.add_column(1.0))
-    answer = program.solve(time_limit=time_limit, below=below / unit)
-    if answer is None:
-        return None
-    pick = program.pick(answer.values)
-    peak = problem.peak(pick)
-    return MinMemory(pick=pick, peak=peak, bound=min(peak, answer.bound * unit))
-
-
-def _minimize_pipeline(problem: PipelineProblem, below: float, time_limit: float | None) -> MinMemory | None:
     only = _without_times(problem)
     smaller = reduce_problem(only)
     if smaller is None:
@@ -169,7 +150,7 @@ def _minimize_pipeline(problem: PipelineProblem, below: float, time_limit: float
     return None if least is None else replace(least, pick=smaller.original(least.pick))
 
 
-def _without_times(problem: PipelineProblem) -> PipelineProblem:
+def _without_times(problem: StepProblem) -> StepProblem:
     """Return the same choices of which all take the same time, with a room that leaves nothing out."""
     nodes = tuple(
         LayerNode(name=node.name, decision=node.decision, options=tuple(map(_without_time, node.options)))
@@ -201,24 +182,24 @@ def _forbidden_pairs(transitions: Sequence[TransitionCost]) -> tuple[TransitionC
     )
 
 
-def _by_program(problem: PipelineProblem, below: float, time_limit: float | None) -> MinMemory | None:
+def _by_program(problem: StepProblem, below: float, time_limit: float | None) -> MinMemory | None:
     unit = peak_lower_bound(problem) or 1.0
-    model = PipelineProgram(problem, goal_bytes=unit)
-    answer = model.program.solve(time_limit=time_limit, below=below / unit)
+    program = build_program(problem, goal_bytes=unit)
+    answer = program.solve(time_limit=time_limit, below=below / unit)
     if answer is None:
         return None
-    pick, stages = model.program.pick(answer.values), model.stages(answer.values)
-    peak = max(problem.peaks(pick, stages))
-    return MinMemory(pick=pick, peak=peak, bound=min(peak, answer.bound * unit), stages=stages)
+    pick, stage_of = program.pick(answer.values), program.stage_of(answer.values)
+    peak = problem.peak(pick, stage_of)
+    return MinMemory(pick=pick, peak=peak, bound=min(peak, answer.bound * unit), stage_of=stage_of)
 
 
-def _by_trying(problem: PipelineProblem, below: float, time_limit: float | None) -> MinMemory | None:
+def _by_trying(problem: StepProblem, below: float, time_limit: float | None) -> MinMemory | None:
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
     costs, names = _costs(problem), list(problem.decisions)
     best: MinMemory | None = None
     for indices in itertools.product(*(range(count) for count in problem.decisions.values())):
         pick = dict(zip(names, indices, strict=True))
-        if not _is_allowed(problem, pick):
+        if problem.transition_s(pick) == math.inf:
             continue
         if time.monotonic() > stop:
             if best is None:
@@ -227,23 +208,13 @@ def _by_trying(problem: PipelineProblem, below: float, time_limit: float | None)
         peak, stages = _best_partition(problem, [costs[option] for option in pick.items()], below)
         if peak < below:
             below = peak
-            best = MinMemory(pick=pick, peak=peak, bound=peak, stages=stages)
+            best = MinMemory(pick=pick, peak=peak, bound=peak, stage_of=stages)
     return best
 
 
-def _is_allowed(problem: PipelineProblem, pick: Mapping[str, int]) -> bool:
-    if problem.needed and problem.needed.isdisjoint(pick.items()):
-        return False
-    linked = (
-        transition.seconds.get((pick[transition.first], pick[transition.second]), 0.0)
-        for transition in problem.transitions
-    )
-    return math.inf not in linked and not any(combination <= pick.items() for combination in problem.forbidden)
-
-
-def _costs(problem: PipelineProblem) -> dict[tuple[str, int], Floats]:
+def _costs(problem: StepProblem) -> dict[tuple[str, int], Floats]:
     """Return what each option holds, keeps, owes and needs while it runs, by piece."""
-    count = problem.pieces[-1] + 1
+    count = problem.piece_count
     costs = {(name, o): np.zeros((4, count)) for name, size in problem.decisions.items() for o in range(size)}
     for node, piece in zip(problem.nodes, problem.pieces, strict=True):
         for o, option in enumerate(node.options):
@@ -253,7 +224,7 @@ def _costs(problem: PipelineProblem) -> dict[tuple[str, int], Floats]:
     return costs
 
 
-def _best_partition(problem: PipelineProblem, picked: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
+def _best_partition(problem: StepProblem, picked: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
     """Return the least peak over cuts of one pick, one stage a rank, and the stage of every piece."""
     sums = np.sum([costs[:3] for costs in picked], axis=0)
     working = _most_between(np.max([costs[3] for costs in picked], axis=0))
@@ -292,29 +263,8 @@ def _stages(came: list[NDArray[np.int64]], count: int) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def largest_part(problem: AnyProblem, least: MinMemory) -> MemoryPart:
+def largest_part(problem: StepProblem, least: MinMemory) -> MemoryPart:
     """Return what the peak rank holds most of, where it is fullest."""
-    fullest = _fullest(problem, least) if isinstance(problem, IntraStageProblem) else _fullest_in_stages(problem, least)
+    fullest = max(problem.memory(least.pick, least.stage_of), key=lambda rank: rank.total)
     parts = dict(zip(get_args(MemoryPart), fullest, strict=True))
     return max(parts, key=lambda name: parts[name])
-
-
-def _fullest(problem: IntraStageProblem, least: MinMemory) -> tuple[float, float, float]:
-    options = problem.list_costs(least.pick)
-    activation = list(itertools.accumulate(cost.activation_bytes for cost in options))
-    index = max(range(len(options)), key=lambda i: activation[i] + options[i].workspace_bytes)
-    return sum(cost.persistent_bytes for cost in options), activation[index], options[index].workspace_bytes
-
-
-def _fullest_in_stages(problem: PipelineProblem, least: MinMemory) -> tuple[float, float, float]:
-    peaks = problem.peaks(least.pick, least.stages)
-    rank, persistent, activation, workspace = peaks.index(max(peaks)), 0.0, 0.0, 0.0
-    for node, piece in zip(problem.nodes, problem.pieces, strict=True):
-        cost, stage = node.options[least.pick[node.decision]], least.stages[piece]
-        if stage % problem.ranks == rank:
-            persistent += cost.persistent_bytes
-            activation += (
-                problem.in_flight(stage) * cost.activation_bytes + problem.in_debt(stage) * cost.deferred_bytes
-            )
-            workspace = max(workspace, cost.workspace_bytes)
-    return persistent, activation, workspace

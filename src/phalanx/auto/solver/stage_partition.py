@@ -17,9 +17,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import ROUNDING, StrategyCost
-from phalanx.auto.solver.solve import Solution
+from phalanx.auto.solver.problem import ROUNDING, Solution, StepProblem, StrategyCost
 from phalanx.auto.solver.uniform_chain import ChainCosts, UniformChain, find_equal_pieces
 
 _MOST_PICKS = 100_000
@@ -46,7 +44,7 @@ class TooManyError(Exception):
     """There are more picks or cuts than are sooner tried than solved."""
 
 
-def find_best_partition(problem: PipelineProblem, below: float, time_limit: float | None = None) -> Solution | None:
+def find_best_partition(problem: StepProblem, below: float, time_limit: float | None = None) -> Solution | None:
     """Return the fastest choice that fits; None if none is faster than `below`.
 
     Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest; its bound says so,
@@ -82,15 +80,15 @@ def find_best_partition(problem: PipelineProblem, below: float, time_limit: floa
         bound = min(bound, low)
         # One whose bound is below the mark is returned even if its time is not: others of its cuts may be.
         if seconds < best or (solution is None and low < best < math.inf):
-            solution = Solution(pick=pick, seconds=seconds, bound=seconds, stages=stages)
+            solution = Solution(pick=pick, seconds=seconds, bound=seconds, stage_of=stages)
             best = min(best, seconds)
     return None if solution is None else replace(solution, bound=min(bound, solution.seconds))
 
 
 class _PartitionSearch:
-    def __init__(self, problem: PipelineProblem) -> None:
+    def __init__(self, problem: StepProblem) -> None:
         self._problem = problem
-        self._count = count = problem.pieces[-1] + 1
+        self._count = count = problem.piece_count
         self._all: Ints | None = None
         self._costs: dict[tuple[str, int], ChainCosts] = {}
         self._fills = {name: np.zeros((3, size)) for name, size in problem.decisions.items()}
@@ -156,11 +154,7 @@ class _PartitionSearch:
         sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
         working = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
         if self._repeated is not None:
-            transitions = self._problem.transitions
-            linked = sum(
-                transition.seconds.get((pick[transition.first], pick[transition.second]), 0.0)
-                for transition in transitions
-            )
+            linked = self._problem.transition_s(pick)
             saved = self._problem.saved(pick)
             stages = self._repeated.best_of(ChainCosts(sums, working), saved, below - linked)
             seconds = self._check_seconds(pick, stages)

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.pipeline_problem import PipelineProblem
-from phalanx.auto.solver.problem import ROUNDING
+from phalanx.auto.solver.problem import ROUNDING, StepProblem
 
 _MOST_OTHERS = 10
 """Pieces outside the equal ones up to which all ways to cut these are listed."""
@@ -65,9 +64,9 @@ def find_equal_pieces(costs: Sequence[ChainCosts], sends: Sequence[float]) -> ra
 class UniformChain:
     """The cuts of a chain, by how many of its equal pieces each rank has."""
 
-    def __init__(self, problem: PipelineProblem, equal: range) -> None:
+    def __init__(self, problem: StepProblem, equal: range) -> None:
         self._problem, self._equal = problem, equal
-        count = problem.pieces[-1] + 1
+        count = problem.piece_count
         self._others = [piece for piece in range(count) if piece not in equal]
         self._partitions = list(self._list_outer())
         ranks, partitions = problem.ranks, len(self._partitions)
@@ -86,9 +85,9 @@ class UniformChain:
         self._owing = np.array([problem.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
 
     @staticmethod
-    def is_for(problem: PipelineProblem, equal: range) -> bool:
+    def is_for(problem: StepProblem, equal: range) -> bool:
         """Return whether so many pieces are equal that few ways are left to cut the others."""
-        return len(equal) > 1 and problem.pieces[-1] + 1 - len(equal) <= _MOST_OTHERS
+        return len(equal) > 1 and problem.piece_count - len(equal) <= _MOST_OTHERS
 
     def best_of(self, costs: ChainCosts, saved: float, below: float) -> tuple[int, ...]:
         """Return the stage of every piece in the fastest cut of a pick; none if none fits and is faster than `below`.
