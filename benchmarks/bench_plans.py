@@ -33,7 +33,8 @@ from benchmarks.report import machine
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.planner.planner import Candidate, list_configs
+from phalanx.auto.planner.candidate import Candidate
+from phalanx.auto.planner.planner import list_configs
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.planner.to_plan import build_plan

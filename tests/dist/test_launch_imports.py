@@ -48,4 +48,4 @@ def test_a_model_that_is_not_planned_waits_for_no_planner() -> None:
         "import sys, phalanx.train.model.model\n"
         "print(sorted(name for name in sys.modules if name.startswith('phalanx.auto.')))"
     )
-    assert python(code) == "['phalanx.auto.formatting']"
+    assert python(code) == "[]"

@@ -15,12 +15,13 @@ import phalanx as px
 from phalanx.auto.capture.layers import ALL_STRATEGIES, PARTS, LayerStrategy
 from phalanx.auto.capture.shape_check import find_shardable_layers
 from phalanx.auto.cost.operators import ShardFraction
-from phalanx.auto.formatting import format_percent, read_size
 from phalanx.auto.planner import planner
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.picture import COLOURS, draw_plan
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
+from phalanx.auto.search.request import read_size
+from phalanx.auto.search.result import format_percent
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of

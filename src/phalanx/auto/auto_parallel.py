@@ -10,14 +10,12 @@ from torch.optim import Optimizer
 
 from phalanx.auto.capture.module_calls import list_module_calls
 from phalanx.auto.capture.step import capture
-from phalanx.auto.captured_model import build_layers, build_machine, step_precision
+from phalanx.auto.captured_model import build_machine, read_layers, step_precision
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.formatting import read_size
 from phalanx.auto.layer_limits import read_limits
 from phalanx.auto.model_search import ModelSearch
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.search_restrictions import (
-    find_pieces_or_reason,
     find_sharding_obstacles,
     find_zero_bubble_obstacle,
     list_unsearched_pipelines,
@@ -26,6 +24,7 @@ from phalanx.auto.planner.to_plan import check_base
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.auto.search.request import (
     check_arguments,
+    read_size,
 )
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.data.loader.binding import LossFunction
@@ -84,9 +83,8 @@ def auto_parallel(
     captured = capture(model, sample, loss_fn)
     calls, limit_words = list_module_calls(captured), tuple(limits)
     read_limits((*limit_words, *alternatives), calls)
-    pieces, unstaged = find_pieces_or_reason(model, captured, calls)
     unsharded = find_sharding_obstacles(captured)
-    layers = build_layers(model, captured, calls, pieces, optimizer)
+    layers, unstaged = read_layers(model, captured, calls, optimizer)
     machine = build_machine(target, step_precision(captured, base))
     work = LayerWork(captured, calls, layers.blocks, machine.operators)
     unsplit = find_zero_bubble_obstacle(layers, base)

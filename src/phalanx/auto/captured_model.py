@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.auto.capture.partition_points import PartitionPoints
 from phalanx.auto.capture.shape_check import find_shardable_layers
 from phalanx.auto.cost.machine_model import (
     OPTIMIZER_STATES,
@@ -19,21 +18,19 @@ from phalanx.auto.cost.machine_model import (
     build_datasheet_machine,
     build_measured_machine,
 )
+from phalanx.auto.planner.search_restrictions import find_pieces_or_reason
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr
 from phalanx.strategy import DistributedStrategy
 
 
-def build_layers(
-    model: nn.Module,
-    captured: CapturedStep,
-    calls: tuple[ModuleCall, ...],
-    pieces: PartitionPoints | None,
-    optimizer: Optimizer | str,
-) -> Layers:
-    """Return the layers of a captured model, as a planner places them."""
-    return Layers(
+def read_layers(
+    model: nn.Module, captured: CapturedStep, calls: tuple[ModuleCall, ...], optimizer: Optimizer | str
+) -> tuple[Layers, str | None]:
+    """Return the layers of a captured model, as a planner places them, and why it is in no stages, if it cannot be."""
+    pieces, unstaged = find_pieces_or_reason(model, captured, calls)
+    layers = Layers(
         captured=captured,
         calls=calls,
         shardable=find_shardable_layers(model),
@@ -41,6 +38,7 @@ def build_layers(
         optimizer=_optimizer_kind(optimizer),
         blocks=_outermost(captured.blocks),
     )
+    return layers, unstaged
 
 
 def build_machine(cluster: Cluster, precision: str) -> MachineModel:

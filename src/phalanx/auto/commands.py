@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.auto.formatting import format_percent
 from phalanx.auto.predict.prediction import BREAKDOWN, Prediction, predict
 from phalanx.auto.predict.run_file import parse_runs, read_run
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.search.request import read_limit
+from phalanx.auto.search.result import format_percent
 from phalanx.auto.search.search import RunCandidate, RunSearch, search
 from phalanx.auto.simulate.files import check_folders, simulation_options, write_simulation
 from phalanx.errors import ConfigError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 from phalanx.auto.capture.layers import ALL_STRATEGIES, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.auto.formatting import format_names
 from phalanx.auto.search.request import (
     PLAN_KNOBS,
     Limit,
@@ -20,6 +20,8 @@ from phalanx.plan.value import matches
 
 _STYLED_KIND = {"column": "Linear", "row": "Linear", "vocab": "Embedding"}
 """The kind of layer that a style applies to."""
+
+_MOST_NAMES = 8
 
 
 def read_limits(
@@ -77,3 +79,9 @@ def _check_kinds(limit: str, style: str, calls: Iterable[ModuleCall]) -> None:
                 why=why,
             )
         )
+
+
+def format_names(names: Collection[str]) -> str:
+    """Return names of layers, of many the first."""
+    shown, more = ", ".join(islice(names, _MOST_NAMES)), len(names) - _MOST_NAMES
+    return tr("{names} and {count} more", names=shown, count=more) if more > 0 else shown

@@ -20,7 +20,8 @@ from phalanx.auto.cost.machine_model import (
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.layer_limits import read_limits
-from phalanx.auto.planner.planner import Candidate, DoesNotFitError, PlanSearch, list_configs, search_plans
+from phalanx.auto.planner.candidate import Candidate
+from phalanx.auto.planner.planner import DoesNotFitError, PlanSearch, list_configs, search_plans
 from phalanx.auto.planner.search_restrictions import (
     explain_empty_space,
     explain_unsearched_limits,

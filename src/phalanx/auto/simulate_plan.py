@@ -10,12 +10,9 @@ from torch.optim import Optimizer
 
 from phalanx.auto.capture.module_calls import list_module_calls
 from phalanx.auto.capture.step import capture
-from phalanx.auto.captured_model import batch_size_of, build_layers, build_machine, parameter_dtype, precision_of
+from phalanx.auto.captured_model import batch_size_of, build_machine, parameter_dtype, precision_of, read_layers
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.from_plan import read_plan
-from phalanx.auto.planner.search_restrictions import (
-    find_pieces_or_reason,
-)
 from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.simulate.values import SimulatedStep
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
@@ -62,8 +59,7 @@ def simulate_plan(
         )
     captured = capture(model, sample, loss_fn)
     calls = list_module_calls(captured)
-    pieces, _ = find_pieces_or_reason(model, captured, calls)
-    layers = build_layers(model, captured, calls, pieces, optimizer)
+    layers, _ = read_layers(model, captured, calls, optimizer)
     dtype = next((rule.dtype for rule in plan.modules if not rule.match and rule.dtype), None)
     machine = build_machine(target, precision_of(dtype or parameter_dtype(captured)))
     work = LayerWork(captured, calls, layers.blocks, machine.operators)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.auto.planner.candidate_cost import list_call_costs, list_stages
+from phalanx.auto.planner.assignment import list_call_costs, list_stages
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.solver.problem import StrategyCost
 

@@ -11,15 +11,14 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
+from phalanx.auto.capture.layers import Layers
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, ParallelConfig, divisors
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.assignment import Assignment
-from phalanx.auto.planner.breakdown import STEP_PARTS, compute_breakdown, estimate_layer_comm
+from phalanx.auto.planner.candidate import Candidate, build_candidate
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.search_restrictions import explain_empty_space
 from phalanx.auto.planner.strategies import ConfigProblem, StrategyCatalog, build_problem
@@ -37,40 +36,6 @@ _MEMORY: Labels = {
     "what one layer needs": "what one layer needs while it runs",
 }
 """What the parts of a rank's memory are called."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate(Assignment):
-    """The fastest Plan under one parallel config."""
-
-    strategies: Mapping[str, LayerStrategy]
-    """How layers are computed, by path; those that are not named stand as they are."""
-
-    step_time_s: float
-    memory_bytes: float
-    """Of the peak rank."""
-
-    parts: Mapping[str, float]
-    """Seconds of a step by cause; gradient synchronisation counts where nothing else runs beside it."""
-
-    bound: float
-    """Seconds that nothing under this parallel config beats."""
-
-    @property
-    def sharded_layers(self) -> dict[str, LayerStrategy]:
-        """The layers with a style."""
-        return {path: strategy for path, strategy in self.strategies.items() if strategy.style is not None}
-
-    def part_label(self, part: str) -> str:
-        """Return the name of a part, in the user's language."""
-        return tr(STEP_PARTS[part])
-
-    def is_same_as(self, other: object) -> bool:
-        """Return whether another candidate has the same config and strategies."""
-        return isinstance(other, Candidate) and (self.config, self.strategies) == (other.config, other.strategies)
-
-    def __str__(self) -> str:
-        return str(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +134,7 @@ def search_plans(
             solution = replace(
                 solution, bound=max(bound_s, solution.bound)
             )  # of one that time stopped it may be nothing
-            candidates.append(_build_candidate(layers, work, space[i], config_problem, solution, machine))
+            candidates.append(build_candidate(layers, work, space[i], config_problem, solution, machine))
             bound = min(bound, solution.bound)
     if not listed:
         raise PlanError(
@@ -244,38 +209,6 @@ def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[t
             yield from ((virtual, micro) for micro in fitting)
 
 
-def _build_candidate(
-    layers: Layers,
-    work: LayerWork,
-    config: ParallelConfig,
-    config_problem: ConfigProblem,
-    solution: Solution,
-    machine: MachineModel,
-) -> Candidate:
-    picked = tuple(
-        config_problem.strategies[str(call.template)][solution.pick[str(call.template)]] for call in layers.calls
-    )
-    by_path = {call.path: strategy for call, strategy in zip(layers.calls, picked, strict=True) if not call.is_glue}
-    layers_s = estimate_layer_comm(layers, work, config, machine, picked) if config.zero else None
-    return Candidate(
-        config=config,
-        call_strategies=picked,
-        strategies={path: strategy for path, strategy in by_path.items() if strategy != WHOLE},
-        stages=_stage_starts(layers, solution.stage_of),
-        step_time_s=solution.seconds,
-        memory_bytes=config_problem.problem.peak(solution.pick, solution.stage_of),
-        parts=compute_breakdown(config_problem.problem, solution, config.zero > 0, layers_s),
-        bound=solution.bound,
-    )
-
-
-def _stage_starts(layers: Layers, stage_of: tuple[int, ...]) -> tuple[str, ...]:
-    if layers.pieces is None:
-        return ()
-    pairs = enumerate(itertools.pairwise(stage_of), start=1)
-    return tuple(layers.pieces.starts[piece] for piece, (before, after) in pairs if before != after)
-
-
 def _build_memory_error(
     layers: Layers,
     work: LayerWork,
@@ -320,5 +253,5 @@ def _build_memory_error(
             **facts,
             **more,
         ),
-        _build_candidate(layers, work, config, config_problem, solution, machine),
+        build_candidate(layers, work, config, config_problem, solution, machine),
     )

@@ -13,8 +13,9 @@ from rich.table import Table
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.formatting import format_names
-from phalanx.auto.planner.planner import Candidate, PlanSearch
+from phalanx.auto.layer_limits import format_names
+from phalanx.auto.planner.candidate import Candidate
+from phalanx.auto.planner.planner import PlanSearch
 from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.planner.table import build_result_table

@@ -8,8 +8,7 @@ from dataclasses import replace
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.segment_work import LayerWork
-from phalanx.auto.planner.assignment import Assignment
-from phalanx.auto.planner.candidate_cost import list_border_bytes, list_call_costs, list_comm_costs, list_stages
+from phalanx.auto.planner.assignment import Assignment, list_border_bytes, list_call_costs, list_comm_costs, list_stages
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
 from phalanx.auto.solver.problem import StrategyCost

@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.auto.formatting import format_percent
-from phalanx.auto.planner.breakdown import STEP_PARTS
-from phalanx.auto.planner.planner import Candidate, PlanSearch
+from phalanx.auto.planner.candidate import Candidate
+from phalanx.auto.planner.planner import PlanSearch
+from phalanx.auto.search.result import format_percent
 from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes, format_seconds
 
@@ -54,7 +54,7 @@ def build_result_table(
         step=format_seconds(best.step_time_s),
         gap=format_percent(search.gap),
         memory=format_bytes(best.memory_bytes),
-        cause=tr(STEP_PARTS[max(best.parts, key=lambda name: best.parts[name])]),
+        cause=best.part_label(max(best.parts, key=lambda name: best.parts[name])),
     )
     grid = Table(box=box.SIMPLE, pad_edge=False, title=tr("Fastest Plan of each configuration"), title_justify="left")
     grid.add_column(tr("configuration"))
@@ -83,6 +83,6 @@ def build_result_table(
 def _lines(candidate: Candidate, cut: str) -> Iterable[str]:
     """Yield where the seconds go, and the layers that are cut."""
     parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.step_time_s}
-    yield tr(", ").join(f"{tr(STEP_PARTS[name])} {format_seconds(seconds)}" for name, seconds in parts.items())
+    yield tr(", ").join(f"{candidate.part_label(name)} {format_seconds(seconds)}" for name, seconds in parts.items())
     if cut:
         yield tr("sharded layers: {layers}", layers=cut)

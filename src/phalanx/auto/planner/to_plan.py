@@ -8,7 +8,7 @@ from typing import Any, Literal
 from phalanx.auto.capture.layers import PARTS, ActivationState, Layers, LayerStrategy
 from phalanx.auto.capture.operator_sites import find_operator_parts
 from phalanx.auto.cost.parallel_config import GroupKind, ParallelConfig
-from phalanx.auto.planner.planner import Candidate
+from phalanx.auto.planner.candidate import Candidate
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
 from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS, batch_axes

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.machine_model import MachineModel
-from phalanx.auto.planner.assignment import Assignment
-from phalanx.auto.planner.candidate_cost import list_border_bytes, list_comm_costs, list_stages
+from phalanx.auto.planner.assignment import Assignment, list_border_bytes, list_comm_costs, list_stages
 from phalanx.cluster.calibration.figures import Kind
 
 Transfer = tuple[Kind, float]

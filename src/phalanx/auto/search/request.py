@@ -15,6 +15,7 @@ from phalanx.auto.predict.run_spec import ORDERS, RunSpec
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError
 from phalanx.i18n import Labels, suggest, tr
+from phalanx.units import parse_bytes
 
 _SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 
@@ -152,6 +153,13 @@ def read_layer_limit(limit: str) -> tuple[str, str]:
             )
         )
     return name, style
+
+
+def read_size(value: float | str) -> float | None:
+    """Return bytes from a number, or from text such as `8GiB`, `8Gi`, `500 MiB` and `8GB`; None if it is neither."""
+    if isinstance(value, int | float):
+        return None if isinstance(value, bool) else value
+    return parse_bytes(str(value), any_case=True)
 
 
 def check_arguments(model: Any, limits: Any, memory: float | None, top_k: int) -> None:

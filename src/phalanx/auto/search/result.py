@@ -66,6 +66,11 @@ class SearchResult(Generic[C]):
         return round((self.proved_s / self.bound - 1) * 100, 6)
 
 
+def format_percent(value: float) -> str:
+    """Return a percentage, such as a gap, in two digits, or as many as it has before the point."""
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
 def why_not(
     result: SearchResult[C],
     limits: Sequence[str],

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.auto.formatting import format_percent
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.comm.agreement import agree, share
 from phalanx.comm.context import Context, current
@@ -204,6 +203,7 @@ def _search_plan(
     current: Context,
 ) -> Plan:
     from phalanx.auto.auto_parallel import auto_parallel  # a job that plans nothing does not wait for this
+    from phalanx.auto.search.result import format_percent
 
     if auto_context.search_mode is not None:
         logger.info("search_mode=%s: %s all mean the one search", auto_context.search_mode, ", ".join(SEARCH_MODES))
