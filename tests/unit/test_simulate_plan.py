@@ -11,13 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx as px
+from phalanx.auto.captured_model import build_machine
+from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.simulate.picture import draw_step
 from phalanx.auto.simulate.trace import build_trace
 from phalanx.auto.simulate.values import Simulation
 from phalanx.auto.simulate_plan import simulate_plan
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import PlanError
-from phalanx.plan.value import Average, Axis, ModuleRule, ParamRule, Plan, Step
+from phalanx.plan.value import Average, Axis, ModuleRule, ParamRule, Plan, Push, Schedule, Step, TopK, Update
 
 
 class Deep(nn.Sequential):
@@ -60,9 +64,17 @@ def test_a_plan_edited_by_hand_is_simulated_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"params": (ParamRule(match="*", update=Average(every=4)),)}, r"params\[\*\]\.update = average"),
+        ({"params": (ParamRule(match="*", update=Push(mode="sync")),)}, r"params\[\*\]\.update = push"),
+        ({"params": (ParamRule(match="*", update=Average(every=4, adaptive=True)),)}, "params.* that is adaptive"),
+        (
+            {"params": (ParamRule(match="*"), ParamRule(match="0.*", update=Average(every=4)))},
+            r"params\.update of several kinds \(all_reduce, average\)",
+        ),
         ({"mesh": (Axis(name="context", size=4),), "step": Step()}, "mesh axis 'context'"),
-        ({"modules": (ModuleRule(match="0", recompute="full"),)}, r"modules\.recompute"),
+        (
+            {"modules": (ModuleRule(match="0", recompute="full"), ModuleRule(match="1", recompute="selective"))},
+            r"modules\.recompute of several kinds \(full, selective\)",
+        ),
         ({"modules": (ModuleRule(match="0.0", style="context"),)}, r"modules\[0\.0\]"),
     ],
 )
@@ -70,6 +82,74 @@ def test_what_has_no_price_is_named(changed: dict[str, object], what: str) -> No
     plan = planned("a100x4", "dp=4", "zero=0").plan.model_copy(update=changed)
     with pytest.raises(PlanError, match=f"no price for {what}"):
         simulate_plan(plan, Deep(), SAMPLE, F.cross_entropy, cluster="a100x4")
+
+
+def test_micro_batches_that_all_go_forward_first_are_all_held() -> None:
+    plan = planned("a100x4", "pp=4", "micro=8", "schedule=1f1b", "recompute=none", "tp=1").plan
+    edited = plan.model_copy(update={"schedule": Schedule(kind="gpipe", microbatches=8)})
+    step, usual = (simulate_plan(one, Deep(), SAMPLE, F.cross_entropy, cluster="a100x4") for one in (edited, plan))
+    assert "gpipe" in step.name
+    pipeline = step.simulation.pipeline
+    assert pipeline.schedule.kind == "gpipe"
+    assert pipeline.stages == usual.simulation.pipeline.stages
+    held = [
+        size + 8 * stage.activation_bytes + stage.workspace_bytes
+        for size, stage in zip(pipeline.persistent_bytes, pipeline.stages, strict=True)
+    ]
+    assert step.simulation.peaks == pytest.approx(held)
+    assert usual.simulation.peaks[-1] == pytest.approx(held[-1] - 7 * pipeline.stages[-1].activation_bytes)
+
+
+def test_modules_that_a_plan_recomputes_are_computed_twice_and_no_others() -> None:
+    plan = planned("a100x1", "recompute=none").plan
+
+    def simulated(*names: str) -> Simulation:
+        rules = tuple(ModuleRule(match=name, recompute="full") for name in names)
+        edited = plan.model_copy(update={"modules": (*plan.modules, *rules)})
+        return simulate_plan(edited, Deep(), SAMPLE, F.cross_entropy, cluster="a100x1").simulation
+
+    none, first, two, every = simulated(), simulated("3"), simulated("3", "5"), simulated("*")
+    forward = sum(none.pipeline.stages[layer].forward.compute for layer in (9, 10, 11))  # of 3.0, 3.1 and 3.2
+    again = forward + machine("a100x1").host.checkpoint_s
+    assert first.step_time_s == pytest.approx(none.step_time_s + again)
+    assert two.step_time_s == pytest.approx(none.step_time_s + 2 * again)
+    assert every.step_time_s == pytest.approx(none.step_time_s + 8 * again)
+    # Of its activations, block 3 keeps its input alone: 256 rows of 128 in float32.
+    assert [stage.activation_bytes for stage in first.pipeline.stages[9:12]] == [256 * 128 * 4, 0, 0]
+    other = [stage.activation_bytes for layer, stage in enumerate(first.pipeline.stages) if layer // 3 != 3]
+    assert other == [stage.activation_bytes for layer, stage in enumerate(none.pipeline.stages) if layer // 3 != 3]
+
+
+def machine(cluster: str) -> MachineModel:
+    return build_machine(read_cluster(cluster).weakest(), "fp32")
+
+
+def updated(update: Update) -> float:
+    """Return the seconds of a step of four ranks that train with it."""
+    plan = planned("a100x4", "dp=4", "zero=0", "recompute=none").plan
+    edited = plan.model_copy(update={"params": (ParamRule(match="*", update=update),), "modules": ()})
+    return simulate_plan(edited, Deep(), SAMPLE, F.cross_entropy, cluster="a100x4").simulation.step_time_s
+
+
+ENTRIES = [*[1024 * 128, 1024, 128 * 1024, 128] * 8]
+"""Of the parameters of `Deep`."""
+
+
+def test_ranks_that_average_parameters_every_so_many_steps_take_that_part_of_the_collective() -> None:
+    average_s = machine("a100x4").collective_s("all_reduce", 4.0 * sum(ENTRIES), GroupTopology(4, 4))
+    apart = updated(Average(every=10**9))
+    assert updated(Average(every=4)) == pytest.approx(apart + average_s / 4)
+    assert updated(Average(every=1)) == pytest.approx(apart + average_s)
+
+
+def test_the_largest_entries_of_gradients_travel_alone() -> None:
+    collective_s, where = machine("a100x4").collective_s, GroupTopology(4, 4)
+    sent = sum(round(count * 0.01) for count in ENTRIES if count >= 16384)
+    small = sum(count for count in ENTRIES if count < 16384)
+    late = collective_s("all_reduce", 4.0 * small, where)
+    late += collective_s("all_gather", 4 * 4.0 * sent, where) + collective_s("all_gather", 4 * 8.0 * sent, where)
+    apart = updated(Average(every=10**9))
+    assert updated(TopK(sparsity=(0.75, 0.99))) == pytest.approx(apart + late)
 
 
 def test_a_plan_is_simulated_on_as_many_devices_as_it_has_ranks() -> None:

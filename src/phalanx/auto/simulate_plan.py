@@ -62,9 +62,9 @@ def simulate_plan(
     layers, _ = read_layers(model, captured, calls, optimizer)
     dtype = next((rule.dtype for rule in plan.modules if not rule.match and rule.dtype), None)
     machine = build_machine(target, precision_of(dtype or parameter_dtype(captured)))
-    work = LayerWork(captured, calls, layers.blocks, machine.operators)
     per_node = target.nodes[0].devices
-    assignment = read_plan(plan, layers, batch_size=batch_size_of(calls), per_node=per_node)
+    assignment, layers = read_plan(plan, layers, batch_size=batch_size_of(calls), per_node=per_node)
+    work = LayerWork(captured, calls, layers.blocks, machine.operators)
     simulated = simulate_assignment(assignment, layers, work, machine)
     hour = target.usd_per_hour
     price = None if hour is None else hour / 3600 * simulated.simulation.step_time_s

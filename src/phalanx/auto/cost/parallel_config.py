@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.plan.value import Average, TopK
 
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
 GroupKind = Literal["dp", "pp", "sharding", "mp"]
-ScheduleKind = Literal["none", "1f1b", "interleaved", "zero_bubble"]
+ScheduleKind = Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 SCHEDULES: tuple[ScheduleKind, ...] = ("none", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -46,6 +47,12 @@ class ParallelConfig:
     zero_bubble: bool = False
     """Whether gradients of weights are computed apart, where stages would wait for each other. One stage a rank then,
     and nothing sharded or recomputed."""
+
+    gpipe: bool = False
+    """Whether all micro-batches go forward before one goes back. A search has no use for it; a Plan may say so."""
+
+    update: Average | TopK | None = None
+    """What ranks exchange instead of all gradients in every step, where a Plan says so; no search does."""
 
     model_inside: bool = True
     """Order of the ranks: whether those that hold a layer together are neighbours, or those furthest apart."""
@@ -84,6 +91,8 @@ class ParallelConfig:
             return "none"
         if self.zero_bubble:
             return "zero_bubble"
+        if self.gpipe:
+            return "gpipe"
         return "interleaved" if self.virtual > 1 else "1f1b"
 
     @property
@@ -125,8 +134,9 @@ class ParallelConfig:
         if self.stages > 1:
             virtual = f"x{self.virtual}" if self.virtual > 1 else ""
             parts.append(f"stages={self.stages}{virtual} micro={self.micro_batches}")
-            parts += ["zero_bubble"] if self.zero_bubble else []
+            parts += [name for name in ("zero_bubble", "gpipe") if getattr(self, name)]
         parts += [f"zero={self.zero}", f"recompute={self.recompute}"]
+        parts += [] if self.update is None else [f"update={self.update.kind}"]
         if not self.model_inside:
             parts.append("order=model,data")
         return " ".join(parts)

@@ -16,9 +16,13 @@ from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.cluster.calibration.figures import Kind, Sharding
 from phalanx.plan.rules.tensor import CUT_DIM
 from phalanx.plan.shape import ParamShape
+from phalanx.plan.value import Average, TopK
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are sent together until they fill this many bytes, as `plan.value.AllReduce` says."""
+
+_INDEX_BYTES = 8
+"""Of the place of an entry that travels (`parallel/update/top_k`)."""
 
 
 class ParameterCost(NamedTuple):
@@ -35,6 +39,7 @@ class ParameterCost(NamedTuple):
     """Of gradients into their buckets, in every backward pass, and of the host, which hears of each."""
 
     update_s: float
+    """Of the optimizer, and of what ranks exchange after the passes."""
 
 
 class ParameterCostModel:
@@ -44,6 +49,7 @@ class ParameterCostModel:
         self._optimizer, self._work, self._config, self._machine = layers.optimizer, work, config, machine
         whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
         self._bucket = min(whole, BUCKET_BYTES) or 1
+        self._exchange = None if config.update is None else _LateExchange(layers, config, machine)
 
     def of(self, own: Sequence[ParamShape], parts: float, strategy: LayerStrategy) -> ParameterCost:
         """Return what a layer's parameters cost.
@@ -57,7 +63,11 @@ class ParameterCostModel:
         trained = [param for param in own if param.trainable]
         size, count = sum(param.bytes for param in trained) / parts, sum(param.count for param in trained) / parts
         frozen = sum(param.bytes for param in own if not param.trainable) / parts
-        if config.zero and self._machine.host.sharded_s is not None:
+        late_s = 0.0
+        if self._exchange is not None:
+            exchange, gather, again, moved = 0.0, 0.0, 0.0, 0.0
+            late_s = self._exchange.seconds(trained)
+        elif config.zero and self._machine.host.sharded_s is not None:
             exchange, gather, again, moved = 0.0, self._sharded_s(own, parts), 0.0, 0.0
         else:
             exchange, moved = self._exchanged(trained, size, parts, strategy)
@@ -70,9 +80,10 @@ class ParameterCostModel:
         values = (size + frozen) / slices + (size + frozen if keeps_whole else 0.0)
         gradients = size / slices + (size if config.zero and config.stages > 1 else 0.0)
         passing = 0.0 if not config.zero or config.stages > 1 else size + (size + frozen if config.zero == 3 else 0.0)
-        update = self._machine.operators.optimizer_s(self._optimizer, count / slices, len(trained))
+        update = self._machine.operators.optimizer_s(self._optimizer, count / slices, len(trained)) if trained else 0.0
+        residual = sum(param.bytes for param in trained if _is_compressed(param, config))
         return ParameterCost(
-            values + gradients + state, passing, exchange, gather, again, moved, update if trained else 0.0
+            values + gradients + state + residual, passing, exchange, gather, again, moved, update + late_s
         )
 
     def _exchanged(
@@ -117,6 +128,47 @@ class ParameterCostModel:
             seconds += started / len(unit)
             seconds += (sharded_s(how, whole, len(unit), where) - started) * param.bytes / whole / parts
         return seconds
+
+
+class _LateExchange:
+    """What ranks exchange beside no pass: parameters that are averaged, or the largest entries of gradients.
+
+    All parameters travel together, so those of one layer take their part of that. Collectives alone have a price.
+    """
+
+    def __init__(self, layers: Layers, config: ParallelConfig, machine: MachineModel) -> None:
+        self._config = config
+        self._total = self._list_sent([param for param in layers.captured.parameters if param.trainable])
+        where = config.over_data
+        self._total_s = tuple(
+            machine.collective_s(kind, size, where) if size and where.ranks > 1 else 0.0 for kind, size in self._total
+        )
+
+    def seconds(self, own: Sequence[ParamShape]) -> float:
+        """Return the seconds of a step for the parameters of a layer, on average over steps."""
+        update = self._config.update
+        parts = zip(self._list_sent(own), self._total, self._total_s, strict=True)
+        seconds = sum(total_s * size / total for (_, size), (_, total), total_s in parts if size)
+        return seconds / update.every if isinstance(update, Average) else seconds
+
+    def _list_sent(self, params: Sequence[ParamShape]) -> tuple[tuple[Kind, float], ...]:
+        """Return the collectives, and the bytes of these parameters in each."""
+        update, ranks = self._config.update, self._config.data
+        if not isinstance(update, TopK):
+            return (("all_reduce", float(sum(param.bytes for param in params))),)
+        chosen = [param for param in params if _is_compressed(param, self._config)]
+        entries = [max(1, round(param.count * (1 - update.sparsity[-1]))) for param in chosen]
+        values = sum(count * param.item_bytes for count, param in zip(entries, chosen, strict=True))
+        return (
+            ("all_reduce", float(sum(param.bytes for param in params if param not in chosen))),
+            ("all_gather", float(ranks * values)),
+            ("all_gather", float(ranks * _INDEX_BYTES * sum(entries))),
+        )
+
+
+def _is_compressed(param: ParamShape, config: ParallelConfig) -> bool:
+    """Return whether only the largest entries of a parameter's gradient travel."""
+    return isinstance(config.update, TopK) and param.count >= config.update.dense_below
 
 
 def _is_sharded(param: ParamShape, strategy: LayerStrategy) -> bool:

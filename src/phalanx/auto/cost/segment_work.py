@@ -121,7 +121,8 @@ class LayerWork:
         units = (self.unit_of[param.name] for param in work.call.parameters)
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
-        return work.call.template, work.is_first, work.trains, work.starts_block, work.block_saved_bytes, sizes
+        saved = work.call.saved_bytes, work.in_block, work.starts_block, work.block_saved_bytes
+        return work.call.template, work.is_first, work.trains, *saved, sizes
 
     def least_s(self, config: ParallelConfig) -> float:
         """Return seconds that one micro-batch takes through all stages and back, whatever the strategies.

@@ -6,18 +6,33 @@ What the cost model has no price for is an error that names the field of the Pla
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from phalanx.auto.capture.layers import PARTS, WHOLE, ActivationState, Layers, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute, Zero
+from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute
 from phalanx.auto.planner.assignment import Assignment
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
 from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
+from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.sites import regions
 from phalanx.plan.stages import stage_of, units
-from phalanx.plan.value import AllReduce, Frozen, Layout, ModuleRule, OnRanks, Plan, ReduceScatter, Shard, matches
+from phalanx.plan.value import (
+    AllReduce,
+    Average,
+    Frozen,
+    Layout,
+    ModuleRule,
+    OnRanks,
+    Plan,
+    Push,
+    ReduceScatter,
+    Shard,
+    TopK,
+    matches,
+)
 
 _STATES: dict[int, ActivationState] = {-1: "features", -2: "tokens"}
 
@@ -25,8 +40,8 @@ _FOLLOWING = (WHOLE, LayerStrategy(None, "features", "features"), LayerStrategy(
 """Strategies of calls without a rule: they take activations as they arrive."""
 
 
-def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> Assignment:
-    """Return what a Plan decides for a model.
+def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> tuple[Assignment, Layers]:
+    """Return what a Plan decides for a model, and the model with the blocks that the Plan recomputes.
 
     Args:
         plan: Any Plan of the model.
@@ -46,23 +61,31 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
         raise _unpriced(f"mesh axes {DATA_AXIS!r} and {SHARD_AXIS!r} together")
     stages = sizes.get(STAGE_AXIS, 1)
     schedule = plan.schedule
-    if schedule.kind == "gpipe" or schedule.is_v or schedule.microbatch_rows is not None:
+    if schedule.is_v or schedule.microbatch_rows is not None:
         raise _unpriced(f"schedule {schedule.model_dump(exclude_defaults=True)}")
+    recompute, blocks = _read_recompute(plan, layers)
+    update = _read_update(plan, layers)
+    late = update if isinstance(update, Average | TopK) else None
+    if late is not None and (stages > 1 or sizes.get(MODEL_AXIS, 1) > 1):
+        raise _unpriced(f"params.update = {late.kind} together with mesh axes {STAGE_AXIS!r} and {MODEL_AXIS!r}")
     config = ParallelConfig(
         data=sizes.get(DATA_AXIS, 1) * sizes.get(SHARD_AXIS, 1),
         model=sizes.get(MODEL_AXIS, 1),
-        zero=_read_zero(plan, layers),
-        recompute=_read_recompute(plan, layers),
+        zero=update.zero if isinstance(update, ReduceScatter) else 0,
+        recompute=recompute,
         stages=stages,
         virtual=schedule.virtual if stages > 1 else 1,
         micro_batches=schedule.microbatches if stages > 1 else 1,
         zero_bubble=schedule.kind == "zero_bubble",
+        gpipe=schedule.kind == "gpipe",
+        update=late,
         model_inside=_is_model_inside(plan),
         per_node=per_node,
         rows=batch_size,
     )
     starts = _read_stages(plan, layers) if stages > 1 else ()
-    return Assignment(config=config, call_strategies=_read_strategies(plan, layers, config), stages=starts)
+    strategies = _read_strategies(plan, layers, config)
+    return Assignment(config=config, call_strategies=strategies, stages=starts), replace(layers, blocks=blocks)
 
 
 def _unpriced(what: str) -> PlanError:
@@ -74,31 +97,34 @@ def _unpriced(what: str) -> PlanError:
     )
 
 
-def _read_zero(plan: Plan, layers: Layers) -> Zero:
-    """Return the stage of sharding, which is the same for all parameters."""
-    zeros: set[Zero] = set()
+def _read_update(plan: Plan, layers: Layers) -> AllReduce | ReduceScatter | Average | TopK:
+    """Return how parameters are updated, which is the same for all of them."""
+    updates: dict[object, AllReduce | ReduceScatter | Average | TopK] = {}
     for param in layers.captured.parameters:
         rule = plan.rule_for(param.name)
-        if isinstance(rule.update, Frozen) or not param.trainable:
+        update = rule.update
+        if isinstance(update, Frozen) or not param.trainable:
             continue
-        if not isinstance(rule.update, AllReduce | ReduceScatter) or not isinstance(rule.place, OnRanks):
-            raise _unpriced(f"params[{rule.match}].update = {rule.update.kind}")
-        zeros.add(rule.update.zero if isinstance(rule.update, ReduceScatter) else 0)
-    if len(zeros) > 1:
-        raise _unpriced(f"params.update zero = {sorted(zeros)}")
-    return zeros.pop() if zeros else 0
+        if isinstance(update, Push) or not isinstance(rule.place, OnRanks):
+            raise _unpriced(f"params[{rule.match}].update = {update.kind}")
+        if isinstance(update, Average) and update.adaptive:
+            raise _unpriced(f"params[{rule.match}].update = {update.kind} that is adaptive")
+        alike = "all_reduce" if isinstance(update, AllReduce) else update
+        updates.setdefault(update.zero if isinstance(update, ReduceScatter) else alike, update)
+    if len(updates) > 1:
+        kinds = sorted(f"{u.kind} zero={u.zero}" if isinstance(u, ReduceScatter) else u.kind for u in updates.values())
+        raise _unpriced(f"params.update of several kinds ({', '.join(kinds)})")
+    return next(iter(updates.values()), AllReduce())
 
 
-def _read_recompute(plan: Plan, layers: Layers) -> Recompute:
-    """Return what repeated blocks recompute, which is the same for all of them."""
-    rules = [rule for rule in plan.modules if rule.recompute != "none"]
-    kinds: set[Recompute] = set()
-    for block in layers.blocks:
-        kinds.add(next((rule.recompute for rule in reversed(rules) if matches(rule.match, block)), "none"))
-    other = next((rule for rule in rules if not any(matches(rule.match, block) for block in layers.blocks)), None)
-    if len(kinds) > 1 or other is not None:
-        raise _unpriced(f"modules.recompute of other modules than all repeated blocks ({', '.join(layers.blocks)})")
-    return kinds.pop() if kinds else "none"
+def _read_recompute(plan: Plan, layers: Layers) -> tuple[Recompute, tuple[str, ...]]:
+    """Return how modules are recomputed, which is the same for all of them, and which."""
+    modules = ((path, kind in ("ModuleList", "ModuleDict")) for path, kind in layers.captured.modules)
+    rules = recomputed_modules(plan.modules, modules)
+    kinds = {rule.recompute for rule in rules.values()}
+    if len(kinds) > 1:
+        raise _unpriced(f"modules.recompute of several kinds ({', '.join(sorted(kinds))})")
+    return (kinds.pop(), tuple(rules)) if kinds else ("none", layers.blocks)
 
 
 def _is_model_inside(plan: Plan) -> bool:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.data.forward_hooks import Forward, buffers_kept, wrap_forward
 from phalanx.parallel.tensor.context import part_in_force
+from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule, matches
 
 logger = logging.getLogger("phalanx.parallel")
@@ -63,27 +64,14 @@ def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str,
                 f"recompute names {rule.match!r}, and the model has no such module.{did_you_mean(rule.match, names)} "
                 "print(model) shows the names; * stands for anything."
             )
-    chosen = dict(_match_rules(rules, model, ""))
+    modules = ((name, isinstance(module, (nn.ModuleList, nn.ModuleDict))) for name, module in model.named_modules())
+    chosen = recomputed_modules(rules, modules)
     for name, rule in chosen.items():
         module = model.get_submodule(name)
         wrap_forward(module, _recomputed, module, rule)
     if any(rule.offload for rule in chosen.values()) and all(p.device.type == "cpu" for p in model.parameters()):
         logger.warning("offload of recomputed modules does not act: the model computes in host memory already.")
     return tuple(chosen)
-
-
-def _match_rules(rules: Sequence[ModuleRule], module: nn.Module, prefix: str) -> Iterator[tuple[str, ModuleRule]]:
-    for name, child in module.named_children():
-        full = f"{prefix}{name}"
-        matching = [rule for rule in rules if matches(rule.match, full)]
-        is_wanted = bool(matching) and matching[-1].recompute != "none"
-        if is_wanted and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield full, matching[-1]
-        elif is_wanted:
-            members = [matching[-1].model_copy(update={"match": f"{full}.{own}"}) for own, _ in child.named_children()]
-            yield from _match_rules([*members, *rules], child, f"{full}.")
-        elif not any(rule.recompute != "none" for rule in matching):  # else the last one is an exception for all in it
-            yield from _match_rules(rules, child, f"{full}.")
 
 
 def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any, **kwargs: Any) -> Any:
