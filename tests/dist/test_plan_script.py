@@ -15,7 +15,8 @@ from rich.cells import cell_len
 
 from phalanx.cli.plan import command
 from phalanx.errors import ConfigError, PlanError
-from phalanx.plan.files import load_plan
+from phalanx.plan.files import load_plan, save_plan
+from phalanx.plan.value import Average, ParamRule
 from phalanx.train.model.plan_script import plan_script
 
 pytestmark = pytest.mark.dist
@@ -139,6 +140,45 @@ def test_scripts_are_planned_without_training(tmp_path):
     assert "每个进程" in timeline.read_text()
     assert picture.read_text().startswith("<svg")
     assert f"{trace}：每步" in done.stderr
+
+
+def test_the_plan_of_a_script_is_simulated_also_when_it_was_edited(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(DISTRIBUTED)
+    flags = ("train.py", "--cluster", "a100x2,usd=3.6", "--json")
+    answer = json.loads(planned(*flags, "--limit", "dp=2", "--limit", "zero=0", "--save", "plan.json").stdout)
+    done = planned(*flags, "--plan", "plan.json", "--trace", "step.json")
+    assert done.returncode == 0, done.stderr
+    step = json.loads(done.stdout)
+    assert step["step_time_s"] == pytest.approx(answer["step_time_s"])
+    assert step["usd_per_step"] == pytest.approx(2 * 3.6 / 3600 * step["step_time_s"])
+    assert step["ranks"][0]["peak_bytes"] == pytest.approx(answer["memory_bytes"])
+    assert step["rows_per_s"] == pytest.approx(32 / step["step_time_s"])
+    assert re.search(r"step.json: .* a step, idle 0.0%, peak rank", done.stderr)
+    assert json.loads(Path("step.json").read_text())["otherData"]["step_time_s"] == step["step_time_s"]
+
+    plan = load_plan("plan.json")
+    save_plan(plan.model_copy(update={"params": (ParamRule(match="*", update=Average(every=8)),)}), "plan.json")
+    done = planned("train.py", "--cluster", "a100x2", "--plan", "plan.json")
+    assert re.search(r"update=average: .* a step\n", done.stdout)
+    assert "each rank" in done.stdout
+    assert "all 2 ranks do the same" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("train.py", "--plan", "plan.json", "--limit", "tp=1", "--save", "other.json"), "Leave out --limit, --save"),
+        (("run.json", "--plan", "plan.json"), "--plan, --save and --picture are for a script"),
+    ],
+)
+def test_a_plan_is_simulated_and_nothing_searched(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "run.json"):
+        Path(name).touch()
+    done = CliRunner().invoke(command, flags)
+    assert done.exit_code == 2
+    assert message in done.output
 
 
 def test_a_script_of_verbs_is_planned_at_its_first_training_step(tmp_path, caplog):

@@ -43,6 +43,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Default: the script's; adam if none."
 )
+@click.option(
+    "--plan",
+    "plan_file",
+    type=_FILE,
+    metavar="FILE.json",
+    help="Search for nothing: simulate a step of a script's model under this Plan, also one edited by hand.",
+)
 @click.option("--save", type=_FILE, metavar="FILE.json", help="Write a script's Plan to this file.")
 @click.option("--picture", type=_FILE, metavar="FILE.svg", help="Draw a script's model with its placements.")
 @simulation_options
@@ -50,14 +57,20 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
     """Find the fastest way to train on a cluster, and prove how good it is. The cluster need not be there.
 
     FILE is a training script, which runs until it would train, with its own arguments after it; or one run as
-    `phalanx predict` takes it, without what is searched (- reads it from standard input).
+    `phalanx predict` takes it, without what is searched (- reads it from standard input). With --plan, say what a
+    step of the script's model takes under a Plan of yours.
     """
     check_folders(*(options[name] for name in ("save", "picture", "trace", "timeline")))
+    plan_file = options.pop("plan_file")
+    if file.suffix == ".py" and plan_file is not None:
+        options.pop("top")
+        _simulate_script(file, arguments, plan_file, **options)
+        return
     if file.suffix == ".py":
         _plan_script(file, arguments, **options)
         return
-    if any([arguments, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
-        raise click.UsageError(tr("Arguments, --optimizer, --save and --picture are for a script, FILE.py."))
+    if any([arguments, plan_file, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
+        raise click.UsageError(tr("Arguments, --optimizer, --plan, --save and --picture are for a script, FILE.py."))
     from phalanx.auto.commands import plan_transformer
 
     with click.open_file(str(file), encoding="utf-8") as opened:
@@ -111,6 +124,41 @@ def _plan_script(
         click.echo(
             tr("{path}: train with it, px.distribute(..., plan=phalanx.plan.load_plan('{path}'))", path=save), err=True
         )
+
+
+def _simulate_script(
+    script: Path,
+    arguments: tuple[str, ...],
+    plan_file: Path,
+    *,
+    cluster: str | None,
+    as_json: bool,
+    optimizer: str | None,
+    trace: Path | None,
+    timeline: Path | None,
+    **of_a_search: Any,
+) -> None:
+    """Print what a step of a script's model takes under a Plan."""
+    flags = {"limits": "--limit", "alternatives": "--why-not", "time_limit": "--time-limit"}
+    refused = [flags.get(name, f"--{name}") for name, value in of_a_search.items() if value not in (None, ())]
+    if refused:
+        raise click.UsageError(
+            tr("--plan simulates that Plan and searches for none. Leave out {options}.", options=", ".join(refused))
+        )
+    _check_words(cluster, ())
+    from phalanx.auto.simulate.table import build_step_table
+    from phalanx.plan.files import load_plan
+
+    plan = load_plan(plan_file)
+    from phalanx.train.model.plan_script import simulate_script
+
+    chosen = {} if optimizer is None else {"optimizer": optimizer}
+    simulated = simulate_script(script, arguments, plan, cluster=cluster, **chosen)
+    if as_json:
+        click.echo(json.dumps(simulated.to_json()))
+    else:
+        Console().print(build_step_table(simulated))
+    write_simulated_step(simulated, None, trace, timeline)
 
 
 def _check_words(cluster: str | None, limits: Iterable[str]) -> None:

@@ -11,8 +11,9 @@ import click
 
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.simulate.picture import draw_step, format_rate
+from phalanx.auto.simulate.picture import draw_step
 from phalanx.auto.simulate.run import simulate_run
+from phalanx.auto.simulate.table import format_rate
 from phalanx.auto.simulate.trace import build_trace
 from phalanx.auto.simulate.values import SimulatedStep
 from phalanx.errors import ConfigError
@@ -42,19 +43,28 @@ def write_simulation(run: RunSpec, trace: Path | None, timeline: Path | None) ->
 
 
 def write_simulated_step(
-    simulated: SimulatedStep, predicted_s: float, trace: Path | None, timeline: Path | None
+    simulated: SimulatedStep, predicted_s: float | None, trace: Path | None, timeline: Path | None
 ) -> None:
     """Write the trace and the picture of a step, those that are wanted, and say so on standard error.
 
     Args:
         simulated: The step.
-        predicted_s: Its seconds by the formula that searches go by.
+        predicted_s: Its seconds by the formula that searches go by; None where there is none.
         trace: Where its events and memory go.
         timeline: Where its picture goes.
 
     Raises:
         ConfigError: If a file cannot be written.
     """
+    if trace is not None:
+        write_file(trace, json.dumps(build_trace(simulated)))
+        _echo_written(trace, simulated, predicted_s)
+    if timeline is not None:
+        write_file(timeline, draw_step(simulated))
+        _echo_written(timeline, simulated, predicted_s)
+
+
+def _echo_written(path: Path, simulated: SimulatedStep, predicted_s: float | None) -> None:
     price = "" if simulated.usd_per_step is None else tr("; {usd} USD a step", usd=f"{simulated.usd_per_step:.4g}")
     facts = {
         "step": format_seconds(simulated.simulation.step_time_s),
@@ -62,28 +72,17 @@ def write_simulated_step(
         "memory": format_bytes(max(simulated.simulation.peaks)),
         "rate": format_rate(simulated),
         "price": price,
-        "predicted": format_seconds(predicted_s),
     }
-    if trace is not None:
-        write_file(trace, json.dumps(build_trace(simulated)))
-        click.echo(
-            tr(
-                "{path}: {step} a step (predicted {predicted}), idle {idle}, peak rank {memory}, {rate}{price}",
-                path=trace,
-                **facts,
-            ),
-            err=True,
+    if predicted_s is None:
+        message = tr("{path}: {step} a step, idle {idle}, peak rank {memory}, {rate}{price}", path=path, **facts)
+    else:
+        message = tr(
+            "{path}: {step} a step (predicted {predicted}), idle {idle}, peak rank {memory}, {rate}{price}",
+            path=path,
+            predicted=format_seconds(predicted_s),
+            **facts,
         )
-    if timeline is not None:
-        write_file(timeline, draw_step(simulated))
-        click.echo(
-            tr(
-                "{path}: {step} a step (predicted {predicted}), idle {idle}, peak rank {memory}, {rate}{price}",
-                path=timeline,
-                **facts,
-            ),
-            err=True,
-        )
+    click.echo(message, err=True)
 
 
 def check_folders(*files: Path | None) -> None:

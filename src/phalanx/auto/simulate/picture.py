@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from phalanx.auto.simulate.table import format_facts, format_rank, format_title
 from phalanx.auto.simulate.values import SimulatedStep, Slice
 from phalanx.i18n import Labels, tr
 from phalanx.units import format_bytes, format_seconds
@@ -23,13 +24,6 @@ _LEGEND: Labels = {
     "idle": "idle",
 }
 """What the colours are called."""
-
-_RATES: Labels = {
-    "tokens": "{rate} tokens/s",
-    "rows": "{rate} samples/s",
-}
-"""By what a simulated step counts."""
-
 
 COLOURS = {
     "forward": "#4e79a7",
@@ -84,23 +78,9 @@ def _row_height(ranks: int) -> float:
 
 
 def _heading(simulated: SimulatedStep) -> Iterator[str]:
-    simulation = simulated.simulation
-    title = tr("{name}: {step} a step", name=simulated.name, step=format_seconds(simulation.step_time_s))
-    yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(title)}</text>'
-    pipeline = simulation.pipeline
-    facts = tr(
-        "{rate}; all {copies} ranks do the same"
-        if simulated.layers
-        else "{rate}, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks per row: {copies}",
-        rate=format_rate(simulated),
-        idle=f"{simulation.idle_share:.1%}",
-        microbatches=pipeline.schedule.microbatches,
-        schedule=pipeline.schedule.kind,
-        copies=pipeline.copies,
-    )
-    if simulated.usd_per_step is not None:
-        facts += tr("; {usd} USD a step", usd=f"{simulated.usd_per_step:.4g}")
-    if pipeline.schedule.virtual > 1 and not simulated.layers:
+    yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(format_title(simulated))}</text>'
+    simulation, facts = simulated.simulation, format_facts(simulated)
+    if simulation.pipeline.schedule.virtual > 1 and not simulated.layers:
         facts += tr("; later stages of a rank are paler")
     if simulation.left_out:
         facts += tr("; {count} micro-batches of the steady state not drawn", count=simulation.left_out)
@@ -124,11 +104,8 @@ def _axis(shown: float, bottom: float) -> Iterator[str]:
 
 
 def _labels(simulated: SimulatedStep, rank: int, top: float, row: float) -> Iterator[str]:
-    pipeline = simulated.simulation.pipeline
-    stages = [s for s in range(len(pipeline.stages)) if pipeline.schedule.holder(s, pipeline.ranks) == rank]
-    stage_names = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
     size, middle = min(12.0, row - 1), top + row / 2 + min(12.0, row - 1) / 3
-    label = escape(tr("each rank") if simulated.layers else tr("stage {stages}", stages=stage_names))
+    label = escape(format_rank(simulated, rank))
     peak = format_bytes(simulated.simulation.peaks[rank])
     yield f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end" font-size="{size:g}">{label}</text>'
     yield f'<text x="{_LEFT + _TIME + 8}" y="{middle:.1f}" font-size="{size:g}">{peak}</text>'
@@ -183,8 +160,3 @@ def _layers(slices: list[Slice]) -> Iterator[tuple[Slice, _Layer]]:
         turn = stages.index(item.stage) / max(1, len(stages) - 1) if item.stage >= 0 else 0.0
         opacity = 1 - _PALER * turn if item.stream == "compute" else 1.0
         yield item, _Layer(_KINDS[item.kind] if item.stream == "compute" else item.stream, beside, opacity)
-
-
-def format_rate(simulated: SimulatedStep) -> str:
-    """Return what all ranks get through in a second, in the user's language."""
-    return tr(_RATES[simulated.unit], rate=f"{simulated.per_s:,.0f}")

@@ -22,32 +22,21 @@ def build_trace(simulated: SimulatedStep) -> dict[str, Any]:
     one, and events have the names of layers. `otherData` says how many ranks do the same, and how many micro-batches of
     the steady state the trace does not show.
     """
-    simulation = simulated.simulation
     return {
         "traceEvents": [
             *_list_names(simulated),
-            *(_event(item, simulated.layers) for item in simulation.slices),
+            *(_event(item, simulated.layers) for item in simulated.simulation.slices),
             *_memory(simulated),
         ],
         "displayTimeUnit": "ms",
-        "otherData": {
-            "run": simulated.name,
-            "step_time_s": simulation.step_time_s,
-            f"{simulated.unit}_per_s": simulated.per_s,
-            "usd_per_step": simulated.usd_per_step,
-            "ranks_that_do_the_same": simulation.pipeline.copies,
-            "microbatches_left_out": simulation.left_out,
-        },
+        "otherData": simulated.facts(),
     }
 
 
 def _list_names(simulated: SimulatedStep) -> Iterator[dict[str, Any]]:
     pipeline = simulated.simulation.pipeline
-    for rank in range(pipeline.ranks):
-        stages = ", ".join(
-            str(s) for s in range(len(pipeline.stages)) if pipeline.schedule.holder(s, pipeline.ranks) == rank
-        )
-        name = "each rank" if simulated.layers else f"stage {stages}"
+    for rank, stages in enumerate(pipeline.stages_by_rank):
+        name = "each rank" if simulated.layers else f"stage {', '.join(map(str, stages))}"
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for line, stream in enumerate(STREAMS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.plan.value import Schedule
@@ -83,6 +83,12 @@ class PipelineSpec:
 
     copies: int = 1
     """Ranks that hold the same stages and do the same."""
+
+    @property
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds."""
+        holder = [self.schedule.holder(stage, self.ranks) for stage in range(len(self.stages))]
+        return tuple(tuple(s for s, owner in enumerate(holder) if owner == rank) for rank in range(self.ranks))
 
     def __post_init__(self) -> None:
         stages = self.ranks * self.schedule.virtual
@@ -165,3 +171,24 @@ class SimulatedStep:
 
     layers: tuple[str, ...] = ()
     """Names of the stages, where these are the layers of one rank."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what there is to say of the whole step, in plain values."""
+        return {
+            "run": self.name,
+            "step_time_s": self.simulation.step_time_s,
+            f"{self.unit}_per_s": self.per_s,
+            "usd_per_step": self.usd_per_step,
+            "ranks_that_do_the_same": self.simulation.pipeline.copies,
+            "microbatches_left_out": self.simulation.left_out,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the step, and where the seconds and bytes of its ranks go, in plain values."""
+        ranks = [
+            {"stages": stages, "compute_s": rank.busy, "wait_s": rank.exposed, "idle_s": rank.idle, "peak_bytes": peak}
+            for stages, rank, peak in zip(
+                self.simulation.pipeline.stages_by_rank, self.simulation.ranks, self.simulation.peaks, strict=True
+            )
+        ]
+        return {**self.facts(), "idle_share": self.simulation.idle_share, "ranks": ranks}

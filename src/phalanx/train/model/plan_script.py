@@ -7,25 +7,30 @@ import logging
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
 import phalanx.comm.context as context_of
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.to_plan import PLANNED_SETTINGS
-from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.auto.simulate.values import SimulatedStep
+from phalanx.auto.simulate_plan import simulate_plan
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.i18n import tr
 from phalanx.parallel.session import TrainingRequest, session
+from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_parallel import auto_parallel
 from phalanx.train.model.planning import batch_size_of, global_batch, require_no_tables, with_batch_size
 
 logger = logging.getLogger("phalanx.train")
+
+T = TypeVar("T")
 
 
 def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanResult:
@@ -44,6 +49,48 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanR
         ConfigError: If the script fails, or ends without training a model that it distributes.
     """
     cluster = read_cluster(options.get("cluster") or "here")  # before the script runs: that may take minutes
+
+    def plan(training: TrainingRequest) -> PlanResult:
+        sample = _sample(training, cluster.devices)
+        logger.info(
+            "%s",
+            tr(
+                "planning {model} for a global batch of {rows} samples; --time-limit stops the search at the best Plan "
+                "so far",
+                model=type(training.model).__name__,
+                rows=batch_size_of(sample),
+            ),
+        )
+        chosen = {"optimizer": _optimizer(training, options), "strategy": _settings(training.strategy)} | options
+        return auto_parallel(training.model, sample, training.loss_fn, **(chosen | {"cluster": cluster}))
+
+    return _run_until_training(script, arguments, plan)
+
+
+def simulate_script(script: Path, arguments: Sequence[str], plan: Plan, **options: Any) -> SimulatedStep:
+    """Run a script likewise, and return a step of its model under a Plan, event by event.
+
+    Args:
+        script: A training script.
+        arguments: Its own.
+        plan: Any Plan of its model.
+        **options: As `px.simulate_plan` takes them; the optimizer is the script's own unless given.
+
+    Raises:
+        ConfigError: As `plan_script` does.
+        PlanError: As `px.simulate_plan` does.
+    """
+    cluster = read_cluster(options.get("cluster") or "here")
+
+    def simulate(training: TrainingRequest) -> SimulatedStep:
+        sample, optimizer = _sample(training, cluster.devices), _optimizer(training, options)
+        return simulate_plan(plan, training.model, sample, training.loss_fn, cluster=cluster, optimizer=optimizer)
+
+    return _run_until_training(script, arguments, simulate)
+
+
+def _run_until_training(script: Path, arguments: Sequence[str], use: Callable[[TrainingRequest], T]) -> T:
+    """Run a script until it would train, and return what is made of that."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent.resolve()))
@@ -52,7 +99,8 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanR
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
     except _Reached as reached:
-        return _plan_reached(reached.training, cluster, options)
+        session.planner = None
+        return use(reached.training)
     except SystemExit as ended:
         advice = tr(
             "Give a script that calls px.distribute(model, optimizer, data), fleet.distributed_model(model) or "
@@ -109,31 +157,18 @@ def _stop(training: TrainingRequest) -> NoReturn:
     raise _Reached(training)
 
 
-def _plan_reached(training: TrainingRequest, cluster: Cluster, options: dict[str, Any]) -> PlanResult:
-    session.planner = None
-    model = training.model
-    require_no_tables(model)
-    sample = _sample(training, cluster.devices)
-    logger.info(
-        "%s",
-        tr(
-            "planning {model} for a global batch of {rows} samples; --time-limit stops the search at the best Plan so "
-            "far",
-            model=type(model).__name__,
-            rows=batch_size_of(sample),
-        ),
-    )
+def _optimizer(training: TrainingRequest, options: Mapping[str, Any]) -> Any:
+    """Return the optimizer that was asked for, else the script's."""
     if training.optimizer is None and "optimizer" not in options:
         logger.info(
             "%s", tr("the script passes no optimizer, so the plan is for adam; choose another with --optimizer")
         )
-    options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
-    options["cluster"] = cluster
-    return auto_parallel(model, sample, training.loss_fn, **options)
+    return options.get("optimizer", training.optimizer or "adam")
 
 
 def _sample(training: TrainingRequest, ranks: int) -> Any:
     """Return what a global batch calls the model with, the target after it where there is a loss function."""
+    require_no_tables(training.model)
     if training.inputs is None:
         assert session.loader is not None
         return global_batch(session.loader, training.model, has_target=training.has_target, ranks=ranks)
