@@ -27,7 +27,7 @@ class CallInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCall:
-    """What one call of a module runs between the modules it calls, and what that costs backward."""
+    """What one call of a module runs between the modules it calls."""
 
     path: str
     kind: str
@@ -45,18 +45,6 @@ class ModuleCall:
     outputs: tuple[TensorShape, ...]
     """What later calls read or, of the last ones, what the last operator makes."""
 
-    forward_flops: int
-    backward_flops: int
-    """Gradients of inputs and of parameters, and what is recomputed."""
-
-    forward_bytes: int
-    """Read and written by all its operators, parameters too."""
-
-    backward_bytes: int
-    forward_kernels: int
-    """Operators that move bytes; those that only change how memory is seen are none."""
-
-    backward_kernels: int
     saved_bytes: int
     """Of the activations it makes, those that autograd keeps for the backward pass."""
 
@@ -82,8 +70,6 @@ class ModuleCall:
 
     operators: tuple[int, ...]
     """Positions of its operators in the captured step, forward."""
-
-    backward_operators: tuple[int, ...]
 
 
 _ON_TOKENS = 3
@@ -113,10 +99,9 @@ class _CallReader:
         paths = {self._ops[run[0]].module for run in self._runs}
         callers = {caller for path in paths if path for caller in ("", *parent_paths(path))}
         params = {param.name: param for param in self._captured.parameters}
-        backward, like = self._backward(), self._alike()
-        calls = []
+        like, calls = self._alike(), []
         for at, run in enumerate(self._runs):
-            ops, back = [self._ops[n] for n in run], [self._ops[n] for n in backward[at]]
+            ops = [self._ops[n] for n in run]
             is_loss = ops[0].phase == "loss"
             parts, follow = self._passing(run)
             calls.append(
@@ -127,12 +112,6 @@ class _CallReader:
                     parameters=tuple(params[name] for name in dict.fromkeys(n for op in ops for n in op.parameters)),
                     inputs=tuple(self._input(read, follow(read)) for read in self._outside(run)),
                     outputs=tuple(self._ops[n].outputs[output] for n, output in self._outputs(run)),
-                    forward_flops=sum(op.flops for op in ops),
-                    backward_flops=sum(op.flops for op in back),
-                    forward_bytes=sum(op.read_bytes + op.written_bytes for op in ops),
-                    backward_bytes=sum(op.read_bytes + op.written_bytes for op in back),
-                    forward_kernels=_kernels(ops),
-                    backward_kernels=_kernels(back),
                     saved_bytes=sum(op.saved_bytes for op in ops),
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),
@@ -140,7 +119,6 @@ class _CallReader:
                     keeps_rows=self._mixing.isdisjoint(run),
                     template=like.get(at, at),
                     operators=tuple(run),
-                    backward_operators=tuple(backward[at]),
                 )
             )
         return tuple(calls)
@@ -232,16 +210,6 @@ class _CallReader:
         source = self._run_of[read.source] if isinstance(read.source, int) else read.source
         return CallInput(source, read.value, follows)
 
-    def _backward(self) -> dict[int, list[int]]:
-        """Return the backward operators of each run; those of no forward operator go to the last of their module."""
-        last = {self._ops[run[0]].module: at for at, run in enumerate(self._runs)}
-        operators: dict[int, list[int]] = defaultdict(list)
-        for at, op in enumerate(self._ops):
-            if op.phase == "backward":
-                without = last.get(op.module, len(self._runs) - 1)
-                operators[without if op.origin is None else self._run_of.get(op.origin, without)].append(at)
-        return operators
-
     def _alike(self) -> dict[int, int]:
         paths = [self._ops[run[0]].module for run in self._runs]
         like: dict[int, int] = {}
@@ -274,10 +242,6 @@ def _merge_runs(runs: Sequence[list[int]], operators: Sequence[Operator]) -> lis
 
 def _call(operator: Operator) -> tuple[str, str, int]:
     return operator.phase, operator.module, operator.call
-
-
-def _kernels(operators: Iterable[Operator]) -> int:
-    return sum(1 for op in operators if op.read_bytes or op.written_bytes)
 
 
 def _is_activation(read: Read) -> bool:

@@ -93,11 +93,11 @@ class MachineModel:
     """What the host takes for each thing that it starts, beside operators."""
 
 
-def build_measured_machine(rates: Rates, backend: str = "shm") -> MachineModel:
+def build_measured_machine(rates: Rates) -> MachineModel:
     """Return the speed of a measured machine, for the number of ranks that the rates are of."""
 
     def collective_s(kind: Kind, size: float, layout: GroupTopology) -> float:
-        return rates.collective_s(kind, size, layout.ranks, backend)
+        return rates.collective_s(kind, size, layout.ranks)
 
     def layer_s(kind: Kind, size: float, layout: GroupTopology) -> float:
         assert kind in LAYER_KINDS, f"no layer calls {kind}"
@@ -118,13 +118,13 @@ def build_measured_machine(rates: Rates, backend: str = "shm") -> MachineModel:
     host = HostOverhead(
         0.0, rates.checkpoint_s, rates.selective_op_s, layer_s, waiting_s, averaged_s, sharded_s, placed_s
     )
-    return MachineModel(rates, collective_s, min(1.0, rates.contention(backend)), host)
+    return MachineModel(rates, collective_s, min(1.0, rates.contention()), host)
 
 
-def build_datasheet_machine(cluster: Cluster, precision: str = "bf16", constants: Constants = DEFAULT) -> MachineModel:
+def build_datasheet_machine(cluster: Cluster, precision: str = "bf16") -> MachineModel:
     """Return the speed of equal devices, by their data sheets and what `auto/cost/constants` says of all of them."""
     node = cluster.nodes[0]
-    links = ClusterLinks(node.device, node.gbps, constants, node.strided)
+    links = ClusterLinks(node.device, node.gbps, DEFAULT, node.strided)
 
     def collective_s(kind: Kind, size: float, layout: GroupTopology) -> float:
         if kind == "all_reduce":
@@ -136,10 +136,10 @@ def build_datasheet_machine(cluster: Cluster, precision: str = "bf16", constants
         return links.all_gather(size, layout)
 
     return MachineModel(
-        _EagerKernels(Kernels(node.device, constants, precision)),
+        _EagerKernels(Kernels(node.device, DEFAULT, precision)),
         collective_s,
-        constants.contention,
-        HostOverhead.of(constants),
+        DEFAULT.contention,
+        HostOverhead.of(DEFAULT),
     )
 
 
