@@ -150,7 +150,7 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
 
 def predicted_s(answer: PlanResult, one: Trained) -> float:
     """Return what the planner says a step takes."""
-    found = build_problem(answer.layers, answer.work, one.config, answer.machine)
+    found = build_problem(answer.work, one.config, answer.catalog.of(one.config))
     segments = zip(answer.layers.calls, one.call_strategies, strict=True)
     return found.problem.seconds(
         {str(it.template): found.strategies[str(it.template)].index(way) for it, way in segments}

@@ -440,7 +440,7 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
             build().double(), make(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=("pp=1", *limits), top_k=1
         )
         several.append((name, answer.plan))
-        priced.append(count_traffic(answer.search.best, answer.layers, answer.machine))
+        priced.append(count_traffic(answer.search.best, answer.work))
     for executed in run_ranks(of_traffic, ranks, several):
         for (name, plan), mine, sent in zip(several, priced, executed, strict=True):
             loud = Counter({one: times for one, times in sent.items() if one[1] >= TALK_BYTES})
@@ -458,7 +458,7 @@ def test_what_stages_send_and_exchange_is_what_was_priced(ranks: int, limits: tu
         Hybrid().double(), images(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=limits, top_k=1
     )
     for rank, sent in enumerate(run_ranks(of_staged_traffic, ranks, answer.plan)):
-        mine = count_traffic(answer.search.best, answer.layers, answer.machine, stage=rank % 2)
+        mine = count_traffic(answer.search.best, answer.work, stage=rank % 2)
         sends = {one: times for one, times in mine.items() if one[0] == "send"}
         assert sum(sends.values()) == 2, "two micro-batches, forward from one and back from the other"
         assert {one: sent[one] for one in sends} == sends

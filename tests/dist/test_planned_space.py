@@ -177,7 +177,7 @@ def test_tokens_apart_and_operators_in_parts_train_like_one_process(ranks: int, 
     for apart, executed in both:
         assert {words: value for words, value in apart.items() if not value < 1e-10} == {}
         for (name, one), sent in zip(equal, executed, strict=True):
-            priced = count_traffic(one.search.best, one.layers, one.machine)
+            priced = count_traffic(one.search.best, one.work)
             loud = Counter({size: times for size, times in sent.items() if size[1] >= TALK_BYTES})
             assert loud.total() > 0, name
             assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(priced), rel=0.03, abs=4 * TALK_BYTES), name

@@ -113,7 +113,7 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
         for plan, one in zip(answer.top_k, answer.search.top_k, strict=True):
             several.append((name, plan))
             stages = range(one.config.stages)
-            priced.append((one.config, [count_traffic(one, answer.layers, answer.machine, stage) for stage in stages]))
+            priced.append((one.config, [count_traffic(one, answer.work, stage) for stage in stages]))
     for rank, executed in enumerate(run_ranks(second_steps, ranks, several, timeout_s=150)):
         for (name, plan), (at, stages), sent in zip(several, priced, executed, strict=True):
             mine = stages[Position(plan.mesh, rank).coordinates.get(STAGE_AXIS, 0)]

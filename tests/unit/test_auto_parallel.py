@@ -19,7 +19,7 @@ from phalanx.auto.planner import planner
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.picture import COLOURS, draw_plan
 from phalanx.auto.planner.result import PlanResult
-from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
+from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.search.request import read_size
 from phalanx.auto.search.result import format_percent
 from phalanx.cluster.spec.cluster import read_cluster
@@ -105,7 +105,7 @@ def every_plan(answer: PlanResult) -> list[tuple[float, float]]:
     """Return seconds and peak of every pick, and every cut into stages, of every arrangement."""
     found = []
     for at in answer.search.configs:
-        choices = build_problem(answer.layers, answer.work, at, answer.machine, answer.room).problem
+        choices = build_problem(answer.work, at, answer.catalog.of(at), answer.room).problem
         for places in itertools.product(*(range(count) for count in choices.decisions.values())):
             pick = dict(zip(choices.decisions, places, strict=True))
             pieces = choices.piece_count
@@ -160,7 +160,7 @@ class OwnProduct(nn.Module):
 def test_no_arrangement_is_faster_than_its_arithmetic(blocks, rows, again):
     answer = px.auto_parallel(nn.Sequential(*blocks, nn.Linear(64, 8)), torch.zeros(rows, 64), cluster="a100x4")
     assert len({at.recompute for at in answer.search.configs}) == again
-    first = LowerBound(StrategyCatalog(answer.layers), answer.work, answer.machine)
+    first = LowerBound(answer.catalog, answer.work)
     for at in answer.search.configs:
         by_arithmetic = planner.pipeline_lower_bound(answer.work.least_s(at), at.stages, at.virtual, at.micro_batches)
         assert 0 < by_arithmetic <= first.least_s(at) * (1 + 1e-11), str(at)
@@ -169,7 +169,9 @@ def test_no_arrangement_is_faster_than_its_arithmetic(blocks, rows, again):
 def test_what_leaves_a_model_without_its_loss_is_whole():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 512))
     answer = px.auto_parallel(model, torch.zeros(8, 64), cluster="a100x2", limits=("tp=2",))
-    ways = build_problem(answer.layers, answer.work, answer.search.best.config, answer.machine).strategies
+    ways = build_problem(
+        answer.work, answer.search.best.config, answer.catalog.of(answer.search.best.config)
+    ).strategies
     last = answer.layers.calls[-1]
     assert {way.output_state for way in ways[str(last.template)]} == {"whole"}
     assert LayerStrategy("column", output_state="features") in ways[str(answer.layers.calls[0].template)]
@@ -190,7 +192,9 @@ def test_what_a_model_returns_is_whole_though_it_reads_it_too():
 
     for arguments in ((torch.zeros(8, 64),), ((torch.zeros(8, 64), torch.zeros(8, 512)), loss)):
         answer = px.auto_parallel(Hidden(), *arguments, cluster="a100x2", limits=("tp=2",))
-        ways = build_problem(answer.layers, answer.work, answer.search.best.config, answer.machine).strategies
+        ways = build_problem(
+            answer.work, answer.search.best.config, answer.catalog.of(answer.search.best.config)
+        ).strategies
         first = next(segment for segment in answer.layers.calls if segment.path == "up")
         assert {way.output_state for way in ways[str(first.template)]} == {"whole"}
 
@@ -588,9 +592,7 @@ def test_sharding_holds_what_it_gathers():
         """Return bytes held by each layer and of what is whole while it runs, without activations."""
         found = (at for at in answer.search.configs if at.zero == zero and at.model == at.virtual == 1)
         at = next(at for at in found if at.stages == stages and at.micro_batches == 1)
-        options = [
-            node.options[0] for node in build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes
-        ]
+        options = [node.options[0] for node in build_problem(answer.work, at, answer.catalog.of(at)).problem.nodes]
         return [
             (one.persistent_bytes / size, (one.workspace_bytes - work.output_bytes / at.batch_parts) / size)
             for one, work in zip(options[:2], answer.work.all, strict=False)

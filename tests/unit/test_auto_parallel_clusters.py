@@ -17,7 +17,7 @@ from torch import nn
 import phalanx as px
 from phalanx.auto.captured_model import build_machine
 from phalanx.auto.cost.collectives import GroupTopology
-from phalanx.auto.cost.machine_model import HostOverhead, MachineModel
+from phalanx.auto.cost.machine_model import HostOverhead
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.lower_bound import LowerBound
@@ -90,9 +90,9 @@ class OnCluster:
         }
         answer = planned(name)
         self.layers = answer.layers
-        self.machine: MachineModel = build_machine(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
-        self.machine = self.machine if host is None else replace(self.machine, host=host)
-        self.work = LayerWork(self.layers.captured, self.layers.calls, self.layers.blocks, self.machine.operators)
+        machine = build_machine(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
+        machine = machine if host is None else replace(machine, host=host)
+        self.work, self.catalog = LayerWork(self.layers, machine), StrategyCatalog(self.layers)
         pieces = self.layers.pieces
         assert pieces is not None
         every = list_configs(
@@ -102,7 +102,7 @@ class OnCluster:
 
     def search(self, *arrangements: ParallelConfig, room: float = math.inf) -> PlanSearch | None:
         try:
-            return search_plans(self.layers, self.work, arrangements or self.space, self.machine, room=room, top_k=1)
+            return search_plans(self.catalog, self.work, arrangements or self.space, room=room, top_k=1)
         except PlanError:
             return None
 
@@ -154,7 +154,7 @@ def test_more_of_anything_is_never_slower(name, per_node, slow, what, factor, sh
 def test_no_arrangement_is_faster_than_its_first_bound(name, host, per_node, drawn, seed):
     here = OnCluster(name, per_node, drawn, host)
     whole = here.search()
-    first = LowerBound(StrategyCatalog(here.layers), here.work, here.machine)
+    first = LowerBound(here.catalog, here.work)
     assert whole is not None
     for at in Random(seed).sample(here.space, 12):
         alone = here.search(at)
@@ -168,7 +168,7 @@ def test_sharding_costs_what_the_unit_of_each_block_takes():
     figures = {name: most for name, (_, most) in FIGURES.items()}
     here = OnCluster("partly frozen", RANKS, figures, HostOverhead(sharded_s=sharded_s))
     at = ParallelConfig(data=RANKS, zero=1, per_node=RANKS, rows=ROWS)
-    nodes = build_problem(here.layers, here.work, at, here.machine).problem.nodes
+    nodes = build_problem(here.work, at, here.catalog.of(at)).problem.nodes
     sent = [node.options[0].comm_s for node in nodes if node.options[0].label == "whole"]
     units = {tuple(unit): unit for unit in here.work.unit_of.values()}.values()
     expected = sum(

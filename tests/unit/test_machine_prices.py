@@ -13,6 +13,7 @@ from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.machine_model import HostOverhead, build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig, Zero
+from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import StepProblem
@@ -30,7 +31,9 @@ def answer() -> PlanResult:
 
 def choices_of(answer: PlanResult, host: HostOverhead, zero: Zero = 0) -> StepProblem:
     at = ParallelConfig(data=2, zero=zero, per_node=2, rows=8)
-    return build_problem(answer.layers, answer.work, at, replace(answer.machine, host=host)).problem
+    return build_problem(
+        LayerWork(answer.layers, replace(answer.work.machine, host=host)), at, answer.catalog.of(at)
+    ).problem
 
 
 def first_layer(choices: StepProblem, label: str) -> float:
@@ -79,7 +82,10 @@ def test_stages_average_once_a_step() -> None:
         at = ParallelConfig(data=2, stages=2, micro_batches=micro_batches, per_node=4, rows=64)
         hosts = (HostOverhead(averaged_s=lambda layout: 1.0), HostOverhead())
         found = [
-            build_problem(answer.layers, answer.work, at, replace(answer.machine, host=one)).problem for one in hosts
+            build_problem(
+                LayerWork(answer.layers, replace(answer.work.machine, host=one)), at, answer.catalog.of(at)
+            ).problem
+            for one in hosts
         ]
         pick = {node.decision: 0 for node in found[0].nodes}
         options = [[node.options[pick[node.decision]] for node in one.nodes] for one in found]

@@ -79,8 +79,8 @@ def test_the_search_finds_what_trying_every_plan_finds(limits):
 
 def test_gradients_of_weights_are_those_products_that_lead_to_nothing_else():
     answer = planned("pp=2", "schedule=zero_bubble", "tp=1")
-    at, rates = answer.search.best.config, answer.machine.operators
-    options = [node.options[0] for node in build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes]
+    at, rates = answer.search.best.config, answer.work.machine.operators
+    options = [node.options[0] for node in build_problem(answer.work, at, answer.catalog.of(at)).problem.nodes]
     rows = ROWS / at.batch_parts
     linear = [one for one, segment in zip(options, answer.layers.calls, strict=True) if segment.kind == "Linear"]
     # (outputs, rows) by (rows, inputs)
@@ -88,7 +88,7 @@ def test_gradients_of_weights_are_those_products_that_lead_to_nothing_else():
     assert [one.weight_grad_s for one in linear] == pytest.approx(expected)
     assert sum(one.weight_grad_s for one in options) == pytest.approx(sum(expected))
     assert all(one.weight_grad_s < one.backward_s for one in linear[1:])
-    assert linear[0].weight_grad_s == pytest.approx(linear[0].backward_s - 2 * answer.machine.host.selective_op_s)
+    assert linear[0].weight_grad_s == pytest.approx(linear[0].backward_s - 2 * answer.work.machine.host.selective_op_s)
     assert [one.deferred_bytes for one in linear[:2]] == [4 * rows * 2 * WIDTH, 4 * rows * WIDTH]
 
 
@@ -100,7 +100,7 @@ def test_what_waits_for_gradients_of_weights_is_what_torch_keeps():
     given = block(taken)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         kept = stage_backward_input([given], [torch.ones(rows, WIDTH)], [taken], block.parameters())
-    options = [node.options[0] for node in build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes]
+    options = [node.options[0] for node in build_problem(answer.work, at, answer.catalog.of(at)).problem.nodes]
     of_block = sum(one.deferred_bytes for one in options) / len(answer.layers.captured.blocks[0])
     more = sum(event.self_cpu_memory_usage for event in seen.events())
     assert kept[1]
@@ -112,8 +112,8 @@ def test_convolutions_have_half_of_their_backward_pass_left():
     answer = px.auto_parallel(
         convolutions, torch.zeros(64, 8, 64), cluster=read_cluster(SLOW_CARDS), limits=("schedule=zero_bubble",)
     )
-    at, added = answer.search.best.config, 2 * answer.machine.host.selective_op_s
-    nodes = build_problem(answer.layers, answer.work, at, answer.machine).problem.nodes
+    at, added = answer.search.best.config, 2 * answer.work.machine.host.selective_op_s
+    nodes = build_problem(answer.work, at, answer.catalog.of(at)).problem.nodes
     whole = [node for node in nodes if node.options[0].weight_grad_s]
     assert len(whole) == 4
     first, second = whole[0].options[0], whole[1].options[0]

@@ -20,6 +20,7 @@ from phalanx.auto.planner.search_restrictions import (
     find_zero_bubble_obstacle,
     list_unsearched_pipelines,
 )
+from phalanx.auto.planner.strategies import StrategyCatalog
 from phalanx.auto.planner.to_plan import check_base
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.auto.search.request import (
@@ -85,12 +86,9 @@ def auto_parallel(
     read_limits((*limit_words, *alternatives), calls)
     unsharded = find_sharding_obstacles(captured)
     layers, unstaged = read_layers(model, captured, calls, optimizer)
-    machine = build_machine(target, step_precision(captured, base))
-    work = LayerWork(captured, calls, layers.blocks, machine.operators)
+    work = LayerWork(layers, build_machine(target, step_precision(captured, base)))
     unsplit = find_zero_bubble_obstacle(layers, base)
-    search = ModelSearch(
-        model, sample, loss_fn, target, machine, room, top_k, time_limit, layers, work, unstaged, unsharded, unsplit
-    )
+    search = ModelSearch(model, sample, loss_fn, target, work, room, top_k, time_limit, unstaged, unsharded, unsplit)
     searched = search(limit_words)
     whole_loss = (
         None
@@ -101,9 +99,8 @@ def auto_parallel(
     not_tried = (unstaged, *unsharded.values(), *_explain_whole_tokens(search), *in_stages, whole_loss)
     return PlanResult(
         search=searched,
-        layers=search.layers,
+        catalog=StrategyCatalog(layers, search.allowed),
         work=work,
-        machine=machine,
         room=room,
         where=str(target),
         base=base,
@@ -146,7 +143,7 @@ def _bytes_of(memory: float | str) -> float:
 def _explain_whole_tokens(search: ModelSearch) -> tuple[str, ...]:
     return (
         ()
-        if search.layers.shards_tokens
+        if search.allowed.shards_tokens
         else (tr("activations sharded over tokens, as the model's code fails on them"),)
     )
 

@@ -9,14 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.auto.capture.layers import Layers, LayerStrategy, ShardedRegion
+from phalanx.auto.capture.layers import LayerStrategy, ShardedRegion
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.shape_check import check_runs_sharded
 from phalanx.auto.captured_model import batch_size_of
-from phalanx.auto.cost.machine_model import (
-    MachineModel,
-    build_measured_machine,
-)
+from phalanx.auto.cost.machine_model import build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.layer_limits import read_limits
@@ -26,6 +23,7 @@ from phalanx.auto.planner.search_restrictions import (
     explain_empty_space,
     explain_unsearched_limits,
 )
+from phalanx.auto.planner.strategies import StrategyCatalog, StrategyFilter
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.data.loader.binding import LossFunction
@@ -40,12 +38,10 @@ class ModelSearch:
     sample: Any
     loss_fn: LossFunction | None
     cluster: Cluster
-    machine: MachineModel
+    work: LayerWork
     room: float
     top_k: int
     time_limit: float | None
-    layers: Layers
-    work: LayerWork
     unstaged: str | None
     """Why it is not in stages, where it cannot be."""
 
@@ -55,11 +51,14 @@ class ModelSearch:
     unsplit: str | None
     """Why gradients of its weights cannot be computed after those of inputs; None if they can be."""
 
+    allowed: StrategyFilter = field(default_factory=StrategyFilter)
+    """Learned over searches."""
+
     runs: dict[ShardedRegion, bool] = field(default_factory=dict)
 
     def __call__(self, limits: tuple[str, ...]) -> PlanSearch:
         """Search, and repeat without strategies that fail, until every candidate runs."""
-        shape, unwanted = read_limits(limits, self.layers.calls)
+        shape, unwanted = read_limits(limits, self.work.layers.calls)
         stop = None if self.time_limit is None else time.monotonic() + self.time_limit
         configs = [
             config
@@ -73,14 +72,13 @@ class ModelSearch:
                 )
             )
         while True:
-            layers = replace(self.layers, excluded=unwanted)
+            catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=unwanted))
             result: PlanSearch | DoesNotFitError
             try:
                 result = search_plans(
-                    layers,
+                    catalog,
                     self.work,
                     configs,
-                    self.machine,
                     room=self.room,
                     top_k=self.top_k,
                     time_limit=None if stop is None else stop - time.monotonic(),
@@ -100,10 +98,9 @@ class ModelSearch:
                 for region in failing
                 if any("tokens" in (strategy.input_state, strategy.output_state) for _, strategy in region.strategies)
             }
-            self.layers = replace(
-                self.layers,
-                failing_regions=self.layers.failing_regions | (failing - apart),
-                shards_tokens=self.layers.shards_tokens and not apart,
+            self.allowed = StrategyFilter(
+                failing_regions=self.allowed.failing_regions | (failing - apart),
+                shards_tokens=self.allowed.shards_tokens and not apart,
             )
 
     def alone_s(self, memory: float | None) -> float | None:
@@ -112,35 +109,32 @@ class ModelSearch:
         Args:
             memory: Bytes that it may use; those of the machine when None.
         """
-        measured, blocks = self.cluster.measured, self.layers.blocks
+        measured, layers = self.cluster.measured, self.work.layers
         if measured is None or 1 not in measured.rates or self.cluster.devices == 1:
             return None
-        layers, machine = replace(self.layers, excluded=frozenset()), build_measured_machine(measured.at(1))
-        work = LayerWork(layers.captured, layers.calls, blocks, machine.operators)
-        configs = list_configs(1, has_blocks=bool(blocks), rows=batch_size_of(layers.calls))
+        work, catalog = LayerWork(layers, build_measured_machine(measured.at(1))), StrategyCatalog(layers, self.allowed)
+        configs = list_configs(1, has_blocks=bool(layers.blocks), rows=batch_size_of(layers.calls))
         room = USABLE * measured.memory if memory is None else memory
         try:
-            return search_plans(
-                layers, work, configs, machine, room=room, top_k=1, time_limit=self.time_limit
-            ).best.step_time_s
+            return search_plans(catalog, work, configs, room=room, top_k=1, time_limit=self.time_limit).best.step_time_s
         except PlanError:
             return None
 
     def _arrangements(self) -> Iterator[ParallelConfig]:
-        pieces = self.layers.pieces
+        layers, pieces = self.work.layers, self.work.layers.pieces
         configs = list_configs(
             self.cluster.devices,
-            has_blocks=bool(self.layers.blocks),
+            has_blocks=bool(layers.blocks),
             per_node=self.cluster.nodes[0].devices,
             pieces=1 if pieces is None else len(pieces.starts),
-            rows=batch_size_of(self.layers.calls),
+            rows=batch_size_of(layers.calls),
             may_split=self.unsplit is None,
         )
         return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)
 
     def _failing(self, candidate: Candidate) -> Iterator[ShardedRegion]:
         """Yield regions of a candidate in which the model's code fails on sharded activations."""
-        for places in _find_regions(self.layers.calls, candidate.call_strategies):
+        for places in _find_regions(self.work.layers.calls, candidate.call_strategies):
             strategies = {call.path: strategy for call, strategy in places if strategy.style is not None}
             parts = candidate.config.model
             region = ShardedRegion(parts, frozenset((call.template, strategy) for call, strategy in places))

@@ -64,8 +64,7 @@ def simulate_plan(
     machine = build_machine(target, precision_of(dtype or parameter_dtype(captured)))
     per_node = target.nodes[0].devices
     assignment, layers = read_plan(plan, layers, batch_size=batch_size_of(calls), per_node=per_node)
-    work = LayerWork(captured, calls, layers.blocks, machine.operators)
-    simulated = simulate_assignment(assignment, layers, work, machine)
+    simulated = simulate_assignment(assignment, LayerWork(layers, machine))
     hour = target.usd_per_hour
     price = None if hour is None else hour / 3600 * simulated.simulation.step_time_s
     return replace(simulated, usd_per_step=price)

@@ -115,7 +115,7 @@ class CallIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """A captured model, the optimizer it trains with, and what its layers may not be."""
+    """A captured model, and the optimizer it trains with."""
 
     captured: CapturedStep
     calls: tuple[ModuleCall, ...]
@@ -130,15 +130,6 @@ class Layers:
 
     pieces: PartitionPoints | None = None
     """Where the model may be cut into stages; None if it cannot be."""
-
-    excluded: frozenset[tuple[int, LayerStrategy]] = frozenset()
-    """Ways that the user does not want, by `ModuleCall.template`."""
-
-    failing_regions: frozenset[ShardedRegion] = frozenset()
-    """Ways that do not run together."""
-
-    shards_tokens: bool = True
-    """Whether activations may be cut along their tokens between layers."""
 
     operator_parts_cache: dict[tuple[object, int], bool] = field(default_factory=dict, compare=False, repr=False)
     """Whether so many ranks can compute parts of a call, by the form of its operators; kept over searches."""

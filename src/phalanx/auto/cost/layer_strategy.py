@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
+from phalanx.auto.capture.layers import WHOLE, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.machine_model import MachineModel
@@ -27,12 +27,12 @@ _HEADER_BYTES = 72
 class LayerCostModel:
     """Prices strategies under one parallel config, call after call: a parameter counts at its first use."""
 
-    def __init__(self, layers: Layers, work: LayerWork, config: ParallelConfig, machine: MachineModel) -> None:
-        self._work, self._config, self._machine = work, config, machine
-        self._parameters = ParameterCostModel(layers, work, config, machine)
+    def __init__(self, work: LayerWork, config: ParallelConfig) -> None:
+        self._work, self._config, self._machine = work, config, work.machine
+        self._parameters = ParameterCostModel(work, config)
         self._meets = config.over_model if config.model > 1 else config.over_data
         passes = config.micro_batches / config.stages
-        self._waits = _waiting_share(passes * work.total_s(1 / config.batch_parts), machine, self._meets)
+        self._waits = _waiting_share(passes * work.total_s(1 / config.batch_parts), work.machine, self._meets)
         self._seen: set[str] = set()
         self._cache: dict[tuple[object, ...], tuple[StrategyCost, ...]] = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import Layers, LayerStrategy
+from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.machine_model import OPTIMIZER_STATES, MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
@@ -45,11 +45,12 @@ class ParameterCost(NamedTuple):
 class ParameterCostModel:
     """Prices parameters under one parallel config."""
 
-    def __init__(self, layers: Layers, work: LayerWork, config: ParallelConfig, machine: MachineModel) -> None:
-        self._optimizer, self._work, self._config, self._machine = layers.optimizer, work, config, machine
-        whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
+    def __init__(self, work: LayerWork, config: ParallelConfig) -> None:
+        self._optimizer, self._work, self._config, self._machine = work.layers.optimizer, work, config, work.machine
+        trained = [param for param in work.layers.captured.parameters if param.trainable]
+        whole = sum(param.bytes for param in trained)
         self._bucket = min(whole, BUCKET_BYTES) or 1
-        self._exchange = None if config.update is None else _LateExchange(layers, config, machine)
+        self._exchange = None if config.update is None else _LateExchange(trained, config, work.machine)
 
     def of(self, own: Sequence[ParamShape], parts: float, strategy: LayerStrategy) -> ParameterCost:
         """Return what a layer's parameters cost.
@@ -136,9 +137,9 @@ class _LateExchange:
     All parameters travel together, so those of one layer take their part of that. Collectives alone have a price.
     """
 
-    def __init__(self, layers: Layers, config: ParallelConfig, machine: MachineModel) -> None:
+    def __init__(self, trained: Sequence[ParamShape], config: ParallelConfig, machine: MachineModel) -> None:
         self._config = config
-        self._total = self._list_sent([param for param in layers.captured.parameters if param.trainable])
+        self._total = self._list_sent(trained)
         where = config.over_data
         self._total_s = tuple(
             machine.collective_s(kind, size, where) if size and where.ranks > 1 else 0.0 for kind, size in self._total

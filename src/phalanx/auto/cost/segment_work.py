@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.auto.capture.blocks import is_inside
-from phalanx.auto.capture.graph import CapturedStep, Operator, TensorShape
+from phalanx.auto.capture.graph import Operator, TensorShape
+from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.partition_points import unit_of
-from phalanx.auto.cost.machine_model import OperatorTimes
+from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.operators import PassTimes, ShardFraction, estimate_passes
 from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute
 from phalanx.auto.solver.problem import fills_s
@@ -47,12 +48,11 @@ class CallWork:
 
 
 class LayerWork:
-    """The work of all calls in order, and the seconds of parts of it."""
+    """The work of all calls of a model in order, and the seconds of parts of it on a machine."""
 
-    def __init__(
-        self, captured: CapturedStep, calls: tuple[ModuleCall, ...], blocks: tuple[str, ...], machine: OperatorTimes
-    ) -> None:
-        self._speed = machine
+    def __init__(self, layers: Layers, machine: MachineModel) -> None:
+        self.layers, self.machine = layers, machine
+        captured, calls, blocks = layers.captured, layers.calls, layers.blocks
         trains = [any(param.trainable for param in call.parameters) for call in calls]
         is_first = _first(calls, trains)
         block_of = [next((b for b in blocks if is_inside(call.path, (b,))), None) for call in calls]
@@ -99,7 +99,7 @@ class LayerWork:
         key = work.call.template, work.is_first, work.trains, share
         if key not in self._times:
             self._times[key] = estimate_passes(
-                work.operators, self._speed, share, is_first=work.is_first, trains=work.trains
+                work.operators, self.machine.operators, share, is_first=work.is_first, trains=work.trains
             )
         return self._times[key]
 
@@ -113,7 +113,7 @@ class LayerWork:
         key = work.call.template, recompute, share
         if key not in self._again:
             again = (op for op in work.operators if recompute == "full" or not op.flops)
-            self._again[key] = estimate_passes(again, self._speed, share, is_first=True).forward
+            self._again[key] = estimate_passes(again, self.machine.operators, share, is_first=True).forward
         return self._again[key]
 
     def alike(self, work: CallWork) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.auto.capture.layers import Layers, LayerStrategy
 from phalanx.auto.cost.layer_strategy import LayerCostModel
-from phalanx.auto.cost.machine_model import CollectiveTime, HostOverhead, MachineModel
+from phalanx.auto.cost.machine_model import CollectiveTime, HostOverhead
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.solver.problem import StrategyCost
@@ -24,18 +24,9 @@ class Assignment:
     """The units that stages 1, 2, ... of a pipeline begin with."""
 
 
-def list_call_costs(
-    assignment: Assignment, layers: Layers, work: LayerWork, machine: MachineModel
-) -> tuple[StrategyCost, ...]:
-    """Return what each call costs as the candidate computes it; of stages, one micro-batch.
-
-    Args:
-        assignment: What a Plan decides.
-        layers: The model it chose for.
-        work: What its calls take.
-        machine: How fast the ranks are.
-    """
-    cost = LayerCostModel(layers, work, assignment.config, machine)
+def list_call_costs(assignment: Assignment, work: LayerWork) -> tuple[StrategyCost, ...]:
+    """Return what each call of a model costs as a Plan computes it; of stages, one micro-batch."""
+    cost = LayerCostModel(work, assignment.config)
     return tuple(
         cost.options(work_of_call, (strategy,))[0]
         for work_of_call, strategy in zip(work.all, assignment.call_strategies, strict=True)
@@ -43,24 +34,23 @@ def list_call_costs(
 
 
 def list_comm_costs(
-    assignment: Assignment, layers: Layers, machine: MachineModel, collective_s: CollectiveTime | None = None
+    assignment: Assignment, work: LayerWork, collective_s: CollectiveTime | None = None
 ) -> tuple[StrategyCost, ...]:
     """Return the same with operators and hosts that take no time, so that all seconds are those of collectives.
 
     Args:
         assignment: What a Plan decides.
-        layers: The model it chose for.
-        machine: How fast the ranks are.
+        work: Of the model on a machine.
         collective_s: Seconds of collectives, and no more than these; with what starting one takes when None.
     """
+    machine = work.machine
     host = (
         replace(machine.host, checkpoint_s=0.0, selective_op_s=0.0, averaged_s=None)
         if collective_s is None
         else HostOverhead()
     )
     only = replace(machine, operators=_NO_TIME, collective_s=collective_s or machine.collective_s, host=host)
-    work = LayerWork(layers.captured, layers.calls, layers.blocks, _NO_TIME)
-    return list_call_costs(assignment, layers, work, only)
+    return list_call_costs(assignment, LayerWork(work.layers, only))
 
 
 def list_stages(assignment: Assignment, layers: Layers) -> tuple[int, ...]:

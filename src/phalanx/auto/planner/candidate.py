@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
-from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment, list_call_costs
@@ -61,14 +60,10 @@ class Candidate(Assignment):
 
 
 def build_candidate(
-    layers: Layers,
-    work: LayerWork,
-    config: ParallelConfig,
-    config_problem: ConfigProblem,
-    solution: Solution,
-    machine: MachineModel,
+    work: LayerWork, config: ParallelConfig, config_problem: ConfigProblem, solution: Solution
 ) -> Candidate:
     """Return what a solution of the problem of a parallel config stands for."""
+    layers = work.layers
     picked = tuple(
         config_problem.strategies[str(call.template)][solution.pick[str(call.template)]] for call in layers.calls
     )
@@ -77,7 +72,7 @@ def build_candidate(
     layers_s = None
     if config.zero:  # what passes wait for has collectives of sharding in it
         unsharded = Assignment(config=replace(config, zero=0), call_strategies=picked, stages=stages)
-        layers_s = sum(cost.comm_s for cost in list_call_costs(unsharded, layers, work, machine))
+        layers_s = sum(cost.comm_s for cost in list_call_costs(unsharded, work))
     return Candidate(
         config=config,
         call_strategies=picked,

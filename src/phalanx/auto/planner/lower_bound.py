@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.layer_strategy import LayerCostModel
-from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.strategies import StrategyCatalog
@@ -40,9 +39,9 @@ Floats = NDArray[np.float64]
 class LowerBound:
     """Bounds of parallel configs, which share the prices that they have in common."""
 
-    def __init__(self, listing: StrategyCatalog, work: LayerWork, machine: MachineModel) -> None:
-        self._listing, self._work, self._machine = listing, work, machine
-        pieces = listing.layers.pieces
+    def __init__(self, catalog: StrategyCatalog, work: LayerWork) -> None:
+        self._catalog, self._work, self._machine = catalog, work, work.machine
+        pieces = work.layers.pieces
         self._crossing = [] if pieces is None else sorted(pieces.crossing)
         self._distinct = _DistinctCalls(work, (0,) * len(work.all) if pieces is None else pieces.of)
         self._costs: dict[tuple[object, ...], _StrategyTimes] = {}
@@ -52,7 +51,7 @@ class LowerBound:
 
         That is so where a layer has no strategy, and where ranks that read the same samples can cut none.
         """
-        listed = self._listing.of(config)
+        listed = self._catalog.of(config)
         if not all(listed.strategies.values()) or (config.model > 1 and not listed.needed):
             return math.inf
         # Prices know of stages only whether there are some, unless ranks wait for the slowest, and of schedules whether
@@ -69,10 +68,7 @@ class LowerBound:
         return seconds * (1 - _ROUNDING)
 
     def _priced(self, config: ParallelConfig, strategies: Mapping[str, tuple[LayerStrategy, ...]]) -> _StrategyTimes:
-        cost, most = (
-            LayerCostModel(self._listing.layers, self._work, config, self._machine),
-            max(map(len, strategies.values())),
-        )
+        cost, most = LayerCostModel(self._work, config), max(map(len, strategies.values()))
         prices = np.zeros((7, self._distinct.all.shape[1], most))
         for kind, work in self._distinct.priced:
             for position, price in enumerate(cost.options(work, strategies[str(work.call.template)])):

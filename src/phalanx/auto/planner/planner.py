@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.auto.capture.layers import Layers
-from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, ParallelConfig, divisors
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.candidate import Candidate, build_candidate
@@ -68,10 +66,9 @@ _MIN_MEMORY_S = 20.0
 
 
 def search_plans(
-    layers: Layers,
+    catalog: StrategyCatalog,
     work: LayerWork,
     configs: Iterable[ParallelConfig],
-    machine: MachineModel,
     *,
     room: float = math.inf,
     top_k: int = 5,
@@ -81,23 +78,21 @@ def search_plans(
     """Return the fastest Plans of a model that fit the room of every rank.
 
     Args:
-        layers: The model, the optimizer and what layers may not be.
-        work: What its calls take, with this speed.
+        catalog: The strategies of its layers.
+        work: Of the model on a machine.
         configs: How ranks may be arranged.
-        machine: How fast they are.
         room: Bytes that each has.
         top_k: Parallel configs of which the fastest Plan is to be proved.
         time_limit: Seconds after which the best so far and its gap are returned.
         limits: Limits that exclude configs and strategies, as the user wrote them, for the error.
 
     Raises:
-        NothingFitsError: If nothing fits; says the least bytes that a Plan needs.
+        DoesNotFitError: If nothing fits; says the least bytes that a Plan needs.
         PlanError: If nothing keeps to the limits.
     """
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
     space = tuple(configs)
-    listing = StrategyCatalog(layers)
-    first = LowerBound(listing, work, machine)
+    first = LowerBound(catalog, work)
     # Bounds twice: of the arithmetic alone, and with all that ranks send once a parallel config is near enough.
     queue = [
         (pipeline_lower_bound(work.least_s(config), config.stages, config.virtual, config.micro_batches), i, False)
@@ -119,7 +114,7 @@ def search_plans(
             if bound_s < math.inf:
                 heapq.heappush(queue, (bound_s, i, True))
             continue
-        listed[i] = config_problem = build_problem(layers, work, space[i], machine, room, listing.of(space[i]))
+        listed[i] = config_problem = build_problem(work, space[i], catalog.of(space[i]), room)
         if peak_lower_bound(config_problem.problem) > room * (1 + 2 * ROUNDING):
             continue
         # The first is solved whatever the time: there is to be a Plan.
@@ -134,7 +129,7 @@ def search_plans(
             solution = replace(
                 solution, bound=max(bound_s, solution.bound)
             )  # of one that time stopped it may be nothing
-            candidates.append(build_candidate(layers, work, space[i], config_problem, solution, machine))
+            candidates.append(build_candidate(work, space[i], config_problem, solution))
             bound = min(bound, solution.bound)
     if not listed:
         raise PlanError(
@@ -144,7 +139,7 @@ def search_plans(
         )
     if not candidates:
         tried = [(space[i], config_problem) for i, config_problem in listed.items()]
-        raise _build_memory_error(layers, work, machine, tried, room, limits)
+        raise _build_memory_error(work, tried, room, limits)
     candidates.sort(key=lambda candidate: candidate.step_time_s)
     return PlanSearch(
         top_k=tuple(candidates[:top_k]),
@@ -210,9 +205,7 @@ def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[t
 
 
 def _build_memory_error(
-    layers: Layers,
     work: LayerWork,
-    machine: MachineModel,
     space: list[tuple[ParallelConfig, ConfigProblem]],
     room: float,
     limits: Sequence[str],
@@ -253,5 +246,5 @@ def _build_memory_error(
             **facts,
             **more,
         ),
-        build_candidate(layers, work, config, config_problem, solution, machine),
+        build_candidate(work, config, config_problem, solution),
     )

@@ -11,13 +11,12 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.layer_limits import format_names
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.planner import PlanSearch
 from phalanx.auto.planner.simulation import simulate_assignment
-from phalanx.auto.planner.strategies import build_problem
+from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
 from phalanx.auto.planner.table import build_result_table
 from phalanx.auto.planner.to_plan import build_plan
 from phalanx.auto.planner.traffic import count_traffic
@@ -38,9 +37,10 @@ class PlanResult:
     """A planner's answer; `print` shows it, `to_json()` gives it to programs."""
 
     search: PlanSearch
-    layers: Layers
+    catalog: StrategyCatalog
+    """The strategies that were searched."""
+
     work: LayerWork
-    machine: MachineModel
     room: float
     """Bytes that each rank has."""
 
@@ -65,6 +65,11 @@ class PlanResult:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bound", self.search.bound)
+
+    @property
+    def layers(self) -> Layers:
+        """The model."""
+        return self.work.layers
 
     @cached_property
     def plan(self) -> Plan:
@@ -131,7 +136,7 @@ class PlanResult:
                 )
             )
         best = self.search.best
-        problem = build_problem(self.layers, self.work, best.config, self.machine, self.room)
+        problem = build_problem(self.work, best.config, self.catalog.of(best.config), self.room)
         title = tr("{layer} under {arrangement}", layer=layer, arrangement=best.config)
         grid = Table(title=title, title_justify="left")
         grid.add_column(tr("strategy"))
@@ -165,7 +170,7 @@ class PlanResult:
         Args:
             index: Which; the fastest when omitted.
         """
-        simulated = simulate_assignment(self.search.top_k[index], self.layers, self.work, self.machine)
+        simulated = simulate_assignment(self.search.top_k[index], self.work)
         return replace(simulated, usd_per_step=self._price(simulated.simulation.step_time_s))
 
     def to_json(self) -> dict[str, Any]:
@@ -197,7 +202,7 @@ class PlanResult:
         transfers = [
             {"stage": stage, "kind": kind, "bytes": size, "count": count}
             for stage in range(best.config.stages)
-            for (kind, size), count in count_traffic(best, self.layers, self.machine, stage).items()
+            for (kind, size), count in count_traffic(best, self.work, stage).items()
         ]
         return sorted(transfers, key=lambda transfer: -transfer["bytes"] * transfer["count"])
 

@@ -15,22 +15,18 @@ from phalanx.auto.solver.problem import StrategyCost
 from phalanx.plan.value import Schedule
 
 
-def simulate_assignment(
-    assignment: Assignment, layers: Layers, work: LayerWork, machine: MachineModel
-) -> SimulatedStep:
-    """Return one step of a assignment, event by event.
+def simulate_assignment(assignment: Assignment, work: LayerWork) -> SimulatedStep:
+    """Return one step of what a Plan decides, event by event.
 
     Without stages every layer is simulated by itself, with its gradient synchronisation beside the backward passes of
     the layers before it. With stages a pass of a stage is one event; gradients are exchanged once, after all passes.
 
     Args:
         assignment: What a Plan decides.
-        layers: The model it chose for.
-        work: What its calls take.
-        machine: How fast the ranks are.
+        work: Of the model on a machine.
     """
-    options = list_call_costs(assignment, layers, work, machine)
-    waits = list_comm_costs(assignment, layers, machine)
+    layers, machine = work.layers, work.machine
+    options, waits = list_call_costs(assignment, work), list_comm_costs(assignment, work)
     in_stages = assignment.config.stages > 1
     if in_stages:
         pipeline = _build_stages(assignment, layers, options, waits, machine)

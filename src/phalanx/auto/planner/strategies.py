@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import PARTS, WHOLE, Layers, LayerStrategy
+from phalanx.auto.capture.layers import PARTS, WHOLE, Layers, LayerStrategy, ShardedRegion
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.layer_strategy import LayerCostModel
-from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.solver.problem import LayerNode, StepProblem, TransitionCost
@@ -55,11 +54,25 @@ class StrategySets:
     needed: frozenset[tuple[str, int]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyFilter:
+    """Strategies that a search does without."""
+
+    excluded: frozenset[tuple[int, LayerStrategy]] = frozenset()
+    """Those that the user does not want, by `ModuleCall.template`."""
+
+    failing_regions: frozenset[ShardedRegion] = frozenset()
+    """Those with which the model's code does not run together."""
+
+    shards_tokens: bool = True
+    """Whether activations may be sharded over their tokens between layers."""
+
+
 class StrategyCatalog:
     """The strategies of a model, listed once for all configs that share them."""
 
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
+    def __init__(self, layers: Layers, allowed: StrategyFilter = StrategyFilter()) -> None:
+        self.layers, self._allowed = layers, allowed
         self._cache: dict[CatalogKey, StrategySets] = {}
 
     def of(self, config: ParallelConfig) -> StrategySets:
@@ -72,7 +85,7 @@ class StrategyCatalog:
         return self._cache[kind]
 
     def _list_strategies(self, kind: CatalogKey) -> StrategySets:
-        enumeration = _Enumeration(self.layers, kind)
+        enumeration = _Enumeration(self.layers, self._allowed, kind)
         strategies = {str(like): enumeration.strategies(alike[0]) for like, alike in self.layers.index.alike.items()}
         # Ranks that read the same samples and cut no layer would all do the same.
         needed = frozenset(_list_sharded(strategies)) if kind.model > 1 else frozenset[tuple[str, int]]()
@@ -81,26 +94,16 @@ class StrategyCatalog:
         )
 
 
-def build_problem(
-    layers: Layers,
-    work: LayerWork,
-    config: ParallelConfig,
-    machine: MachineModel,
-    room: float = math.inf,
-    listed: StrategySets | None = None,
-) -> ConfigProblem:
+def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, room: float = math.inf) -> ConfigProblem:
     """Return the problem of choosing strategies under one parallel config.
 
     Args:
-        layers: The model.
-        work: What its calls take.
+        work: Of the model on a machine.
         config: Of the ranks.
-        machine: How fast they are.
-        room: Bytes that each has.
-        listed: Its strategies, if they are listed already.
+        sets: Its strategies.
+        room: Bytes that each rank has.
     """
-    sets = listed or StrategyCatalog(layers).of(config)
-    cost = LayerCostModel(layers, work, config, machine)
+    cost = LayerCostModel(work, config)
     nodes: list[LayerNode] = []
     for position, work_of_call in enumerate(work.all):
         call, decision = work_of_call.call, str(work_of_call.call.template)
@@ -108,7 +111,7 @@ def build_problem(
         nodes.append(
             LayerNode(name=name, decision=decision, options=cost.options(work_of_call, sets.strategies[decision]))
         )
-    pieces = layers.pieces if config.stages > 1 else None
+    pieces, machine = work.layers.pieces if config.stages > 1 else None, work.machine
     problem = StepProblem(
         nodes=tuple(nodes),
         pieces=() if pieces is None else pieces.of,
@@ -137,8 +140,8 @@ def _list_sharded(ways: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[tup
 class _Enumeration:
     """The strategies of the calls, and which of them do not go together."""
 
-    def __init__(self, layers: Layers, kind: CatalogKey) -> None:
-        self._layers, self._kind, self._calls = layers, kind, layers.index
+    def __init__(self, layers: Layers, allowed: StrategyFilter, kind: CatalogKey) -> None:
+        self._layers, self._allowed, self._kind, self._calls = layers, allowed, kind, layers.index
 
     def strategies(self, call: ModuleCall) -> tuple[LayerStrategy, ...]:
         """Return the strategies of a call and of its repetitions, the unsharded one first."""
@@ -147,7 +150,7 @@ class _Enumeration:
         if self._kind.model > 1:
             if self._propagates_shards(alike):
                 result.append(LayerStrategy(None, "features", "features"))
-            if self._layers.shards_tokens:
+            if self._allowed.shards_tokens:
                 result += self._token_strategies(alike)
             result += self._layer_strategies(alike, self._kind.model, same_rows=True)
             if self._is_placeable(alike):
@@ -156,11 +159,11 @@ class _Enumeration:
             result += self._layer_strategies(alike, self._kind.by_rows, same_rows=False)
         if call.template in self._calls.ends:
             result = [strategy for strategy in result if strategy.output_state == "whole"]
-        return tuple(strategy for strategy in result if (call.template, strategy) not in self._layers.excluded)
+        return tuple(strategy for strategy in result if (call.template, strategy) not in self._allowed.excluded)
 
     def forbidden(self, strategies: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[frozenset[tuple[str, int]]]:
         """Yield options that do not run together."""
-        for region in self._layers.failing_regions:
+        for region in self._allowed.failing_regions:
             is_available = all(strategy in strategies[str(like)] for like, strategy in region.strategies)
             if region.parts == self._kind.model and is_available:
                 yield frozenset(
@@ -206,7 +209,7 @@ class _Enumeration:
         kind, first = self._kind, alike[0]
         # With stages they double the decisions of a program that is large already (a ResNet-50 on small images: 4 s to
         # 33 s), so there they are tried where the user wants them.
-        if kind.in_stages and (first.template, WHOLE) not in self._layers.excluded:
+        if kind.in_stages and (first.template, WHOLE) not in self._allowed.excluded:
             return False
         if not kind.leaves_parts:
             return False

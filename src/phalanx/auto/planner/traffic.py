@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from phalanx.auto.capture.layers import Layers
 from phalanx.auto.cost.collectives import GroupTopology
-from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment, list_border_bytes, list_comm_costs, list_stages
 from phalanx.cluster.calibration.figures import Kind
 
@@ -19,7 +18,7 @@ Transfer = tuple[Kind, float]
 """Kind of a collective and its bytes, as `phalanx.cluster.calibration.figures` counts them."""
 
 
-def count_traffic(assignment: Assignment, layers: Layers, machine: MachineModel, stage: int = 0) -> Counter[Transfer]:
+def count_traffic(assignment: Assignment, work: LayerWork, stage: int = 0) -> Counter[Transfer]:
     """Return how often each collective runs on a rank in a step, and what it sends to other stages.
 
     Gradients of one layer may be a part of a bucket: they count as that part of a collective of the bucket's bytes.
@@ -27,23 +26,19 @@ def count_traffic(assignment: Assignment, layers: Layers, machine: MachineModel,
 
     Args:
         assignment: How the model is computed.
-        layers: The model.
-        machine: How fast the ranks are, of which nothing is asked but how it prices layers.
+        work: Of the model on a machine, of which nothing is asked but how it prices layers.
         stage: The rank's place along the stages.
     """
-    config = assignment.config
+    config, layers = assignment.config, work.layers
     mine = [
         position
         for position, stage_of_call in enumerate(list_stages(assignment, layers))
         if stage_of_call % config.stages == stage
     ]
     priced = _UnitPrices()
-    _seconds(assignment, layers, machine, priced, mine)
+    _seconds(assignment, work, priced, mine)
     counts = Counter(
-        {
-            stage_of_call: _seconds(assignment, layers, machine, _UnitPrices(stage_of_call), mine)
-            for stage_of_call in priced.met
-        }
+        {stage_of_call: _seconds(assignment, work, _UnitPrices(stage_of_call), mine) for stage_of_call in priced.met}
     )
     for before, size in enumerate(list_border_bytes(assignment, layers)):
         # Forward from the one, gradients back from the other.
@@ -67,9 +62,7 @@ class _UnitPrices:
         return float((kind, size) == self.of)
 
 
-def _seconds(
-    assignment: Assignment, layers: Layers, machine: MachineModel, priced: _UnitPrices, mine: list[int]
-) -> float:
-    options = list_comm_costs(assignment, layers, machine, priced)
+def _seconds(assignment: Assignment, work: LayerWork, priced: _UnitPrices, mine: list[int]) -> float:
+    options = list_comm_costs(assignment, work, priced)
     each = assignment.config.micro_batches
     return sum(each * (options[i].forward_s + options[i].backward_s) + options[i].grad_sync_s for i in mine)
