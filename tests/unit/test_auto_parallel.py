@@ -558,11 +558,13 @@ def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
 
 
 def test_rows_that_do_not_divide_are_counted_where_most_of_them_are():
-    at = {at.data: at for at in planner.list_configs(4, has_blocks=False, rows=6) if at.model == at.stages == 1}[4]
+    at = {at.data: at for at in planner.list_configs(4, has_blocks=False, batch_size=6) if at.model == at.stages == 1}[
+        4
+    ]
     assert at.batch_parts == 3  # two of six rows on the ranks that have most
-    uneven = [at for at in planner.list_configs(4, has_blocks=False, pieces=4, rows=5) if at.stages == 2]
+    uneven = [at for at in planner.list_configs(4, has_blocks=False, max_stages=4, batch_size=5) if at.stages == 2]
     assert {at.micro_batches for at in uneven if at.data == 2} == {1}
-    single = planner.list_configs(8, has_blocks=False, pieces=4, rows=1)
+    single = planner.list_configs(8, has_blocks=False, max_stages=4, batch_size=1)
     assert {at.data for at in single if at.stages > 1} == {1}
 
 

@@ -93,10 +93,14 @@ class OnCluster:
         machine = build_machine(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
         machine = machine if host is None else replace(machine, host=host)
         self.work, self.catalog = LayerWork(self.layers, machine), StrategyCatalog(self.layers)
-        pieces = self.layers.pieces
-        assert pieces is not None
+        points = self.layers.partition_points
+        assert points is not None
         every = list_configs(
-            RANKS, has_blocks=bool(self.layers.blocks), per_node=per_node, pieces=len(pieces.starts), rows=ROWS
+            RANKS,
+            has_blocks=bool(self.layers.blocks),
+            per_node=per_node,
+            max_stages=len(points.starts),
+            batch_size=ROWS,
         )
         self.space = [at for at in every if replace(at, model_inside=True) in answer.search.configs]
 
@@ -167,7 +171,7 @@ def test_no_arrangement_is_faster_than_its_first_bound(name, host, per_node, dra
 def test_sharding_costs_what_the_unit_of_each_block_takes():
     figures = {name: most for name, (_, most) in FIGURES.items()}
     here = OnCluster("partly frozen", RANKS, figures, HostOverhead(sharded_s=sharded_s))
-    at = ParallelConfig(data=RANKS, zero=1, per_node=RANKS, rows=ROWS)
+    at = ParallelConfig(data=RANKS, zero=1, per_node=RANKS, batch_size=ROWS)
     nodes = build_problem(here.work, at, here.catalog.of(at)).problem.nodes
     sent = [node.options[0].comm_s for node in nodes if node.options[0].label == "whole"]
     units = {tuple(unit): unit for unit in here.work.unit_of.values()}.values()

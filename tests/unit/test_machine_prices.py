@@ -30,7 +30,7 @@ def answer() -> PlanResult:
 
 
 def choices_of(answer: PlanResult, host: HostOverhead, zero: Zero = 0) -> StepProblem:
-    at = ParallelConfig(data=2, zero=zero, per_node=2, rows=8)
+    at = ParallelConfig(data=2, zero=zero, per_node=2, batch_size=8)
     return build_problem(
         LayerWork(answer.layers, replace(answer.work.machine, host=host)), at, answer.catalog.of(at)
     ).problem
@@ -79,7 +79,7 @@ def test_stages_average_once_a_step() -> None:
     answer = auto_parallel(model, sample, nn.functional.cross_entropy, cluster="cpux4", optimizer="sgd")
 
     def added(micro_batches: int) -> float:
-        at = ParallelConfig(data=2, stages=2, micro_batches=micro_batches, per_node=4, rows=64)
+        at = ParallelConfig(data=2, stages=2, micro_batches=micro_batches, per_node=4, batch_size=64)
         hosts = (HostOverhead(averaged_s=lambda layout: 1.0), HostOverhead())
         found = [
             build_problem(

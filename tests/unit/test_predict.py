@@ -186,7 +186,7 @@ def test_eight_ranks_wait_for_the_last_host_where_hosts_are_not_ahead(tp: int, w
     seconds = StepSeconds(small, DEFAULT)
     assert seconds.forward == pytest.approx(seconds.compute_forward + wait)  # bound by the host
     large = StepSeconds(read_run(described(model={"hidden": 25600}, parallel={"tp": tp})), DEFAULT)
-    device = large.block.forward + large.cut_layers
+    device = large.block.forward + large.tensor_parallel_forward
     assert large.forward == pytest.approx(device + wait * large.block.forward_launches * DEFAULT.launch_s / device)
 
 

@@ -53,12 +53,14 @@ def planned(*limits: str) -> PlanResult:
 
 
 def test_only_arrangements_that_can_run_take_backward_passes_apart():
-    every = list(list_configs(8, has_blocks=True, pieces=8, rows=32))
+    every = list(list_configs(8, has_blocks=True, max_stages=8, batch_size=32))
     apart = [at for at in every if at.zero_bubble]
     assert {at.stages for at in apart} == {2, 4, 8}
     assert {(at.zero, at.recompute, at.virtual, at.micro_batches % at.stages) for at in apart} == {(0, "none", 1, 0)}
     assert len(set(every)) == len(every)
-    assert not any(at.zero_bubble for at in list_configs(8, has_blocks=True, pieces=8, rows=32, may_split=False))
+    assert not any(
+        at.zero_bubble for at in list_configs(8, has_blocks=True, max_stages=8, batch_size=32, may_split=False)
+    )
 
 
 @pytest.mark.parametrize("limits", [("pp=2",), ("pp=2", "schedule=zero_bubble")])

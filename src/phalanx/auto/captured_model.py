@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,10 +18,11 @@ from phalanx.auto.cost.machine_model import (
     build_datasheet_machine,
     build_measured_machine,
 )
-from phalanx.auto.planner.search_restrictions import find_pieces_or_reason
+from phalanx.auto.planner.search_restrictions import find_partition_points_or_reason
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr
+from phalanx.plan.sites import outermost
 from phalanx.strategy import DistributedStrategy
 
 
@@ -29,14 +30,14 @@ def read_layers(
     model: nn.Module, captured: CapturedStep, calls: tuple[ModuleCall, ...], optimizer: Optimizer | str
 ) -> tuple[Layers, str | None]:
     """Return the layers of a captured model, as a planner places them, and why it is in no stages, if it cannot be."""
-    pieces, unstaged = find_pieces_or_reason(model, captured, calls)
+    partition_points, unstaged = find_partition_points_or_reason(model, captured, calls)
     layers = Layers(
         captured=captured,
         calls=calls,
         shardable=find_shardable_layers(model),
-        pieces=pieces,
+        partition_points=partition_points,
         optimizer=_optimizer_kind(optimizer),
-        blocks=_outermost(captured.blocks),
+        blocks=outermost(path for group in captured.blocks for path in group),
     )
     return layers, unstaged
 
@@ -64,7 +65,7 @@ def parameter_dtype(captured: CapturedStep) -> str:
 
 
 def batch_size_of(calls: tuple[ModuleCall, ...]) -> int:
-    """Return the rows of the sample; 0 if no tensor of it is read."""
+    """Return the samples of the global batch; 0 if no tensor of it is read."""
     shapes = (
         s.value.shape for call in calls for s in call.inputs if isinstance(s.source, str) and "sample" in s.source
     )
@@ -86,12 +87,3 @@ def _optimizer_kind(optimizer: Optimizer | str) -> str:
     if "betas" in group:
         return "adam"
     return "momentum" if group.get("momentum") else "sgd"
-
-
-def _outermost(blocks: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    paths = sorted(dict.fromkeys(path for group in blocks for path in group), key=len)
-    outermost: list[str] = []
-    for path in paths:
-        if not any(path.startswith(f"{outer}.") for outer in outermost):
-            outermost.append(path)
-    return tuple(outermost)

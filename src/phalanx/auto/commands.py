@@ -126,18 +126,7 @@ def plan_transformer(
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
-    """Print the fastest parallel configurations of the transformer in a run file.
-
-    Args:
-        file: One run as `phalanx predict` takes it, without what is searched.
-        cluster: Words; the file's own when None.
-        limits: What to keep to.
-        alternatives: Further limits whose cost is printed.
-        top: How many choices to show.
-        time_limit: Seconds.
-        as_json: Whether to print one JSON object.
-        trace: Where to write the events of the best.
-        timeline: Where to draw it.
+    """Print the fastest parallel configurations of the transformer in a run file; the flags are `phalanx plan`'s.
 
     Raises:
         ConfigError: If the file describes no run.

@@ -62,7 +62,7 @@ class ModelSearch:
         stop = None if self.time_limit is None else time.monotonic() + self.time_limit
         configs = [
             config
-            for config in self._arrangements()
+            for config in self._list_allowed_configs()
             if all(candidate.allows(_get_knobs(config)) for candidate in shape)
         ]
         if not configs:
@@ -113,21 +113,21 @@ class ModelSearch:
         if measured is None or 1 not in measured.rates or self.cluster.devices == 1:
             return None
         work, catalog = LayerWork(layers, build_measured_machine(measured.at(1))), StrategyCatalog(layers, self.allowed)
-        configs = list_configs(1, has_blocks=bool(layers.blocks), rows=batch_size_of(layers.calls))
+        configs = list_configs(1, has_blocks=bool(layers.blocks), batch_size=batch_size_of(layers.calls))
         room = USABLE * measured.memory if memory is None else memory
         try:
             return search_plans(catalog, work, configs, room=room, top_k=1, time_limit=self.time_limit).best.step_time_s
         except PlanError:
             return None
 
-    def _arrangements(self) -> Iterator[ParallelConfig]:
-        layers, pieces = self.work.layers, self.work.layers.pieces
+    def _list_allowed_configs(self) -> Iterator[ParallelConfig]:
+        layers, points = self.work.layers, self.work.layers.partition_points
         configs = list_configs(
             self.cluster.devices,
             has_blocks=bool(layers.blocks),
             per_node=self.cluster.nodes[0].devices,
-            pieces=1 if pieces is None else len(pieces.starts),
-            rows=batch_size_of(layers.calls),
+            max_stages=1 if points is None else len(points.starts),
+            batch_size=batch_size_of(layers.calls),
             may_split=self.unsplit is None,
         )
         return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)

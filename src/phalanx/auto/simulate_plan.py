@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -48,15 +47,7 @@ def simulate_plan(
         PlanError: If the Plan is for another number of ranks, or says something that has no price.
     """
     target = read_cluster("here" if cluster is None else cluster).weakest()
-    if target.devices != plan.world_size:
-        raise PlanError(
-            tr(
-                "The Plan is for {ranks} ranks, and the cluster {cluster} has {devices} devices. Name another cluster.",
-                ranks=plan.world_size,
-                cluster=target,
-                devices=target.devices,
-            )
-        )
+    check_devices(plan, target)
     captured = capture(model, sample, loss_fn)
     calls = list_module_calls(captured)
     layers, _ = read_layers(model, captured, calls, optimizer)
@@ -64,7 +55,21 @@ def simulate_plan(
     machine = build_machine(target, precision_of(dtype or parameter_dtype(captured)))
     per_node = target.nodes[0].devices
     assignment, layers = read_plan(plan, layers, batch_size=batch_size_of(calls), per_node=per_node)
-    simulated = simulate_assignment(assignment, LayerWork(layers, machine))
-    hour = target.usd_per_hour
-    price = None if hour is None else hour / 3600 * simulated.simulation.step_time_s
-    return replace(simulated, usd_per_step=price)
+    return simulate_assignment(assignment, LayerWork(layers, machine), target.usd_per_hour)
+
+
+def check_devices(plan: Plan, cluster: Cluster) -> None:
+    """Raise if a Plan is for another number of ranks than a cluster has devices.
+
+    Raises:
+        PlanError: Says both.
+    """
+    if cluster.devices != plan.world_size:
+        raise PlanError(
+            tr(
+                "The Plan is for {ranks} ranks, and the cluster {cluster} has {devices} devices. Name another cluster.",
+                ranks=plan.world_size,
+                cluster=cluster,
+                devices=cluster.devices,
+            )
+        )

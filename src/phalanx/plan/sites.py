@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 from phalanx.errors import PlanError
@@ -47,12 +48,16 @@ class Site(NamedTuple):
 
 def regions(plan: Plan) -> tuple[str, ...]:
     """Return the outermost of the modules whose operators a Plan places."""
-    paths = sorted({Site.read(rule.site).module for rule in plan.ops}, key=len)
-    outermost: list[str] = []
-    for path in paths:
-        if not any(not outer or path.startswith(f"{outer}.") for outer in outermost):
-            outermost.append(path)
-    return tuple(outermost)
+    return outermost(Site.read(rule.site).module for rule in plan.ops)
+
+
+def outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the modules of these that are in no other of them, by the length of their paths."""
+    outer: list[str] = []
+    for path in sorted(dict.fromkeys(paths), key=len):
+        if not any(not around or path.startswith(f"{around}.") for around in outer):
+            outer.append(path)
+    return tuple(outer)
 
 
 def axis_of(plan: Plan) -> str | None:

@@ -128,7 +128,7 @@ class Layers:
     blocks: tuple[str, ...] = ()
     """Paths of the repeated blocks, none inside another: what may be recomputed."""
 
-    pieces: PartitionPoints | None = None
+    partition_points: PartitionPoints | None = None
     """Where the model may be cut into stages; None if it cannot be."""
 
     operator_parts_cache: dict[tuple[object, int], bool] = field(default_factory=dict, compare=False, repr=False)

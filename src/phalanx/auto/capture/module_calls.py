@@ -155,14 +155,14 @@ class _CallReader:
             )
 
         for at in run:
-            cuts = propagate(self._ops[at], find)
-            if cuts is None:
+            sharded_dims = propagate(self._ops[at], find)
+            if sharded_dims is None:
                 return 0
-            state.update({(at, output): cut for output, cut in enumerate(cuts)})
+            state.update({(at, output): sharded for output, sharded in enumerate(sharded_dims)})
         ends = [(state[at, output], self._ops[at].outputs[output].shape) for at, output in self._outputs(run)]
-        if not all(cut and (cut.dim, cut.repeats) == (len(shape) - from_end, 1) for cut, shape in ends):
+        if not all(sharded and (sharded.dim, sharded.repeats) == (len(shape) - from_end, 1) for sharded, shape in ends):
             return 0
-        return math.gcd(*(cut.parts for cut, _ in ends if cut))
+        return math.gcd(*(sharded.parts for sharded, _ in ends if sharded))
 
     def _followed_rows(self) -> tuple[dict[tuple[int, int], ShardedDim | None], set[int]]:
         """Return where the rows of the sample are in each output, and the operators that mix them."""
@@ -180,11 +180,11 @@ class _CallReader:
 
         for run in self._runs:
             for at in run:
-                cuts = propagate(self._ops[at], find)
-                if cuts is None:
+                sharded_dims = propagate(self._ops[at], find)
+                if sharded_dims is None:
                     mixing.add(at)
-                    cuts = _guess_rows(self._ops[at], find)
-                rows.update({(at, output): cut for output, cut in enumerate(cuts)})
+                    sharded_dims = _guess_rows(self._ops[at], find)
+                rows.update({(at, output): sharded for output, sharded in enumerate(sharded_dims)})
         return rows, mixing
 
     def _has_rows(self, read: Read) -> bool:
@@ -250,8 +250,8 @@ def _is_activation(read: Read) -> bool:
 
 def _guess_rows(operator: Operator, find: Callable[[Read], ShardedDim | None]) -> ShardedDims:
     """Return where rows are after an operator that mixes them: where they were, in outputs of that size."""
-    sizes = [(read.value.shape[cut.dim], cut) for read in operator.reads() if (cut := find(read))]
+    sizes = [(read.value.shape[sharded.dim], sharded) for read in operator.reads() if (sharded := find(read))]
     return tuple(
-        next((cut for size, cut in sizes if output.shape[cut.dim : cut.dim + 1] == (size,)), None)
+        next((sharded for size, sharded in sizes if output.shape[sharded.dim : sharded.dim + 1] == (size,)), None)
         for output in operator.outputs
     )

@@ -1,6 +1,6 @@
-"""Whether the code between sharded layers runs on cut activations: tried on shapes, as nothing else can tell.
+"""Whether the code between sharded layers runs on sharded activations: tried on shapes, as nothing else can tell.
 
-`auto/capture/module_calls` knows which operators let a cut pass. A model may still name a size, such as the number of
+`auto/capture/module_calls` knows which operators let a shard pass. A model may still name a size, such as the number of
 heads, that is another on a rank; then its code fails on the narrow tensors, and the layers cannot be sharded that way.
 """
 
@@ -37,19 +37,19 @@ def _has_styles(module: nn.Module) -> bool:
 
 
 def check_runs_sharded(
-    model: nn.Module, sample: Any, loss_fn: LossFunction | None, cut: Mapping[str, LayerStrategy], ranks: int
+    model: nn.Module, sample: Any, loss_fn: LossFunction | None, strategies: Mapping[str, LayerStrategy], ranks: int
 ) -> str | None:
-    """Return why a model fails if layers leave or take activations cut; None if it runs.
+    """Return why a model fails if layers leave or take activations sharded; None if it runs.
 
     Args:
         model: The whole model; not changed.
         sample: As `capture` takes it.
         loss_fn: As `capture` takes it.
-        cut: Layers, by path, and how they are computed.
+        strategies: Layers, by path, and how they are computed.
         ranks: Parts.
     """
     narrow, batch, loss = copy_parts((model, sample, loss_fn), _on_meta)
-    for path, strategy in cut.items():
+    for path, strategy in strategies.items():
         layer = narrow.get_submodule(path)
         if strategy.style != "sequence" and strategy.input_state == "tokens":
             layer.register_forward_pre_hook(partial(_tokens_together, ranks))

@@ -1,7 +1,7 @@
-"""Whether a cut of one dimension passes through an operator without communication, and which dimension it is then.
+"""Whether a shard of one dimension passes through an operator without communication, and which dimension it is then.
 
-Each rule says when every part of the outputs can be computed from the same part of what is cut and all of what is not.
-An operator without a rule passes nothing.
+Each rule says when every part of the outputs can be computed from the same part of what is sharded and all of what is
+not. An operator without a rule passes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ShardedDim:
     """Any number of parts that divides this is possible."""
 
     repeats: int = 1
-    """How often the parts follow one another: 1 is a plain cut, more where another dimension was merged before it."""
+    """How often the parts follow one another: 1 is a plain shard, more where another dimension was merged before it."""
 
 
 ShardedDims: TypeAlias = tuple[ShardedDim | None, ...]
@@ -35,15 +35,15 @@ ShardedDims: TypeAlias = tuple[ShardedDim | None, ...]
 _Find: TypeAlias = Callable[[Read], ShardedDim | None]
 _Rule: TypeAlias = Callable[[Operator, _Find], ShardedDims | None]
 _Moves: TypeAlias = Callable[[Operator, int], Sequence[int | None]]
-"""Says where each of a number of dimensions goes; None if a cut of it does not pass."""
+"""Says where each of a number of dimensions goes; None if a shard of it does not pass."""
 
 
 def propagate(operator: Operator, find: _Find) -> ShardedDims | None:
-    """Return how the outputs are cut when what an operator reads is; None if it cannot compute so, or is not known.
+    """Return how the outputs are sharded when what an operator reads is; None if it cannot compute so, or is not known.
 
     Args:
         operator: One of torch's; those that were put together are not known.
-        find: Says how a tensor that it reads is cut.
+        find: Says how a tensor that it reads is sharded.
     """
     if all(find(read) is None for read in operator.reads()):
         return (None,) * len(operator.outputs)
@@ -54,7 +54,7 @@ def propagate(operator: Operator, find: _Find) -> ShardedDims | None:
     if rule is None:
         return None
     dims = rule(operator, find)
-    return dims if dims and all(cut is None or cut.parts > 1 for cut in dims) else None
+    return dims if dims and all(sharded is None or sharded.parts > 1 for sharded in dims) else None
 
 
 @cache
@@ -94,33 +94,37 @@ def _dims(operator: Operator, name: str, sizes: int) -> list[int]:
     return [int(dim) % max(sizes, 1) for dim in dims if isinstance(dim, int)]
 
 
-def _shard_outputs(operator: Operator, cut: ShardedDim | None) -> ShardedDims | None:
+def _shard_outputs(operator: Operator, sharded: ShardedDim | None) -> ShardedDims | None:
     """Shard all outputs that have a dimension of the first one's size; others are replicated."""
-    if cut is None:
+    if sharded is None:
         return None
-    size = _shape(operator)[cut.dim]
-    return tuple(cut if o.shape[cut.dim : cut.dim + 1] == (size,) else None for o in operator.outputs)
+    size = _shape(operator)[sharded.dim]
+    return tuple(sharded if o.shape[sharded.dim : sharded.dim + 1] == (size,) else None for o in operator.outputs)
 
 
-def _follows(read: Read, cut: ShardedDim | None, target: ShardedDim, sizes: int) -> bool:
-    """Return whether a read, lined up at the last dimension, is cut as the outputs are or the same for all parts."""
+def _follows(read: Read, sharded: ShardedDim | None, target: ShardedDim, sizes: int) -> bool:
+    """Return whether a read, lined up at the last dimension, is sharded as the outputs are, or not at all."""
     at = target.dim - (sizes - len(read.value.shape))
     if at < 0 or read.value.shape[at] == 1:
-        return cut is None
-    return cut is not None and (cut.dim, cut.repeats) == (at, target.repeats)
+        return sharded is None
+    return sharded is not None and (sharded.dim, sharded.repeats) == (at, target.repeats)
 
 
 def _common_dim(operator: Operator, find: _Find, sizes: int) -> ShardedDim | None:
-    """Return how tensors, lined up at the last dimension, are all cut."""
+    """Return how tensors, lined up at the last dimension, are all sharded."""
     reads = [(read, find(read)) for read in operator.reads()]
-    target = next(ShardedDim(cut.dim + sizes - len(r.value.shape), cut.parts, cut.repeats) for r, cut in reads if cut)
-    if not all(_follows(read, cut, target, sizes) for read, cut in reads):
+    target = next(
+        ShardedDim(sharded.dim + sizes - len(r.value.shape), sharded.parts, sharded.repeats)
+        for r, sharded in reads
+        if sharded
+    )
+    if not all(_follows(read, sharded, target, sizes) for read, sharded in reads):
         return None
-    return replace(target, parts=_parts(cut for _, cut in reads))
+    return replace(target, parts=_parts(sharded for _, sharded in reads))
 
 
-def _parts(cuts: Iterable[ShardedDim | None]) -> int:
-    return math.gcd(*(cut.parts for cut in cuts if cut))
+def _parts(sharded_dims: Iterable[ShardedDim | None]) -> int:
+    return math.gcd(*(sharded.parts for sharded in sharded_dims if sharded))
 
 
 def _pointwise(operator: Operator, find: _Find) -> ShardedDims | None:
@@ -132,11 +136,11 @@ def _follow_first(to: _Moves) -> _Rule:
 
     def rule(operator: Operator, find: _Find) -> ShardedDims | None:
         first, *rest = operator.reads()
-        cut = find(first)
-        if cut is None or any(map(find, rest)):
+        sharded = find(first)
+        if sharded is None or any(map(find, rest)):
             return None
-        dim = to(operator, len(first.value.shape))[cut.dim]
-        return None if dim is None else _shard_outputs(operator, replace(cut, dim=dim))
+        dim = to(operator, len(first.value.shape))[sharded.dim]
+        return None if dim is None else _shard_outputs(operator, replace(sharded, dim=dim))
 
     return rule
 
@@ -190,32 +194,35 @@ def _length(name: str) -> Callable[[Operator], int]:
 def _reshape(operator: Operator, find: _Find) -> ShardedDims | None:
     """Find the dimension in which the same parts of memory are: as many numbers lie before it, or in it, as before."""
     (read,), after = operator.reads(), _shape(operator)
-    cut = find(read)
-    assert cut is not None
-    starts = math.prod(read.value.shape[: cut.dim]) * cut.repeats
+    sharded = find(read)
+    assert sharded is not None
+    starts = math.prod(read.value.shape[: sharded.dim]) * sharded.repeats
     before = [math.prod(after[:dim]) for dim in range(len(after))]
     dim = max((dim for dim, start in enumerate(before) if start <= starts and after[dim] > 1), default=None)
     if dim is None or starts % before[dim] or after[dim] % (repeats := starts // before[dim]):
         return None
-    return (ShardedDim(dim, math.gcd(cut.parts, after[dim] // repeats), repeats),)
+    return (ShardedDim(dim, math.gcd(sharded.parts, after[dim] // repeats), repeats),)
 
 
 def _concatenate(operator: Operator, find: _Find) -> ShardedDims | None:
     reads, sizes = list(operator.reads()), len(_shape(operator))
     (dim,) = _dims(operator, "dim", sizes)
     is_new = sizes > len(reads[0].value.shape)  # stack makes a dimension, cat joins along one
-    cuts = {find(read) for read in reads}
-    cut = cuts.pop()
-    if cuts or cut is None or (cut.dim == dim and not is_new):
+    sharded_dims = {find(read) for read in reads}
+    sharded = sharded_dims.pop()
+    if sharded_dims or sharded is None or (sharded.dim == dim and not is_new):
         return None
-    return (replace(cut, dim=cut.dim + (is_new and cut.dim >= dim)),)
+    return (replace(sharded, dim=sharded.dim + (is_new and sharded.dim >= dim)),)
 
 
 def _product(operator: Operator, find: _Find) -> ShardedDims | None:
     """Rows of the first factor, columns of the second, or single products of many; with or without a sum before."""
     *added, left, right = operator.reads()
     left_dim, right_dim, sizes = find(left), find(right), len(_shape(operator))
-    target = next((cut for cut, dim in ((left_dim, sizes - 2), (right_dim, sizes - 1)) if cut and cut.dim == dim), None)
+    target = next(
+        (sharded for sharded, dim in ((left_dim, sizes - 2), (right_dim, sizes - 1)) if sharded and sharded.dim == dim),
+        None,
+    )
     if left_dim and right_dim:
         many = sizes == 3 and (left_dim.dim, left_dim.repeats) == (0, right_dim.repeats) and right_dim.dim == 0
         target = left_dim if many else None

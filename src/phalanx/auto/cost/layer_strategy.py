@@ -21,7 +21,7 @@ from phalanx.cluster.calibration.figures import Kind
 from phalanx.plan.rules.tensor import CUT_DIM
 
 _HEADER_BYTES = 72
-"""Bytes that ranks tell each other of their rows before a layer gathers them."""
+"""Bytes that ranks tell each other of their samples before a layer gathers them."""
 
 
 class LayerCostModel:
@@ -48,57 +48,59 @@ class LayerCostModel:
     def _option(self, work: CallWork, strategy: LayerStrategy) -> StrategyCost:
         config = self._config
         ranks = 1 if strategy == WHOLE else config.model if config.model > 1 else config.data
-        own_rows = strategy.style is not None and config.model == 1
-        in_rows = strategy.style in ("parts", "sequence") or (
+        gathers_samples = strategy.style is not None and config.model == 1
+        shards_samples = strategy.style in ("parts", "sequence") or (
             strategy.style is None and strategy.input_state == "tokens"
         )
-        part = _largest_part(work.call, strategy, ranks)
-        share = ShardFraction(
-            rows=1.0 if own_rows else 1 / config.batch_parts / (ranks if in_rows else 1),
-            outer=part if strategy.style in ("column", None) and not in_rows else 1.0,
-            inner=part if strategy.style == "row" else 1.0,
+        shard_fraction = _largest_part(work.call, strategy, ranks)
+        fraction = ShardFraction(
+            samples=1.0 if gathers_samples else 1 / config.batch_parts / (ranks if shards_samples else 1),
+            outer=shard_fraction if strategy.style in ("column", None) and not shards_samples else 1.0,
+            inner=shard_fraction if strategy.style == "row" else 1.0,
         )
-        times = self._work.times(work, share)
-        sent = self._comm_over_data(work, strategy) if own_rows else self._comm_times(work, strategy)
-        sent, times = self._add_waits(sent, times)
-        own = [param for param in work.call.parameters if param.name not in self._seen]
-        parameters = self._parameters.of(own, 1 / part if strategy.style in CUT_DIM else 1, strategy)
-        activation = (
+        times = self._work.times(work, fraction)
+        comm = self._comm_over_data(work, strategy) if gathers_samples else self._comm_times(work, strategy)
+        comm, times = self._add_waits(comm, times)
+        new_params = [param for param in work.call.parameters if param.name not in self._seen]
+        param_cost = self._parameters.of(new_params, 1 / shard_fraction if strategy.style in CUT_DIM else 1, strategy)
+        activation_bytes = (
             work.call.saved_bytes
             / config.batch_parts
             / (ranks if strategy.output_state != "whole" or strategy.style == "row" else 1)
         )
-        activation += work.input_bytes if own_rows else 0.0
+        activation_bytes += work.input_bytes if gathers_samples else 0.0
         if strategy.style == "column" and strategy.input_state == "tokens":
-            activation += work.input_bytes / config.batch_parts  # put together, and kept for the gradient of the weight
-        working, again, selected = (
+            activation_bytes += (
+                work.input_bytes / config.batch_parts
+            )  # put together, and kept for the gradient of the weight
+        workspace_bytes, recompute_s, selective_s = (
             work.output_bytes / config.batch_parts / (ranks if strategy.output_state != "whole" else 1),
             0.0,
             0.0,
         )
         if config.recompute == "selective" and work.in_block:
-            selected = len(work.operators) * self._machine.host.selective_op_s
+            selective_s = len(work.operators) * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
-            again = sent.forward + self._work.recompute_s(work, share, config.recompute) + selected
-            again += self._machine.host.checkpoint_s if work.starts_block else 0.0
-            activation = self._product_bytes(work, share)
-            activation += work.input_bytes / config.batch_parts if work.starts_block else 0.0
-            working += work.block_saved_bytes / config.batch_parts  # as if nothing were cut
-        apart = self._defer_weights(work, share, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
+            recompute_s = comm.forward + self._work.recompute_s(work, fraction, config.recompute) + selective_s
+            recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
+            activation_bytes = self._product_bytes(work, fraction)
+            activation_bytes += work.input_bytes / config.batch_parts if work.starts_block else 0.0
+            workspace_bytes += work.block_saved_bytes / config.batch_parts  # as if nothing were sharded
+        deferred = self._defer_weights(work, fraction, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
-        before, again_back = (0.0, 0.0) if config.stages > 1 else (parameters.gather_s, parameters.gather_again_s)
+        gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
         return StrategyCost(
             label=str(strategy),
-            forward_s=times.forward + sent.forward + selected + before,
-            backward_s=times.backward + sent.backward + again + again_back + parameters.copy_s + apart.added_s,
-            weight_grad_s=apart.weight_grad_s,
-            comm_s=sent.forward + sent.backward + before + again_back,
-            grad_sync_s=parameters.grad_sync_s + (parameters.gather_s if config.stages > 1 else 0.0),
-            update_s=parameters.update_s,
-            persistent_bytes=parameters.bytes,
-            activation_bytes=activation,
-            deferred_bytes=apart.deferred_bytes,
-            workspace_bytes=working + parameters.whole_bytes,
+            forward_s=times.forward + comm.forward + selective_s + gather_s,
+            backward_s=times.backward + comm.backward + recompute_s + regather_s + param_cost.copy_s + deferred.added_s,
+            weight_grad_s=deferred.weight_grad_s,
+            comm_s=comm.forward + comm.backward + gather_s + regather_s,
+            grad_sync_s=param_cost.grad_sync_s + (param_cost.gather_s if config.stages > 1 else 0.0),
+            update_s=param_cost.update_s,
+            persistent_bytes=param_cost.bytes,
+            activation_bytes=activation_bytes,
+            deferred_bytes=deferred.deferred_bytes,
+            workspace_bytes=workspace_bytes + param_cost.gathered_bytes,
         )
 
     def _collective_s(self, kind: Kind, size: float, where: GroupTopology) -> float:
@@ -108,16 +110,16 @@ class LayerCostModel:
             return host.layer_s(kind, size, where)
         return self._machine.collective_s(kind, size, where) + host.collective_call_s
 
-    def _defer_weights(self, work: CallWork, share: ShardFraction, times: PassTimes) -> _DeferredWeights:
+    def _defer_weights(self, work: CallWork, fraction: ShardFraction, times: PassTimes) -> _DeferredWeights:
         """Return what it costs to compute gradients of weights after those of inputs, of a backward pass so long."""
-        those = [op for op in work.operators if op.parameters and op.written_bytes and work.trains]
+        weight_ops = [op for op in work.operators if op.parameters and op.written_bytes and work.trains]
         # Autograd walks twice, which takes the host as long for an operator as to watch it in both passes: 46 us on a
         # processor on which selective recomputation adds 24 us each.
-        added = 2 * self._machine.host.selective_op_s * len(those)
-        owed = sum(op.written_bytes for op in those) * share.rows * share.outer
-        return _DeferredWeights(times.weights, added, owed)
+        added_s = 2 * self._machine.host.selective_op_s * len(weight_ops)
+        deferred_bytes = sum(op.written_bytes for op in weight_ops) * fraction.samples * fraction.outer
+        return _DeferredWeights(times.weights, added_s, deferred_bytes)
 
-    def _add_waits(self, sent: PassTimes, work: PassTimes) -> tuple[PassTimes, PassTimes]:
+    def _add_waits(self, comm: PassTimes, work: PassTimes) -> tuple[PassTimes, PassTimes]:
         """Return collectives and work of a call with what ranks wait for the slowest of them after it.
 
         A call whose ranks meet in a pass waits itself, in full. Else the next one that meets waits for this work
@@ -127,22 +129,22 @@ class LayerCostModel:
         """
         waiting_s = self._machine.host.waiting_s
         if waiting_s is None:
-            return sent, work
+            return comm, work
         late = 1 + self._waits
-        met = PassTimes(
-            sent.forward and sent.forward + waiting_s(work.forward, self._meets),
-            sent.backward and sent.backward + waiting_s(work.backward, self._meets),
+        waited = PassTimes(
+            comm.forward and comm.forward + waiting_s(work.forward, self._meets),
+            comm.backward and comm.backward + waiting_s(work.backward, self._meets),
         )
-        forward, backward = 1.0 if sent.forward else late, 1.0 if sent.backward else late
-        return met, PassTimes(work.forward * forward, work.backward * backward, work.weights * backward)
+        forward, backward = 1.0 if comm.forward else late, 1.0 if comm.backward else late
+        return waited, PassTimes(work.forward * forward, work.backward * backward, work.weights * backward)
 
-    def _product_bytes(self, work: CallWork, share: ShardFraction) -> float:
+    def _product_bytes(self, work: CallWork, fraction: ShardFraction) -> float:
         if self._config.recompute == "full":
             return 0.0
-        return sum(op.written_bytes for op in work.operators if op.flops) * share.rows * share.outer
+        return sum(op.written_bytes for op in work.operators if op.flops) * fraction.samples * fraction.outer
 
     def _comm_over_data(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
-        """Return the collectives of a layer that gathers the rows of all ranks; terms travel to who adds them."""
+        """Return the collectives of a layer that gathers the samples of all ranks; terms travel to who adds them."""
         ranks, where, comm_s = self._config.data, self._config.over_data, self._collective_s
         input_bytes, output_bytes = work.input_bytes, work.output_bytes
         header_s = (
@@ -150,12 +152,12 @@ class LayerCostModel:
             + self._machine.host.collective_call_s
         )
         if strategy.style == "column":
-            exchanged = comm_s("all_to_all", output_bytes / ranks, where)
-            forward = header_s + comm_s("all_gather", input_bytes, where) + exchanged
-            return PassTimes(forward, exchanged + (0.0 if work.is_first else comm_s("all_to_all", input_bytes, where)))
-        exchanged = comm_s("all_to_all", input_bytes / ranks, where)
-        forward = header_s + exchanged + comm_s("all_to_all", output_bytes, where)
-        return PassTimes(forward, comm_s("all_gather", output_bytes, where) + (0.0 if work.is_first else exchanged))
+            exchange_s = comm_s("all_to_all", output_bytes / ranks, where)
+            forward = header_s + comm_s("all_gather", input_bytes, where) + exchange_s
+            return PassTimes(forward, exchange_s + (0.0 if work.is_first else comm_s("all_to_all", input_bytes, where)))
+        exchange_s = comm_s("all_to_all", input_bytes / ranks, where)
+        forward = header_s + exchange_s + comm_s("all_to_all", output_bytes, where)
+        return PassTimes(forward, comm_s("all_gather", output_bytes, where) + (0.0 if work.is_first else exchange_s))
 
     def _comm_times(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
         """Return the collectives of a layer whose ranks read the same samples."""
@@ -178,8 +180,8 @@ class LayerCostModel:
         if strategy.output_state == "tokens":
             return PassTimes(comm_s("all_to_all", output_bytes, where), comm_s("all_gather", output_bytes, where))
         forward = comm_s("all_reduce", output_bytes, where)
-        whole_taken = strategy.style == "row" and not strategy.has_sharded_input and not work.is_first
-        return PassTimes(forward, comm_s("all_gather", input_bytes, where) if whole_taken else 0.0)
+        gathers_grad = strategy.style == "row" and not strategy.has_sharded_input and not work.is_first
+        return PassTimes(forward, comm_s("all_gather", input_bytes, where) if gathers_grad else 0.0)
 
     def _comm_around_parts(self, work: CallWork) -> PassTimes:
         """Return the collectives that put together what is computed in parts: outputs, and gradients of inputs.
@@ -187,18 +189,18 @@ class LayerCostModel:
         Those of whole parameters are terms. What DTensor adds counts as measured, or
         like recomputation of operators.
         """
-        where, comm_s, rows = self._config.over_model, self._collective_s, self._config.batch_parts
+        where, comm_s, batch_parts = self._config.over_model, self._collective_s, self._config.batch_parts
         host, count = self._machine.host, len(work.operators)
-        trained = [param for param in work.call.parameters if param.trainable]
-        watched = 2 * count * host.selective_op_s
+        trainable = [param for param in work.call.parameters if param.trainable]
+        dtensor_s = 2 * count * host.selective_op_s
         if host.placed_s is not None:
-            watched = host.placed_s(count, len(trained), where) / 2
-        forward = sum(comm_s("all_gather", output.bytes / rows, where) for output in work.call.outputs)
-        backward = sum(comm_s("all_reduce", param.bytes, where) for param in trained)
+            dtensor_s = host.placed_s(count, len(trainable), where) / 2
+        forward = sum(comm_s("all_gather", output.bytes / batch_parts, where) for output in work.call.outputs)
+        backward = sum(comm_s("all_reduce", param.bytes, where) for param in trainable)
         if not work.is_first:
             inputs = (source for source in work.call.inputs if isinstance(source.source, int))
-            backward += sum(comm_s("all_gather", source.value.bytes / rows, where) for source in inputs)
-        return PassTimes(forward + watched, backward + watched)
+            backward += sum(comm_s("all_gather", source.value.bytes / batch_parts, where) for source in inputs)
+        return PassTimes(forward + dtensor_s, backward + dtensor_s)
 
 
 def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -> float:

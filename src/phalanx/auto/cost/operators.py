@@ -30,7 +30,7 @@ _BOUND_BY_MEMORY = {
 class ShardFraction:
     """What part of an operator a rank computes, along each of its extents."""
 
-    rows: float = 1.0
+    samples: float = 1.0
     """Of the samples of the batch."""
 
     outer: float = 1.0
@@ -72,7 +72,7 @@ def _times(op: Operator, machine: OperatorTimes, share: ShardFraction, is_first:
     shapes = [read.value.shape for read in op.reads()]
     if "attention" in op.name and shapes and len(shapes[0]) == 4:
         rows, heads, seq, dim = shapes[0]
-        extent = (rows * heads * share.rows * share.outer, seq, dim)
+        extent = (rows * heads * share.samples * share.outer, seq, dim)
         return PassTimes(machine.attention_s(*extent), 0.0 if is_first else machine.attention_s(*extent, backward=True))
     if op.name.startswith("aten.convolution"):
         return _convolution(op, shapes, machine, share, not is_first, trains)
@@ -85,7 +85,7 @@ def _times(op: Operator, machine: OperatorTimes, share: ShardFraction, is_first:
         backward = (to_weight if has_right else 0.0) + (0.0 if is_first else to_input)
         return PassTimes(forward, backward, to_weight if has_right and op.parameters else 0.0)
     name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
-    size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.rows * share.outer
+    size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.samples * share.outer
     return PassTimes(machine.operator_s(name, size), 0.0 if is_first else machine.operator_s(name, size, backward=True))
 
 
@@ -99,7 +99,7 @@ def _convolution(
 ) -> PassTimes:
     image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
     groups: int = max(1, image[1] // weight[1])
-    m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
+    m, k = out[0] * math.prod(out[2:]) * share.samples, math.prod(weight[1:])
     extent = m, weight[0] // groups, k, groups
     pointwise = math.prod(weight[2:]) == 1
     backward = machine.conv_s(*extent, backward=True, pointwise=pointwise)
@@ -116,12 +116,12 @@ def _product(
     if op.name.startswith(("aten.addmm", "aten.mm")):
         left, right = shapes[-2:]
         if op.parameters:
-            return 1, left[0] * share.rows, right[1] * share.outer, left[1] * share.inner
-        return 1, left[0] * share.rows, right[1], left[1]
+            return 1, left[0] * share.samples, right[1] * share.outer, left[1] * share.inner
+        return 1, left[0] * share.samples, right[1], left[1]
     if op.name.startswith(("aten.bmm", "aten.baddbmm")):
         left, right = shapes[-2:]
-        return left[0] * share.rows * share.outer, left[1], right[2], left[2]
+        return left[0] * share.samples * share.outer, left[1], right[2], left[2]
     if op.flops:
-        edge = (op.flops * share.rows * share.outer * share.inner / 2) ** (1 / 3)
+        edge = (op.flops * share.samples * share.outer * share.inner / 2) ** (1 / 3)
         return 1, edge, edge, edge
     return None

@@ -60,7 +60,7 @@ class ParallelConfig:
     per_node: int = field(default=1 << 30, compare=False)
     """Ranks of one machine."""
 
-    rows: int = field(default=0, compare=False)
+    batch_size: int = field(default=0, compare=False)
     """Samples of a global batch; 0 if they divide evenly."""
 
     @property
@@ -71,7 +71,9 @@ class ParallelConfig:
     @property
     def batch_parts(self) -> float:
         """Parts of a global batch that are computed one by one, or apart, as large as the largest."""
-        return self.micro_batches * (self.rows / -(-self.rows // self.data) if self.rows else self.data)
+        return self.micro_batches * (
+            self.batch_size / -(-self.batch_size // self.data) if self.batch_size else self.data
+        )
 
     @property
     def shards_over_data(self) -> bool:

@@ -29,7 +29,7 @@ class ParameterCost(NamedTuple):
     """Of the parameters of a layer. Times in seconds."""
 
     bytes: float
-    whole_bytes: float
+    gathered_bytes: float
     """Of parameters and gradients that are gathered while the layer runs."""
 
     grad_sync_s: float
@@ -48,86 +48,95 @@ class ParameterCostModel:
     def __init__(self, work: LayerWork, config: ParallelConfig) -> None:
         self._optimizer, self._work, self._config, self._machine = work.layers.optimizer, work, config, work.machine
         trained = [param for param in work.layers.captured.parameters if param.trainable]
-        whole = sum(param.bytes for param in trained)
-        self._bucket = min(whole, BUCKET_BYTES) or 1
-        self._exchange = None if config.update is None else _LateExchange(trained, config, work.machine)
+        self._bucket = min(sum(param.bytes for param in trained), BUCKET_BYTES) or 1
+        self._late_exchange = None if config.update is None else _LateExchange(trained, config, work.machine)
 
-    def of(self, own: Sequence[ParamShape], parts: float, strategy: LayerStrategy) -> ParameterCost:
+    def of(self, new_params: Sequence[ParamShape], parts: float, strategy: LayerStrategy) -> ParameterCost:
         """Return what a layer's parameters cost.
 
         Args:
-            own: Those that no layer before it has.
-            parts: Into how many parts they are cut.
+            new_params: Those that no layer before it has.
+            parts: Into how many parts they are sharded.
             strategy: How the layer is computed.
         """
         config = self._config
-        trained = [param for param in own if param.trainable]
+        trained = [param for param in new_params if param.trainable]
         size, count = sum(param.bytes for param in trained) / parts, sum(param.count for param in trained) / parts
-        frozen = sum(param.bytes for param in own if not param.trainable) / parts
+        frozen = sum(param.bytes for param in new_params if not param.trainable) / parts
         late_s = 0.0
-        if self._exchange is not None:
-            exchange, gather, again, moved = 0.0, 0.0, 0.0, 0.0
-            late_s = self._exchange.seconds(trained)
+        if self._late_exchange is not None:
+            grad_sync_s, gather_s, gather_again_s, copy_s = 0.0, 0.0, 0.0, 0.0
+            late_s = self._late_exchange.seconds(trained)
         elif config.zero and self._machine.host.sharded_s is not None:
-            exchange, gather, again, moved = 0.0, self._sharded_s(own, parts), 0.0, 0.0
+            grad_sync_s, gather_s, gather_again_s, copy_s = 0.0, self._sharded_s(new_params, parts), 0.0, 0.0
         else:
-            exchange, moved = self._exchanged(trained, size, parts, strategy)
-            gather = self._collective_s("all_gather", size + frozen, parts, config.over_data) if config.zero else 0.0
-            again = gather if config.zero == 3 else 0.0
-        slices = config.data if config.zero else 1
-        state = OPTIMIZER_STATES[self._optimizer] * size / slices
+            grad_sync_s, copy_s = self._grad_sync(trained, size, parts, strategy)
+            gather_s = self._collective_s("all_gather", size + frozen, parts, config.over_data) if config.zero else 0.0
+            gather_again_s = gather_s if config.zero == 3 else 0.0
+        shards = config.data if config.zero else 1
+        optimizer_bytes = OPTIMIZER_STATES[self._optimizer] * size / shards
         # A rank's slices stand beside what is gathered; stages keep that, and full gradients, for a whole step.
-        keeps_whole = config.zero in (1, 2) or (config.zero > 0 and config.stages > 1)
-        values = (size + frozen) / slices + (size + frozen if keeps_whole else 0.0)
-        gradients = size / slices + (size if config.zero and config.stages > 1 else 0.0)
-        passing = 0.0 if not config.zero or config.stages > 1 else size + (size + frozen if config.zero == 3 else 0.0)
-        update = self._machine.operators.optimizer_s(self._optimizer, count / slices, len(trained)) if trained else 0.0
-        residual = sum(param.bytes for param in trained if _is_compressed(param, config))
+        keeps_full = config.zero in (1, 2) or (config.zero > 0 and config.stages > 1)
+        value_bytes = (size + frozen) / shards + (size + frozen if keeps_full else 0.0)
+        grad_bytes = size / shards + (size if config.zero and config.stages > 1 else 0.0)
+        gathered_bytes = (
+            0.0 if not config.zero or config.stages > 1 else size + (size + frozen if config.zero == 3 else 0.0)
+        )
+        update_s = (
+            self._machine.operators.optimizer_s(self._optimizer, count / shards, len(trained)) if trained else 0.0
+        )
+        residual_bytes = sum(param.bytes for param in trained if _is_compressed(param, config))
         return ParameterCost(
-            values + gradients + state + residual, passing, exchange, gather, again, moved, update + late_s
+            bytes=value_bytes + grad_bytes + optimizer_bytes + residual_bytes,
+            gathered_bytes=gathered_bytes,
+            grad_sync_s=grad_sync_s,
+            gather_s=gather_s,
+            gather_again_s=gather_again_s,
+            copy_s=copy_s,
+            update_s=update_s + late_s,
         )
 
-    def _exchanged(
+    def _grad_sync(
         self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy
     ) -> tuple[float, float]:
         """Return the seconds of exchanging gradients of so many bytes, and of moving them to where they are sent."""
         config, host = self._config, self._machine.host
         copies = config.data if config.model > 1 or parts == 1 else 1
-        added = _list_partial_gradients(trained, strategy)
-        terms, exchange, moved = sum(param.bytes for param in added), 0.0, 0.0
-        if terms and config.zero:
-            exchange += self._collective_s("all_reduce", terms / config.data, parts, config.over_model)
-        elif terms:
-            exchange += self._collective_s("all_reduce", terms, parts, config.over_data_and_tokens)
-        sole = size if config.zero else size - terms
-        if copies > 1 and sole:
-            exchange += self._collective_s(
-                "reduce_scatter" if config.zero else "all_reduce", sole, parts, config.over_data
+        partial = _list_partial_gradients(trained, strategy)
+        partial_bytes, sync_s, copy_s = sum(param.bytes for param in partial), 0.0, 0.0
+        if partial_bytes and config.zero:
+            sync_s += self._collective_s("all_reduce", partial_bytes / config.data, parts, config.over_model)
+        elif partial_bytes:
+            sync_s += self._collective_s("all_reduce", partial_bytes, parts, config.over_data_and_tokens)
+        full_bytes = size if config.zero else size - partial_bytes
+        if copies > 1 and full_bytes:
+            sync_s += self._collective_s(
+                "reduce_scatter" if config.zero else "all_reduce", full_bytes, parts, config.over_data
             )
-            moved = self._machine.operators.operator_s("elementwise", sole)
+            copy_s = self._machine.operators.operator_s("elementwise", full_bytes)
         if host.averaged_s is not None and not config.zero and config.data * config.model > 1:
-            whole = [param for param in trained if not _is_sharded(param, strategy)]
-            hooked = trained if copies > 1 else added if config.model > 1 else whole
-            moved += len(hooked) * host.averaged_s(config.over_data if config.data > 1 else config.over_model)
+            unsharded = [param for param in trained if not _is_sharded(param, strategy)]
+            hooked = trained if copies > 1 else partial if config.model > 1 else unsharded
+            copy_s += len(hooked) * host.averaged_s(config.over_data if config.data > 1 else config.over_model)
         # Stages average once a step, after all micro-batches.
-        return (exchange + moved, 0.0) if config.stages > 1 else (exchange, moved)
+        return (sync_s + copy_s, 0.0) if config.stages > 1 else (sync_s, copy_s)
 
     def _collective_s(self, kind: Kind, size: float, parts: float, where: GroupTopology) -> float:
         """Return the seconds of so many bytes as a part of buckets, which parameters in parts fill less."""
         bucket = self._bucket / parts
         return self._machine.collective_s(kind, bucket, where) * size / bucket
 
-    def _sharded_s(self, own: Sequence[ParamShape], parts: float) -> float:
-        """Return what sharding adds to a step for parameters cut into so many parts, as parts of their units."""
+    def _sharded_s(self, params: Sequence[ParamShape], parts: float) -> float:
+        """Return what sharding adds to a step for parameters sharded into so many parts, as parts of their units."""
         sharded_s, where = self._machine.host.sharded_s, self._config.over_data
         assert sharded_s is not None
         how: Sharding = "freed" if self._config.zero == 3 and self._config.stages == 1 else "kept"
         seconds = 0.0
-        for param in own:
+        for param in params:
             unit = self._work.unit_of[param.name]
-            started, whole = sharded_s(how, 0.0, len(unit), where), sum(parameter.bytes for parameter in unit)
-            seconds += started / len(unit)
-            seconds += (sharded_s(how, whole, len(unit), where) - started) * param.bytes / whole / parts
+            start_s, unit_bytes = sharded_s(how, 0.0, len(unit), where), sum(parameter.bytes for parameter in unit)
+            seconds += start_s / len(unit)
+            seconds += (sharded_s(how, unit_bytes, len(unit), where) - start_s) * param.bytes / unit_bytes / parts
         return seconds
 
 

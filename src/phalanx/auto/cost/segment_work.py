@@ -80,40 +80,40 @@ class LayerWork:
             )
             for position, (call, block) in enumerate(zip(calls, block_of, strict=True))
         )
-        alike = {(work.call.template, work.is_first, work.trains): work for work in reversed(self.all)}
+        first_of = {(work.call.template, work.is_first, work.trains): work for work in reversed(self.all)}
         counts = Counter((work.call.template, work.is_first, work.trains) for work in self.all)
-        self._distinct = [(work, counts[key]) for key, work in alike.items()]
+        self._distinct = [(work, counts[key]) for key, work in first_of.items()]
         names = units(ModelShape(captured.parameters))
-        together: dict[int | None, list[ParamShape]] = {}
-        placed = {param: unit_of(param.name, names) for param in captured.parameters}
-        for param, unit in placed.items():
-            together.setdefault(unit, []).append(param)
-        self.unit_of = {param.name: together[unit] for param, unit in placed.items()}
+        params_by_unit: dict[int | None, list[ParamShape]] = {}
+        unit_by_param = {param: unit_of(param.name, names) for param in captured.parameters}
+        for param, unit in unit_by_param.items():
+            params_by_unit.setdefault(unit, []).append(param)
+        self.unit_of = {param.name: params_by_unit[unit] for param, unit in unit_by_param.items()}
         """By parameter, all that are in its unit."""
 
         self._times: dict[tuple[int, bool, bool, ShardFraction], PassTimes] = {}
         self._again: dict[tuple[int, Recompute, ShardFraction], float] = {}
 
-    def times(self, work: CallWork, share: ShardFraction) -> PassTimes:
+    def times(self, work: CallWork, fraction: ShardFraction) -> PassTimes:
         """Return the seconds of both passes of a part of a call."""
-        key = work.call.template, work.is_first, work.trains, share
+        key = work.call.template, work.is_first, work.trains, fraction
         if key not in self._times:
             self._times[key] = estimate_passes(
-                work.operators, self.machine.operators, share, is_first=work.is_first, trains=work.trains
+                work.operators, self.machine.operators, fraction, is_first=work.is_first, trains=work.trains
             )
         return self._times[key]
 
-    def total_s(self, rows: float) -> float:
-        """Return the seconds of both passes through all calls, of a part of the rows."""
-        passes = ((count, self.times(work, ShardFraction(rows=rows))) for work, count in self._distinct)
+    def total_s(self, batch_fraction: float) -> float:
+        """Return the seconds of both passes through all calls, of a part of the batch."""
+        passes = ((count, self.times(work, ShardFraction(samples=batch_fraction))) for work, count in self._distinct)
         return sum(count * (times.forward + times.backward) for count, times in passes)
 
-    def recompute_s(self, work: CallWork, share: ShardFraction, recompute: Recompute) -> float:
+    def recompute_s(self, work: CallWork, fraction: ShardFraction, recompute: Recompute) -> float:
         """Return the seconds of what is recomputed of it; `selective` keeps the results of products."""
-        key = work.call.template, recompute, share
+        key = work.call.template, recompute, fraction
         if key not in self._again:
-            again = (op for op in work.operators if recompute == "full" or not op.flops)
-            self._again[key] = estimate_passes(again, self.machine.operators, share, is_first=True).forward
+            recomputed = (op for op in work.operators if recompute == "full" or not op.flops)
+            self._again[key] = estimate_passes(recomputed, self.machine.operators, fraction, is_first=True).forward
         return self._again[key]
 
     def alike(self, work: CallWork) -> tuple[object, ...]:
@@ -131,24 +131,30 @@ class LayerWork:
         passes.
         """
         parts = config.model if config.model > 1 else config.data if config.shards_over_data else 1
-        rows = 1.0 if config.shards_over_data else 1 / config.batch_parts
-        whole = ShardFraction(rows=1 / config.batch_parts)
-        shares = {whole, ShardFraction(rows=rows, outer=1 / parts), ShardFraction(rows=rows, inner=1 / parts)}
+        samples = 1.0 if config.shards_over_data else 1 / config.batch_parts
+        full = ShardFraction(samples=1 / config.batch_parts)
+        sharded_fractions = {
+            full,
+            ShardFraction(samples=samples, outer=1 / parts),
+            ShardFraction(samples=samples, inner=1 / parts),
+        }
         # A bound has no time to ask of which modules ranks can compute parts. A part may take longer than the whole:
         # products of few rows are cut along their inner dimension too.
-        split = ShardFraction(rows=1 / config.batch_parts / config.model)
+        split_samples = ShardFraction(samples=1 / config.batch_parts / config.model)
         least = np.zeros(3)
         for work, count in self._distinct:
-            may_be_parts = set() if work.call.is_glue else {split}
-            tried = {split, *shares} if _may_be_sharded(work.call) else {whole, *may_be_parts}
-            least += count * np.min([self._passes_s(work, share, config) for share in tried], axis=0)
+            may_be_parts = set() if work.call.is_glue else {split_samples}
+            fractions = {split_samples, *sharded_fractions} if _may_be_sharded(work.call) else {full, *may_be_parts}
+            least += count * np.min([self._passes_s(work, fraction, config) for fraction in fractions], axis=0)
         return float(least.max())
 
-    def _passes_s(self, work: CallWork, share: ShardFraction, config: ParallelConfig) -> tuple[float, ...]:
+    def _passes_s(self, work: CallWork, fraction: ShardFraction, config: ParallelConfig) -> tuple[float, ...]:
         """Return seconds of which all calls together take the largest sum."""
-        times = self.times(work, share)
-        again = self.recompute_s(work, share, config.recompute) if work.in_block and config.recompute != "none" else 0.0
-        seconds = times.forward + times.backward + again
+        times = self.times(work, fraction)
+        recompute_s = (
+            self.recompute_s(work, fraction, config.recompute) if work.in_block and config.recompute != "none" else 0.0
+        )
+        seconds = times.forward + times.backward + recompute_s
         if not config.zero_bubble:
             return seconds, seconds, seconds
         # Of (micro-batches + stages - 1) / stages passes. Other seconds that an option has add more than they save.

@@ -55,19 +55,19 @@ def list_comm_costs(
 
 def list_stages(assignment: Assignment, layers: Layers) -> tuple[int, ...]:
     """Return the stage of each call; 0 for all of a model without stages."""
-    pieces = layers.pieces
-    if pieces is None:
+    points = layers.partition_points
+    if points is None:
         return (0,) * len(layers.calls)
-    begins = [pieces.starts.index(start) for start in assignment.stages]
-    return tuple(sum(begin <= piece for begin in begins) for piece in pieces.of)
+    begins = [points.starts.index(start) for start in assignment.stages]
+    return tuple(sum(begin <= piece for begin in begins) for piece in points.of)
 
 
 def list_border_bytes(assignment: Assignment, layers: Layers) -> tuple[float, ...]:
     """Return the bytes of a micro-batch that pass from each stage to the next."""
-    pieces = layers.pieces
-    if pieces is None:
+    points = layers.partition_points
+    if points is None:
         return ()
-    crossing = (pieces.crossing[pieces.starts.index(start) - 1] for start in assignment.stages)
+    crossing = (points.crossing[points.starts.index(start) - 1] for start in assignment.stages)
     return tuple(size / assignment.config.batch_parts for size in crossing)
 
 

@@ -86,10 +86,10 @@ def build_candidate(
 
 
 def _stage_starts(layers: Layers, stage_of: tuple[int, ...]) -> tuple[str, ...]:
-    if layers.pieces is None:
+    if layers.partition_points is None:
         return ()
     pairs = enumerate(itertools.pairwise(stage_of), start=1)
-    return tuple(layers.pieces.starts[piece] for piece, (before, after) in pairs if before != after)
+    return tuple(layers.partition_points.starts[piece] for piece, (before, after) in pairs if before != after)
 
 
 def _compute_breakdown(

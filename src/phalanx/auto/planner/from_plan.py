@@ -81,7 +81,7 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
         update=late,
         model_inside=_is_model_inside(plan),
         per_node=per_node,
-        rows=batch_size,
+        batch_size=batch_size,
     )
     starts = _read_stages(plan, layers) if stages > 1 else ()
     strategies = _read_strategies(plan, layers, config)
@@ -141,7 +141,7 @@ def _read_stages(plan: Plan, layers: Layers) -> tuple[str, ...]:
     names = units(ModelShape(layers.captured.parameters))
     stages = [stage_of(plan, name) for name in names]
     starts = [name for name, stage, before in zip(names[1:], stages[1:], stages, strict=False) if stage != before]
-    possible = () if layers.pieces is None else layers.pieces.starts
+    possible = () if layers.partition_points is None else layers.partition_points.starts
     wrong = next((name for name in starts if name not in possible), None)
     if wrong is not None or [stage_of(plan, name) for name in starts] != list(range(1, len(starts) + 1)):
         raise _unpriced(f"modules.stage: a stage that begins with {wrong or starts}")

@@ -41,9 +41,9 @@ class LowerBound:
 
     def __init__(self, catalog: StrategyCatalog, work: LayerWork) -> None:
         self._catalog, self._work, self._machine = catalog, work, work.machine
-        pieces = work.layers.pieces
-        self._crossing = [] if pieces is None else sorted(pieces.crossing)
-        self._distinct = _DistinctCalls(work, (0,) * len(work.all) if pieces is None else pieces.of)
+        points = work.layers.partition_points
+        self._crossing = [] if points is None else sorted(points.crossing)
+        self._distinct = _DistinctCalls(work, (0,) * len(work.all) if points is None else points.of)
         self._costs: dict[tuple[object, ...], _StrategyTimes] = {}
 
     def least_s(self, config: ParallelConfig) -> float:
@@ -115,7 +115,7 @@ class LowerBound:
 class _StrategyTimes(NamedTuple):
     """Seconds of distinct calls by strategy."""
 
-    is_way: NDArray[np.bool_]
+    exists: NDArray[np.bool_]
     """Whether a decision has a strategy: by decision and strategy."""
 
     forward: Floats
@@ -129,7 +129,7 @@ class _StrategyTimes(NamedTuple):
 
     def least(self, seconds: Floats) -> Floats:
         """Return the sum over decisions of their fastest strategy, of seconds by anything, decision and strategy."""
-        return np.asarray(np.where(self.is_way, seconds, math.inf).min(axis=-1).sum(axis=-1))
+        return np.asarray(np.where(self.exists, seconds, math.inf).min(axis=-1).sum(axis=-1))
 
 
 class _DistinctCalls:

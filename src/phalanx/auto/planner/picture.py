@@ -30,7 +30,7 @@ _NAME, _KIND, _PLACE, _TIMES = 14, 300, 430, 640
 @dataclass(frozen=True, slots=True)
 class _Line:
     call: ModuleCall
-    way: str
+    style: str
     count: int
     """How many of it the model has, all placed alike."""
 
@@ -96,9 +96,9 @@ def _row(line: _Line, top: float, most: float, *, has_stages: bool) -> Iterator[
     kind, weight = ("between", "normal") if call.is_glue else (call.kind, "bold")
     yield f'<text x="{_NAME}" y="{middle:g}" font-weight="{weight}">{escape(_short(name) + times)}</text>'
     yield f'<text x="{_KIND}" y="{middle:g}" fill="#777">{escape(kind)}</text>'
-    yield f'<rect x="{_PLACE}" y="{top + 2:g}" width="180" height="{_ROW - 4}" fill="{COLOURS[line.way]}"/>'
+    yield f'<rect x="{_PLACE}" y="{top + 2:g}" width="180" height="{_ROW - 4}" fill="{COLOURS[line.style]}"/>'
     label = f"{line.option.label}{_staged(line)}" if has_stages else line.option.label
-    dark = line.way in ("column", "row", "vocab", "sequence")
+    dark = line.style in ("column", "row", "vocab", "sequence")
     yield f'<text x="{_PLACE + 6}" y="{middle:g}" fill="{"#fff" if dark else "#222"}">{escape(label)}</text>'
     length = _BAR * _seconds(line) / most
     sent = min(length, _BAR * line.count * line.option.comm_s / most)

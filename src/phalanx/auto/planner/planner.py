@@ -155,7 +155,13 @@ def pipeline_lower_bound(seconds: float, stages: int, virtual: int, micro_batche
 
 
 def list_configs(
-    ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 0, may_split: bool = True
+    ranks: int,
+    *,
+    has_blocks: bool,
+    per_node: int | None = None,
+    max_stages: int = 1,
+    batch_size: int = 0,
+    may_split: bool = True,
 ) -> Iterator[ParallelConfig]:
     """Yield every parallel config of the ranks.
 
@@ -163,44 +169,44 @@ def list_configs(
         ranks: All of them.
         has_blocks: Whether there is something to recompute.
         per_node: Ranks of one machine; all when None.
-        pieces: Stages that the model may be cut into at most.
-        rows: Samples of a global batch; 0 if they are not known.
+        max_stages: Stages that the model may be cut into at most.
+        batch_size: Samples of a global batch; 0 if they are not known.
         may_split: Whether gradients of weights may be computed apart from those of inputs.
     """
-    node, again = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
+    node_ranks, recompute_kinds = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
     for stages, model in itertools.product(divisors(ranks), repeat=2):
-        if ranks % (stages * model) or stages > pieces:
+        if ranks % (stages * model) or stages > max_stages:
             continue
         data = ranks // stages // model
-        orders = (True, False) if model > 1 and model < ranks and node < ranks else (True,)
+        orders = (True, False) if model > 1 and model < ranks and node_ranks < ranks else (True,)
         zeros = ZERO if data > 1 else ZERO[:1]
-        for virtual, micro in _schedules(stages, pieces, _micro_batches(rows, data)):
-            for zero, recompute, inside in itertools.product(zeros, again, orders):
+        for virtual, micro in _schedules(stages, max_stages, _micro_batches(batch_size, data)):
+            for zero, recompute, inside in itertools.product(zeros, recompute_kinds, orders):
                 config = ParallelConfig(
                     data=data, model=model, zero=zero, recompute=recompute, stages=stages, virtual=virtual,
-                    micro_batches=micro, model_inside=inside, per_node=node, rows=rows,
+                    micro_batches=micro, model_inside=inside, per_node=node_ranks, batch_size=batch_size,
                 )  # fmt: skip
                 yield config
                 if may_split and config.can_split:
                     yield replace(config, zero_bubble=True)
 
 
-def _micro_batches(rows: int, data: int) -> list[int]:
-    """Return numbers of equal micro-batches into which the rows of every rank can be cut."""
-    if rows % data == 0:
-        return divisors(max(1, rows // data))
-    return [1] if rows > data else []  # some ranks have a row more, or others none
+def _micro_batches(batch_size: int, data: int) -> list[int]:
+    """Return numbers of equal micro-batches into which the samples of every rank can be split."""
+    if batch_size % data == 0:
+        return divisors(max(1, batch_size // data))
+    return [1] if batch_size > data else []  # some ranks have a sample more, or others none
 
 
-def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield stages of each rank and numbers of micro-batches, of those that the rows allow."""
+def _schedules(stages: int, max_stages: int, micro_batches: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield stages of each rank and numbers of micro-batches, of those that the batch allows."""
     if stages == 1:
         yield 1, 1
         return
     for virtual in (1, 2, 4):
         # Interleaved stages take micro-batches in groups of the number of ranks.
         fitting = (micro for micro in micro_batches if virtual == 1 or micro % stages == 0)
-        if stages * virtual <= pieces:
+        if stages * virtual <= max_stages:
             yield from ((virtual, micro) for micro in fitting)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from phalanx.auto.planner.table import build_result_table
 from phalanx.auto.planner.to_plan import build_plan
 from phalanx.auto.planner.traffic import count_traffic
 from phalanx.auto.search.result import why_not
-from phalanx.auto.simulate.values import SimulatedStep
+from phalanx.auto.simulate.values import SimulatedStep, step_price
 from phalanx.errors import ConfigError
 from phalanx.i18n import suggest, tr
 from phalanx.plan.value import Plan
@@ -89,10 +89,7 @@ class PlanResult:
     @property
     def usd_per_step(self) -> float | None:
         """Price of a step on all devices; None if it is not known."""
-        return self._price(self.seconds)
-
-    def _price(self, seconds: float) -> float | None:
-        return None if self.usd_per_hour is None else self.usd_per_hour / 3600 * seconds
+        return step_price(self.seconds, self.usd_per_hour)
 
     @cached_property
     def alone_s(self) -> float | None:
@@ -170,8 +167,7 @@ class PlanResult:
         Args:
             index: Which; the fastest when omitted.
         """
-        simulated = simulate_assignment(self.search.top_k[index], self.work)
-        return replace(simulated, usd_per_step=self._price(simulated.simulation.step_time_s))
+        return simulate_assignment(self.search.top_k[index], self.work, self.usd_per_hour)
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer in plain values."""

@@ -21,15 +21,15 @@ _PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none
 """What a parallel config without stages and sharding says."""
 
 
-def find_pieces_or_reason(
+def find_partition_points_or_reason(
     model: nn.Module, captured: CapturedStep, calls: tuple[ModuleCall, ...]
 ) -> tuple[PartitionPoints | None, str | None]:
     """Return where a model may be cut into stages, or why it cannot be."""
     try:
-        pieces = find_partition_points(model, captured, calls)
+        points = find_partition_points(model, captured, calls)
     except PlanError as error:
         return None, tr("pipelines, as {why}", why=error)
-    return pieces, None if len(pieces.starts) > 1 else tr(
+    return points, None if len(points.starts) > 1 else tr(
         "pipelines, as {why}",
         why=tr("all of it belongs together: it is one unit, or its units share parameters or take turns"),
     )
@@ -66,7 +66,7 @@ def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str 
     )
     if shared is not None:
         return tr("zero bubble, as parameter {name!r} is used more than once", name=shared)
-    placed = zip(layers.calls, layers.pieces.of if layers.pieces else (), strict=False)
+    placed = zip(layers.calls, layers.partition_points.of if layers.partition_points else (), strict=False)
     trained = [piece for call, piece in placed if any(param.trainable for param in call.parameters)]
     return tr("zero bubble, as the model begins with frozen layers") if trained and trained[0] > 0 else None
 

@@ -15,7 +15,7 @@ from phalanx.auto.solver.problem import StrategyCost
 from phalanx.plan.value import Schedule
 
 
-def simulate_assignment(assignment: Assignment, work: LayerWork) -> SimulatedStep:
+def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: float | None = None) -> SimulatedStep:
     """Return one step of what a Plan decides, event by event.
 
     Without stages every layer is simulated by itself, with its gradient synchronisation beside the backward passes of
@@ -24,6 +24,7 @@ def simulate_assignment(assignment: Assignment, work: LayerWork) -> SimulatedSte
     Args:
         assignment: What a Plan decides.
         work: Of the model on a machine.
+        usd_per_hour: Price of all devices; None if it is not known.
     """
     layers, machine = work.layers, work.machine
     options, waits = list_call_costs(assignment, work), list_comm_costs(assignment, work)
@@ -36,8 +37,9 @@ def simulate_assignment(assignment: Assignment, work: LayerWork) -> SimulatedSte
     return SimulatedStep(
         name=f"{dict(layers.captured.modules)['']}, {assignment.config}",
         simulation=step,
-        per_s=assignment.config.rows / step.step_time_s,
+        per_s=assignment.config.batch_size / step.step_time_s,
         unit="rows",
+        usd_per_hour=usd_per_hour,
         layers=() if in_stages else tuple(call.path or call.kind for call in layers.calls),
     )
 

@@ -77,7 +77,7 @@ class StrategyCatalog:
 
     def of(self, config: ParallelConfig) -> StrategySets:
         """Return the strategies under a parallel config."""
-        divides = config.rows % (config.data * config.model * config.micro_batches) == 0
+        divides = config.batch_size % (config.data * config.model * config.micro_batches) == 0
         leaves_parts = config.model > 1 and divides and config.recompute != "selective" and not config.zero_bubble
         kind = CatalogKey(config.model, config.data if config.shards_over_data else 1, config.stages > 1, leaves_parts)
         if kind not in self._cache:
@@ -111,13 +111,13 @@ def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, r
         nodes.append(
             LayerNode(name=name, decision=decision, options=cost.options(work_of_call, sets.strategies[decision]))
         )
-    pieces, machine = work.layers.pieces if config.stages > 1 else None, work.machine
+    points, machine = work.layers.partition_points if config.stages > 1 else None, work.machine
     problem = StepProblem(
         nodes=tuple(nodes),
-        pieces=() if pieces is None else pieces.of,
+        pieces=() if points is None else points.of,
         sends=tuple(
             2 * machine.collective_s("send", size / config.batch_parts, config.over_stages)
-            for size in (() if pieces is None else pieces.crossing)
+            for size in (() if points is None else points.crossing)
         ),
         ranks=config.stages,
         virtual=config.virtual,
@@ -132,8 +132,8 @@ def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, r
     return ConfigProblem(problem, sets.strategies)
 
 
-def _list_sharded(ways: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[tuple[str, int]]:
-    for decision, strategies in ways.items():
+def _list_sharded(strategies_by_decision: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[tuple[str, int]]:
+    for decision, strategies in strategies_by_decision.items():
         yield from ((decision, index) for index, strategy in enumerate(strategies) if strategy.style is not None)
 
 

@@ -36,7 +36,7 @@ def build_result_table(
     search: PlanSearch,
     space: Mapping[str, Iterable[object]],
     notes: Iterable[str],
-    cut: Callable[[Candidate], str],
+    describe_sharded: Callable[[Candidate], str],
 ) -> RenderableType:
     """Return a planner's answer in the user's language (PHALANX_LANG).
 
@@ -45,7 +45,7 @@ def build_result_table(
         search: What was found.
         space: The dimensions that were searched, and their values.
         notes: What else is to be known, such as what was not searched.
-        cut: Says which layers of a candidate are cut.
+        describe_sharded: Returns which layers of a candidate are sharded, in words.
     """
     best = search.best
     head = tr(
@@ -63,7 +63,7 @@ def build_result_table(
     for candidate in search.top_k:
         lines = (
             Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2))
-            for line in _lines(candidate, cut(candidate))
+            for line in _lines(candidate, describe_sharded(candidate))
         )
         grid.add_row(
             Group(str(candidate.config), *lines),
@@ -80,9 +80,9 @@ def build_result_table(
     return Group(Text(head), grid, Text(searched, style="dim"), *map(Text, notes))
 
 
-def _lines(candidate: Candidate, cut: str) -> Iterable[str]:
-    """Yield where the seconds go, and the layers that are cut."""
+def _lines(candidate: Candidate, sharded: str) -> Iterable[str]:
+    """Yield where the seconds go, and the layers that are sharded."""
     parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.step_time_s}
     yield tr(", ").join(f"{candidate.part_label(name)} {format_seconds(seconds)}" for name, seconds in parts.items())
-    if cut:
-        yield tr("sharded layers: {layers}", layers=cut)
+    if sharded:
+        yield tr("sharded layers: {layers}", layers=sharded)

@@ -60,7 +60,7 @@ def build_plan(candidate: Candidate, layers: Layers, base: DistributedStrategy |
     plan = _add_operator_rules(plan, candidate, layers)
     reason = Reason(
         setting=f"planner: {candidate.config}",
-        effect=f"predicted {candidate.step_time_s * 1e3:.4g} ms a step of {candidate.config.rows} rows, "
+        effect=f"predicted {candidate.step_time_s * 1e3:.4g} ms a step of {candidate.config.batch_size} rows, "
         f"{candidate.memory_bytes / 2**20:.4g} MiB a rank",
     )
     return plan.model_copy(update={"because": (*plan.because, reason)})

@@ -102,21 +102,21 @@ def count_parameters(run: RunSpec, *, last: bool = False) -> float:
 
 def block_bytes(run: RunSpec) -> float:
     """Return what one block keeps of one micro-batch for its backward pass."""
-    model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
-    rest = rows * model.hidden / (cut if run.parallel.sequence_parallel else 1)
+    model, tp, token_count = run.sharded_model, run.parallel.tp, tokens(run)
+    rest = token_count * model.hidden / (tp if run.parallel.sequence_parallel else 1)
     if run.recompute == "full":
         return HALF * rest
-    inner = rows * max(1, model.top_k) * model.inner / cut
+    inner = token_count * max(1, model.top_k) * model.inner / tp
     if keeps_every_second_product(run) and model.gated:
         # The block's input and output, queries, values, the attention's output, the gate.
-        return HALF * (2 * rest + (2 * model.hidden + (model.qkv - model.hidden) / 2) * rows / cut + inner)
+        return HALF * (2 * rest + (2 * model.hidden + (model.qkv - model.hidden) / 2) * token_count / tp + inner)
     size = 10 * rest if not model.flash else 8 * rest  # norms' inputs and outputs; with dropout, two masks
-    size += HALF * rows * (model.qkv + model.hidden) / cut  # queries, keys, values and the attention's output
+    size += HALF * token_count * (model.qkv + model.hidden) / tp  # queries, keys, values and the attention's output
     size += HALF * inner * (3 if model.gated else 2)
     if keeps_every_second_product(run):
         return size / 2
     if not model.flash and run.recompute == "none":
-        size += 5 * run.micro * model.heads / cut * model.seq * model.seq / run.parallel.cp
+        size += 5 * run.micro * model.heads / tp * model.seq * model.seq / run.parallel.cp
     return size
 
 

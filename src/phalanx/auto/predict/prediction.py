@@ -159,21 +159,24 @@ class StepSeconds:
     @cached_property
     def forward(self) -> float:
         """Seconds of a block's forward pass."""
-        device = self._beside(self.block.forward + self.cut_layers, self._gathers)
-        return self._issued(device, self._issue_forward, self._cut_calls)
+        device = self._beside(self.block.forward + self.tensor_parallel_forward, self._gathers)
+        return self._issued(device, self._issue_forward, self._tensor_parallel_calls)
 
     @cached_property
     def backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included."""
-        compute = self.block.backward + self.recompute.forward + self.cut_backward
+        compute = self.block.backward + self.recompute.forward + self.tensor_parallel_backward
         device = self._beside(compute, self._gathers + self._scatters)
         again = 1 if self.run.recompute == "full" else 0
-        return self._issued(device, self._issue_backward, (1 + again) * self._cut_calls)
+        return self._issued(device, self._issue_backward, (1 + again) * self._tensor_parallel_calls)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
         """Seconds of a block's collectives in its forward and its backward pass, hidden ones included."""
-        return self.cut_layers + self._gathers, self.cut_backward + self._gathers + self._scatters
+        return (
+            self.tensor_parallel_forward + self._gathers,
+            self.tensor_parallel_backward + self._gathers + self._scatters,
+        )
 
     def _beside(self, device: float, communication: float) -> float:
         """Return the seconds of work with communication beside it."""
@@ -192,7 +195,7 @@ class StepSeconds:
         return max(device, host) + waits * min(1.0, host / device)
 
     @cached_property
-    def _cut_calls(self) -> int:
+    def _tensor_parallel_calls(self) -> int:
         """Collectives of one pass through a block whose layers are cut over ranks."""
         par = self.run.parallel
         return 0 if par.tp == 1 else 4 if par.sequence_parallel else 2
@@ -200,7 +203,7 @@ class StepSeconds:
     # -- communication ---------------------------------------------------------------------------------------
 
     @cached_property
-    def cut_layers(self) -> float:
+    def tensor_parallel_forward(self) -> float:
         """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
         run, par = self.run, self.run.parallel
         layout = group_topology(run, "tp")
@@ -214,17 +217,17 @@ class StepSeconds:
             experts = GroupTopology(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
             seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
         if par.cp > 1:
-            kv = 2 * boundary_bytes(run) * run.model_as_cut.keys_heads / run.model.heads / par.tp
+            kv = 2 * boundary_bytes(run) * run.sharded_model.keys_heads / run.model.heads / par.tp
             ring = group_topology(run, "cp")
             # The ring runs beside attention, and shows where it is the longer.
             seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)
         return seconds
 
     @cached_property
-    def cut_backward(self) -> float:
+    def tensor_parallel_backward(self) -> float:
         """Seconds of the same collectives in a backward pass, those of recomputation included."""
-        hidden = min(self.cut_layers / 2, self.block.weights) if self.run.later_megatron else 0.0
-        return self.cut_layers * (2 if self.run.recompute == "full" else 1) - hidden
+        hidden = min(self.tensor_parallel_forward / 2, self.block.weights) if self.run.later_megatron else 0.0
+        return self.tensor_parallel_forward * (2 if self.run.recompute == "full" else 1) - hidden
 
     @cached_property
     def replicas(self) -> GroupTopology:

@@ -118,6 +118,12 @@ class ClusterOf(_Part):
     """The device, where it is none of the presets."""
     usd_per_device_hour: float | None = Field(default=None, gt=0)
 
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of all devices; None if it is not known."""
+        device = self.usd_per_device_hour
+        return None if device is None else device * self.per_node * self.nodes
+
     @model_validator(mode="before")
     @classmethod
     def _worded(cls, value: Any) -> Any:
@@ -293,7 +299,7 @@ class RunSpec(_Part):
         return self
 
     @model_validator(mode="after")
-    def _is_cut(self) -> RunSpec:
+    def _has_possible_shape(self) -> RunSpec:
         if (why := find_shape_conflict(self.model, self.parallel)) is not None:
             raise ValueError(why)
         return self
@@ -304,22 +310,22 @@ class RunSpec(_Part):
         return self.cluster.figures or find_preset(self.cluster.device)
 
     @property
-    def rows(self) -> int:
+    def replica_batch(self) -> int:
         """Sequences of a step of one replica; of the fullest where the batch does not divide over them."""
         return -(-self.batch.whole // self.parallel.dp)
 
     @property
     def micro(self) -> float:
         """Sequences of a micro-batch of one replica."""
-        return min(self.batch.micro, self.rows)
+        return min(self.batch.micro, self.replica_batch)
 
     @property
     def micro_batches(self) -> float:
         """Micro-batches of a replica in one step; not whole if the last one is smaller."""
-        return self.rows / self.micro
+        return self.replica_batch / self.micro
 
     @property
-    def model_as_cut(self) -> ModelOf:
+    def sharded_model(self) -> ModelOf:
         """The model with a head of keys and values for every tensor parallel rank: of fewer they hold copies."""
         ranks = self.parallel.tp
         return self.model if self.model.keys_heads >= ranks else self.model.model_copy(update={"kv_heads": ranks})
@@ -327,7 +333,7 @@ class RunSpec(_Part):
     @property
     def block_parameters(self) -> float:
         """Parameters of one block on one rank."""
-        model, par = self.model_as_cut, self.parallel
+        model, par = self.sharded_model, self.parallel
         experts = max(1, model.experts) / (par.ep if model.experts else 1)
         return (model.attention_parameters + experts * model.expert_parameters) / par.tp
 

@@ -85,20 +85,20 @@ def _gradient_copy_bytes(run: RunSpec) -> float:
 
 def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
     """Return the seconds of the matrix products of one block's layers, forward and backward, and of the last alone."""
-    model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
+    model, tp, token_count = run.sharded_model, run.parallel.tp, tokens(run)
     h = model.hidden
-    layers = [(rows, model.qkv / cut, h, 1.0), (rows, h, h / cut, 1.0)]
+    layers = [(token_count, model.qkv / tp, h, 1.0), (token_count, h, h / tp, 1.0)]
     wide = (2 if model.gated else 1) * model.inner
     if model.experts:
         own_experts = model.experts / run.parallel.ep
-        each = rows * model.top_k / own_experts
+        each = token_count * model.top_k / own_experts
         layers += [
-            (each, wide / cut, h, own_experts),
-            (each, h, model.inner / cut, own_experts),
-            (rows, model.experts, h, 1.0),
+            (each, wide / tp, h, own_experts),
+            (each, h, model.inner / tp, own_experts),
+            (token_count, model.experts, h, 1.0),
         ]
     else:
-        layers += [(rows, wide / cut, h, 1.0), (rows, h, model.inner / cut, 1.0)]
+        layers += [(token_count, wide / tp, h, 1.0), (token_count, h, model.inner / tp, 1.0)]
     forward = [kernels.matmul(m, n, k, batch=count) for m, n, k, count in layers]
     backward = sum(
         kernels.matmul(m, k, n, batch=count, backward=True) + kernels.matmul(k, n, m, batch=count, backward=True)
@@ -109,10 +109,10 @@ def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
 
 def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return scores, softmax and their product with the values: fused, or kernel by kernel."""
-    model, cut, seq = run.model, run.parallel.tp, run.model.seq
+    model, tp, seq = run.model, run.parallel.tp, run.model.seq
     if model.flash:
         # The upper half of the scores is masked and not computed.
-        flops = 4 * run.micro * seq * seq * model.hidden / cut / run.parallel.cp / 2
+        flops = 4 * run.micro * seq * seq * model.hidden / tp / run.parallel.cp / 2
         longest = 4 * ROWS * seq * model.hidden / model.heads
         forward, backward = (
             kernels.attention(flops, backward=back, longest=longest, generation=run.attention_kernels)
@@ -124,7 +124,7 @@ def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
             forward_launches=1,
             backward_launches=2,
         )
-    heads, width, own = run.micro * model.heads / cut, model.hidden / model.heads, seq / run.parallel.cp
+    heads, width, own = run.micro * model.heads / tp, model.hidden / model.heads, seq / run.parallel.cp
     products = [(own, seq, width), (own, width, seq)]
     forward = sum(kernels.matmul(m, n, k, batch=heads) for m, n, k in products)
     backward = sum(
@@ -147,10 +147,10 @@ def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
 
 def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
-    model, cut = run.model_as_cut, run.parallel.tp
-    rest = boundary_bytes(run) / (cut if run.parallel.sequence_parallel else 1)
-    inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / cut
-    qkv = HALF * tokens(run) * model.qkv / cut
+    model, tp = run.sharded_model, run.parallel.tp
+    rest = boundary_bytes(run) / (tp if run.parallel.sequence_parallel else 1)
+    inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / tp
+    qkv = HALF * tokens(run) * model.qkv / tp
     # Reads and writes: two norms (2 and 3 each way), two residual sums with dropout (3 or 3.5), the activation.
     sums = 8.5 if run.compile else 10.5
     forward, backward, launches = sums * rest + qkv / 2, 15 * rest + qkv / 2, 8 if run.compile else 16
@@ -172,17 +172,17 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
 
 def head(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return the embedding, the projection to the vocabulary, the loss in float32, and their backward pass."""
-    model, rows, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
+    model, token_count, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
     kernels = kernels.in_half()
-    forward = kernels.matmul(rows, columns, model.hidden)
-    backward = kernels.matmul(rows, model.hidden, columns, backward=True)
-    backward += kernels.matmul(model.hidden, columns, rows, backward=True)
+    forward = kernels.matmul(token_count, columns, model.hidden)
+    backward = kernels.matmul(token_count, model.hidden, columns, backward=True)
+    backward += kernels.matmul(model.hidden, columns, token_count, backward=True)
     read, write = _loss_bytes(run)
     # The embedding's gradient is a full table: made of zeros, filled, and added to what is there.
     table = 5 * HALF * columns * model.hidden
     return KernelWork(
-        forward=forward + kernels.streamed(read * rows * columns),
-        backward=backward + kernels.streamed(write * rows * columns + table),
+        forward=forward + kernels.streamed(read * token_count * columns),
+        backward=backward + kernels.streamed(write * token_count * columns + table),
         weights=backward / 2,
     )
 

@@ -29,6 +29,7 @@ from phalanx.auto.search.result import SearchResult, why_not
 from phalanx.auto.search.space import MOST_VIRTUAL, get_knobs, list_dimensions, list_runs, max_tensor_parallel
 from phalanx.auto.simulate.events import WHOLE_ROUNDS
 from phalanx.auto.simulate.run import simulate_run
+from phalanx.auto.simulate.values import step_price
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.cluster.spec.devices import GIB
 from phalanx.errors import ConfigError, PlanError
@@ -80,9 +81,7 @@ class RunCandidate:
     @property
     def usd_per_step(self) -> float | None:
         """Price of a step on all devices; None if it is not known."""
-        cluster = self.run.cluster
-        an_hour = cluster.usd_per_device_hour
-        return None if an_hour is None else an_hour / 3600 * cluster.per_node * cluster.nodes * self.step_time_s
+        return step_price(self.step_time_s, self.run.cluster.usd_per_hour)
 
     @property
     def values(self) -> dict[str, int | str]:
@@ -315,10 +314,10 @@ def estimate_tensor_parallel(run: RunSpec, constants: Constants = DEFAULT) -> fl
     if run.parallel.tp == 1 or run.overlap.tp:
         return 0.0
     seconds = StepSeconds(run, constants)
-    return seconds.cut_layers + seconds.cut_backward
+    return seconds.tensor_parallel_forward + seconds.tensor_parallel_backward
 
 
-def lower_bound(run: RunSpec, cut_s: float = 0.0) -> float:
+def lower_bound(run: RunSpec, tensor_parallel_s: float = 0.0) -> float:
     """Return seconds that a step of a run takes at least, whatever else it has to do.
 
     Products at the rate of large ones, spread over all devices with nothing in between, collectives of sharded layers,
@@ -327,17 +326,17 @@ def lower_bound(run: RunSpec, cut_s: float = 0.0) -> float:
 
     Args:
         run: The run.
-        cut_s: As `estimate_tensor_parallel` returns it.
+        tensor_parallel_s: As `estimate_tensor_parallel` returns it.
     """
     model, par = run.model, run.parallel
-    rows = run.batch.whole * model.seq
+    token_count = run.batch.whole * model.seq
     block = model.attention_parameters + max(1, model.top_k) * model.expert_parameters
     # Shards leave the last product out of what is recomputed (`predict.StepSeconds`).
     last = model.hidden * model.inner if par.zero >= 2 and not model.experts else 0
     passes = 4 - last / block if run.recompute == "full" else 3
     rate = run.device.rate(run.precision)
-    blocks = 2 * passes * rows * model.layers * block / par.ranks / rate
-    blocks += run.micro_batches * model.layers / par.pp * cut_s
+    blocks = 2 * passes * token_count * model.layers * block / par.ranks / rate
+    blocks += run.micro_batches * model.layers / par.pp * tensor_parallel_s
     idle = (par.pp - 1) / par.vpp / run.micro_batches if run.schedule != "zero-bubble" else 0.0
     return blocks * (1 + idle)
 

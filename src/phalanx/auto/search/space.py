@@ -13,8 +13,8 @@ from phalanx.auto.search.request import SearchRequest
 MOST_VIRTUAL = 12
 """Stages of a rank."""
 
-_MOST_CUT = 8
-"""Ranks that layers are cut over in published runs, and so in clusters of smaller nodes."""
+_MOST_TENSOR_PARALLEL = 8
+"""Ranks that layers are sharded over in published runs, and so in clusters of smaller nodes."""
 
 
 def list_runs(request: SearchRequest) -> Iterator[RunSpec]:
@@ -75,21 +75,21 @@ def get_knobs(run: RunSpec) -> dict[str, int | str]:
     }
 
 
-def _build_run(base: RunSpec, *, micro: int, recompute: str, tp: int, **cut: int | str) -> RunSpec:
+def _build_run(base: RunSpec, *, micro: int, recompute: str, tp: int, **sizes: int | str) -> RunSpec:
     # Values of a checked run and whole numbers: nothing to check again, some hundred thousand times.
-    parallel = base.parallel.model_copy(update={**cut, "tp": tp, "sequence_parallel": tp > 1})
+    parallel = base.parallel.model_copy(update={**sizes, "tp": tp, "sequence_parallel": tp > 1})
     batch = base.batch.model_copy(update={"micro": micro})
     return base.model_copy(update={"parallel": parallel, "batch": batch, "recompute": recompute})
 
 
 def _can_shard(base: RunSpec, tp: int, pp: int) -> bool:
-    cut = base.parallel.model_copy(update={"tp": tp, "pp": pp, "sequence_parallel": tp > 1})
-    return tp <= max_tensor_parallel(base) and find_shape_conflict(base.model, cut) is None
+    parallel = base.parallel.model_copy(update={"tp": tp, "pp": pp, "sequence_parallel": tp > 1})
+    return tp <= max_tensor_parallel(base) and find_shape_conflict(base.model, parallel) is None
 
 
 def max_tensor_parallel(base: RunSpec) -> int:
-    """Return how many ranks layers are cut over at most: those of a node, or as many as published runs do."""
-    return max(base.cluster.per_node, _MOST_CUT)
+    """Return how many ranks layers are sharded over at most: those of a node, or as many as published runs do."""
+    return max(base.cluster.per_node, _MOST_TENSOR_PARALLEL)
 
 
 def _virtual_stages(base: RunSpec, pp: int) -> list[int]:

@@ -29,15 +29,13 @@ def simulate_run(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAUL
         PlanError: If the schedule does not take so many stages a rank or micro-batches.
     """
     run = run if isinstance(run, RunSpec) else read_run(run)
-    step, cluster = simulate(build_pipeline(run, constants)), run.cluster
-    an_hour = cluster.usd_per_device_hour
-    devices = cluster.per_node * cluster.nodes
+    step = simulate(build_pipeline(run, constants))
     return SimulatedStep(
         name=run.name,
         simulation=step,
         per_s=run.batch.whole * run.model.seq / step.step_time_s,
         unit="tokens",
-        usd_per_step=None if an_hour is None else an_hour / 3600 * devices * step.step_time_s,
+        usd_per_hour=run.cluster.usd_per_hour,
     )
 
 

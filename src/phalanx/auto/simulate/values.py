@@ -166,11 +166,16 @@ class SimulatedStep:
     """Tokens or rows a second of all ranks together; 0 if their number is not known."""
 
     unit: Literal["tokens", "rows"]
-    usd_per_step: float | None = None
-    """Price of a step on all devices; None if it is not known."""
+    usd_per_hour: float | None = None
+    """Price of all devices; None if it is not known."""
 
     layers: tuple[str, ...] = ()
     """Names of the stages, where these are the layers of one rank."""
+
+    @property
+    def usd_per_step(self) -> float | None:
+        """Price of a step on all devices; None if it is not known."""
+        return step_price(self.simulation.step_time_s, self.usd_per_hour)
 
     def facts(self) -> dict[str, Any]:
         """Return what there is to say of the whole step, in plain values."""
@@ -192,3 +197,8 @@ class SimulatedStep:
             )
         ]
         return {**self.facts(), "idle_share": self.simulation.idle_share, "ranks": ranks}
+
+
+def step_price(seconds: float, usd_per_hour: float | None) -> float | None:
+    """Return the price of a step, or of anything else that takes so long; None if the hour has none."""
+    return None if usd_per_hour is None else usd_per_hour / 3600 * seconds

@@ -93,24 +93,24 @@ def find_min_memory(space: Sequence[StepProblem], time_limit: float) -> MinMemor
 def peak_lower_bound(problem: StepProblem) -> float:
     """Return bytes that every choice needs, without regard to what goes together."""
     if problem.stages == 1:
-        until = itertools.accumulate(min(o.activation_bytes for o in node.options) for node in problem.nodes)
-        working = (min(o.workspace_bytes for o in node.options) for node in problem.nodes)
+        prefix = itertools.accumulate(min(o.activation_bytes for o in node.options) for node in problem.nodes)
+        workspace = (min(o.workspace_bytes for o in node.options) for node in problem.nodes)
         return _least_sum(problem, "persistent_bytes") + max(
-            (k + w for k, w in zip(until, working, strict=True)), default=0.0
+            (k + w for k, w in zip(prefix, workspace, strict=True)), default=0.0
         )
     largest = max(
         min(o.persistent_bytes + o.activation_bytes + o.workspace_bytes for o in node.options) for node in problem.nodes
     )
-    flying = [problem.in_flight(rank) for rank in range(problem.ranks)]
+    in_flight = [problem.in_flight(rank) for rank in range(problem.ranks)]
     persistent, activation = _least_sum(problem, "persistent_bytes"), _least_sum(problem, "activation_bytes")
-    return max(largest, *(_spread_bound(persistent, activation, flying, tilt) for tilt in _TILTS))
+    return max(largest, *(_spread_bound(persistent, activation, in_flight, tilt) for tilt in _TILTS))
 
 
-def _spread_bound(persistent: float, activation: float, flying: Sequence[int], tilt: float) -> float:
+def _spread_bound(persistent: float, activation: float, in_flight: Sequence[int], tilt: float) -> float:
     """Return what the peak rank has at least, of sums over all: no less than any weighted mean of the ranks."""
-    weights = [1 / (1 + tilt * times) for times in flying]
-    passing = min(weight * times for weight, times in zip(weights, flying, strict=True))
-    return (persistent * min(weights) + activation * passing) / sum(weights)
+    weights = [1 / (1 + tilt * times) for times in in_flight]
+    least_passing = min(weight * times for weight, times in zip(weights, in_flight, strict=True))
+    return (persistent * min(weights) + activation * least_passing) / sum(weights)
 
 
 def _least_sum(problem: StepProblem, name: Literal["persistent_bytes", "activation_bytes"]) -> float:
@@ -224,24 +224,24 @@ def _costs(problem: StepProblem) -> dict[tuple[str, int], Floats]:
     return costs
 
 
-def _best_partition(problem: StepProblem, picked: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
+def _best_partition(problem: StepProblem, option_costs: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
     """Return the least peak over cuts of one pick, one stage a rank, and the stage of every piece."""
-    sums = np.sum([costs[:3] for costs in picked], axis=0)
-    working = _most_between(np.max([costs[3] for costs in picked], axis=0))
-    until = np.concatenate([np.zeros((3, 1)), np.cumsum(sums, axis=1)], axis=1)
-    between = until[:, None, :] - until[:, :, None]  # by what, first piece and end
+    sums = np.sum([costs[:3] for costs in option_costs], axis=0)
+    workspace = _most_between(np.max([costs[3] for costs in option_costs], axis=0))
+    prefix = np.concatenate([np.zeros((3, 1)), np.cumsum(sums, axis=1)], axis=1)
+    sums_between = prefix[:, None, :] - prefix[:, :, None]  # by what, first piece and end
     count = sums.shape[1]
-    best, came = np.full(count + 1, math.inf), list[NDArray[np.int64]]()
+    best, starts_by_stage = np.full(count + 1, math.inf), list[NDArray[np.int64]]()
     best[0] = 0.0
     for stage in range(problem.stages):
-        persistent, activation, deferred = between
-        peaks = persistent + problem.in_flight(stage) * activation + problem.in_debt(stage) * deferred + working
+        persistent, activation, deferred = sums_between
+        peaks = persistent + problem.in_flight(stage) * activation + problem.in_debt(stage) * deferred + workspace
         reached = np.maximum(best[:, None], peaks)
-        came.append(reached.argmin(axis=0))
+        starts_by_stage.append(reached.argmin(axis=0))
         best = reached.min(axis=0)
         if best.min() >= below:
             return math.inf, ()
-    return float(best[-1]), _stages(came, count)
+    return float(best[-1]), _stages(starts_by_stage, count)
 
 
 def _most_between(values: Floats) -> Floats:
@@ -253,11 +253,11 @@ def _most_between(values: Floats) -> Floats:
     return most
 
 
-def _stages(came: list[NDArray[np.int64]], count: int) -> tuple[int, ...]:
+def _stages(starts_by_stage: list[NDArray[np.int64]], count: int) -> tuple[int, ...]:
     """Return the stage of every piece from where each stage begins, by its end."""
     stages, end = [0] * count, count
-    for stage in reversed(range(len(came))):
-        start = int(came[stage][end])
+    for stage in reversed(range(len(starts_by_stage))):
+        start = int(starts_by_stage[stage][end])
         stages[start:end] = [stage] * (end - start)
         end = start
     return tuple(stages)

@@ -62,9 +62,9 @@ def find_best_partition(problem: StepProblem, below: float, time_limit: float | 
     if math.prod(problem.decisions.values()) > _MOST_PICKS:
         raise TooManyError
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
-    tried, names = _PartitionSearch(problem), list(problem.decisions)
+    search, names = _PartitionSearch(problem), list(problem.decisions)
     picks = np.indices(tuple(problem.decisions.values())).reshape(len(names), -1)
-    least = tried.least_s(picks)
+    least = search.least_s(picks)
     best, solution = below, None
     bound = math.inf
     for number in np.argsort(least, kind="stable"):
@@ -76,7 +76,7 @@ def find_best_partition(problem: StepProblem, below: float, time_limit: float | 
             bound = min(bound, float(least[number]))
             break
         pick = dict(zip(names, map(int, picks[:, number]), strict=True))
-        seconds, stages, low = tried.best_of(pick, float(least[number]), best)
+        seconds, stages, low = search.best_of(pick, float(least[number]), best)
         bound = min(bound, low)
         # One whose bound is below the mark is returned even if its time is not: others of its cuts may be.
         if seconds < best or (solution is None and low < best < math.inf):
@@ -115,30 +115,30 @@ class _PartitionSearch:
         Args:
             picks: Place of the option by decision and pick.
         """
-        problem, rows = self._problem, {name: row for row, name in enumerate(self._problem.decisions)}
-        least: Floats = np.zeros(picks.shape[1])
+        problem, row_of = self._problem, {name: row for row, name in enumerate(self._problem.decisions)}
+        least_s: Floats = np.zeros(picks.shape[1])
         work: Floats = np.zeros((picks.shape[1], self._count))
         after = work.copy()
         for name, size in problem.decisions.items():
             sums = np.array([self._costs[name, o].sums for o in range(size)])
-            work += sums[picks[rows[name]], 0]
-            after += sums[picks[rows[name]], 1]
+            work += sums[picks[row_of[name]], 0]
+            after += sums[picks[row_of[name]], 1]
         most = self._least_most(work)
         idle = (work.sum(axis=1) - most) / problem.virtual
         if problem.zero_bubble:
-            fills = sum(self._fills[name][:, picks[row]] for name, row in rows.items())
+            fills = sum(self._fills[name][:, picks[row]] for name, row in row_of.items())
             idle -= (1 - 1 / problem.ranks) * np.min(fills, axis=0)
-        least += self._least_most(after) + problem.micro_batches * most + np.maximum(idle, 0.0)
+        least_s += self._least_most(after) + problem.micro_batches * most + np.maximum(idle, 0.0)
         for transition in problem.transitions:
             table = np.zeros((problem.decisions[transition.first], problem.decisions[transition.second]))
             for pair, seconds in transition.seconds.items():
                 table[pair] = seconds
-            least += table[picks[rows[transition.first]], picks[rows[transition.second]]]
+            least_s += table[picks[row_of[transition.first]], picks[row_of[transition.second]]]
         for combination in problem.forbidden:
-            least[np.all([picks[rows[name]] == o for name, o in combination], axis=0)] = math.inf
+            least_s[np.all([picks[row_of[name]] == o for name, o in combination], axis=0)] = math.inf
         if problem.needed:
-            least[~np.any([picks[rows[name]] == o for name, o in problem.needed], axis=0)] = math.inf
-        return least * (1 - 1e-12)  # what rounding may add
+            least_s[~np.any([picks[row_of[name]] == o for name, o in problem.needed], axis=0)] = math.inf
+        return least_s * (1 - 1e-12)  # what rounding may add
 
     def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, tuple[int, ...], float]:
         """Return the least seconds of a pick, the stage of every piece, and seconds that none of its cuts is below.
@@ -152,11 +152,11 @@ class _PartitionSearch:
             TooManyError: If the best that was found may be far from the best.
         """
         sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
-        working = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
+        workspace = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
         if self._repeated is not None:
-            linked = self._problem.transition_s(pick)
+            transition_s = self._problem.transition_s(pick)
             saved = self._problem.saved(pick)
-            stages = self._repeated.best_of(ChainCosts(sums, working), saved, below - linked)
+            stages = self._repeated.best_of(ChainCosts(sums, workspace), saved, below - transition_s)
             seconds = self._check_seconds(pick, stages)
             return seconds, stages, min(seconds, below)
         if self._all is not None:
@@ -228,12 +228,12 @@ class _PartitionSearch:
         idle = (work.sum(axis=1) - most) / problem.virtual - problem.saved(pick)
         seconds = problem.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1)
         if problem.room < math.inf:
-            flying = np.array([problem.in_flight(stage) for stage in range(problem.stages)])
-            owing = np.array([problem.in_debt(stage) for stage in range(problem.stages)])
-            working = self._most_by_rank(
+            in_flight = np.array([problem.in_flight(stage) for stage in range(problem.stages)])
+            in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)])
+            workspace = self._most_by_rank(
                 np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
             )
-            peaks = (self._by_rank(persistent + flying * activation + owing * deferred) + working).max(axis=1)
+            peaks = (self._by_rank(persistent + in_flight * activation + in_debt * deferred) + workspace).max(axis=1)
             seconds[peaks > problem.room * (1 + ROUNDING)] = math.inf
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:

@@ -81,8 +81,8 @@ class UniformChain:
             for stage, send in enumerate(self._borders(partition)):
                 self._sent[number, stage % ranks] += send
                 self._sent[number, (stage + 1) % ranks] += send
-        self._flying = np.array([problem.in_flight(rank) for rank in range(ranks)], dtype=np.float64)
-        self._owing = np.array([problem.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
+        self._in_flight = np.array([problem.in_flight(rank) for rank in range(ranks)], dtype=np.float64)
+        self._in_debt = np.array([problem.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
 
     @staticmethod
     def is_for(problem: StepProblem, equal: range) -> bool:
@@ -98,15 +98,15 @@ class UniformChain:
             below: Seconds of a step, without those of links.
         """
         work, after, most = self._tables(costs)
-        even, late = _min_max(work, self._least, most), _min_max(after, self._least, most)
-        always = (costs.sums[0].sum() + self._sent.sum(axis=1)) / self._problem.virtual - saved
-        passes = self._passes_s(np.where(even < math.inf, even, 0.0), always)
-        bounds = np.where(even < math.inf, passes + late, math.inf)
+        even, after_s = _min_max(work, self._least, most), _min_max(after, self._least, most)
+        fixed_s = (costs.sums[0].sum() + self._sent.sum(axis=1)) / self._problem.virtual - saved
+        passes = self._passes_s(np.where(even < math.inf, even, 0.0), fixed_s)
+        bounds = np.where(even < math.inf, passes + after_s, math.inf)
         best, solution = below, None
         for partition in np.argsort(bounds, kind="stable"):
             if bounds[partition] >= best:
                 break
-            rest = float(always[partition]), float(late[partition])
+            rest = float(fixed_s[partition]), float(after_s[partition])
             for seconds, numbers in self._fastest_numbers(
                 work[partition], after[partition], self._least[partition], most[partition], *rest, best
             ):
@@ -114,13 +114,13 @@ class UniformChain:
         return () if solution is None else self._stages(*solution)
 
     def _fastest_numbers(
-        self, work: Floats, after: Floats, least: Ints, most: Ints, always: float, late: float, below: float
+        self, work: Floats, after: Floats, least: Ints, most: Ints, fixed_s: float, after_s: float, below: float
     ) -> Iterator[tuple[float, Ints]]:
         """Yield ever faster numbers of pieces by rank: less and less comes after the work, which takes longer."""
         while True:
             longest = float(_min_max(work, least, most))
-            passes = float(self._passes_s(longest, always)) if longest < math.inf else math.inf
-            if passes + late >= below or passes == math.inf:
+            passes = float(self._passes_s(longest, fixed_s)) if longest < math.inf else math.inf
+            if passes + after_s >= below or passes == math.inf:
                 return
             within = np.minimum(most, _count_fitting(work, longest))
             latest = float(_min_max(after, least, within))
@@ -130,10 +130,10 @@ class UniformChain:
                 yield seconds, _deal_pieces(work, least, np.minimum(within, _count_fitting(after, latest)))
             most = np.minimum(most, _count_fitting(after, float(np.nextafter(latest, -math.inf))))
 
-    def _passes_s(self, longest: Floats | float, always: Floats | float) -> Floats:
+    def _passes_s(self, longest: Floats | float, fixed_s: Floats | float) -> Floats:
         """Return the seconds of all passes, by those of the rank that works the most: no less than it works."""
         micro = self._problem.micro_batches
-        return np.maximum(always + (micro - 1 / self._problem.virtual) * longest, micro * longest)
+        return np.maximum(fixed_s + (micro - 1 / self._problem.virtual) * longest, micro * longest)
 
     def _tables(self, costs: ChainCosts) -> tuple[Floats, Floats, Ints]:
         """Return the work of ranks with 0, 1, ... equal pieces, and how many fit, by partition and rank."""
@@ -148,10 +148,10 @@ class UniformChain:
         after = outside[1][..., None] + piece_cost[1] * numbers
         most = np.where(self._least > 0, len(equal), 0)
         if self._problem.room < math.inf:
-            working = np.max(np.where(self._outside, costs.workspace_bytes[others], 0.0), axis=2, initial=0.0)
-            working = np.maximum(working, np.where(self._least > 0, costs.workspace_bytes[equal.start], 0.0))
-            persistent = outside[2] + self._flying * outside[3] + self._owing * outside[4] + working
-            each = piece_cost[2] + self._flying * piece_cost[3] + self._owing * piece_cost[4]
+            workspace = np.max(np.where(self._outside, costs.workspace_bytes[others], 0.0), axis=2, initial=0.0)
+            workspace = np.maximum(workspace, np.where(self._least > 0, costs.workspace_bytes[equal.start], 0.0))
+            persistent = outside[2] + self._in_flight * outside[3] + self._in_debt * outside[4] + workspace
+            each = piece_cost[2] + self._in_flight * piece_cost[3] + self._in_debt * piece_cost[4]
             room = self._problem.room * (1 + 0.9 * ROUNDING)  # a margin for sums in another order
             most = np.minimum(most, _count_fitting(persistent[..., None] + each[:, None] * numbers, room))
         return work, after, most
