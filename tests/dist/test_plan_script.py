@@ -17,7 +17,7 @@ from phalanx.cli.plan import command
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.value import Average, ParamRule
-from phalanx.train.model.plan_script import plan_script
+from phalanx.train.model.plan_script import plan_script, simulate_script
 
 pytestmark = pytest.mark.dist
 
@@ -159,6 +159,8 @@ def test_the_plan_of_a_script_is_simulated_also_when_it_was_edited(tmp_path, mon
 
     plan = load_plan("plan.json")
     save_plan(plan.model_copy(update={"params": (ParamRule(match="*", update=Average(every=8)),)}), "plan.json")
+    with pytest.raises(PlanError, match="for 2 ranks, and the cluster .* has 4 devices"):
+        simulate_script(tmp_path / "missing.py", (), load_plan("plan.json"), cluster="a100x4")
     done = planned("train.py", "--cluster", "a100x2", "--plan", "plan.json")
     assert re.search(r"update=average: .* a step\n", done.stdout)
     assert "each rank" in done.stdout

@@ -18,7 +18,7 @@ import phalanx.comm.context as context_of
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.to_plan import PLANNED_SETTINGS
 from phalanx.auto.simulate.values import SimulatedStep
-from phalanx.auto.simulate_plan import simulate_plan
+from phalanx.auto.simulate_plan import check_devices, simulate_plan
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.i18n import tr
@@ -81,6 +81,7 @@ def simulate_script(script: Path, arguments: Sequence[str], plan: Plan, **option
         PlanError: As `px.simulate_plan` does.
     """
     cluster = read_cluster(options.get("cluster") or "here")
+    check_devices(plan, cluster)
 
     def simulate(training: TrainingRequest) -> SimulatedStep:
         sample, optimizer = _sample(training, cluster.devices), _optimizer(training, options)
