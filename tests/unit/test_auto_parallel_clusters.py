@@ -17,9 +17,9 @@ from torch import nn
 import phalanx as px
 from phalanx.auto.captured_model import build_machine
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import HostOverhead
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.planner import PlanSearch, list_configs, search_plans
 from phalanx.auto.planner.result import PlanResult

@@ -11,9 +11,9 @@ from torch import nn
 
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import HostOverhead, build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig, Zero
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import StepProblem

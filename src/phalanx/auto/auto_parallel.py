@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from phalanx.auto.capture.module_calls import list_module_calls
 from phalanx.auto.capture.step import capture
 from phalanx.auto.captured_model import build_machine, read_layers, step_precision
-from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.layer_limits import read_limits
 from phalanx.auto.model_search import ModelSearch
 from phalanx.auto.planner.result import PlanResult

@@ -28,12 +28,12 @@ def read_limits(
     limits: tuple[str, ...], calls: tuple[ModuleCall, ...]
 ) -> tuple[list[Limit], frozenset[tuple[int, LayerStrategy]]]:
     """Return limits of the config, and the strategies that limits of layers exclude."""
-    shape: list[Limit] = []
-    unwanted: set[tuple[int, LayerStrategy]] = set()
+    config_limits: list[Limit] = []
+    excluded: set[tuple[int, LayerStrategy]] = set()
     paths = {call.path: call.template for call in calls if not call.is_glue}
     for word in limits:
         if is_config_limit(word):
-            shape.append(read_limit(word, PLAN_KNOBS))
+            config_limits.append(read_limit(word, PLAN_KNOBS))
             continue
         name, style = read_layer_limit(word)
         matching = {like for path, like in paths.items() if matches(name, path)}
@@ -48,10 +48,10 @@ def read_limits(
                 )
             )
         _check_kinds(word, style, [call for call in calls if call.template in matching])
-        unwanted |= {
+        excluded |= {
             (like, strategy) for like in matching for strategy in ALL_STRATEGIES if (strategy.style or "whole") != style
         }
-    return shape, frozenset(unwanted)
+    return config_limits, frozenset(excluded)
 
 
 def _check_kinds(limit: str, style: str, calls: Iterable[ModuleCall]) -> None:

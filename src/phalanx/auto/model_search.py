@@ -13,9 +13,9 @@ from phalanx.auto.capture.layers import LayerStrategy, ShardedRegion
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.shape_check import check_runs_sharded
 from phalanx.auto.captured_model import batch_size_of
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.layer_limits import read_limits
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.planner import DoesNotFitError, PlanSearch, list_configs, search_plans
@@ -58,21 +58,21 @@ class ModelSearch:
 
     def __call__(self, limits: tuple[str, ...]) -> PlanSearch:
         """Search, and repeat without strategies that fail, until every candidate runs."""
-        shape, unwanted = read_limits(limits, self.work.layers.calls)
+        config_limits, excluded = read_limits(limits, self.work.layers.calls)
         stop = None if self.time_limit is None else time.monotonic() + self.time_limit
         configs = [
             config
             for config in self._list_allowed_configs()
-            if all(candidate.allows(_get_knobs(config)) for candidate in shape)
+            if all(limit.allows(_get_knobs(config)) for limit in config_limits)
         ]
         if not configs:
             raise PlanError(
                 explain_empty_space(
-                    limits, explain_unsearched_limits(shape, self.unstaged, self.unsharded, self.unsplit)
+                    limits, explain_unsearched_limits(config_limits, self.unstaged, self.unsharded, self.unsplit)
                 )
             )
         while True:
-            catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=unwanted))
+            catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=excluded))
             result: PlanSearch | DoesNotFitError
             try:
                 result = search_plans(
@@ -93,14 +93,14 @@ class ModelSearch:
                     return result
                 raise PlanError(str(result))
             # Other strategies that shard tokens would most likely meet the same code.
-            apart = {
+            token_regions = {
                 region
                 for region in failing
                 if any("tokens" in (strategy.input_state, strategy.output_state) for _, strategy in region.strategies)
             }
             self.allowed = StrategyFilter(
-                failing_regions=self.allowed.failing_regions | (failing - apart),
-                shards_tokens=self.allowed.shards_tokens and not apart,
+                failing_regions=self.allowed.failing_regions | (failing - token_regions),
+                shards_tokens=self.allowed.shards_tokens and not token_regions,
             )
 
     def alone_s(self, memory: float | None) -> float | None:

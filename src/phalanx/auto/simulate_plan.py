@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from phalanx.auto.capture.module_calls import list_module_calls
 from phalanx.auto.capture.step import capture
 from phalanx.auto.captured_model import batch_size_of, build_machine, parameter_dtype, precision_of, read_layers
-from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.planner.from_plan import read_plan
 from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.simulate.values import SimulatedStep

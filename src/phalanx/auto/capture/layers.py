@@ -91,17 +91,17 @@ class CallIndex:
         """By `ModuleCall.template`."""
 
         users: dict[str, set[str]] = {}
-        for segment in calls:
-            self.alike.setdefault(segment.template, []).append(segment)
-            for param in segment.parameters:
-                users.setdefault(param.name, set()).add(segment.path)
+        for call in calls:
+            self.alike.setdefault(call.template, []).append(call)
+            for param in call.parameters:
+                users.setdefault(param.name, set()).add(call.path)
         self.once = {path for path, count in Counter(call.path for call in calls).items() if count == 1}
         """Modules that run in one call."""
 
         self.shared = {name for name, paths in users.items() if len(paths) > 1}
         """Parameters of several modules."""
 
-        self.ends = {segment.template for segment in calls if segment.is_returned}
+        self.ends = {call.template for call in calls if call.is_returned}
         """By `ModuleCall.template`: calls whose outputs leave the model, and so have to be replicated."""
 
         self._forms: dict[int, tuple[object, ...]] = {}

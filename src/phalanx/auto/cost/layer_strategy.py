@@ -11,11 +11,11 @@ from typing import NamedTuple
 from phalanx.auto.capture.layers import WHOLE, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.layer_work import CallWork, LayerWork
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.operators import PassTimes, ShardFraction
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.parameters import ParameterCostModel
-from phalanx.auto.cost.segment_work import CallWork, LayerWork
 from phalanx.auto.solver.problem import StrategyCost
 from phalanx.cluster.calibration.figures import Kind
 from phalanx.plan.rules.tensor import CUT_DIM

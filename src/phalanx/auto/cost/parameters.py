@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import OPTIMIZER_STATES, MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.cluster.calibration.figures import Kind, Sharding
 from phalanx.plan.rules.tensor import CUT_DIM
 from phalanx.plan.shape import ParamShape

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from phalanx.auto.capture.layers import Layers, LayerStrategy
 from phalanx.auto.cost.layer_strategy import LayerCostModel
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import CollectiveTime, HostOverhead
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.solver.problem import StrategyCost
 
 

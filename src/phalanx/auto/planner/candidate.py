@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment, list_call_costs
 from phalanx.auto.planner.strategies import ConfigProblem
 from phalanx.auto.solver.problem import Solution, StepProblem
@@ -64,18 +64,18 @@ def build_candidate(
 ) -> Candidate:
     """Return what a solution of the problem of a parallel config stands for."""
     layers = work.layers
-    picked = tuple(
+    strategies = tuple(
         config_problem.strategies[str(call.template)][solution.pick[str(call.template)]] for call in layers.calls
     )
-    by_path = {call.path: strategy for call, strategy in zip(layers.calls, picked, strict=True) if not call.is_glue}
+    by_path = {call.path: strategy for call, strategy in zip(layers.calls, strategies, strict=True) if not call.is_glue}
     stages = _stage_starts(layers, solution.stage_of)
     layers_s = None
     if config.zero:  # what passes wait for has collectives of sharding in it
-        unsharded = Assignment(config=replace(config, zero=0), call_strategies=picked, stages=stages)
+        unsharded = Assignment(config=replace(config, zero=0), call_strategies=strategies, stages=stages)
         layers_s = sum(cost.comm_s for cost in list_call_costs(unsharded, work))
     return Candidate(
         config=config,
-        call_strategies=picked,
+        call_strategies=strategies,
         strategies={path: strategy for path, strategy in by_path.items() if strategy != WHOLE},
         stages=stages,
         step_time_s=solution.seconds,
@@ -107,20 +107,20 @@ def _compute_breakdown(
         layers_s: Seconds of collectives of layers; those of all collectives that passes wait for when None.
     """
     costs, ranks = problem.list_costs(solution.pick), problem.ranks
-    each = problem.micro_batches / ranks
-    sent = sum(cost.comm_s for cost in costs)
-    update = sum(cost.update_s for cost in costs)
-    passes = sum(cost.forward_s + cost.backward_s for cost in costs)
-    layers_s = sent if layers_s is None else min(sent, layers_s)
+    passes_per_rank = problem.micro_batches / ranks
+    comm_s = sum(cost.comm_s for cost in costs)
+    update_s = sum(cost.update_s for cost in costs)
+    passes_s = sum(cost.forward_s + cost.backward_s for cost in costs)
+    layers_s = comm_s if layers_s is None else min(comm_s, layers_s)
     if problem.stages == 1:  # what runs beside the backward passes does not count
-        exchange = solution.seconds - passes - update
+        grad_sync_s = solution.seconds - passes_s - update_s
     else:
-        exchange = sum(cost.grad_sync_s for cost in costs) / ranks
+        grad_sync_s = sum(cost.grad_sync_s for cost in costs) / ranks
     parts = {
-        "compute": each * (passes - sent),
-        "collectives of layers": each * layers_s,
-        "sharding": each * (sent - layers_s) + (exchange if is_sharded else 0.0),
-        "exchange of gradients": 0.0 if is_sharded else exchange,
-        "optimizer": update / ranks,
+        "compute": passes_per_rank * (passes_s - comm_s),
+        "collectives of layers": passes_per_rank * layers_s,
+        "sharding": passes_per_rank * (comm_s - layers_s) + (grad_sync_s if is_sharded else 0.0),
+        "exchange of gradients": 0.0 if is_sharded else grad_sync_s,
+        "optimizer": update_s / ranks,
     }
     return {**parts, "stages": 0.0 if problem.stages == 1 else solution.seconds - sum(parts.values())}

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.layer_strategy import LayerCostModel
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.strategies import StrategyCatalog
 
 _ROUNDING = 1e-12

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, ParallelConfig, divisors
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.candidate import Candidate, build_candidate
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.search_restrictions import explain_empty_space

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.layer_limits import format_names
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.planner import PlanSearch
@@ -121,7 +121,7 @@ class PlanResult:
         Raises:
             ConfigError: If the model calls no such layer.
         """
-        places = [i for i, segment in enumerate(self.layers.calls) if segment.path == layer]
+        places = [i for i, call in enumerate(self.layers.calls) if call.path == layer]
         if not places:
             paths = list(dict.fromkeys(call.path for call in self.layers.calls if not call.is_glue))
             raise ConfigError(

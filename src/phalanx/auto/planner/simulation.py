@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.auto.capture.layers import Layers
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import MachineModel
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment, list_border_bytes, list_call_costs, list_comm_costs, list_stages
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from phalanx.auto.capture.layers import PARTS, WHOLE, Layers, LayerStrategy, ShardedRegion
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.layer_strategy import LayerCostModel
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.parallel_config import ParallelConfig
-from phalanx.auto.cost.segment_work import LayerWork
 from phalanx.auto.solver.problem import LayerNode, StepProblem, TransitionCost
 
 

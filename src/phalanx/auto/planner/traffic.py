@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from phalanx.auto.cost.collectives import GroupTopology
-from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.planner.assignment import Assignment, list_border_bytes, list_comm_costs, list_stages
 from phalanx.cluster.calibration.figures import Kind
 
