@@ -14,7 +14,7 @@ from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import FREEZE_S, save
-from phalanx.ps.stores.base import TableUpdate
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire.message import RpcReply
 from ps_requests import FakeWorker, gradient
 
@@ -34,7 +34,7 @@ def test_the_steps_of_a_snapshot_are_those_in_its_tables(monkeypatch: pytest.Mon
     service, (one, two) = served("sync")
     one.push(gradient((1,), 1.0), step=0)
     answered, held = threading.Event(), list[bool]()
-    apply, wait_steps = service.state.tables.apply, service.state.known_clocks().wait_steps
+    apply, wait_steps = service.state.tables.apply, service.state.require_clocks().wait_steps
     last_push = threading.Thread(target=lambda: two.push(gradient((1,), 1.0), step=0))
 
     def apply_late(update: TableUpdate) -> int:
@@ -46,7 +46,7 @@ def test_the_steps_of_a_snapshot_are_those_in_its_tables(monkeypatch: pytest.Mon
         wait_steps(steps, seconds)
 
     monkeypatch.setattr(service.state.tables, "apply", apply_late)
-    monkeypatch.setattr(service.state.known_clocks(), "wait_steps", wait_for_last_push)
+    monkeypatch.setattr(service.state.require_clocks(), "wait_steps", wait_for_last_push)
     meta = FakeWorker(service, 9).call("freeze", {"token": "a", "seconds": 60, "steps": [1, 1], "wait": True}).meta
     answered.set()
     last_push.join()
