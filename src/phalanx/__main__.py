@@ -1,4 +1,4 @@
-"""`python -m phalanx`."""
+"""`python -m phalanx`: the `phalanx` command."""
 
 from phalanx.cli import main
 

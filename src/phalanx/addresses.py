@@ -1,4 +1,4 @@
-"""Network addresses as text. Pure."""
+"""Parse `host:port` strings (pure)."""
 
 from __future__ import annotations
 

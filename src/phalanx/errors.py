@@ -1,4 +1,4 @@
-"""Every error Phalanx raises on purpose, as one tree.
+"""The exception hierarchy: `PhalanxError` and its subclasses, and "did you mean" suggestions.
 
     PhalanxError
     ├── ConfigError      what you wrote or set cannot work; you can fix it   (also a ValueError)

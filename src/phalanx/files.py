@@ -1,4 +1,4 @@
-"""Files that survive a power cut and two writers: write all or nothing, sync to disk, lock."""
+"""Durable file operations: atomic writes, fsync of files and folders, file locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fleet's verbs over the one engine: every function here only translates.
+"""`phalanx.fleet`: PaddlePaddle Fleet's API (`init`, `distributed_model`, `save_persistables`, ...).
 
 from phalanx import fleet
 fleet.init(is_collective=True)

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first touched."""
+"""`lazy_names`: a package `__getattr__` that imports public names at first use (PEP 562)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of older frameworks that a script types by habit, and what to write instead: one table for errors and docs.
+"""Migration hints: names of Paddle, MindSpore and old Fleet APIs, and the error that says what to write instead.
 
 Scripts write paths, `phalanx.optimizer.Momentum`; the table has words and ends or beginnings of paths.
 """

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read and write them. Pure."""
+"""Parse and format byte sizes and durations: `8GiB`, `1.5 ms` (pure)."""
 
 from __future__ import annotations
 

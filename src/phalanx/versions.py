@@ -1,4 +1,4 @@
-"""The range of torch versions that is supported, `require_torch()`, and whether the native extension is there."""
+"""Supported torch versions, `require_torch()`, and whether the native extension `phalanx._core` is built."""
 
 from __future__ import annotations
 

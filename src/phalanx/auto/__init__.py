@@ -1,1 +1,1 @@
-"""What a training run costs before it runs: time and memory from shapes and hardware alone (pure, no devices)."""
+"""Automatic parallelism: capture, cost model, planner, prediction and simulation (no devices needed)."""

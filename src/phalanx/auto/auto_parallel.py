@@ -1,4 +1,4 @@
-"""`px.auto_parallel`: capture a model, find its fastest Plan on a cluster, and say how good that is."""
+"""`px.auto_parallel`: capture a model and search its fastest Plan on a cluster, with an optimality bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner asks of a captured model besides its calls: layers, batch size, precision, optimizer."""
+"""Properties of a captured model for the planner: layers, batch size, precision, optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `phalanx predict`, and `phalanx plan` of a transformer run spec."""
+"""The command `phalanx predict`, and `phalanx plan` for transformer run files."""
 
 from __future__ import annotations
 

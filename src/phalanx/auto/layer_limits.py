@@ -1,4 +1,4 @@
-"""Constraints of the user on layers and on the parallel config, read against the calls of a model."""
+"""Apply the user's `limits` on layers and on the parallel config to a captured model."""
 
 from __future__ import annotations
 

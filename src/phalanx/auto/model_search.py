@@ -1,4 +1,4 @@
-"""The search for Plans of one model: repeated without strategies under which the model's code fails."""
+"""`ModelSearch`: run the planner for a model, again without strategies under which its code fails."""
 
 from __future__ import annotations
 

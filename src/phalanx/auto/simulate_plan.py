@@ -1,4 +1,4 @@
-"""`px.simulate_plan`: a step of any Plan of a model, also of one edited by hand, event by event."""
+"""`px.simulate_plan`: simulate a training step of a model under a given Plan."""
 
 from __future__ import annotations
 

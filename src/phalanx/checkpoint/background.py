@@ -1,4 +1,4 @@
-"""Background saves: one at a time, in a thread, from a copy in host memory."""
+"""Background saves: copy tensors to host memory, then write them in a thread, one save at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`px.Checkpointer`: checkpoints of a training loop, one call a step."""
+"""`px.Checkpointer`: periodic saves and resume for a training loop, called once a step."""
 
 from __future__ import annotations
 

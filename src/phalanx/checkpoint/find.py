@@ -1,4 +1,4 @@
-"""Find the newest complete checkpoint; all ranks agree on it."""
+"""Find the newest complete and intact checkpoint of a folder, agreed by all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions shared by all ranks: each sends a value, rank 0 decides, all receive the decision, and all fail together.
+"""`Ranks`: gather a value of each rank, decide on rank 0, broadcast the decision or the error.
 
 They use the job's store, not the process group: a background thread may take part while training continues, and a
 rank that does not arrive is an error that names it, not a collective that hangs.

@@ -1,4 +1,4 @@
-"""All ranks leave at the same step when any of them is asked to end (SIGTERM, or the SIGHUP of a closed terminal).
+"""`GracefulStop`: after SIGTERM or SIGHUP on any rank, all ranks stop at the same step.
 
 The signal may reach only some ranks, at different steps, while others wait in a collective. So no rank stops at once:
 each announces through the store which step boundary it reaches next, and waits there until all have announced theirs;

@@ -1,4 +1,4 @@
-"""The `phalanx` command. Every subcommand is imported when it is used."""
+"""The `phalanx` command; subcommands are imported when used."""
 
 from __future__ import annotations
 

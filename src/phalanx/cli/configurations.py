@@ -1,4 +1,4 @@
-"""The commands `phalanx code`, `phalanx dataset` and `phalanx secret`: what jobs of a workspace use by name."""
+"""The commands `phalanx code`, `phalanx dataset` and `phalanx secret`: named configurations of a workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of subcommands: their names and help, and where each is found when it is used."""
+"""The `phalanx` click group: its subcommands, imported when used."""
 
 from __future__ import annotations
 

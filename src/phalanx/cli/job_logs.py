@@ -1,4 +1,4 @@
-"""Print a log, whole or while it grows; over any `Jobs`, so with and without a server."""
+"""`phalanx job logs`: print a log, or follow it while it grows."""
 
 from __future__ import annotations
 

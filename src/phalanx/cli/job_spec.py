@@ -1,4 +1,4 @@
-"""A job from the command line: a file, settings, flags and a command. Shared by submit, run and render."""
+"""Build a job spec from command-line arguments: file, `--set`, flags, command (submit, run, render)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs, attempts and events as a person reads them in a terminal."""
+"""Format jobs, attempts and events as terminal tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `phalanx job`: submit and manage training jobs."""
+"""The command `phalanx job`: submit, list, stop and retry training jobs."""
 
 from __future__ import annotations
 

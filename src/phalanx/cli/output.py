@@ -1,4 +1,4 @@
-"""What the commands of jobs print: tables on a terminal, JSON for scripts; data on stdout, talk on stderr."""
+"""Output of CLI commands: tables or `--json` on stdout, messages on stderr."""
 
 from __future__ import annotations
 

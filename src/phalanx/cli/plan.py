@@ -1,4 +1,4 @@
-"""The command `phalanx plan`: of a training script, or of a transformer that a file describes."""
+"""The command `phalanx plan`: plan a training script, or a transformer run file."""
 
 from __future__ import annotations
 

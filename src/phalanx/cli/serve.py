@@ -1,4 +1,4 @@
-"""The commands `phalanx serve` and `phalanx ui`: jobs and the console over HTTP, and the job controller."""
+"""The commands `phalanx serve` and `phalanx ui`: run the HTTP API, the web console and the job controller."""
 
 from __future__ import annotations
 

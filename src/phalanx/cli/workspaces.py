@@ -1,4 +1,4 @@
-"""The commands `phalanx workspace` and `phalanx token`."""
+"""The commands `phalanx workspace` and `phalanx token`: workspaces, members, API tokens."""
 
 from __future__ import annotations
 

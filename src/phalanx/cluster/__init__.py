@@ -1,4 +1,4 @@
-"""Who this process is, who the others are, and every environment variable that says so. Pure: opens no socket."""
+"""Roles, environment variables, rendezvous and hardware of a job's processes (opens no socket)."""
 
 from phalanx.cluster.role.role import Role
 

@@ -1,4 +1,4 @@
-"""What a launcher's environment says about the machines a job was given: Slurm, Kubeflow, or counts of nodes. Pure.
+"""Read the nodes that a scheduler allocated from its environment variables: Slurm, Kubeflow, node counts (pure).
 
 These variables speak of machines, not of processes, so only a launcher reads them; `Role` never does. Where several
 schedulers speak they must agree. Levels: docs/design/roles.md.

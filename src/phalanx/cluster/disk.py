@@ -1,4 +1,4 @@
-"""How much room a folder's file system has, and what to say when it has none."""
+"""Free disk space, and errors that say which file system is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a log line of the launcher and of ranks looks."""
+"""Format strings of log lines, used by the launcher and by ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about addresses and ports, answered from the tables the system shows; nothing here opens a socket."""
+"""Network addresses, routes and port owners of this host, read from /proc without opening a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of this user for what lives no longer than the processes that run, and the secret in it."""
+"""The user's private runtime folder (XDG_RUNTIME_DIR or /tmp), and the secret of this host in it."""
 
 from __future__ import annotations
 

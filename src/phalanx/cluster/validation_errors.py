@@ -1,4 +1,4 @@
-"""What is wrong with a value that a file or a caller gave, in the user's language."""
+"""Turn a pydantic validation error into a message in the user's language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that carry gradients, agreement between ranks, and this process's Context."""
+"""Collectives with autograd, agreement between ranks, and this process's `Context`."""
 
 from __future__ import annotations
 

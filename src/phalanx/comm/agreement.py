@@ -1,4 +1,4 @@
-"""Compare a value across ranks through the store, so that a disagreement is an error on all ranks, not a hang."""
+"""Agree on JSON values over the key-value store: `agree`, `share`, `barrier`; a mismatch is an error on all ranks."""
 
 from __future__ import annotations
 

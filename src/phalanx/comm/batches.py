@@ -1,4 +1,4 @@
-"""Which batch a computation is of: the batches that loaders gave out, recognised by their memory.
+"""`Batches`: tells which loader batch a forward pass is computed on, by the memory of its tensors.
 
 A loop may read ahead, read several loaders in turn or list a loader, so the batch given out last need not be the batch
 that is computed on. Each batch is registered with the memory its tensors lie in. Inputs of a model that lie there, as

@@ -1,4 +1,4 @@
-"""Collectives that carry gradients.
+"""Collectives with autograd: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `all_to_all`.
 
 Convention for every backward here: the loss is the sum over ranks of what each rank calls its loss. So the gradient of
 a value that reached several ranks is the sum of their gradients, and a job whose loss is the *mean* over ranks divides

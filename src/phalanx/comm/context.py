@@ -1,4 +1,4 @@
-"""This process's place in the job: who it is, which device it computes on, what its current batch counts."""
+"""`px.init` and the `Context` of a process: its role, rank, device, process group and current batch."""
 
 from __future__ import annotations
 

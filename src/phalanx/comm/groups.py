@@ -1,4 +1,4 @@
-"""Groups of some of the ranks, made once each."""
+"""Process groups of subsets of ranks, cached: `new_group`, and the groups along mesh axes."""
 
 from __future__ import annotations
 

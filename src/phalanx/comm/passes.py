@@ -1,4 +1,4 @@
-"""Forward and backward passes, and the batch each is of.
+"""`Passes`: tracks live forward passes and the running backward pass, and the batch that each belongs to.
 
 A forward pass is of the batch its inputs are of. A backward pass is of the batch of the forward passes whose outputs
 gradients arrive at; parameters ask for it once their gradients come. Where no such output is seen (a method other than

@@ -1,4 +1,4 @@
-"""Send and receive with gradients: what travels forward sends its gradient back.
+"""`send` and `recv` with autograd: the backward pass sends the gradient the other way.
 
     forward   backward
     send      receives the gradient of what was sent

@@ -1,4 +1,4 @@
-"""Make and end the torch process group of a Role."""
+"""Create and destroy the default torch process group of a job: rendezvous, device, choice of backend."""
 
 from __future__ import annotations
 

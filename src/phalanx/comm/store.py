@@ -1,4 +1,4 @@
-"""The job's key-value store: where it is, how to reach it, and clear words when it cannot be reached."""
+"""`JobStore`: the job's key-value store (torch TCPStore or FileStore), with timeouts and clear errors."""
 
 from __future__ import annotations
 

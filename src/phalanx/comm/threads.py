@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, where no launcher has set it."""
+"""Divide the host's cores among its ranks: the default number of torch threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a collective call may wait for other ranks."""
+"""Timeouts of collective calls, from PHALANX_COLLECTIVE_TIMEOUT_S or torch's default."""
 
 from __future__ import annotations
 

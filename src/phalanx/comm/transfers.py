@@ -1,4 +1,4 @@
-"""The moves behind the collectives, without gradients: shapes told and checked, bytes sent, losses of peers named."""
+"""Collectives without autograd: check shapes, move the bytes, turn lost connections into `PeerLostError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data for training: which samples each rank gets, the loader that hands them out, and readers of real files."""
+"""Data loading: sharded loader, pipelines, dataset readers, sampling."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Look at a machine and its settings before, or after, something went wrong."""
+"""Diagnostics: `phalanx doctor`, `phalanx env`, `phalanx calibrate`."""

@@ -1,4 +1,4 @@
-"""`phalanx calibrate`: measure this machine as ranks will find it, and keep the figures for predictions and plans."""
+"""`phalanx calibrate`: measure operators and collectives of this machine for predictions and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `phalanx calibrate` times of gradients and parameters between ranks: averaged, and in sharded units.
+"""Benchmarks of `phalanx calibrate`: gradient all-reduce and ZeRO units.
 
 Each is what training runs, so its copies, hooks, new memory and Python count, and not only what moves between ranks.
 """

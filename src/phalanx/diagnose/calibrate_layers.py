@@ -1,4 +1,4 @@
-"""What `phalanx calibrate` times of layers as a Plan has them: cut over ranks, computed in parts, computed again.
+"""Benchmarks of `phalanx calibrate`: tensor-parallel exchanges, placed operators, recomputation.
 
 Each is what training runs, so its copies, hooks, new memory and Python count, and not only what moves between ranks.
 """

@@ -1,4 +1,4 @@
-"""What `phalanx calibrate` times between ranks: collectives by kind, backend, group and size, alone and beside work."""
+"""Benchmarks of `phalanx calibrate`: collectives by kind, backend, group and size."""
 
 from __future__ import annotations
 

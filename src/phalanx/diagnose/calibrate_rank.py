@@ -1,4 +1,4 @@
-"""One rank of `phalanx calibrate`: times one part after the other beside its peers, and writes its own figures."""
+"""Entry of one rank of `phalanx calibrate`: runs the benchmarks and writes their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `phalanx calibrate` times on every rank besides collectives: products, convolutions, attention, operators."""
+"""Benchmarks of `phalanx calibrate`: matrix products, convolutions, attention, operators, optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine needs for training, as one judgement per fact. Judging is pure; `facts.py` does the looking."""
+"""Checks of `phalanx doctor`: Python, torch, shared memory, ports, limits; each judges one fact (pure)."""
 
 from __future__ import annotations
 

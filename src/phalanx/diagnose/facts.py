@@ -1,4 +1,4 @@
-"""Look at this machine for `phalanx doctor`."""
+"""Collect the facts that `phalanx doctor` judges, among them a gloo all-reduce on this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A home for old import lines: `fleet`, the launchers and the basic verbs under one name.
+"""`phalanx.distributed`: old import paths of Fleet, the launchers and the basic API.
 
 `from phalanx.distributed import fleet` and `import phalanx.distributed.fleet` both give `phalanx.fleet`
 itself.

@@ -1,4 +1,4 @@
-"""`phalanx.fleet` under its old name: the very module, not a copy."""
+"""`phalanx.distributed.fleet`: an alias of `phalanx.fleet`."""
 
 import sys
 

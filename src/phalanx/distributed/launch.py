@@ -1,4 +1,4 @@
-"""`python -m phalanx.distributed.launch`."""
+"""`python -m phalanx.distributed.launch`: an alias of `phalanx run`."""
 
 from phalanx.launch.cli.command import main
 

@@ -1,4 +1,4 @@
-"""`python -m phalanx.distributed.launch_ps`: the launcher, for parameter-server jobs only."""
+"""`python -m phalanx.distributed.launch_ps`: `phalanx run` for parameter-server jobs."""
 
 from phalanx.launch.cli.command import main
 

@@ -1,4 +1,4 @@
-"""Jobs: what to train, with which code and data, on which machines; queued, supervised, retried, with their logs.
+"""Training jobs: spec, queue, backends (local, Slurm, Kubernetes), controller, retries, logs.
 
     from phalanx.jobs.spec import TrainingJob
 

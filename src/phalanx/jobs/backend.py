@@ -1,4 +1,4 @@
-"""What an engine that runs jobs must do: the one interface behind which this machine, Slurm and Kubernetes stand."""
+"""`Backend`: the interface of job backends (local, Slurm, Kubernetes): submit, status, stop, cleanup."""
 
 from __future__ import annotations
 

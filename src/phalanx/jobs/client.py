@@ -1,4 +1,4 @@
-"""Jobs on a server: the verbs of `Jobs` over HTTP, with the same arguments, values and errors.
+"""`Client`: the jobs API over HTTP, with the same methods as `Jobs`.
 
 with Client("https://train.example:8470", token) as jobs:
     job = jobs.submit(TrainingJob(name="mnist", command="python train.py"), base=Path("."))

@@ -1,4 +1,4 @@
-"""The command of a job, cut into words, and what of it is the script. Pure."""
+"""Parse a job's command into words, interpreter flags and script (pure)."""
 
 from __future__ import annotations
 

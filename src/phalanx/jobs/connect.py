@@ -1,4 +1,4 @@
-"""Where a command finds the jobs: on the server that PHALANX_API names, else in this user's store."""
+"""`open_jobs`: connect to the API server of PHALANX_API, or open the local store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the members of a server may name of the machine that it runs on: nothing but what its administrator lists.
+"""`Limits`: allowlist of paths and hosts that members' jobs may use on a shared server.
 
 A path in a job is read by the account that the server runs as. The owner of the store may read whatever that account
 may; a member who comes over HTTP may name paths under the roots in HOME/server.yaml alone. No answer tells whether a

@@ -1,4 +1,4 @@
-"""What the store holds, as values: states of jobs and causes of failure, workspaces, jobs, attempts, events. Pure."""
+"""Data classes of the store: Workspace, Job, JobState, Attempt, Failure, Event, ... (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where things lie under PHALANX_HOME, and what the files of an attempt are called. Pure.
+"""File layout of PHALANX_HOME (pure).
 
 HOME/
     jobs.db  key                           the store, and the key its secrets are encrypted with

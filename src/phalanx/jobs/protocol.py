@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""What users can do with jobs, as one interface: the service on the store and the HTTP client both implement it.
+"""`Jobs`: the interface of the jobs API, implemented by the service and by the HTTP client.
 
 The command line is written against `Jobs` alone, so it does the same with and without a server. Each verb is described
 and given its HTTP route here, once: the server's routes and the client's requests are made of this class. Pure.

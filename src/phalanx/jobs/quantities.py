@@ -1,4 +1,4 @@
-"""Amounts as people write them: `8Gi` of memory, `2h` of time. Pure."""
+"""Parse and format quantities such as `8Gi` and `2h` (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remove values of secrets from what is stored or shown. Pure."""
+"""Redact secret values in stored or shown text (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the verbs of `protocol.Jobs` travel over HTTP: the table from which the server and its client are built.
+"""`route`: HTTP method and path of each verb of `protocol.Jobs`, for server and client.
 
 `@route` gives a verb its method and path; parameters and result follow from its signature. Names in braces are parts of
 the path; other parameters are the query of GET and DELETE, and fields of a JSON object of POST and PUT. Pure.

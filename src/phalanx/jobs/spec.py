@@ -1,4 +1,4 @@
-"""What a job is: the one model behind the YAML file, the command line's flags and the body of a request. Pure."""
+"""`TrainingJob`: the job spec, schema of job files, flags and requests (pure)."""
 
 from __future__ import annotations
 

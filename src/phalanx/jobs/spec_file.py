@@ -1,4 +1,4 @@
-"""A job from a file, the command line's settings and flags, with errors that name the field and what to write."""
+"""Read a `TrainingJob` from YAML, settings and flags, with errors per field."""
 
 from __future__ import annotations
 

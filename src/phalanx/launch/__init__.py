@@ -1,7 +1,7 @@
-"""The launcher: start the processes of a job, watch them, show what they say, and end them all together.
+"""The launcher (`phalanx run`): start, monitor and stop the processes of a job.
 
 Nothing here imports torch except what runs inside the fork server and its children (`preload`, `entry`,
-`store`, `link`), and `from_function`. The package can be called: `px.launch(fn, n)` starts a function on n ranks.
+`store`, `node_link`), and `from_function`. The package can be called: `px.launch(fn, n)` starts a function on n ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m phalanx.launch`."""
+"""`python -m phalanx.launch`: an alias of `phalanx run`."""
 
 from phalanx.launch.cli.command import main
 

@@ -1,4 +1,4 @@
-"""`px.launch(fn, n, *args)`: a function on several ranks of this machine, from a notebook or a script.
+"""`px.launch(fn, n, *args)`: run a function on n ranks of this machine, from a notebook or a script.
 
 The ranks are forked from this process: a function of `__main__`, of a cell of a notebook or inside another function is
 there as it is, with all that it refers to, and nothing of it is pickled. What it returns is.

@@ -1,1 +1,1 @@
-"""Make a model train on all ranks: the Plan applied, gradients averaged, learning rates scaled."""
+"""Apply a Plan to a model: data, tensor, pipeline and context parallel, ZeRO, mixed precision, optimizers."""

@@ -1,4 +1,4 @@
-"""Make a model and an optimizer train the way a Plan says.
+"""`apply`: apply a Plan to a model: tensor parallel, pipeline stages, ZeRO or data parallel, precision.
 
 One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast;
 tables; tensor parallel; single operators; how modules compute; stages, sharding or data parallel. Objects go in and the

@@ -1,4 +1,4 @@
-"""Take what the user made, make a Plan, apply it: the calls behind `px.distribute`, `px.Model` and Fleet's verbs."""
+"""Distribute models and optimizers: strategy to Plan to `apply`; behind `px.distribute`, `px.Model` and Fleet."""
 
 from __future__ import annotations
 

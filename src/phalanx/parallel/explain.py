@@ -1,4 +1,4 @@
-"""`px.explain`: what the Plan applied to a model does to it."""
+"""`px.explain`: report what the Plan applied to a model does: placement, communication, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh of a Plan over the ranks of this job: groups of ranks along its axes."""
+"""`Mesh`: this rank's coordinates on the mesh of a Plan, and its process groups along the axes."""
 
 from __future__ import annotations
 

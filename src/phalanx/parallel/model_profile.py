@@ -1,4 +1,4 @@
-"""What the layers of a model weigh and compute, measured in one forward pass."""
+"""Profile a model: parameters and FLOPs by kind of layer, measured in one forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the shape of a torch module into the pure value that Plans are made from."""
+"""`shape_of`: parameter names, shapes and dtypes of a torch module, as the `ModelShape` of a Plan."""
 
 from __future__ import annotations
 

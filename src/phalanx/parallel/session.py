@@ -1,4 +1,4 @@
-"""What this process distributes: one record for each model and each optimizer, and the settings of the job.
+"""`TrainingSession`: the distributed models and optimizers of this process, and their settings.
 
 The only state of `phalanx.parallel` between two calls. It holds values that others fill in and imports nothing of the
 package, so that every module may ask it. Records live as long as their model or optimizer; none refers to it strongly.

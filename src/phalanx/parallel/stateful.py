@@ -1,4 +1,4 @@
-"""State that training keeps beside model and optimizer, registered by its owner, so that checkpoints hold it.
+"""`keep_state`: register extra state of a model or optimizer that checkpoints must contain.
 
     keep_state(optimizer, "residuals", residuals, elsewhere="share")
 

@@ -1,4 +1,4 @@
-"""Calls behind Fleet's run_server, save_persistables, load_persistables, shrink and stop_worker."""
+"""Parameter-server calls of Fleet: run_server, stop_worker, save_persistables, load_persistables, shrink."""
 
 from __future__ import annotations
 

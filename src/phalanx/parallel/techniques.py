@@ -1,4 +1,4 @@
-"""Each technique that a Plan asks of a model, put to work; what is not asked for is not imported."""
+"""One function per technique of a Plan (tables, ZeRO, precision, stages, ...), called by `apply` when used."""
 
 from __future__ import annotations
 

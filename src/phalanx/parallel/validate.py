@@ -1,4 +1,4 @@
-"""Whether a Plan fits a model and the ranks that were launched, and says only what this version does."""
+"""Check that a Plan fits a model, the launched ranks and this version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Plan: one frozen value that says where everything lives and how it is computed and updated. Pure."""
+"""The Plan: a frozen value that says where parameters live and how they are computed and updated (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient buckets: parameters grouped into about equal bytes."""
+"""Gradient buckets: assign parameters to all-reduce buckets of about equal size."""
 
 from __future__ import annotations
 

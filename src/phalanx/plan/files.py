@@ -1,4 +1,4 @@
-"""Plans as files people read and edit."""
+"""Save and load Plans as JSON."""
 
 from __future__ import annotations
 

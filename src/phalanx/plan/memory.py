@@ -1,4 +1,4 @@
-"""Exact bytes that one rank holds under a Plan between two steps: parameters, gradients, optimizer state."""
+"""Memory of one rank under a Plan: parameters, gradients and optimizer state, exact (pure)."""
 
 from __future__ import annotations
 

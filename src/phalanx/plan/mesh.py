@@ -1,4 +1,4 @@
-"""Ranks on a mesh: which rank has which coordinates, and which ranks lie along some of its axes. Pure."""
+"""`Position`: coordinates of a rank on a mesh, and the groups of ranks along its axes (pure)."""
 
 from __future__ import annotations
 

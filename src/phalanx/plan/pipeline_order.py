@@ -1,4 +1,4 @@
-"""Order of forward and backward passes on each rank, by pipeline schedule: as torch's schedules (pure).
+"""Order of forward and backward passes per rank for each pipeline schedule, equal to torch's (pure).
 
 `parallel/pipeline/schedule` has torch run a schedule; what asks beforehand how long it takes, or how much it holds,
 asks here. A test holds the two together.

@@ -1,4 +1,4 @@
-"""The shape of a model, without the model: what a Plan needs to know about each parameter."""
+"""`ModelShape`: names, shapes and dtypes of a model's parameters, without torch modules."""
 
 from __future__ import annotations
 

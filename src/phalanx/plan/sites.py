@@ -1,4 +1,4 @@
-"""Where the operators are that a Plan places (pure)."""
+"""`Site`: the operators of a model that a Plan places (pure)."""
 
 from __future__ import annotations
 

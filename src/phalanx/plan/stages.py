@@ -1,4 +1,4 @@
-"""Pipeline partitioning: the sequential units of a model, stages balanced by bytes of parameters, their look-up."""
+"""Split a model into pipeline stages, balanced by parameter bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Plan: where each parameter lives, how it is updated, where and how each module is computed.
+"""`Plan` and its parts: mesh axes, parameter and module rules, updates, tables, schedule (frozen, serialisable).
 
 A Plan is frozen and serialisable. A strategy, a search and a hand-edited file all make one; `apply`, `explain`,
 `simulate` and checkpoints all read one. It knows nothing of torch, devices or processes.

@@ -1,4 +1,4 @@
-"""Parameter servers: tables of rows that many workers train, a place where a parameter of a Plan can live."""
+"""Parameter servers: sharded embedding tables and dense parameters, pulled and pushed by workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SparseEmbedding`: an embedding over any 64-bit ids, whose rows live in a table of the parameter servers."""
+"""`SparseEmbedding`: an embedding over 64-bit ids, stored on the parameter servers."""
 
 from __future__ import annotations
 

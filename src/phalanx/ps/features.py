@@ -1,4 +1,4 @@
-"""Read rows of tables into leaf tensors: one request for all features of a call."""
+"""`read_features`: look up the rows of several features with one request per server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain `nn.Embedding` whose rows a Plan puts into a table: the same module, the same optimizer, the same keys."""
+"""`PlacedEmbedding`: an `nn.Embedding` whose rows a Plan stores in a table."""
 
 from __future__ import annotations
 

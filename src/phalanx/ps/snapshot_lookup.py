@@ -1,4 +1,4 @@
-"""Rows of a snapshot for prediction: one process, no servers, NumPy alone."""
+"""`Lookup`: read embedding rows from a snapshot for inference, without servers."""
 
 from __future__ import annotations
 

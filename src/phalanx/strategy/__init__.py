@@ -1,4 +1,4 @@
-"""`DistributedStrategy`: what the user asks for, with Fleet's names; rules turn it into a Plan (`plan/rules/rules`)."""
+"""`DistributedStrategy`: the user's settings, in Fleet's names; `plan/rules/rules` turns them into a Plan."""
 
 from phalanx.strategy.settings import DistributedStrategy, check_strategy
 

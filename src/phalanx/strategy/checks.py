@@ -1,4 +1,4 @@
-"""What a strategy must not ask for at once, and what of it does not act beside the rest."""
+"""Validate combinations of strategy settings, and find those without effect beside the rest."""
 
 from __future__ import annotations
 

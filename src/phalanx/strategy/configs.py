@@ -1,4 +1,4 @@
-"""The dictionaries of a strategy: one class each, with the types, bounds, defaults and meanings of its keys.
+"""Typed dictionaries of a strategy's settings (`amp_configs`, `sharding_configs`, ...), in Fleet's names.
 
 Names and defaults are Fleet's; ours are marked. A strategy holds a dictionary with the keys that were set;
 `DistributedStrategy.configs` reads it with defaults for the others, and `docs/strategy.md` is made from here.

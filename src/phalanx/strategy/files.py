@@ -1,4 +1,4 @@
-"""Strategies in files: YAML or TOML, by the file's suffix; only what was set."""
+"""Save and load strategies as YAML or TOML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings by name: those that were renamed, those this version refuses, and keys that need another."""
+"""Fleet strategy settings that were renamed, are refused or need another, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated parts of docs/strategy.md: every setting with its default, and which techniques go together.
+"""Generate the tables of docs/strategy.md.
 
 `python -m phalanx.strategy.page docs/strategy.md` writes them between their marks.
 """

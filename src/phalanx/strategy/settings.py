@@ -1,4 +1,4 @@
-"""The settings themselves, checked one by one as scripts write them."""
+"""`DistributedStrategy`: the settings of distributed training, validated on assignment."""
 
 from __future__ import annotations
 

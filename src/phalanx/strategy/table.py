@@ -1,4 +1,4 @@
-"""Tables as text, and a strategy as one: what is on, and what was set."""
+"""Format a strategy as a text table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The techniques of a strategy: what each does, whether it needs several ranks, and which go together. Pure."""
+"""`Technique`: the techniques of a strategy (AMP, ZeRO, pipeline, ...) and their conflicts (pure)."""
 
 from __future__ import annotations
 

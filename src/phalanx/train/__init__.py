@@ -1,1 +1,1 @@
-"""Training: one step as one call, metrics over all ranks, exact evaluation, the run's event file."""
+"""Training loops: `px.train_step`, `px.Model`, callbacks, losses, metrics, evaluation."""

@@ -1,4 +1,4 @@
-"""`px.auto_parallel`: the planner, which inside a job plans for the ranks of that job."""
+"""`px.auto_parallel`: run the planner, by default for the ranks of this job."""
 
 from __future__ import annotations
 

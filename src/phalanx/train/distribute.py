@@ -1,4 +1,4 @@
-"""`px.distribute`: a model, its optimizer and its data made to train on all ranks, with one call."""
+"""`px.distribute`: distribute a model, its optimizer and its data in one call."""
 
 from __future__ import annotations
 

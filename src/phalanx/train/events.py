@@ -1,4 +1,4 @@
-"""The run's event stream: one JSON object a line, one file per rank, read by `phalanx ps` and the console."""
+"""`EventStream`: per-rank JSON lines of steps, losses and speed, read by `phalanx ps` and the console."""
 
 from __future__ import annotations
 

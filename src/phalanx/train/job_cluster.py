@@ -1,4 +1,4 @@
-"""The ranks of this job as a planner sees them."""
+"""`job_cluster`: the `Cluster` of the launched ranks, for the planner."""
 
 from __future__ import annotations
 

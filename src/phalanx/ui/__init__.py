@@ -1,1 +1,1 @@
-"""The console: pages over the jobs' service, made on the server; no build step, nothing fetched from elsewhere."""
+"""The web console: server-rendered pages over the jobs service, without a build step."""

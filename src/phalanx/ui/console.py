@@ -1,4 +1,4 @@
-"""The console as a part of the server's application: its pages, its files, signing in and out, and errors as pages."""
+"""`add_console`: the web console under /ui: static files, sign-in, error pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of the fields of a job in Chinese, by path; the English ones are in the job's schema."""
+"""Chinese descriptions of the job form's fields."""
 
 from __future__ import annotations
 

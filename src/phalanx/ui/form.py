@@ -1,4 +1,4 @@
-"""A form from the JSON schema of a job, and the job's JSON from what was filled in. Pure."""
+"""Generate an HTML form from the job's JSON schema, and parse submitted forms (pure)."""
 
 from __future__ import annotations
 

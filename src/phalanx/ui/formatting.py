@@ -1,4 +1,4 @@
-"""How values are shown on a page: times, lengths, numbers, states. Pure."""
+"""Format times, durations, numbers and job states for pages (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of the console in English and Chinese: one table."""
+"""Translations of the console: English and Chinese."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that show jobs, one job, the queue, datasets and code sources."""
+"""Pages of the console: jobs, job details, queue, datasets, code sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session of a signed-in user: cookie, language, and the frame around every page."""
+"""`ConsoleSession`: cookie session of a signed-in user, and page rendering."""
 
 from __future__ import annotations
 

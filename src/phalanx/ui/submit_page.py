@@ -1,4 +1,4 @@
-"""The page that submits a job: a form made from the job's schema."""
+"""The job submission page."""
 
 from __future__ import annotations
 

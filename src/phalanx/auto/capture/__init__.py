@@ -1,4 +1,4 @@
-"""A training step read off a model without running it.
+"""Capture the operators of a training step with fake tensors.
 
 In: a model, a loss, a sample. Out: `CapturedStep`, its module calls and layers. Pure. Start with `step`.
 """

@@ -1,4 +1,4 @@
-"""Find modules that do the same, and put together what single operators are not known of."""
+"""Find repeated blocks (equal modules) in captured operators, and merge operators into coarser ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model, its loss and a sample over again with made-up tensors, so that a pass changes and computes nothing real."""
+"""Copy a model, loss and sample with fake (meta) tensors, so that tracing computes nothing."""
 
 from __future__ import annotations
 

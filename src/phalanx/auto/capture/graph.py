@@ -1,4 +1,4 @@
-"""What a captured training step is made of: operators in the order they run, and what each reads, writes and keeps."""
+"""`CapturedStep`: the operator graph of a captured training step: operators, reads, outputs, saved tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of a captured model as a planner sees them, and the strategies of each (pure)."""
+"""`Layers`: a captured model as the planner sees it: its calls and the strategies of each layer (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A captured step as calls of modules: what a planner that places modules needs to know of each."""
+"""`ModuleCall`: group captured operators by module call, the unit of planning."""
 
 from __future__ import annotations
 

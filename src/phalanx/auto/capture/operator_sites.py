@@ -1,4 +1,4 @@
-"""Operators of a captured step that a Plan may place on ranks, and whether DTensor's rules allow it (no devices).
+"""Operators that a Plan can shard, found by DTensor's sharding rules on shapes (no devices).
 
 `parallel/operators/placement` runs them. Here a region is followed on shapes, operator by operator, as it will run.
 """

@@ -1,4 +1,4 @@
-"""Where a model may be cut into pipeline stages: its units in the order of the forward pass, as pieces (pure).
+"""`PartitionPoints`: where a model can be split into pipeline stages (pure).
 
 A stage begins at a unit (`plan/stages`). What belongs together, as units that share a parameter or take turns do, is
 one piece.

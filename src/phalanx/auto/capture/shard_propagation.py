@@ -1,4 +1,4 @@
-"""Whether a shard of one dimension passes through an operator without communication, and which dimension it is then.
+"""Sharding propagation: which output dim is sharded when an operator's input dim is, without communication.
 
 Each rule says when every part of the outputs can be computed from the same part of what is sharded and all of what is
 not. An operator without a rule passes nothing.

@@ -1,4 +1,4 @@
-"""`capture`: read a training step off a model without running it.
+"""`capture`: trace a training step (forward, loss, backward) with fake tensors.
 
 The step runs once under fake tensors, which have shapes and no values. Where the model asks for values, answers are
 made up, and what depends on them is told module by module only. `docs/design/capture.md` says how.

@@ -1,4 +1,4 @@
-"""Write down every operator of a forward and backward pass: what it reads and makes, and for which module."""
+"""`Tracer`: record the operators of a forward and backward pass (TorchDispatchMode)."""
 
 from __future__ import annotations
 

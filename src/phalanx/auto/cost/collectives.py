@@ -1,4 +1,4 @@
-"""Seconds of collectives by their algorithm and by where their ranks lie (pure).
+"""`ClusterLinks`: cost of collectives by algorithm and topology (alpha-beta model, pure).
 
 A start, a hop for each rank, and bytes over the slowest link (R. Hockney, "The communication challenge for MPP", 1994):
 t = alpha + hops x beta + bytes / bandwidth. Groups that lie across nodes side by side share the ports of their nodes.

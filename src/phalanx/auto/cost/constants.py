@@ -1,4 +1,4 @@
-"""The physical quantities behind a prediction, each with its unit and where its value comes from."""
+"""`Constants`: efficiency and latency constants of the cost model, with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of single kernels on one device: matrix products by tiles, fused attention, streams of memory (pure)."""
+"""`Kernels`: roofline cost of matrix products, fused attention and memory-bound kernels (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one strategy for a part of a model costs: time of both passes, and memory (pure).
+"""`LayerCostModel`: time and memory of a layer under one strategy (pure).
 
 What is sent is what the layers of `parallel/tensor` send; parameters and their gradients are `auto/cost/parameters`.
 """

@@ -1,4 +1,4 @@
-"""What the calls of a model take to compute, remembered over the parallel configs that share it (pure)."""
+"""`LayerWork`: computation cost of a model's layers, cached over parallel configs (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a step's operators and collectives: on a machine as measured, or on devices as their makers say (pure)."""
+"""`MachineModel`: operator and collective times of a cluster, measured or from data sheets (pure)."""
 
 from __future__ import annotations
 

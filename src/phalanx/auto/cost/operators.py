@@ -1,4 +1,4 @@
-"""Seconds of captured operators, forward and backward, whole or a part of them (pure).
+"""Cost of captured operators, forward and backward, full or sharded (pure).
 
 The backward pass is told from the forward operators: a product has two, of the gradient with each operand, and what is
 bound by memory reads one tensor more.

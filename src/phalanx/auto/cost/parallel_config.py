@@ -1,4 +1,4 @@
-"""How ranks are arranged: how many read other samples, how many hold a layer together, where each group lies (pure)."""
+"""`ParallelConfig`: degrees of data, tensor and pipeline parallelism, ZeRO stage, schedule (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parameters of a layer cost under one strategy: gradient synchronisation, update, memory (pure).
+"""`ParameterCostModel`: gradient all-reduce, update and memory cost of a layer's parameters (pure).
 
 What is sent are the buckets of data parallel, and the gathers and reduce-scatters of sharding.
 """

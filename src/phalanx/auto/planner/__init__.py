@@ -1,4 +1,4 @@
-"""A captured model and a cluster in, the fastest Plan and a proof of how good it is out.
+"""The planner: search the fastest Plan of a captured model on a cluster, with an optimality bound.
 
 Pure. Start with `planner`, then `result`.
 """

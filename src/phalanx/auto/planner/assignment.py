@@ -1,4 +1,4 @@
-"""What a Plan decides for a captured model, and what each call costs that way (pure)."""
+"""`Assignment`: a parallel config, a strategy for every layer, the pipeline stages, and what calls cost (pure)."""
 
 from __future__ import annotations
 

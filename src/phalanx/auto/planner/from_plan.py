@@ -1,4 +1,4 @@
-"""Read what a Plan decides for a captured model: the inverse of `to_plan`, for Plans edited by hand too (pure).
+"""`read_plan`: convert a Plan to an assignment; the inverse of `to_plan` (pure).
 
 What the cost model has no price for is an error that names the field of the Plan.
 """

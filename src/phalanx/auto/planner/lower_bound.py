@@ -1,4 +1,4 @@
-"""Seconds that a step takes at least under a parallel config, found without listing the model call by call (pure).
+"""`LowerBound`: a lower bound of the step time of a parallel config, to prune the search (pure).
 
 Every option is priced as a program has it, collectives and the gradient synchronisation among them, once for all calls
 that cost the same; what goes together is not asked. A sum over the options of a pick is no less than the sum of the

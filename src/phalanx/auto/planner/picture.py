@@ -1,4 +1,4 @@
-"""A Plan as an SVG picture: the model's layers from top to bottom, how each is placed, and what it costs."""
+"""Draw the planner's result as SVG: layers, their strategies and costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fastest Plan for a model on given ranks, and a bound that proves how good it is (pure).
+"""`search_plans`: search parallel configs, solve an ILP for the layer strategies of each (pure).
 
 The outer loop runs over parallel configs; for each, a mixed-integer program chooses the strategies of the layers. The
 configs are taken in the order of a lower bound of their time (`auto/planner/lower_bound`). When that passes the fastest

@@ -1,4 +1,4 @@
-"""What a planner answers: the Plan, how good it is, what else there is, and why not that."""
+"""`PlanResult`: the Plan that `px.auto_parallel` returns, with step time, gap, runners-up and `why_not`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies (pipeline, ZeRO, zero bubble) a search excludes for a model, and messages that say why (pure)."""
+"""Rule out pipeline, ZeRO or zero bubble for models that do not support them, with the reason (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planner's candidate as events: layer by layer on one rank, or micro-batch by micro-batch through stages (pure)."""
+"""Simulate a step of an assignment event by event (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategies for each part of a captured model under one parallel config, as an optimization problem (pure).
+"""Enumerate the strategies of each layer under a parallel config, and build the optimization problem (pure).
 
 A strategy is a style of `px.shard`, or none. Between layers whose ranks read the same samples, activations are
 replicated or sharded along their last dim; a strategy says in which state it takes and returns them, and neighbours

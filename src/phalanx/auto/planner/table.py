@@ -1,4 +1,4 @@
-"""The result of the planner as a table, in 80 columns too: the answer, the runners-up, and what was searched."""
+"""Format the planner's result as a terminal table."""
 
 from __future__ import annotations
 

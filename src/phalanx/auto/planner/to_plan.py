@@ -1,4 +1,4 @@
-"""A candidate of the planner as a Plan: what the base strategy says, then what the planner decided."""
+"""`build_plan`: convert a planner candidate to a Plan."""
 
 from __future__ import annotations
 

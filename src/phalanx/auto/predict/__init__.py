@@ -1,4 +1,4 @@
-"""Described transformer runs in, their time and memory out: `px.predict`.
+"""`px.predict`: step time and memory of transformer run specs.
 
 Pure. Start with `run_spec`, then `prediction`.
 """

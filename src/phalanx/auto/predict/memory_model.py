@@ -1,4 +1,4 @@
-"""Bytes that one rank of a run spec holds at its peak, by category (pure).
+"""`Footprint`: peak memory of a transformer run by category: weights, optimizer, activations (pure).
 
 Activations after V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 equations 1 to 5, told apart by kernel so that grouped queries, gated layers, fused attention and experts have theirs.

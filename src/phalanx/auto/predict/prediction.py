@@ -1,4 +1,4 @@
-"""`px.predict`: time and memory of a described training run, with no model and no devices."""
+"""`px.predict`: analytic step time and memory of a transformer training run."""
 
 from __future__ import annotations
 

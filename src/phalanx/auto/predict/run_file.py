@@ -1,4 +1,4 @@
-"""Reads run specs from mappings and files of JSON, and reports where they are invalid."""
+"""Read run specs from JSON files, with error positions."""
 
 from __future__ import annotations
 

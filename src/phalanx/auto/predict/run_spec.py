@@ -1,4 +1,4 @@
-"""A training run in words and numbers: what `phalanx predict` and `phalanx plan` read."""
+"""`RunSpec`: schema of a transformer training run: model, cluster, parallel degrees, batch."""
 
 from __future__ import annotations
 

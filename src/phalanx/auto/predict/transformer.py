@@ -1,4 +1,4 @@
-"""The work of a transformer on one rank for one micro-batch: kernels, host launches and bytes (pure)."""
+"""Cost of a transformer's layers on one rank per micro-batch (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fastest parallel configuration of a transformer run spec, with a bound.
+"""Search the fastest parallel configuration of a transformer run spec.
 
 Pure. Start with `request`, then `search`.
 """

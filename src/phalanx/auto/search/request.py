@@ -1,4 +1,4 @@
-"""What is to be trained, where, and within which limits: the question a search answers."""
+"""`SearchRequest` and `Limit`: model, cluster and user limits of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a search for parallel configurations, and the answer to "why not this one?" (pure).
+"""`SearchResult`: ranked candidates with an optimality bound, and `why_not` (pure).
 
 Both searches return it: that for a module (`auto/planner`) and that for a transformer run spec (`auto/search/search`).
 """

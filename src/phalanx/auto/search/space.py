@@ -1,4 +1,4 @@
-"""The parallel configurations of a transformer that are searched (pure)."""
+"""Enumerate the parallel configurations of a transformer run spec (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step event by event: stages x micro-batches x streams, from the seconds of single passes (pure).
+"""`simulate`: discrete-event simulation of a pipeline-parallel training step (pure).
 
 Every rank has four streams: `compute`, the `collectives` of sharded layers and shards, `send` to neighbouring stages,
 and the reduction of `gradients`. A rank runs its passes in the schedule's order, each as soon as the rank is free and

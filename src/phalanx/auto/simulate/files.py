@@ -1,4 +1,4 @@
-"""`--trace` and `--timeline`: write a simulated step to files, and say what it came to."""
+"""`--trace` and `--timeline`: write a simulated step to a trace file or a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reduction of one rank's gradients: buckets that travel one after another beside computation (pure)."""
+"""`GradientReduction`: simulate bucketed gradient all-reduce overlapped with the backward pass (pure)."""
 
 from __future__ import annotations
 

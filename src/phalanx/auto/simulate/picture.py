@@ -1,4 +1,4 @@
-"""A simulated step as an SVG picture: stages down, time to the right."""
+"""Draw a simulated step as an SVG timeline: stages down, time to the right."""
 
 from __future__ import annotations
 

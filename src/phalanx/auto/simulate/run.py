@@ -1,4 +1,4 @@
-"""A run spec as events: its stages, what they do and hold, and its simulated step (pure)."""
+"""`simulate_run`: simulate a step of a transformer run spec (pure)."""
 
 from __future__ import annotations
 

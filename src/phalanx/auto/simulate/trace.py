@@ -1,4 +1,4 @@
-"""A simulated step in the form that chrome://tracing and ui.perfetto.dev read: one process a rank, one line a stream.
+"""Convert a simulated step to Chrome's Trace Event Format (chrome://tracing, Perfetto).
 
 The form is Google's "Trace Event Format": complete events (X), counters (C) and names (M), in microseconds.
 """

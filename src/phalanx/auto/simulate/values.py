@@ -1,4 +1,4 @@
-"""What goes into a simulated training step, and what comes out (pure)."""
+"""Inputs and outputs of the step simulator: `PipelineSpec`, `StageWork`, `Simulation` (pure)."""
 
 from __future__ import annotations
 

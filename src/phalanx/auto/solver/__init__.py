@@ -1,4 +1,4 @@
-"""Choices with costs in, the cheapest combination and a bound on every other out.
+"""Solvers of the planner: mixed-integer programs, dominance, stage partitioning.
 
 Knows nothing of models. Pure. Start with `problem`, then `solve`.
 """

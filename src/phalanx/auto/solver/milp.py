@@ -1,4 +1,4 @@
-"""Choices as a mixed-integer program: binary options, what goes together, and HiGHS to solve it (pure).
+"""`Program`: mixed-integer linear programs solved with HiGHS (pure).
 
 Every option is a binary variable, every pair of a link a continuous one whose sums are those of its options (the tight
 form of L. Zheng et al., "Alpa", OSDI 2022, section 4). Solver: Q. Huangfu and J. Hall, Math. Prog. Comp. 10, 2018.

@@ -1,4 +1,4 @@
-"""A training step as an optimization problem: how to compute each layer, and where pipeline stages begin (pure).
+"""`StepProblem`: choose a strategy for each layer, and where pipeline stages begin (pure).
 
 Nodes follow each other in forward order. Each has several strategies, and is in one piece of a chain; runs of pieces
 are stages. With one stage the order of the nodes counts: gradients are synchronised beside backward passes, and

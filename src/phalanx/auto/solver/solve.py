@@ -1,4 +1,4 @@
-"""The best of all choices of a step, with a bound on what any choice can reach (pure).
+"""`solve`: find the fastest strategies and stages that fit the memory, and a lower bound on any (pure).
 
 In stages, decisions of the same pieces are merged first (`auto/solver/dominance`), and what is left is tried if it is
 little (`auto/solver/stage_partition`). Everything else is a program (`auto/solver/step_program`).

@@ -1,4 +1,4 @@
-"""The best of all picks and cuts of a step in stages, by trying them: sooner done than a program where they are few.
+"""Find the fastest stage boundaries and strategies by enumeration, for small problems.
 
 Picks are taken in the order of what they take at least. Of one pick, the cuts are tried in which no rank works more
 than a little over its share, then more: a cut that is left out has a rank that works longer, which says what it takes

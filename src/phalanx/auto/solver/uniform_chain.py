@@ -1,4 +1,4 @@
-"""The best cut of a chain in which many equal pieces follow each other, as the blocks of a transformer do (pure).
+"""Find stage boundaries of a chain of equal layers, such as transformer blocks (pure).
 
 What a rank takes and holds depends on how many of the equal pieces it has, and not on which. So a cut is where the
 others are cut, which is possible in a few ways only, and a number of equal pieces for each rank: at least one for each

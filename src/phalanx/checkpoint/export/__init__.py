@@ -1,4 +1,4 @@
-"""Models for use elsewhere: weights, programs, ONNX; and weights loaded from anywhere.
+"""Export and import full weights: safetensors, `torch.export`, ONNX.
 
 Start with `export`.
 """

@@ -1,4 +1,4 @@
-"""Models for use elsewhere: one file of weights, an exported program, ONNX. File names are exactly those given."""
+"""Export a model: full weights to safetensors, `torch.export` programs, ONNX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One safetensors file of full tensors, into which every rank writes its shards."""
+"""Write full tensors to one safetensors file, each rank its shards."""
 
 from __future__ import annotations
 

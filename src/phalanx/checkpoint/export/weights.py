@@ -1,4 +1,4 @@
-"""Load a model's weights from one file, or from a state dict of any framework."""
+"""`px.load_weights`: load full weights from a file or a state dict into a sharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: manifests, the newest complete one, reading.
+"""Checkpoint folders: manifests, listing, pruning, reading.
 
 Start with `folder`.
 """

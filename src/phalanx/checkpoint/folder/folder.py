@@ -1,4 +1,4 @@
-"""The checkpoints of one folder: list them in order, sweep up failed saves, prune old ones."""
+"""The `step-<n>` folders of a checkpoint folder: list them, remove failed saves, prune old checkpoints."""
 
 from __future__ import annotations
 

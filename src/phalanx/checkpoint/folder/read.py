@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint, or only the chunks of them that a rank needs."""
+"""`CheckpointReader`: reads tensors of a checkpoint, or the chunks of them that a rank needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds of a rank, captured and restored.
+"""Collect and restore the training state of a rank.
 
 Start with `capture`.
 """

@@ -1,4 +1,4 @@
-"""The state of this rank for a checkpoint: tensors by name, and values as JSON."""
+"""Collect the training state of a rank for a checkpoint: model, optimizer, loader, random state."""
 
 from __future__ import annotations
 

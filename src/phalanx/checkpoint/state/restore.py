@@ -1,4 +1,4 @@
-"""Restore a checkpoint into the model, optimizer and other objects of one rank."""
+"""`Restorer`: load a checkpoint into the model, optimizer and other objects of a rank, resharding tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of parameter servers in a checkpoint: their own snapshot, in a folder of it."""
+"""Save and load parameter-server tables as part of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a model and its optimizer as chunks of full tensors, and files of them.
+"""Checkpoint tensors: local shards, chunks, write assignment, safetensors files.
 
 Start with `local`.
 """

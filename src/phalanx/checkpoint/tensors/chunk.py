@@ -1,4 +1,4 @@
-"""Rectangular chunks of a tensor, as offset and size per dim (pure)."""
+"""`TensorChunk`: a rectangular part of a tensor, as offsets and sizes per dim (pure)."""
 
 from __future__ import annotations
 

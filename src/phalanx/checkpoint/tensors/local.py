@@ -1,4 +1,4 @@
-"""This rank's tensors of a model and its optimizer, as chunks of full tensors."""
+"""The local shards of a model and its optimizer, as chunks of full tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a model's tensors without wrappers, and errors for names that do not match."""
+"""Parameter names without wrapper prefixes (DDP, torch.compile), and errors for names that do not match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a machine was when it was measured.
+"""Measured speed of machines.
 
 Pure. Start with `figures`.
 """

@@ -1,4 +1,4 @@
-"""How fast a machine was when it was measured: tables of seconds and how to read between their points (pure).
+"""Measured speed of a machine: tables of operator and collective times, and how to interpolate in them (pure).
 
 `phalanx calibrate` writes one file a machine. What stands in it was measured on all ranks at once, for several numbers
 of ranks, so that a rate is what a rank gets while the others work too.

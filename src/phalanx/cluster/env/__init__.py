@@ -1,4 +1,4 @@
-"""The table of every environment variable read or written, and typed values read from them.
+"""The registry of environment variables, and typed reads of them.
 
 Start with `settings`.
 """

@@ -1,4 +1,4 @@
-"""The one table of every environment variable this project reads or writes."""
+"""The registry of environment variables that Phalanx reads or writes, and warnings for unsupported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read typed values and lists of hosts from environment variables, with errors that name the variable."""
+"""`Environment`: typed reads of environment variables (integers, endpoints, host lists) with named errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the settings table: every environment variable read or written, with its meaning in two languages."""
+"""The entries of the environment variable registry: every name with its description in English and Chinese."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two layouts of a rank table: read each with one clear error a mistake, and write each. Pure.
+"""Parse and write the two JSON layouts of an HCCL rank table, `group_list` and `server_list` (pure).
 
 The older one lists instances in a group and names the kind of machine by a board id; the newer one, version 1.0, lists
 servers and their devices. Numbers may be written as text in both, and usually are.

@@ -1,4 +1,4 @@
-"""A rank table: which rank runs on which device of which server, from a file in either of two layouts."""
+"""`RankTable`: which rank runs on which device of which server, loaded from an HCCL rank table file."""
 
 from __future__ import annotations
 

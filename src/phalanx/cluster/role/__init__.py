@@ -1,4 +1,4 @@
-"""Who this process is, from whatever launched it.
+"""The `Role` of this process, read from its launcher's environment.
 
 Start with `role`.
 """

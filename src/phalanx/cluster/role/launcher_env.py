@@ -1,4 +1,4 @@
-"""The families of environment variables a launcher may have written, and the Role each of them means.
+"""Read the `Role` of a process from the environment of Phalanx, torchrun, Fleet, srun or mpirun.
 
 Three families live on the process level and must agree where more than one is set. `srun` and `mpirun` come after them,
 and only when the process was started by them directly; last a rank that a loop started from a rank table. Levels and

@@ -1,4 +1,4 @@
-"""Roles of processes started by `srun` or `mpirun` directly, with no launcher of ours in between."""
+"""Read the `Role` of a process that `srun` or `mpirun` started directly."""
 
 from __future__ import annotations
 

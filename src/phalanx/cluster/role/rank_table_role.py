@@ -1,4 +1,4 @@
-"""The Role of a rank that a loop in a shell started by hand, from a rank table and the number of a device."""
+"""Read the `Role` of a process from a rank table (RANK_TABLE_FILE) and DEVICE_ID."""
 
 from __future__ import annotations
 

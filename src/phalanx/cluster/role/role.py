@@ -1,4 +1,4 @@
-"""Who this process is, read from whatever launched it."""
+"""`Role`: rank, world size, endpoints and kind (worker or server) of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster is made of: nodes, devices, links.
+"""Description of a cluster: nodes, devices, links.
 
 Start with `cluster`.
 """

@@ -1,4 +1,4 @@
-"""What a cluster is made of: nodes, their devices and the links between them (pure).
+"""`Cluster`: nodes, devices and links of a cluster, read from words such as `h100x8,nodes=2` or a file (pure).
 
 A cluster is named in a few words, or described by a file:
 

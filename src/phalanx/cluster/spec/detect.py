@@ -1,4 +1,4 @@
-"""What this host is made of, found without opening a device: GPUs by their driver's names, else processors."""
+"""Detect the hardware of this host as a `Cluster`, without CUDA: GPUs by driver name, else CPUs."""
 
 from __future__ import annotations
 

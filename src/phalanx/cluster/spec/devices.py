@@ -1,4 +1,4 @@
-"""What accelerators can do: peak rates, memory and links, as their makers state them (pure)."""
+"""`Device`: peak FLOP/s, memory and bandwidth of accelerators, with presets for known GPUs (pure)."""
 
 from __future__ import annotations
 

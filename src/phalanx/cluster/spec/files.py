@@ -1,4 +1,4 @@
-"""Clusters from files: nodes, devices and links with figures of their own, or the servers of a rank table (pure)."""
+"""Read a `Cluster` from a TOML or JSON file, or from a rank table (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over memory that the ranks of one host share, as the torch backend `shm` for tensors of the CPU."""
+"""The torch.distributed backend `shm`: CPU collectives over shared memory."""
 
 from phalanx.comm.shared_memory.backend import register
 from phalanx.comm.shared_memory.process_group import SharedMemoryGroup

@@ -1,4 +1,4 @@
-"""Make torch know the backend `shm`."""
+"""Register the torch.distributed backend `shm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as the native core takes them: where their numbers are, how many, and of which type."""
+"""Tensors as native buffers: address, length and dtype as the C++ core takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native group of one host, as works wait for it."""
+"""`Native`: waits for operations of the native shared-memory group, and names the rank that is late."""
 
 from __future__ import annotations
 

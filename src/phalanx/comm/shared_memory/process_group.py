@@ -1,4 +1,4 @@
-"""`SharedMemoryGroup`: a torch process group whose ranks share memory where they share a host.
+"""`SharedMemoryGroup`: a torch `ProcessGroup` whose collectives run over shared memory.
 
 What moves bytes is `csrc/shm_group.h`; here torch's calls become its calls. Tensors of other devices, sparse tensors
 and everything between hosts but `all_reduce` go to the backends that know them.

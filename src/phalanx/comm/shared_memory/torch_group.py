@@ -1,4 +1,4 @@
-"""What torch asks of a process group besides moving tensors: names, ranks, and which backend serves which device."""
+"""`NamedGroup`: the bookkeeping that torch wants of a `ProcessGroup`: name, rank, size, backend per device."""
 
 from __future__ import annotations
 

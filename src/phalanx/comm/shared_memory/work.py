@@ -1,4 +1,4 @@
-"""What a caller holds of an operation under way, and the threads that bring it to its end when nobody waits."""
+"""`SharedWork`: the `Work` handle of an asynchronous collective, and the threads that complete it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Click logs: rows of slots with any number of ids each.
+"""Click-log (CTR) datasets with slots of variable length.
 
 Start with `slots`.
 """

@@ -1,4 +1,4 @@
-"""Click logs that fit in the workers' combined memory, with local and global shuffles."""
+"""`InMemoryDataset`: click logs in the workers' memory, with local and global shuffles (Fleet's API)."""
 
 from __future__ import annotations
 

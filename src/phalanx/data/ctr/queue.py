@@ -1,4 +1,4 @@
-"""Click logs that are streamed while training."""
+"""`QueueDataset`: click logs streamed from files during training (Fleet's API)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of click-log datasets: batches, settings, and hints for names of older frameworks."""
+"""`SlotDataset`: base class of the click-log datasets, sharded over workers by file."""
 
 from __future__ import annotations
 

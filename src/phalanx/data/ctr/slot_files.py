@@ -1,4 +1,4 @@
-"""Files of click logs, read block by block; a broken line is an error that names it, or is left out and counted."""
+"""`SlotReader`: reads click-log files block by block; broken lines raise, or are skipped and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a click log as arrays: select, concatenate, convert to tensors."""
+"""`SlotRows`: click-log rows as arrays; select, concatenate, convert to tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Click logs as text: what a line holds, and lines into arrays.
+"""`SlotSchema`: the columns of a click log, and its parser from text to arrays.
 
 Columns, as in the Criteo logs (tabs between fields; an empty dense field reads 0, an empty sparse one is an id too):
 

@@ -1,4 +1,4 @@
-"""The twin of `csrc/slots.cc` in plain Python: the same rows, ids and broken lines, bit for bit."""
+"""Click-log parser in pure Python: the reference and fallback of `csrc/slots.cc`, equal bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clicks in the shape of the Criteo logs, made from counters: for speed, scale and drift, with a known best AUC.
+"""`SyntheticClicks`: generated click data in the Criteo format, with a known best AUC.
 
 Row i is a function of (seed, i) alone, so any worker makes any range without files. Each of the 26 slots draws its
 rank from a Zipf law over a cardinality of the real logs (the MLPerf preprocessing) times `scale`; an id is a hash of

@@ -1,4 +1,4 @@
-"""The loader that users iterate over: each rank gets its shard of every global batch.
+"""`ShardedLoader`: the data loader that shards every global batch over ranks.
 
 Start with `loader`.
 """

@@ -1,4 +1,4 @@
-"""Bind the columns of a batch to a model's parameters: by name if they have names, else by position."""
+"""Bind the columns of a batch to the arguments of `model.forward`, by name or position."""
 
 from __future__ import annotations
 

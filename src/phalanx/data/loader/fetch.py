@@ -1,4 +1,4 @@
-"""Loading the samples of a batch, in this process or in torch's workers."""
+"""Load the samples of requested batches, in this process or in torch DataLoader workers."""
 
 from __future__ import annotations
 

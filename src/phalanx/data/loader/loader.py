@@ -1,4 +1,4 @@
-"""The loader users iterate over: each rank gets its shard of every global batch.
+"""`ShardedLoader`: a data loader that gives each rank its shard of every global batch.
 
 loader = ShardedLoader(dataset, batch_size=32)       # 32 samples per rank
 loader = ShardedLoader(dataset, global_batch=128)    # 128 samples over all ranks, exact for any number of them

@@ -1,4 +1,4 @@
-"""The checked options of a loader: what it loads, in which order and how."""
+"""`LoaderOptions`: the validated arguments of a `ShardedLoader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dataset.map(...).shuffle(...).batch(...)` in any order.
+"""Data pipelines: `dataset.map(...).shuffle(...).batch(...)` in any order.
 
 Start with `pipeline`.
 """

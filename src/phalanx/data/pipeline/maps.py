@@ -1,4 +1,4 @@
-"""One `map` of a pipeline: operations on some columns, before or after the samples are a batch."""
+"""`Map`: one `dataset.map(...)` step, applied per sample or per batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a data pipeline: a function from positions of an epoch to samples of a dataset.
+"""`PipelineOrder`: the sample order of a data pipeline with shuffle, batch and repeat.
 
 A *pass* is the dataset's samples once. A *span* is split into batches without a break: one pass, or several that
 `repeat` joined before `batch`. An epoch is one span, or several if `repeat` comes after `batch`.

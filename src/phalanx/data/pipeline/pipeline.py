@@ -1,4 +1,4 @@
-"""Data pipelines: `dataset.map(...).shuffle(...).batch(...).repeat(...)`, in any order.
+"""`Pipeline`: `dataset.map(...).shuffle(...).batch(...).repeat(...)`, in any order.
 
 dataset = Cifar10Dataset(path).map(vision.RandomHorizontalFlip(), "image").shuffle(10_000).batch(32)
 for image, label in ShardedLoader(dataset): ...

@@ -1,4 +1,4 @@
-"""A pipeline over a stream, in the same order as over data with a length."""
+"""`PipelineStream`: a data pipeline over an iterable dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives of data, unpacked without trusting them."""
+"""Extract zip and tar archives safely: no paths outside the folder, bounded size."""
 
 from __future__ import annotations
 

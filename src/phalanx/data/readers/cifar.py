@@ -1,4 +1,4 @@
-"""CIFAR-10 in its binary version (A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009).
+"""`Cifar10Dataset`: CIFAR-10 in its binary version (A. Krizhevsky, 2009).
 
 A file is a run of records of 3,073 bytes: the label, then 1,024 red, 1,024 green and 1,024 blue pixels by rows.
 """

@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn ships: 1,797 real grey images of 8 x 8 pixels, 10 classes."""
+"""`DigitsDataset`: the handwritten digits of scikit-learn, 1,797 images of 8 x 8 pixels."""
 
 from __future__ import annotations
 

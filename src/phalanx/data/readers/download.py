@@ -1,4 +1,4 @@
-"""Files from the network: once per node, checked, and only when asked. Nothing else in this package downloads.
+"""`px.data.download`: download a file once per node, with checksum, resume and unpacking.
 
 path = px.data.download("https://host/cifar-10-binary.tar.gz", "data", sha256="c4a38c50...", unpack=True)
 """

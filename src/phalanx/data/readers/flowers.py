@@ -1,4 +1,4 @@
-"""The 102 flower categories (M.-E. Nilsback, A. Zisserman, 2008), or any folder with one folder of images per class.
+"""`FlowersDataset`: Oxford 102 Flowers (M.-E. Nilsback, A. Zisserman, 2008), or any folder of class folders.
 
 As published:    jpg/image_00001.jpg ...    imagelabels.mat (labels 1 to 102)    setid.mat (trnid, valid, tstid)
 By class:        train/<class>/*.jpg    test/<class>/*.jpg    the classes in the order of their names

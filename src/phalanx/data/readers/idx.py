@@ -1,4 +1,4 @@
-"""IDX files, the format of MNIST and Fashion-MNIST (Y. LeCun, C. Cortes, C. J. C. Burges).
+"""`MnistDataset`, `FashionMnistDataset`: image datasets in IDX files (Y. LeCun, C. Cortes, C. J. C. Burges).
 
 offset 0    0x00 0x00                 always
 offset 2    element type              0x08 for unsigned bytes

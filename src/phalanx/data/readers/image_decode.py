@@ -1,4 +1,4 @@
-"""JPEG and PNG files as tensors of bytes, decoded by Pillow in several threads."""
+"""Decode JPEG and PNG files to uint8 tensors with Pillow, in threads."""
 
 from __future__ import annotations
 

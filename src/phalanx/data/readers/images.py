@@ -1,4 +1,4 @@
-"""What readers of labelled images share: raw columns for pipelines, normalised samples for everything else."""
+"""`ImageDataset`: base class of labelled image datasets."""
 
 from __future__ import annotations
 

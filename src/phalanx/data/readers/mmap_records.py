@@ -1,4 +1,4 @@
-"""Files of records of one length, found by their names and read where records are needed."""
+"""`MappedRecords`: memory-mapped files of fixed-length records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user hands a loader, and batches of samples: read, collated, checked, moved.
+"""Samples and batches: data sources, collation, checks, device transfer.
 
 Start with `sources`.
 """

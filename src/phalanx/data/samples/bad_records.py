@@ -1,4 +1,4 @@
-"""Broken records of a file: stop at the first, or skip and count them."""
+"""`BadRecords`: skip and count broken records, or raise at the first."""
 
 from __future__ import annotations
 

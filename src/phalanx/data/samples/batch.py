@@ -1,4 +1,4 @@
-"""Batches: collated from samples, and moved to the device of this process."""
+"""Collate samples into batches, and move batches to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for large batches, reused once a batch is released.
+"""`BufferPool`: reuse the memory of large batches.
 
 The C library returns large blocks to the kernel, which maps and zeroes them again page by page: for a batch of
 photographs that takes longer than computing it.

@@ -1,4 +1,4 @@
-"""Labels that fit the model, checked before the first step."""
+"""Check class labels against the number of classes of a model, before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what a user passes to a loader (Dataset, DataLoader, tensors, generator function) into one value."""
+"""`DataSource`: what a user passes to a loader (Dataset, DataLoader, tensors, generator), normalised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples each rank reads, in which order, with which random numbers.
+"""Sampling: shuffling, sharding over ranks, seeds and random streams.
 
 Pure arithmetic. Start with `order`.
 """

@@ -1,4 +1,4 @@
-"""The mixer behind every hash and every stream of numbers here. Twin of `csrc/mix.h`.
+"""`mix64`: the 64-bit hash behind all seeds and random streams; equal to `csrc/mix.h`.
 
 The 64-bit finaliser known as Stafford's variant 13 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
 generators", 2014). It is a bijection that spreads well; it keeps no secret. It may not change: snapshots are cut by it.

@@ -1,4 +1,4 @@
-"""The seed of a loader's orders, the same on every rank."""
+"""`LoaderSeed`: the shuffle seed of a loader, equal on all ranks and saved in checkpoints."""
 
 from __future__ import annotations
 

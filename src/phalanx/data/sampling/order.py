@@ -1,4 +1,4 @@
-"""The batches of one rank in one epoch, as indices into a dataset."""
+"""`EpochOrder`: the dataset indices of each of a rank's batches in one epoch."""
 
 from __future__ import annotations
 

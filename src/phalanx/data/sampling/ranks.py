@@ -1,4 +1,4 @@
-"""Which shard of the data this rank reads, and an all-gather of a few integers."""
+"""`DataShard`: which shard of the data this rank reads, and an all-gather of a few integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers of many samples at once, each with its own stream.
+"""`Draws`: vectorised random numbers for many samples, one stream per sample.
 
 What a sample draws is a function of its seed alone, so it does not depend on the rank, worker or batch it is loaded in.
 A generator object for each sample would cost 15 us a sample; a counter that is mixed costs nothing worth measuring

@@ -1,4 +1,4 @@
-"""Random numbers of data code: one seed for torch, NumPy and `random` at once."""
+"""`seed_all`: seed torch, NumPy and `random` at once."""
 
 from __future__ import annotations
 

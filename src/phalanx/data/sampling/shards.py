@@ -1,4 +1,4 @@
-"""Which samples of an epoch go to which rank: arithmetic alone, the same on every rank.
+"""`EpochPlan`: split an epoch into global batches, and these over ranks (pure).
 
 An epoch is the positions 0 to n - 1. It is split into global batches first, and each global batch over the ranks
 second, so the global batches, and with them the training, are the same for any world size.

@@ -1,4 +1,4 @@
-"""A shuffled epoch as a function: which sample stands at which position, without a table of all samples.
+"""`shuffled`: a random permutation computed by index (Feistel network), without a table.
 
 The native core computes it. The NumPy twin below gives the same bits, is what the native code is tested
 against and takes over where the package was installed without a compiler. The method and its sources:

@@ -1,4 +1,4 @@
-"""Data that can only be read one sample after the other.
+"""Iterable datasets: streams, generators, file assignment.
 
 Start with `stream`.
 """

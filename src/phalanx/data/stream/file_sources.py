@@ -1,4 +1,4 @@
-"""Which worker reads which file, and how far every file has been read.
+"""`FileSource`: assigns files to workers, fixed or by leases, and tracks how far each was read.
 
 A file is read by one worker at a time; so N workers need at least N files. Progress counts, for each file, the
 epochs it was read to the end and the samples read of the next: it tells what is left to read for any number of workers.

@@ -1,4 +1,4 @@
-"""Samples from a Python generator, with named columns, prefetched by a thread or a process."""
+"""`GeneratorDataset`: samples of a Python generator, prefetched by a thread or a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bounded queue between the thread that reads and the one that trains, which either side may close."""
+"""`PrefetchQueue`: runs an iterator in a thread, a bounded number of items ahead."""
 
 from __future__ import annotations
 

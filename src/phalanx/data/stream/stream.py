@@ -1,4 +1,4 @@
-"""Batches from data that can only be read one sample after the other.
+"""`StreamBatches`: a rank's batches of an iterable dataset, of equal count on all ranks.
 
 A `shared` stream gives every rank the same rows: each reads all of it and keeps its part of every global
 batch, so the batches are those of one process. A stream of its `own` on each rank (one that splits itself,

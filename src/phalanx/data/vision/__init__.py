@@ -1,4 +1,4 @@
-"""Transforms of images, vectorised over a batch."""
+"""Image transforms, vectorised over a batch."""
 
 from phalanx.data.vision.base import Transform
 from phalanx.data.vision.cast import TypeCast

@@ -1,4 +1,4 @@
-"""Transforms: operations on one sample that also work on a whole batch.
+"""`Transform`: base class of image transforms, for one sample or a batch.
 
     op(sample)                   # by hand: its random numbers follow from torch's global generator
     op(sample, draws)            # draws: the numbers of this one sample

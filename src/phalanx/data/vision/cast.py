@@ -1,4 +1,4 @@
-"""Another element type, for images and labels alike."""
+"""`TypeCast`: convert images or labels to another dtype."""
 
 from __future__ import annotations
 

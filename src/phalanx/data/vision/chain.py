@@ -1,4 +1,4 @@
-"""Several operations one after the other, on a batch at once wherever they can be."""
+"""`Chain`: compose transforms, applied to whole batches where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of images: at random, from the middle, or at random and scaled."""
+"""`RandomCrop`, `CenterCrop`, `RandomResizedCrop`."""
 
 from __future__ import annotations
 

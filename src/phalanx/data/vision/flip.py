@@ -1,4 +1,4 @@
-"""Images mirrored at random."""
+"""`RandomHorizontalFlip`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pixels times a number plus a number, and channels moved to the front: neighbours of this kind become one pass."""
+"""`Rescale`, `Normalize`, `HWC2CHW`, `ToTensor`: per-pixel transforms, neighbours fused into one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images scaled to another size."""
+"""`Resize`: scale images to a size."""
 
 from __future__ import annotations
 

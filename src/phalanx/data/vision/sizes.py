@@ -1,4 +1,4 @@
-"""Parse and check heights, widths and paddings."""
+"""Parse and check the size and padding arguments of image transforms."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Jobs over HTTP: the service's verbs under /api/v1, described by OpenAPI."""
+"""The jobs API over HTTP (FastAPI, OpenAPI), under /api/v1."""

@@ -1,4 +1,4 @@
-"""The application: routes, errors and middleware put together."""
+"""`make_app`: the FastAPI application of the jobs API, under /api/v1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Authentication: from the token of a request to what its holder may do."""
+"""Authenticate API requests by bearer token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as answers: every error raised on purpose has a status and one JSON form."""
+"""Map exceptions to HTTP statuses and one JSON error format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others ask of the server: whether it lives (/healthz, no token), and what it counts (/metrics, Prometheus)."""
+"""`/healthz`, and Prometheus `/metrics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serve the application: on loopback as it is, on a network encrypted or not at all."""
+"""Run the API server (uvicorn): bind, TLS, graceful shutdown."""
 
 from __future__ import annotations
 

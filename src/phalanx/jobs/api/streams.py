@@ -1,4 +1,4 @@
-"""What is longer than one answer: a log sent while it grows, and a tree of code received as it comes."""
+"""Streaming endpoints: follow a log (server-sent events), upload a code tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs of `protocol.Jobs` over HTTP: one endpoint each, made of its route and its signature.
+"""Generate the HTTP endpoints of `protocol.Jobs` from its routes and signatures.
 
 Every endpoint asks for a token; what its holder may do, the verb itself checks.
 """

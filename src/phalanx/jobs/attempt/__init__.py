@@ -1,4 +1,4 @@
-"""What the controller, the backends and the nodes share of one attempt: files, logs, metrics, commands.
+"""Files, logs, metrics and launch commands of an attempt, shared by controller, backends and nodes.
 
 Start with `files`.
 """

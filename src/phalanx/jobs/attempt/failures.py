@@ -1,4 +1,4 @@
-"""Why an attempt failed, from its exit records and its backend's status, and whether it is retried. Pure."""
+"""Classify why an attempt failed, and whether it is retried (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes through an attempt's folder between its backend and its nodes: the order, signs of life, exit records."""
+"""Files of an attempt shared by backend and nodes: spec, heartbeats, exit records."""
 
 from __future__ import annotations
 

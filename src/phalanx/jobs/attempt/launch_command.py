@@ -1,4 +1,4 @@
-"""What a node of an attempt starts: the command line and the variables of each launch kind. Pure.
+"""Build the launch command and environment of a node, for each launch kind: phalanx, torchrun, env (pure).
 
 phalanx    `phalanx run`, one launcher a node; RANK and WORLD_SIZE count processes
 torchrun   torch's launcher, one a node; RANK and WORLD_SIZE count processes

@@ -1,4 +1,4 @@
-"""What the ranks of an attempt reported while training: steps, losses, samples a second; read from their run events."""
+"""Read training metrics of an attempt from the ranks' event files: steps, losses, samples per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of an attempt used, in one small file a node: a line every few seconds, thinned out when long."""
+"""CPU, memory and GPU usage samples of an attempt, one file per node."""
 
 from __future__ import annotations
 

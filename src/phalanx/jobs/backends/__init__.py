@@ -1,1 +1,1 @@
-"""The engines that run attempts; `jobs/backend_registry` lists them."""
+"""Job backends: local, Slurm, Kubernetes; `jobs/backend_registry` lists them."""

@@ -1,4 +1,4 @@
-"""This machine as a backend: one detached process per node of an attempt, which outlives the process that started it.
+"""`Local`: the local backend: one detached process per node of an attempt, on this machine.
 
 A node's process holds a lock on `node-K.lock` in the attempt's folder from before it exists until it is gone: it
 inherits the lock from the process that starts it. So no controller starts a node twice, wherever another one died, and

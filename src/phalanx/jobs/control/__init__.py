@@ -1,4 +1,4 @@
-"""The loop that moves jobs from state to state.
+"""The job controller: the reconcile loop and the supervision of attempts.
 
 Start with `controller`.
 """

@@ -1,4 +1,4 @@
-"""Supervises one attempt: submits it, polls its backend, ends it. Every step may be repeated after a crash."""
+"""`AttemptController`: submit, poll and end one attempt, idempotently."""
 
 from __future__ import annotations
 

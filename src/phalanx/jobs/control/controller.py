@@ -1,4 +1,4 @@
-"""The job controller: the one loop that moves jobs from state to state, in its own process or in a server's.
+"""`JobController`: the reconcile loop that moves jobs between states.
 
     python -m phalanx.jobs.control.controller HOME      ends when every job has ended
 

@@ -1,4 +1,4 @@
-"""What runs on every node of an attempt: `python -m phalanx.jobs.node FOLDER --node K`.
+"""The agent that runs on every node of an attempt: `python -m phalanx.jobs.node`.
 
 Start with `agent`.
 """

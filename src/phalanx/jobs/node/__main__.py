@@ -1,4 +1,4 @@
-"""`python -m phalanx.jobs.node FOLDER --node K`: the entry of what runs on every node of an attempt (`node_run`)."""
+"""`python -m phalanx.jobs.node FOLDER --node K`: entry of the agent of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node of an attempt: it prepares, starts the launcher, writes heartbeats, and leaves an exit record.
+"""`NodeAgent`: runs one node of an attempt: prepare, launch, heartbeat, exit record.
 
 SIGTERM goes on to what it started, which has the job's grace before all below this process is killed.
 """

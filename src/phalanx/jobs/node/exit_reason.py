@@ -1,4 +1,4 @@
-"""Why what a node started has failed, from what its launcher left behind."""
+"""Derive why a launcher failed from its exit code and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m phalanx.jobs.node.rank LOGS COMMAND...`: become one rank below torchrun, with a log file of its own.
+"""`python -m phalanx.jobs.node.rank LOGS COMMAND...`: wrapper of a torchrun rank that writes its log file.
 
 torchrun gives each rank two files under names it makes up; here rank R of every launch kind writes LOGS/workerlog.R.
 """

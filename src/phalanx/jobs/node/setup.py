@@ -1,4 +1,4 @@
-"""What a node gets before it starts: the working copy, the datasets, the checkpoint folder."""
+"""`Setup`: prepare a node: working copy, datasets, checkpoint folder."""
 
 from __future__ import annotations
 

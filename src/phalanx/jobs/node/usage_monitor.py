@@ -1,4 +1,4 @@
-"""Samples what the processes below a node use, in a thread, since the kernel or a driver may be slow."""
+"""`Sampler`: a thread that samples CPU, memory and GPU usage of a node's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who starts next on this machine, within which quotas.
+"""Job queue and quotas of one machine.
 
 Pure. Start with `queue`.
 """

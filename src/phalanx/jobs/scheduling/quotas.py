@@ -1,4 +1,4 @@
-"""Limits of queues on this machine, from `queues.yaml` in the home."""
+"""`Quotas`: resource quotas per queue, from `queues.yaml`."""
 
 from __future__ import annotations
 

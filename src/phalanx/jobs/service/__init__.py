@@ -1,4 +1,4 @@
-"""The verbs of people on the store: submit, watch, stop, configure; and what a submission must pass.
+"""The jobs service: submit, watch, stop and configure jobs, with permissions and validation.
 
 Start with `service`.
 """

@@ -1,4 +1,4 @@
-"""What submission fixes and checks of a job, so that it runs, and the same again; every problem is named at once."""
+"""`resolve`: validate a submitted spec, pin code and data versions, expand named configurations."""
 
 from __future__ import annotations
 

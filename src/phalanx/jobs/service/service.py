@@ -1,4 +1,4 @@
-"""The verbs of people on the store: submit, watch, stop, configure. Who may do what is asked here and nowhere else."""
+"""`JobService`: the jobs API on the store, with permission checks."""
 
 from __future__ import annotations
 

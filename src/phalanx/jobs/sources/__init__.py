@@ -1,4 +1,4 @@
-"""Code and datasets of a job: fixed at submission, copied or mounted where it runs.
+"""Code and datasets of jobs: pinned at submission, fetched and mounted at run time.
 
 Start with `code`.
 """

@@ -1,4 +1,4 @@
-"""Trees of code in an archive, as a client sends them and a server takes them in."""
+"""Pack and unpack code trees as tar.gz, safely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders that are built once under PHALANX_HOME, by any number of processes at a time."""
+"""`build_once`: create a cached file or folder exactly once across processes."""
 
 from __future__ import annotations
 

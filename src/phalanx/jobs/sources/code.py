@@ -1,4 +1,4 @@
-"""The code of a job: pinned at submission to a commit or digest, stored once under PHALANX_HOME, copied per attempt."""
+"""Pin a job's code to a commit or digest, store its tree, check it out."""
 
 from __future__ import annotations
 

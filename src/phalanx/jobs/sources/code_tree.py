@@ -1,4 +1,4 @@
-"""A folder of code: which of its files count, what they hash to, and a copy of them."""
+"""List, hash and copy a code folder, honouring ignore files."""
 
 from __future__ import annotations
 

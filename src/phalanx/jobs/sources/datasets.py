@@ -1,4 +1,4 @@
-"""The datasets of a job: checked and pinned at submission, fetched once for each version, put where the script reads.
+"""Pin a job's datasets, fetch and cache them, link them where the script reads.
 
 A dataset is found by the environment variable PHALANX_DATASET_*, its name in capitals; beside that it may lie at a
 mount: a relative one is a link in the folder the command starts in, an absolute one is bound by `jobs/sources/mounts`.

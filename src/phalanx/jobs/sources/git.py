@@ -1,4 +1,4 @@
-"""What is asked of git: which commit a ref is, the tree of one commit, and what a working copy has that a commit lacks.
+"""Run git safely: resolve refs, check out a commit, list unpushed changes.
 
 Only https, http, ssh and files are spoken; no hook, submodule, helper of a repository or question to a terminal is run.
 """

@@ -1,4 +1,4 @@
-"""Datasets that lie elsewhere: what is there now, and a copy of it. One function pair for each kind."""
+"""Look up and download remote datasets: S3, OSS, HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: workspaces, jobs and everything around them, in SQLite or PostgreSQL.
+"""The database of jobs, workspaces, secrets and tokens, in SQLite or PostgreSQL.
 
 from phalanx.jobs.store import JobDatabase
 """

@@ -1,4 +1,4 @@
-"""The database under the store: SQLite in a file by default, PostgreSQL by URL; transactions that read or write."""
+"""`Database`: SQLite or PostgreSQL connection and transactions (SQLAlchemy)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs: the tables `jobs`, `attempts`, `events` and `changes`; a job's state changes here and nowhere else.
+"""`JobRecords`: store of jobs, attempts and events; all job state changes are made here.
 
 Why an attempt failed may quote what it printed: values of the job's secrets are removed before anything is stored.
 """

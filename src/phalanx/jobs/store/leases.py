@@ -1,4 +1,4 @@
-"""Leases: of many who could do a thing, one does it, and another takes over when the one is gone."""
+"""`LeaseRows`: leases in the database, for leader election of controllers."""
 
 from __future__ import annotations
 

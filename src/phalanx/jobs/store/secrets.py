@@ -1,4 +1,4 @@
-"""Secrets of workspaces: the table `secrets`, encrypted with a key that is not in the database."""
+"""`SecretRecords`: encrypted secrets of workspaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the store, as they are at revision `REVISION`; the files in `migrations` lead there."""
+"""SQLAlchemy table definitions of the store."""
 
 from __future__ import annotations
 

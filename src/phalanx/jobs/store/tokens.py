@@ -1,4 +1,4 @@
-"""API tokens: their text is shown once, a hash of it is stored."""
+"""`TokenRows`: API tokens, stored as hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring a database to the revision of this version, under a lock, when it is opened."""
+"""Upgrade the database schema with alembic, under a lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workspaces and their members: the tables `workspaces` and `members`."""
+"""`WorkspaceRecords`: workspaces and their members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `phalanx run`, and its entry.
+"""The command line of `phalanx run`.
 
 Start with `flags`.
 """

@@ -1,4 +1,4 @@
-"""The entry of `phalanx run`, `fleetrun` and the `python -m` spellings."""
+"""Entry points of the launcher: `phalanx run`, `fleetrun`, `python -m phalanx.launch`."""
 
 from __future__ import annotations
 

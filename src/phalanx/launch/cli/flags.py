@@ -1,4 +1,4 @@
-"""The flags of `phalanx run`: their spellings, their help, and what became of the old ones."""
+"""The command-line flags of `phalanx run`, and hints for renamed ones."""
 
 from __future__ import annotations
 

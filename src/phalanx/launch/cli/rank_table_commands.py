@@ -1,4 +1,4 @@
-"""`phalanx rank-table`: make a rank table, check one, and turn one layout into the other."""
+"""The command `phalanx rank-table`: make, check and convert rank table files."""
 
 from __future__ import annotations
 

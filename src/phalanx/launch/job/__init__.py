@@ -1,4 +1,4 @@
-"""The launcher's main line: start attempts, watch them, restart, report.
+"""The launcher: start attempts, monitor, restart, report.
 
-Start with `job`.
+Start with `launcher`.
 """

@@ -1,4 +1,4 @@
-"""What an attempt needs before it starts: bound sockets, the layout, the facts of its environment."""
+"""`AttemptResources`: bound sockets, job secret and endpoint list of a start of the job."""
 
 from __future__ import annotations
 

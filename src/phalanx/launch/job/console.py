@@ -1,4 +1,4 @@
-"""The terminal: one rank live, the alarms of the others, the launcher's own lines."""
+"""`Console`: the launcher's terminal output: one rank's log live, warnings and errors of the others."""
 
 from __future__ import annotations
 

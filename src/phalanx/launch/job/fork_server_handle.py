@@ -1,4 +1,4 @@
-"""The launcher's end of the fork server. Imports next to nothing: it runs before anything else does."""
+"""`ForkServerHandle`: the launcher's client of the fork server: spawn, signal and wait for processes."""
 
 from __future__ import annotations
 

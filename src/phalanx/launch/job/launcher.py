@@ -1,4 +1,4 @@
-"""The launcher of a node: detect hardware, check options, start the processes, monitor, restart, report."""
+"""`Launcher`: the launcher of a node: detect hardware, check options, start processes, monitor, restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One attempt at the job on this host: start its processes, watch them, bring all of them down together."""
+"""`LocalAttempt`: start the processes of a job on this host, watch them, stop all when one fails."""
 
 from __future__ import annotations
 

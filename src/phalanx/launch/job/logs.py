@@ -1,4 +1,4 @@
-"""The log folder: one job at a time, the previous run in a folder of its own."""
+"""`LogFolder`: the log folder of a job, locked; logs of the previous run are archived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs run on this host: a small file per launcher, in a folder only this user can read; and `phalanx ps`."""
+"""The registry of jobs that run on this host, and `phalanx ps`."""
 
 from __future__ import annotations
 

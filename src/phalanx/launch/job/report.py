@@ -1,4 +1,4 @@
-"""What the launcher prints: the banner, the tables, and of a failed job who, how and where to read on. Pure text."""
+"""Text of the launcher: banner, environment table, failure report (pure)."""
 
 from __future__ import annotations
 

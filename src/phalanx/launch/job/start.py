@@ -1,4 +1,4 @@
-"""Start the processes of one attempt through the fork server, and one of them again."""
+"""`Starter`: start the processes of a job through the fork server."""
 
 from __future__ import annotations
 

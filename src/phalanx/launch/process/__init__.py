@@ -1,4 +1,4 @@
-"""Processes of a job: the fork server, their environment, their entry and output.
+"""Processes of a job: fork server, entry, environment, output.
 
-Start with `start`.
+Start with `fork_server`, then `entry`.
 """

@@ -1,4 +1,4 @@
-"""What a child of the fork server does: become a fresh process, run the script, end without surprises."""
+"""Entry of a forked rank: reset the process, set its environment, run the script, record its exit."""
 
 from __future__ import annotations
 

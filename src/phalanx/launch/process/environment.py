@@ -1,4 +1,4 @@
-"""The environment of every process: ours, torchrun's and Fleet's names with the same values. Pure."""
+"""Environment variables of each process, in Phalanx's, torchrun's and Fleet's names (pure)."""
 
 from __future__ import annotations
 

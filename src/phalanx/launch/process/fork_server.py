@@ -1,4 +1,4 @@
-"""The process that has torch imported and forks every other process of the job.
+"""`ForkServer`: a process with torch imported that forks every rank.
 
 It has one thread, forks from it, and never touches CUDA. It serves one launcher over one socket; when that socket
 closes, for whatever reason, it kills everything it ever started, and what that started, and ends.

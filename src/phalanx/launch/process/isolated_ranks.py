@@ -1,4 +1,4 @@
-"""Notices ranks that train side by side and never met, which looks like training and is not.
+"""Warn when the launched ranks train separately, because the script never joins them to one job.
 
 Nothing in such a script need be ours, so a hook that torch offers looks at the first steps of its optimizers.
 """

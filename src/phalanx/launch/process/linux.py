@@ -1,4 +1,4 @@
-"""What Linux tells about processes, the few process attributes Python has no call for, and signals to wait for."""
+"""Linux process calls: prctl, subreaper, /proc statistics, kill trees, signal handling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How log lines look, in the launcher and in the ranks it starts."""
+"""Logging format of the launcher and of ranks."""
 
 from __future__ import annotations
 

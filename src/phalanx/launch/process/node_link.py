@@ -1,4 +1,4 @@
-"""The process through which the launchers of several hosts meet, agree on the layout and share bad news.
+"""Process that connects the launchers of all nodes over a TCPStore: topology exchange, failure reports.
 
 It holds, or joins, a TCPStore at one documented port of the first host. Nothing else of ours listens on the network:
 the store is torch's own, as unauthenticated as every store torch opens.

@@ -1,4 +1,4 @@
-"""The launcher's end of the link to the other hosts."""
+"""`NodeLinkHandle`: the launcher's client of the node link process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output streams of a rank: its log file, which may be on a file system that is full."""
+"""Redirect stdout and stderr of a rank to its log file, tolerating a full disk."""
 
 from __future__ import annotations
 

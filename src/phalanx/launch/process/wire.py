@@ -1,4 +1,4 @@
-"""JSON messages with file descriptors over a Unix socket pair, one message per packet."""
+"""JSON messages and file descriptors over a Unix socket pair (SCM_RIGHTS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the user typed, a scheduler or a rank table says and the machine offers to who is who.
+"""Launch configuration: options, machine, nodes, devices, topology.
 
 Start with `request`.
 """

@@ -1,4 +1,4 @@
-"""How many ranks a host runs, and which GPUs each gets."""
+"""Choose the number of ranks per node and the GPUs of each."""
 
 from __future__ import annotations
 

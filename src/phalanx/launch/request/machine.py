@@ -1,4 +1,4 @@
-"""What this machine offers a job: cores, GPUs, addresses, ports. Looked at without importing torch."""
+"""`Machine`: cores, GPUs, addresses and ports of this host, detected without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts take part, and which of them this is."""
+"""`Nodes`: the hosts of a job and the index of this one, from `--ips`, `--nnodes` or endpoint lists."""
 
 from __future__ import annotations
 

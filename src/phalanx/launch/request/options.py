@@ -1,4 +1,4 @@
-"""What the user typed, before anything was looked at: one field per flag."""
+"""`Options`: the parsed flags of `phalanx run`, before defaults are filled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill in what the user left open from a rank table."""
+"""Fill launcher options that were not given from a rank table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill in what the user left open from the machines a scheduler gave the job."""
+"""Fill launcher options that were not given from the scheduler's environment (Slurm, Kubeflow)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the user typed and what the machine offers to what this launcher starts."""
+"""`LaunchRequest`: the validated configuration of a launcher, from options and machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who: from what every node offers to the rank, endpoint and device of every process. Pure."""
+"""`Topology`: rank, endpoint and devices of every process of a job, from the offers of all nodes (pure)."""
 
 from __future__ import annotations
 

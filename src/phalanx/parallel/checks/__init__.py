@@ -1,4 +1,4 @@
-"""What ranks compare so that nothing differs unseen, and loops that would train wrongly.
+"""Run-time checks: desync of replicas, equal samples, API misuse.
 
 Start with `replicas`.
 """

@@ -1,4 +1,4 @@
-"""The one model that ranks evaluate or save: before it is trusted, buffers are synchronised and parameters compared.
+"""Before evaluation or a save: synchronise buffers, and check that all ranks have the same parameters.
 
 Where ranks train apart (LocalSGD), the one model is the average of theirs.
 """

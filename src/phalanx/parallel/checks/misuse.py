@@ -1,4 +1,4 @@
-"""Loops nobody means: models and optimizers that do not belong together, graphs kept in evaluation, wrapped models."""
+"""Errors and warnings for API misuse: optimizer of another model, wrapped models, evaluation without no_grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stops optimizer steps over gradients that are not those of all ranks, whoever made the optimizer."""
+"""`StepWatch`: refuse an optimizer step on gradients that were not reduced over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing drifts unseen: ranks compare checksums of the parameters of which each holds a copy.
+"""`ReplicaComparison`: detect desync by comparing checksums of replicated parameters every few steps.
 
 In the first steps, then at longer intervals up to a few hundred steps, and whenever they meet to evaluate or save.
 Looked at after the exchange of gradients, which every rank comes to equally often, whatever optimizer follows and

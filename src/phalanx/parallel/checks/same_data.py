@@ -1,4 +1,4 @@
-"""Warns when ranks train on the same rows, because their loader was never told that there are several."""
+"""`SampleWatch`: warn when ranks train on the same samples because the loader was not sharded."""
 
 from __future__ import annotations
 

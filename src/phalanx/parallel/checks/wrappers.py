@@ -1,4 +1,4 @@
-"""Wrappers of torch and others that average gradients themselves: around a distributed model they would do it twice."""
+"""Detect other data-parallel wrappers (DDP, FSDP, DataParallel) around or inside a distributed model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of data parallel: a bucket is one flat tensor of gradients, their flags, and buffers that ride along."""
+"""`Bucket`: the flat gradient buffers of data parallel, with synchronised model buffers appended."""
 
 from __future__ import annotations
 

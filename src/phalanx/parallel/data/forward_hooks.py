@@ -1,4 +1,4 @@
-"""Run something around the forward pass of a module, in place: class, keys and signature stay; or run one for trial."""
+"""`wrap_forward`: run code around a module's forward pass, in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch the forward passes of a distributed model: the batch each is of, and what arrives at its outputs."""
+"""Track the forward passes of a distributed model: the batch of each, and gradients that reach its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a bucket of gradients travels: as it is, in a smaller dtype, or within each host first."""
+"""`GradReduction`: all-reduce of a gradient bucket: flat, in lower precision, or hierarchical."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data parallel: gradients of all ranks are averaged in buckets while the backward pass still runs.
+"""`Reducer`: data-parallel gradient averaging in buckets, overlapped with the backward pass.
 
 Each bucket is one flat buffer. When the last gradient of a bucket has been accumulated, the bucket is scaled and its
 all-reduce is issued; buckets are always issued in the same order, from the one thread that runs backward, so ranks

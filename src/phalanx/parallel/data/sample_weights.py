@@ -1,4 +1,4 @@
-"""Weight the gradients of a rank by the rows of its batch, so that uneven batches stay exact."""
+"""Weight a rank's gradients by its number of samples, so that uneven batches stay exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows of all ranks, equal to one process that normalises the whole global batch.
+"""`SyncBatchNorm`: batch normalisation over the samples of all ranks.
 
 Mean and variance are taken in two passes, so that a large mean does not eat the variance's digits. Gradients flow
 through both over all ranks. Rows of a batch that does not count (`Context.batch.rows` is 0) are left out.

@@ -1,4 +1,4 @@
-"""Means over what is not a row: tokens, or rows that weigh by their class.
+"""`px.weighted_mean`: losses that average over tokens or weighted samples, exact over all ranks.
 
 Data parallel weighs a rank's loss by the rows of its batch, which makes means over rows exact. A rank's mean over its
 tokens would have to weigh by its tokens. `weighted_mean` divides the sum of a rank's losses by the weight on all ranks,

@@ -1,4 +1,4 @@
-"""What fills the memory, and how to need less: activation checkpointing.
+"""Activation checkpointing, memory estimates, out-of-memory explanations.
 
 Start with `activation_checkpointing`.
 """

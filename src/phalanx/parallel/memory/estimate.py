@@ -1,4 +1,4 @@
-"""What a model and an optimizer will keep in memory, as numbers for `explain`."""
+"""Estimate optimizer state and activation memory of a model, for `px.explain`."""
 
 from __future__ import annotations
 

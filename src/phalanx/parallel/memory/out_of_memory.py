@@ -1,4 +1,4 @@
-"""Say what fills the memory when training runs out of it: a note on the error, with what would save most."""
+"""Explain out-of-memory errors: what fills the memory, and which setting would save most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single operators whose outputs a Plan places on ranks, by the rules of DTensor.
+"""Shard single operators of a model by DTensor's rules.
 
 Start with `placement`.
 """

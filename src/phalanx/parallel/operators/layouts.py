@@ -1,4 +1,4 @@
-"""Which layouts an operator's outputs can have, by the rules of torch's DTensor: asked of shapes, no device needed.
+"""Query DTensor's sharding propagation: which output placements an operator supports, without devices.
 
 An operator is given as torch's own: its function, and arguments in which every tensor is a `DTensorSpec`. DTensor says
 how outputs lie that are computed from inputs that lie so, and whether inputs would have to be moved before.

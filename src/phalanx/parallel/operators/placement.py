@@ -1,4 +1,4 @@
-"""Single operators of a model's forward pass whose outputs a Plan places on the ranks of a mesh axis.
+"""`place_operators`: run single operators of a module sharded over a mesh axis, as a Plan's `OpRule`s say.
 
 A *site* is an operator by the module whose own code runs it, its number among those of one call, and its name:
 `blocks.0.attend:3:aten._softmax.default`. The outermost module that holds sites is a region. Inside, tensors are

@@ -1,1 +1,1 @@
-"""What belongs to the optimizer and is right under every placement: clipping, LARS, LAMB, averages, accumulation."""
+"""Optimizer techniques on sharded parameters: clipping, LARS, LAMB, EMA, gradient accumulation."""

@@ -1,4 +1,4 @@
-"""Clip gradients by their norm over the whole model, whatever part of it this rank holds."""
+"""`px.clip_grad_norm_`: clip gradients by the global norm of a sharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers may update slices of parameters: those that treat every element by itself."""
+"""`is_elementwise`: whether an optimizer may update shards of a parameter separately."""
 
 from __future__ import annotations
 

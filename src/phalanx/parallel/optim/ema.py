@@ -1,4 +1,4 @@
-"""The moving average of a model's weights (Polyak and Juditsky, 1992), spread over the ranks as the weights are."""
+"""`px.EMA`: exponential moving average of the weights, sharded as they are (Polyak and Juditsky, 1992)."""
 
 from __future__ import annotations
 

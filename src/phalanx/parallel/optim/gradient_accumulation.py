@@ -1,4 +1,4 @@
-"""Add up the gradients of several batches before one update, so that k small batches train as one large one.
+"""Gradient accumulation: `optimizer.step()` updates every k batches.
 
 The script stays as it is: it calls `backward`, `step` and `zero_grad` for every batch. Between updates `step` and
 `zero_grad` hold back, gradients accumulate on each rank, and the last backward pass of a group reduces their sum.

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD whose step is set per parameter (You, Gitman and Ginsburg, arXiv:1708.03888, algorithm 1)."""
+"""LARS optimizer: momentum SGD with layer-wise rates (You, Gitman, Ginsburg, arXiv:1708.03888, algorithm 1)."""
 
 from __future__ import annotations
 

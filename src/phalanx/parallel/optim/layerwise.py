@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: an update whose length is set, parameter by parameter, from norms of whole parameters."""
+"""Layer-wise trust ratios from norms of full parameters, shared by LARS and LAMB."""
 
 from __future__ import annotations
 

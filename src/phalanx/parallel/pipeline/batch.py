@@ -1,4 +1,4 @@
-"""One batch on its way through a pipeline: its micro-batches, and the losses and outputs that they leave."""
+"""`Batch`: split a batch into micro-batches, and merge their losses and outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline parallel: each rank keeps some stages of a model and passes micro-batches on to the next.
+"""`PipelineEngine`: pipeline-parallel training of a model: its stages on this rank, its micro-batches.
 
 Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., SC 2021 (1F1B, interleaved); Qi et al., "Zero Bubble Pipeline
 Parallelism", ICLR 2024. Torch's schedules order the work. Gradients accumulate over the micro-batches and are then

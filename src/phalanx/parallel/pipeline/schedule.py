@@ -1,4 +1,4 @@
-"""Stages as torch's pipeline schedules run them, and which schedule runs them."""
+"""Run pipeline stages under torch's schedules (GPipe, 1F1B, interleaved, zero bubble)."""
 
 from __future__ import annotations
 

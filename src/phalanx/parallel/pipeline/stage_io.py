@@ -1,4 +1,4 @@
-"""What one stage of a pipeline hands to the next: tensors, and the form of the values they make up."""
+"""Send and receive activations between pipeline stages."""
 
 from __future__ import annotations
 

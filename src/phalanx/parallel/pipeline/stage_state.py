@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is cut into stages: the parameters and buffers of its own."""
+"""Free the parameters of a model that belong to the pipeline stages of other ranks."""
 
 from __future__ import annotations
 

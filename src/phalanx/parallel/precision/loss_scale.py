@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2), equal on all ranks.
+"""`LossScale`: dynamic loss scaling for float16, equal on all ranks (Micikevicius et al., arXiv:1710.03740).
 
 `torch.amp.GradScaler` is not used because it lowers the scale at the first overflow (Fleet's setting counts them),
 leaves scaled gradients in `param.grad` until the step, so that clipping them is wrong, and does not ask other ranks.

@@ -1,4 +1,4 @@
-"""Update bfloat16 and float16 parameters in float32 (Micikevicius et al., arXiv:1710.03740, section 3.1).
+"""`MasterWeights`: float32 master copies of low-precision parameters (Micikevicius et al., arXiv:1710.03740).
 
 The optimizer keeps a float32 copy of each such parameter. During a step the copy stands in the parameter's place, so
 torch's own update runs in float32 and makes float32 state; afterwards the parameter is its rounded value.

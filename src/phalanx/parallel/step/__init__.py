@@ -1,4 +1,4 @@
-"""What happens at `optimizer.step()`, in one order (`session.StepPhase`), and what is done there whatever the Plan.
+"""Optimizer step hooks, and what they use: norms, learning rate, parameter replacement.
 
 Start with `hooks`.
 """

@@ -1,4 +1,4 @@
-"""Replace the update rule of one optimizer object, and ask what became of its steps."""
+"""Replace the update rule or closure of one optimizer object, and tell whether its last step updated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens at every `optimizer.step()`, eager or compiled, in the one order that `StepPhase` states.
+"""Optimizer step hooks in a fixed order of phases (`StepPhase`), for eager and compiled steps.
 
 Whoever acts there names a phase, so the order of a script's calls does not matter. Actions up to `SKIP_OVERFLOW` decide
 whether to update: torch's hooks cannot, so `step` itself is replaced on the one object; its class, hooks and schedulers

@@ -1,4 +1,4 @@
-"""Scale the learning rate with the global batch, and warm it up (Goyal et al., arXiv:1706.02677, section 2.2).
+"""Learning rate scaling with the global batch, and warm-up (Goyal et al., arXiv:1706.02677, section 2.2).
 
 The user's own scheduler is left alone: the factor is applied around each optimizer step and taken off again, so
 `param_group["lr"]` always shows the user's value.

@@ -1,4 +1,4 @@
-"""Norms of tensors of which a rank may hold only a part: one all-reduce per group for all of them."""
+"""Norms of sharded tensors, with one all-reduce per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that decide by the loss, as LBFGS does, get that of all ranks' rows."""
+"""Average the closure loss over ranks for optimizers that use it, such as LBFGS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own GradScaler around the steps of distributed optimizers.
+"""Support `torch.amp.GradScaler` around distributed optimizers.
 
 For most optimizers it unscales gradients and leaves `step` out after an overflow, each rank as it finds. It treats
 those that say `_step_supports_amp_scaling`, as fused ones do, in another way: `step` is always called, with the scale

@@ -1,4 +1,4 @@
-"""Cut the layers that a Plan gives a style, in place."""
+"""`shard_layers`: replace the layers that a Plan gives a style by tensor-parallel layers, in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout of activations that are cut: the mask is that of the whole, so one process drops the same."""
+"""`ShardedDropout`: dropout of sharded activations with the mask of the full tensor."""
 
 from __future__ import annotations
 

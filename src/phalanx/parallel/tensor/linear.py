@@ -1,4 +1,4 @@
-"""Linear layers of which each rank holds a slice, for ranks that read the same rows."""
+"""`ColumnLinear` and `RowLinear`: Megatron's tensor-parallel linear layers."""
 
 from __future__ import annotations
 

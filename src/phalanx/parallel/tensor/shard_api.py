@@ -1,4 +1,4 @@
-"""`px.shard`: say which layers of a model are to be cut, before it is distributed."""
+"""`px.shard`: mark layers of a model to be tensor parallel."""
 
 from __future__ import annotations
 

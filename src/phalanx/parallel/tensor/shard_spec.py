@@ -1,4 +1,4 @@
-"""How a layer's parameters are cut over ranks."""
+"""`ShardSpec`: how one dim of a parameter is split over the ranks of a group."""
 
 from __future__ import annotations
 

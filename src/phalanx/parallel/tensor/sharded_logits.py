@@ -1,4 +1,4 @@
-"""Logits that are cut over ranks must not meet a loss that takes them for all there are."""
+"""Error when sharded logits reach a loss that expects full logits."""
 
 from __future__ import annotations
 

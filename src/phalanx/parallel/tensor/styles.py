@@ -1,4 +1,4 @@
-"""Which layer each module with a style becomes, and whether it can."""
+"""Map each (layer class, style) to its tensor-parallel layer, and check that a module supports its style."""
 
 from __future__ import annotations
 

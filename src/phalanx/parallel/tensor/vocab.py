@@ -1,4 +1,4 @@
-"""Vocabulary parallel: embeddings and the loss of logits of which each rank holds a slice of the words."""
+"""`VocabEmbedding` and `vocab_cross_entropy`: vocabulary-parallel embedding and loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens around an update because of the Plan, in one order.
+"""What a Plan and a strategy add to optimizer steps: LocalSGD, top-k compression, clipping, scaling.
 
 Start with `optimizer_setup`.
 """

@@ -1,4 +1,4 @@
-"""LocalSGD: ranks train apart and average their parameters every so many steps.
+"""`LocalSgd`: average parameters every k steps, fixed or adaptive.
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Adaptive: the number of steps follows the loss,
 k = ceil(k0 sqrt(lr0 loss / (lr loss0))) (Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best

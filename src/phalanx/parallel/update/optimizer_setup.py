@@ -1,4 +1,4 @@
-"""What an optimizer and a model need once both are there: the Plan's part of a step, then the recipe's.
+"""`pair`: add to an optimizer what the Plan and the strategy ask of its steps (clipping, scaling, EMA, ...).
 
 Each part adds its action to the optimizer's steps; `session.StepPhase` states their order.
 """

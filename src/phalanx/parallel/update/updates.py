@@ -1,4 +1,4 @@
-"""What happens around an optimizer's steps because of how a Plan updates a model's parameters."""
+"""`Updater`: LocalSGD, top-k compression or reducer around the steps of a model's optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO: ranks hold a part of the optimizer state, gradients and parameters each, on torch's `fully_shard`.
+"""ZeRO stages 1 to 3: shard optimizer state, gradients and parameters with torch's `fully_shard`.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Between steps each
 rank holds its slice of everything, at every stage. Stage 3 gathers a unit's parameters for its forward pass and again

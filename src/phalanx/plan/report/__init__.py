@@ -1,4 +1,4 @@
-"""A Plan in words, tables and pictures, and the difference of two.
+"""Reports on Plans: tables, pictures, differences.
 
 Start with `explain`.
 """

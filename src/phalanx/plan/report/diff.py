@@ -1,4 +1,4 @@
-"""How two Plans differ, rule by rule."""
+"""Difference of two Plans, rule by rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Plan in words and a table: what lives where, what is communicated, and why."""
+"""`Explanation`: a Plan as a table: placement, communication, memory, reasons."""
 
 from __future__ import annotations
 

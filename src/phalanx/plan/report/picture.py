@@ -1,4 +1,4 @@
-"""A Plan as an SVG picture: what its rules cover, where that lives, how it is updated, and what of it a rank holds."""
+"""Draw a Plan as SVG: placement, update and memory of its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a strategy to a Plan.
+"""Build a Plan from a `DistributedStrategy`.
 
 Pure. Start with `rules`.
 """

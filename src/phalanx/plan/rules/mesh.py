@@ -1,4 +1,4 @@
-"""The mesh that a strategy asks for: how many ranks each kind of parallelism has."""
+"""Mesh axes and sizes that a strategy asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a Plan from a strategy."""
+"""`plan_from_strategy`: build a Plan from a `DistributedStrategy`."""
 
 from __future__ import annotations
 

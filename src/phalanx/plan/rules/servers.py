@@ -1,4 +1,4 @@
-"""What a strategy says of parameter servers: how gradients reach them, and what lives there."""
+"""Rules for parameter servers: push mode, dense parameters on servers, tables."""
 
 from __future__ import annotations
 

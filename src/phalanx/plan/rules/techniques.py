@@ -1,4 +1,4 @@
-"""What the techniques of a strategy say of parameters, modules, schedule and step."""
+"""Rules for techniques: gradient update, precision, recomputation, pipeline schedule, loss scaling."""
 
 from __future__ import annotations
 

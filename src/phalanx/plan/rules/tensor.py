@@ -1,4 +1,4 @@
-"""Add to a Plan the layers that are sharded over the ranks of one mesh axis."""
+"""Rules for tensor parallel: add sharded layers to a Plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of a Plan that are about nothing in its model, such as those with a misspelt name (pure)."""
+"""Reject rules of a Plan that match no parameter or module of the model (pure)."""
 
 from __future__ import annotations
 

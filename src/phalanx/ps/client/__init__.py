@@ -1,4 +1,4 @@
-"""Parameters of a model that live in tables: which optimizer trains them, and when rows are pulled and pushed.
+"""The worker's side of parameter servers: consistency modes, table parameters, optimizers.
 
 Start with `table_client`.
 """

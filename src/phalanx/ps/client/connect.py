@@ -1,4 +1,4 @@
-"""From a job's role and a Plan's push to the mode a worker trains in, and what that mode promises, in words."""
+"""Connect a worker to the parameter servers, in the consistency mode of the Plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker does at a pull and at a push, in each training mode.
+"""`ConsistencyMode`: pull and push of a worker in sync, async, half-async and bounded-staleness training.
 
 `ConsistencyMode` itself sends every step unchanged: sync and bounded staleness (SSP), which differ in what the servers
 wait for. `AsyncMode` may also prefetch, `HalfAsyncMode` sends the sum of several steps, `phalanx.ps.client.geo.GeoMode`

@@ -1,4 +1,4 @@
-"""Dense parameters in a table: each split into rows of 1024 values, all of one optimizer group in one table.
+"""`DenseTable`: dense parameters of one optimizer group on the parameter servers, in rows of 1024 values.
 
 A row holds values of one parameter only, so a parameter without a gradient in a step takes no part in it, as in torch.
 """

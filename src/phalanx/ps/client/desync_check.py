@@ -1,4 +1,4 @@
-"""Notice dense parameters that are averaged by all-reduce and yet no longer the same on all workers.
+"""`DesyncCheck`: detect dense parameters that differ between workers.
 
 In hybrid mode every worker steps them by the same gradient, unless what happens between backward and step is its own:
 a norm taken over rows and dense parameters together, or a scaler that skips where a row's gradient is not finite.

@@ -1,4 +1,4 @@
-"""Geo: train a replica of the rows in use, and send every few steps how far it moved.
+"""`GeoMode`: GEO-SGD: train local replicas of rows, push their differences every few steps.
 
 Let W be the number of workers. On the first touch of a row in a window of `steps` steps a worker reads it (base), then
 trains its copy with the rule of the table. At the end of the window it sends (copy - base) / W, which servers add up.

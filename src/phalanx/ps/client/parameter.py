@@ -1,4 +1,4 @@
-"""The parameter that stands for a table in a model.
+"""`TableParameter`: the `nn.Parameter` that stands for an embedding table in a model.
 
 It holds no rows: its shape is (0, dim). After backward its `.grad` is the gradient of the rows that were looked up
 since the last step, shape (unique ids, dim), and its data zeros of that shape without memory, so that gradient scaling,

@@ -1,4 +1,4 @@
-"""Ask for the rows of the next batches while this one is computed."""
+"""`prefetch`: pull the rows of later batches while the current batch is computed."""
 
 from __future__ import annotations
 

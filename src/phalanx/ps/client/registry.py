@@ -1,4 +1,4 @@
-"""What trains which table: a group of an optimizer, or a rule of the table's own.
+"""`TableRegistry`: the tables of this process, and the optimizer and update rule of each.
 
 A table of ids is made once that is known. Until then its rows are those it would start from, so that a model can be
 looked at before there is an optimizer. A table of dense parameters is made with its optimizer, one for each group.

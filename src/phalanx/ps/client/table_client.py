@@ -1,4 +1,4 @@
-"""What ties this process's tables to its optimizers.
+"""`TableClient`: pulls rows for lookups and pushes gradients at `optimizer.step()`.
 
 Rows are read through the training mode, and every optimizer step pushes the gradients of the parameters it holds. The
 mode opens at the first use. A script that distributes nothing trains tables in this process by a hook that torch calls

@@ -1,4 +1,4 @@
-"""What a server remembers of each client: the last request it did, and the keys of pulls whose pushes are to come."""
+"""`ClientStates`: per-client state of a server: last request (for exactly-once), keys of open pulls."""
 
 from __future__ import annotations
 

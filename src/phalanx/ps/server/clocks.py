@@ -1,4 +1,4 @@
-"""How far each worker is, and who waits for whom.
+"""`Clocks`: step counts of all workers, and the waits of sync and bounded-staleness training.
 
 Counts only, so that each mode is a rule about counts: no rows, no sockets. Every wait ends when the count comes, when a
 worker it depends on is lost, or when the server stops.

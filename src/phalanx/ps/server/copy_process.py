@@ -1,4 +1,4 @@
-"""A copy of this process that writes what it finds, while this one goes on."""
+"""`CopyProcess`: fork a copy-on-write child that writes a snapshot while the server goes on."""
 
 from __future__ import annotations
 

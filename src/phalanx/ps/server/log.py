@@ -1,4 +1,4 @@
-"""The log of what a server accepted: written before it is done, read again after a crash.
+"""`Log`: the write-ahead log of a server, in segments.
 
 A log is a folder of segments `log-<number>`, each a sequence of records. A record is written whole before its request
 is applied, so a full disk refuses the request and leaves the tables as they were. With durability `disk` an answer also

@@ -1,4 +1,4 @@
-"""A request that changes something, as it lies in the log."""
+"""`LogEntry`: one request in the write-ahead log."""
 
 from __future__ import annotations
 

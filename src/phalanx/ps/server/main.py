@@ -1,4 +1,4 @@
-"""A server from its start to its end: recover, listen, answer until every worker has left."""
+"""Entry of a parameter server: recover, listen, serve until all workers have left."""
 
 from __future__ import annotations
 

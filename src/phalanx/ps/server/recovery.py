@@ -1,4 +1,4 @@
-"""The state of a server on disk: a base snapshot of its own, and the log of what came after.
+"""`Recovery`: restore a server after a crash from a base snapshot and the write-ahead log.
 
     <directory>/job             whose state it is
     <directory>/base-<n>/       a snapshot of this server alone: all that came before segment n of the log

@@ -1,4 +1,4 @@
-"""What a server answers. A plain object: requests go in, replies come out; no sockets.
+"""`Service`: the request handler of a parameter server, without sockets.
 
 A request that changes something is checked, written to the log, applied and answered, in this order and one at a time;
 a restart applies the log by the same code. Each such request has a number of its client, and each push also the number

@@ -1,4 +1,4 @@
-"""Warn of tables that only the workers have, or only the snapshot the servers loaded: a renamed table starts empty."""
+"""Warn about tables that only the workers or only the loaded snapshot have, such as renamed ones."""
 
 from __future__ import annotations
 

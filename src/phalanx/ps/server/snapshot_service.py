@@ -1,4 +1,4 @@
-"""The part of a server in snapshots: hold changes back, fork, let go; and load what others wrote."""
+"""`SnapshotService`: the server's side of a distributed snapshot: freeze, fork, resume; and loading."""
 
 from __future__ import annotations
 

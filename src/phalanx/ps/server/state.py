@@ -1,4 +1,4 @@
-"""All that changes on a server, and the changes: the same whether they come from workers or from the log.
+"""`ServerState`: tables, clocks, clients and leases of a server, and the operations that change them.
 
 Nothing here waits, locks, writes or answers. One thread at a time changes it.
 """

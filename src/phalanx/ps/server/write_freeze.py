@@ -1,4 +1,4 @@
-"""The one place where changes line up: one at a time, in the order of the log, and none during a freeze."""
+"""`WriteFreeze`: serialises writes in log order, and blocks them during a snapshot."""
 
 from __future__ import annotations
 

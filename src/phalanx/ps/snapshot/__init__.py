@@ -1,1 +1,1 @@
-"""Tables and dense state as files: written at one moment, read by any number of servers or by none."""
+"""Snapshots of tables and dense parameters: consistent, full or delta, readable at any number of servers."""

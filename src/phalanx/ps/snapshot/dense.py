@@ -1,4 +1,4 @@
-"""What is saved beside tables: a tree of JSON values and tensors. Tensors go to a safetensors file, never a pickle."""
+"""Save and load nested dicts of values and tensors beside the tables of a snapshot (JSON, safetensors)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of a snapshot: written last, so a folder with one holds a whole snapshot."""
+"""`SnapshotManifest`: the manifest of a snapshot, written last, so that its presence means complete."""
 
 from __future__ import annotations
 

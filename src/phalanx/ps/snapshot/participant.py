@@ -1,4 +1,4 @@
-"""A server, or a process without servers, in a snapshot: what it writes, and which full snapshots a delta may use."""
+"""`SnapshotParticipant`: one process's part in a snapshot, full or delta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots read back: by any number of servers, of any tables, deltas on their base."""
+"""`Snapshot`: read tables from a snapshot, at any number of servers, deltas included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The save of all tables at one moment, as its coordinator sees it.
+"""Coordinate a consistent snapshot of the tables of all servers.
 
 Every participant holds changes back, reports each worker's step, and lets through what another participant has
 already, so that a worker's step is in the snapshot on all participants or on none. Then each forks; changes go on; the

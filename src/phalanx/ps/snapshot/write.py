@@ -1,4 +1,4 @@
-"""The files of one participant: one per virtual shard that is not empty, with all its tables inside."""
+"""Write a participant's shard files of a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a worker's tables are: in its own process or on servers, behind one interface.
+"""Pull and push on tables, in this process or on parameter servers, behind one interface.
 
 Start with `base`.
 """

@@ -1,4 +1,4 @@
-"""What a training mode talks to: tables in this process, or on servers, by one set of calls."""
+"""`TableStore`: protocol of pull and push on tables, local or remote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids that occur more than once, and ids that go to several servers: what happens around a table's calls.
+"""Deduplicate ids, sum their gradients, and split them by server (native, or NumPy).
 
 The native core does the work; the NumPy twins give the same and take over where it is not installed.
 """

@@ -1,4 +1,4 @@
-"""Which worker reads which file of an epoch, and how far it came; a dead worker's files go to the others."""
+"""`Leases`: assign the files of an epoch to workers; files of a dead worker are assigned again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in this process: what a job without servers trains, and the reference of every mode."""
+"""`LocalStore`: tables in this process, for jobs without servers."""
 
 from __future__ import annotations
 

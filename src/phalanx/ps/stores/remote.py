@@ -1,4 +1,4 @@
-"""Tables on servers: one connection per server, and per call one request to each for all tables.
+"""`RemoteStore`: tables on parameter servers, one connection per server.
 
 Requests are answered in their order, so a push is sent without waiting; its answer has come when that of the next pull
 has, and is looked at then. A push whose keys are those of an earlier pull names the pull instead.

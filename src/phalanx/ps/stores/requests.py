@@ -1,4 +1,4 @@
-"""One pull and one push as requests to servers: which server owns which keys, what is sent, and what is sent again."""
+"""`PullRequest` and `PushRequest`: send pulls and pushes to servers, wait for replies, retry."""
 
 from __future__ import annotations
 

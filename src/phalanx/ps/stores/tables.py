@@ -1,4 +1,4 @@
-"""The tables of one server, and the counts that outlive its process."""
+"""`TableSet`: the tables of one server, with their counters."""
 
 from __future__ import annotations
 

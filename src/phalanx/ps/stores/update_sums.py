@@ -1,4 +1,4 @@
-"""Several updates as one per table: the steps of one worker, or one step of all workers."""
+"""Merge several updates into one per table: sum over steps, average over workers."""
 
 from __future__ import annotations
 

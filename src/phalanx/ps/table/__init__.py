@@ -1,4 +1,4 @@
-"""One table of rows: its rules, its layout, the native table and its NumPy twin.
+"""The embedding table: settings, update rules, native and NumPy implementation.
 
 Start with `rules`, then `table`.
 """

@@ -1,4 +1,4 @@
-"""The arrays that go in and out of a table, and the columns of a shard with their check."""
+"""`Columns`: the rows of a table shard as arrays, with their checks."""
 
 from __future__ import annotations
 

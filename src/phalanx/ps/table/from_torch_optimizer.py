@@ -1,4 +1,4 @@
-"""Which update rule of a table stands for a torch optimizer."""
+"""Map a torch optimizer to the update rule of a table."""
 
 from __future__ import annotations
 

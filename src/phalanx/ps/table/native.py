@@ -1,4 +1,4 @@
-"""The native table as Python sees it. Needs the native core."""
+"""`NativeTable`: the C++ embedding table with argument checks."""
 
 from __future__ import annotations
 

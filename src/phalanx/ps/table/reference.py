@@ -1,4 +1,4 @@
-"""The table in NumPy: plain, the oracle of the native table, and its stand-in where there is no compiler."""
+"""`ReferenceTable`: the embedding table in NumPy, test oracle and fallback of the native table."""
 
 from __future__ import annotations
 

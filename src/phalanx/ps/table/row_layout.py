@@ -1,4 +1,4 @@
-"""What a row consists of: `[values | optimizer state | show, click]`, and what it costs in memory."""
+"""`RowLayout`: columns of a row: values, optimizer state, show and click counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a table as values that travel as JSON: optimizer, entry policy, initial values."""
+"""`TableSpec`: settings of a table: optimizer, entry policy, initializer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table is to the code around it, and which one there is: the native one, or the NumPy reference."""
+"""`RowTable`: protocol of an embedding table; `make_table` makes a native or NumPy one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Framed messages between workers and servers, over Unix or TCP sockets.
+"""RPC between workers and servers, over Unix or TCP sockets.
 
 A client's `Connection` takes an operation, a JSON object and arrays, and gives back a `Pending` reply; a server's
 `Listener` gives each `RpcRequest` to a handler and sends its `RpcReply`. Start with `message`, then `connection` and

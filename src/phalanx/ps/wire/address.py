@@ -1,4 +1,4 @@
-"""Where a server is reached: a Unix socket on its own host, TCP from everywhere."""
+"""Resolve and bind server addresses: a Unix socket for local clients, TCP for all."""
 
 from __future__ import annotations
 

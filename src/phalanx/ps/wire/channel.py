@@ -1,4 +1,4 @@
-"""One connected socket: frames and exact reads, gathered writes, deadlines, and descriptors over Unix sockets.
+"""`Channel`: a non-blocking socket with deadlines, gathered writes and descriptor passing.
 
 The socket never blocks; what would is waited for with `poll`. One thread may read while another writes.
 """

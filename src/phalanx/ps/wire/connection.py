@@ -1,4 +1,4 @@
-"""The client's end: requests go out without waiting, replies come back in their order."""
+"""`Connection`: RPC client connection with pipelined requests and reconnects."""
 
 from __future__ import annotations
 

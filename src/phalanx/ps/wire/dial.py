@@ -1,4 +1,4 @@
-"""From an address to a greeted socket: connect, greet, and try again while nobody answers."""
+"""`Dialer`: connect to a server, with handshake and retries."""
 
 from __future__ import annotations
 

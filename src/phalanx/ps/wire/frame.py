@@ -1,4 +1,4 @@
-"""The bytes of one message: a header of 40 bytes, a JSON object, then arrays in checked chunks.
+"""Frame format of RPC messages: 40-byte header, JSON object, arrays with checksums.
 
     magic 4 | wire version u16 | kind u8 | flags u8 | client u64 | seq u64 | object's length u32 | payload's length u64
     | crc32 of all before and the object u32

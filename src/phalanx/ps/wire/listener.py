@@ -1,4 +1,4 @@
-"""The server's end: one thread per client, over a Unix socket and TCP at once."""
+"""`Listener`: RPC server over Unix socket and TCP, one thread per client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels: a request with its reply, as the two ends see them."""
+"""`RpcRequest`, `RpcReply` and `ReplyBuffer`: RPC messages as handlers see them."""
 
 from __future__ import annotations
 

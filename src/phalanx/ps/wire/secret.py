@@ -1,4 +1,4 @@
-"""The handshake: both ends prove that they hold the job's secret before anything else is read.
+"""Mutual authentication handshake with the job's secret.
 
     client -> server   greeting: magic, wire version, version, nonce, client's number, name
     server -> client   greeting

@@ -1,4 +1,4 @@
-"""Memory shared between a client and a server of one host.
+"""`SegmentPool`: shared-memory segments for requests between processes of one host.
 
 The client makes the segments and hands each over once, as a descriptor. A request's arrays lie at the start of one and
 the reply's after them, so nothing goes through a socket but the header. The client takes a segment for another request

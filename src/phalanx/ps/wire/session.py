@@ -1,4 +1,4 @@
-"""One client of a `Listener`: its handshake, then its requests, one after the other."""
+"""`Session`: the server's side of one client connection."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Callbacks: what acts at the edges of a training loop without being part of it."""
+"""Callbacks of `px.Model` and training loops: checkpoints, loggers, progress, early stopping."""

@@ -1,4 +1,4 @@
-"""`Callback`: hooks of a training run."""
+"""`Callback`: base class with the hooks of a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: checkpoints while training, the best of them kept apart, and one when the job is ended."""
+"""`ModelCheckpoint`: save checkpoints during training, keep the best, save on SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatch a run's events to its callbacks; at step boundaries all ranks fail and stop together."""
+"""`CallbackDispatcher`: calls the callbacks; errors and stop requests take effect on all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: stop when a metric no longer gets better."""
+"""`EarlyStopping`: stop when a metric no longer improves."""
 
 from __future__ import annotations
 

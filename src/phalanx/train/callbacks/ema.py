@@ -1,4 +1,4 @@
-"""`EMACallback`: average the weights while training, and evaluate with the averages."""
+"""`EMACallback`: average the weights during training, evaluate with the average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks share: the speed, memory and values of a run, the steps that are due, and lines on the console."""
+"""Measurements for callbacks: epoch time, throughput, memory, learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LossMonitor` and `TimeMonitor`: one line for a loss, one for the time of an epoch."""
+"""`LossMonitor` and `TimeMonitor`: print the loss of steps and the time of epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ProgressBar`: where training is, for people: a bar on a terminal, lines in a file."""
+"""`ProgressBar`: a progress bar on a terminal, progress lines in a file."""
 
 from __future__ import annotations
 

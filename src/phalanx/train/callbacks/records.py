@@ -1,4 +1,4 @@
-"""`CSVLogger`, `JSONLogger` and `TensorBoard`: the values of a run, written by rank 0."""
+"""`CSVLogger`, `JSONLogger` and `TensorBoard`: metric loggers on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training run as its callbacks see it: where it is, and the verbs of whoever trains.
+"""`Run`: the state of a training run (epoch, step, loss), with callbacks, resume and stop.
 
     run = Run(model=model, optimizer=optimizer, loader=loader, epochs=10, callbacks=callbacks)
     run.resume(folder)                                    # or not

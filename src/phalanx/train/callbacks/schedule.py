@@ -1,4 +1,4 @@
-"""`LearningRateSchedule`: a torch scheduler, stepped once for each update of the parameters."""
+"""`LearningRateSchedule`: step a torch learning-rate scheduler after every update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a `Model` reads a batch (inputs and target), and its loss function."""
+"""`BatchReader`: split a batch into model inputs and target; `MeanLoss`: a loss function as a scalar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SoftmaxCrossEntropyExpand`: cross entropy from small operations, on full or sharded logits."""
+"""`SoftmaxCrossEntropyExpand`: cross entropy from elementary operations, on full or sharded logits."""
 
 from __future__ import annotations
 

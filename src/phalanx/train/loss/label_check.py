@@ -1,4 +1,4 @@
-"""Check that labels fit the model's output, before the first update on all ranks."""
+"""Check labels against the model's output before the first update, on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raise before the first update if a later batch leaves a rank one sample, of which batch norm has no variance."""
+"""Reject batches that leave a rank a single sample, which batch norm cannot train on."""
 
 from __future__ import annotations
 

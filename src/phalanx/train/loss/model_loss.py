@@ -1,4 +1,4 @@
-"""Outputs of a model besides its tensor: the loss it computes from targets among its inputs, and its logits."""
+"""Losses that a model computes itself (`ModelOutput.loss`), and its logits."""
 
 from __future__ import annotations
 

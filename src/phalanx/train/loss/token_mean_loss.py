@@ -1,4 +1,4 @@
-"""Cross entropy and NLL as a sum and its normalizer: the mean over unignored labels is equal on any number of ranks."""
+"""Cross entropy and NLL as sum and normalizer, so that the mean over tokens is exact over all ranks."""
 
 from __future__ import annotations
 

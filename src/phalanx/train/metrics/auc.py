@@ -1,4 +1,4 @@
-"""Area under the ROC curve over the samples of all ranks: exact by ranks of scores, or from histograms."""
+"""`AUC`: area under the ROC curve over all ranks, exact or from histograms."""
 
 from __future__ import annotations
 

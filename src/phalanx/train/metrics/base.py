@@ -1,4 +1,4 @@
-"""What metrics are made of: sums, means and samples over all ranks, the protocol of a metric, means over samples."""
+"""`GlobalMetric`: protocol of metrics over all ranks, and means over all samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of classes from one table of counts: confusion matrix, precision, recall and F1."""
+"""`ConfusionMatrix`, `Precision`, `Recall` and `F1` over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact sums of floating-point numbers, whose result does not depend on the order.
+"""`ExactSum`: floating-point sums that do not depend on the order.
 
 A sum of floating-point numbers depends on the order in which they are added, so that N ranks would give the mean of
 one process only nearly. Here a number is split into mantissa and exponent, and mantissas are added as

@@ -1,4 +1,4 @@
-"""Metrics over all workers, from what each worker counted: Fleet's `fleet.metrics`.
+"""Fleet's `fleet.metrics`: sum, max, auc, mae, ... of per-worker values.
 
 Every function is collective over the workers: each calls it with its own counts and gets the same result. With one
 process nothing travels. Counts are added up in int64, everything else in float64.

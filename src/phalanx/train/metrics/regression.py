@@ -1,4 +1,4 @@
-"""Metrics of numbers: mean errors and R2, added up without rounding."""
+"""`MAE`, `MSE`, `RMSE` and `R2` over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metric objects of torchmetrics, over the samples of all ranks."""
+"""`TorchMetric`: torchmetrics objects over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`set_auto_parallel_context`: settings of parallel training, made once before the first `Model`."""
+"""`set_auto_parallel_context`: MindSpore's settings of parallel training."""
 
 from __future__ import annotations
 

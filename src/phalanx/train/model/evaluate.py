@@ -1,4 +1,4 @@
-"""Evaluation whose result does not depend on the number of ranks."""
+"""`px.evaluate`: metrics over all samples of a dataset, independent of the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what `px.evaluate` is asked for to metrics: names, functions, objects, and those of torchmetrics."""
+"""Resolve the metrics passed to `px.evaluate`: names, functions, objects, torchmetrics."""
 
 from __future__ import annotations
 

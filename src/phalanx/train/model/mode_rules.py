@@ -1,4 +1,4 @@
-"""What a mode and `set_auto_parallel_context` make of a strategy.
+"""Derive the strategy of a `Model` from its `ParallelMode` and `set_auto_parallel_context`.
 
 The mode decides what of the strategy and of `px.shard` acts:
 

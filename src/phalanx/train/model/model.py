@@ -1,4 +1,4 @@
-"""`Model`: a net, its loss and its optimizer, trained, evaluated and used with one call each.
+"""`px.Model`: train, evaluate and predict with a net, a loss and an optimizer.
 
 It is `px.distribute`, `px.train_step`, `ShardedLoader` and `px.evaluate` in the usual order; there is no other engine.
 """

@@ -1,4 +1,4 @@
-"""`ParallelMode`: the words for the ways to train. The mode is the one word that a script changes."""
+"""`ParallelMode`: MindSpore's parallel modes of a `Model`: DATA_PARALLEL, HYBRID_PARALLEL, AUTO_PARALLEL, ..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan the model of a script for a cluster that need not be there: the script runs until it would train."""
+"""`phalanx plan SCRIPT`: run a training script until it would train, then plan its model."""
 
 from __future__ import annotations
 

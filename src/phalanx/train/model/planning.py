@@ -1,4 +1,4 @@
-"""AUTO_PARALLEL: rank 0 finds the fastest Plan of a net for the ranks that were launched, and all ranks take it."""
+"""AUTO_PARALLEL of a `Model`: search the fastest Plan on rank 0, broadcast it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outputs of a net for all samples of a dataset, in their order, on any number of ranks."""
+"""`Model.predict`: outputs for all samples of a dataset, in order, gathered from all ranks."""
 
 from __future__ import annotations
 

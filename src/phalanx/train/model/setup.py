@@ -1,4 +1,4 @@
-"""Distribute a Model's parts when they are first used, as `px.distribute` does, in the requested mode."""
+"""`ModelSetup`: distribute a `Model`'s net and optimizer at first use, in its mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward pass as one CUDA graph: launched once a step, however many kernels it has.
+"""`GraphedStep`: forward and backward pass captured as a CUDA graph.
 
 The first steps run eagerly on a side stream, so that libraries make their workspaces and the optimizer its state; they
 are steps like any other. Then the pass is captured with input buffers of its own; from then on a batch is copied into

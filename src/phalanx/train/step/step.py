@@ -1,4 +1,4 @@
-"""`px.train_step`: forward, loss, backward and update as one call, eager or compiled.
+"""`px.train_step`: forward, loss, backward and update in one call, eager or compiled.
 
 Compiled, the forward pass, the loss and the named fetches are one graph (`torch.compile`); its backward is the graph's
 own, and the gradients leave it into the data-parallel buckets. The optimizer's update is a second graph.

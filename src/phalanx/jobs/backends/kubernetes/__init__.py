@@ -1,4 +1,4 @@
-"""Kubernetes as a backend: one workload an attempt, rendered, created and watched.
+"""The Kubernetes backend: one workload per attempt, rendered, created and watched.
 
 Start with `backend`, then `manifests`.
 """

@@ -1,4 +1,4 @@
-"""Kubernetes as a backend: one workload an attempt (`kubernetes_manifests`), made, watched and removed by the client.
+"""`Kubernetes`: the Kubernetes backend: creates, watches and deletes one workload per attempt.
 
 Pods write into no folder of ours. What they print comes from their logs, how each ended from the message that its node
 leaves with the container; `collect` brings both into the attempt's folder, as nodes elsewhere write them.

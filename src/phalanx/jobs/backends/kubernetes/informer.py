@@ -1,4 +1,4 @@
-"""Informer: a cache of Kubernetes objects, listed once, then watched; listed again with backoff when a watch breaks."""
+"""`Informer`: a cache of Kubernetes objects, by list and watch with backoff."""
 
 from __future__ import annotations
 

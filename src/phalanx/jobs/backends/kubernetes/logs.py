@@ -1,4 +1,4 @@
-"""How much of a pod's log we have: the time stamp of the last line, and how many lines bear it. No cluster is asked."""
+"""`LogCursor`: how far a pod's log was read, by time stamp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kubernetes.*` of a job adds to its pods and its workload, and what each kind of workload can carry. Pure."""
+"""Apply the `kubernetes.*` options of a job spec to pods and workloads (pure)."""
 
 from __future__ import annotations
 

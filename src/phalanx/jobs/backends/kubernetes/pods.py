@@ -1,4 +1,4 @@
-"""The pods of an attempt: which node each is, why it waits, how it ended. Pure."""
+"""`Pod`: node, waiting reason and failure of an attempt's pods (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm as a backend: one batch job an attempt, one task a node.
+"""The Slurm backend: one batch job per attempt, one task per node.
 
 Start with `backend`.
 """

@@ -1,4 +1,4 @@
-"""Slurm as a backend: one batch job an attempt, one task a node, which runs `phalanx.jobs.node.__main__`.
+"""`Slurm`: the Slurm backend: one sbatch job per attempt, one task per node.
 
 Its commands sbatch, squeue, scancel and sinfo are used, and no accounting: how an attempt ended its nodes write.
 The attempt's folder lies where every node sees it.

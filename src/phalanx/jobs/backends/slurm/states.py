@@ -1,4 +1,4 @@
-"""What Slurm's words mean: states, reasons why a job waits, nodes as sinfo lists them. Pure."""
+"""Parse Slurm's job states, pending reasons and sinfo node lists (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workspaces, their configurations and secrets; jobs, attempts, events; leases."""
+"""Alembic migration 1: workspaces, configurations, secrets, jobs, attempts, events, leases."""
 
 from datetime import UTC, datetime
 

@@ -1,4 +1,4 @@
-"""Keys to the HTTP interface; which job another was a retry of; a count of changes of jobs."""
+"""Alembic migration 2: API tokens, retry origin and change counter of jobs."""
 
 import sqlalchemy as sa
 from alembic import op
