@@ -10,7 +10,7 @@ from torch import nn
 import phalanx as px
 from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.shard_api import is_marked
+from phalanx.parallel.tensor.shard_api import has_shard_requests
 from phalanx.train.model.auto_context import INSTEAD
 from phalanx.train.model.mode_rules import check_ranks, read_mode, require_cuts, strategy_in
 
@@ -101,14 +101,14 @@ def test_data_parallel_sets_cuts_aside() -> None:
     chosen = strategy_in(px.ParallelMode.DATA_PARALLEL, asked, model)
     assert chosen.techniques == set()
     assert chosen.hybrid_configs == {"dp_degree": 1}
-    assert not is_marked(model)
+    assert not has_shard_requests(model)
     assert asked.techniques == {"tensor_parallel", "pipeline"}
 
 
 def test_hybrid_parallel_lets_cuts_act_and_wants_some() -> None:
     model, strategy = px.shard(net(), {"0": "column"}), px.DistributedStrategy()
     assert strategy_in(px.ParallelMode.HYBRID_PARALLEL, strategy, model) == strategy
-    assert is_marked(model)
+    assert has_shard_requests(model)
     require_cuts(px.ParallelMode.HYBRID_PARALLEL, strategy, model, 2)
     require_cuts(px.ParallelMode.SEMI_AUTO_PARALLEL, strategy, net(), 1)
     with pytest.raises(ConfigError, match="SEMI_AUTO_PARALLEL has nothing to cut"):

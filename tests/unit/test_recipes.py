@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from torch import nn
 
 from phalanx import comm
 from phalanx.jobs.backend import Backend
 from phalanx.jobs.backend_registry import BACKENDS, load
-from phalanx.plan.rules.tensor import CUT_DIM, STYLES
+from phalanx.plan.styles import STYLES
 from phalanx.plan.value import ModuleRule
 
 TESTS = Path(__file__).parents[1]
@@ -39,6 +40,8 @@ def test_a_backend_of_jobs_does_what_the_interface_promises(name):
 def test_a_style_of_layers_is_one_of_the_plan_with_a_layer_for_it():
     from phalanx.parallel.tensor import styles
 
-    assert set(STYLES) <= set(get_args(get_args(get_type_hints(ModuleRule)["style"])[0]))
-    layers = Path(styles.__file__).read_text()
-    assert not [style for style in CUT_DIM if f'"{style}"): ' not in layers]
+    assert set(STYLES) == set(get_args(get_args(get_type_hints(ModuleRule)["style"])[0]))
+    for style in STYLES.values():
+        for layer in style.layers:
+            assert (getattr(nn, layer), style.name) in styles._LAYERS
+            assert not style.gathers_samples or (getattr(nn, layer), style.name) in styles._GATHERED_LAYERS

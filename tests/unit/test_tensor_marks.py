@@ -14,7 +14,7 @@ import phalanx as px
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.tensor.gathered_linear import average
-from phalanx.parallel.tensor.shard_api import with_marks
+from phalanx.parallel.tensor.shard_api import with_shard_requests
 from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan import explain
 from phalanx.plan.rules.rules import plan_from_strategy
@@ -24,7 +24,7 @@ from tensor_models import BLOCK, SEQUENCE, Transformer, mlp, tokens, whole_loss
 
 
 def plan_of(model: nn.Module, world_size: int = 4, **settings: object) -> Plan:
-    return with_marks(plan_from_strategy(DistributedStrategy(**settings), shape_of(model), world_size), model)
+    return with_shard_requests(plan_from_strategy(DistributedStrategy(**settings), shape_of(model), world_size), model)
 
 
 def flows(plan: Plan) -> dict[str, tuple[int | None, int | None]]:
@@ -207,7 +207,7 @@ def test_what_does_not_go_together_is_an_error(options, settings, message):
     if settings:
         plan = plan.model_copy(update={"params": (ParamRule(match="*", update=Average(every=2)),)})
     with pytest.raises(PlanError, match=message):
-        with_marks(plan, model)
+        with_shard_requests(plan, model)
 
 
 def test_a_frozen_layer_is_cut_and_stays_frozen():

@@ -43,7 +43,7 @@ from phalanx.parallel.step.gate import follow_torch_scaler
 from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step.shared_loss import share_losses
-from phalanx.parallel.tensor.shard_api import describe_shards, is_marked, with_marks
+from phalanx.parallel.tensor.shard_api import describe_shards, has_shard_requests, with_shard_requests
 from phalanx.parallel.update.optimizer_setup import pair
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.value import Plan
@@ -103,11 +103,11 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         strategy = _with_replicas(use_strategy(None))
         agree("strategy", {**strategy.model_dump(mode="json"), "px.shard": describe_shards(model)})
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
-        plan = with_marks(plan, model)
+        plan = with_shard_requests(plan, model)
         if context.rank == 0 and not list_applied():
             for warning in strategy.idle():
                 logger.warning("%s", warning)
-    elif is_marked(model):
+    elif has_shard_requests(model):
         raise PlanError("px.shard was called for this model, and a Plan was given. Use one: a Plan has styles too.")
     apply(plan, model, is_derived=is_derived)
     for optimizer in distributed_optimizers():

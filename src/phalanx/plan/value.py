@@ -18,6 +18,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from phalanx.plan.styles import StyleName
+
 
 class Value(BaseModel):
     """Base of every part of a Plan: frozen, strict about unknown fields."""
@@ -182,7 +184,7 @@ class ModuleRule(Value):
     """How the modules whose name matches are computed."""
 
     match: str
-    style: Literal["column", "row", "vocab", "sequence", "context"] | None = None
+    style: StyleName | None = None
     inputs: Layout | None = None
     outputs: Layout | None = None
     stage: int | None = Field(default=None, ge=0)

@@ -10,7 +10,7 @@ from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.module_calls import CallInput, ModuleCall
 from phalanx.auto.capture.operator_sites import find_operator_parts, operator_form
 from phalanx.auto.capture.partition_points import PartitionPoints
-from phalanx.plan.rules.tensor import Style
+from phalanx.plan.styles import StyleName
 
 ActivationState = Literal["whole", "features", "tokens"]
 """How an activation stands between layers whose ranks read the same samples: whole, or cut along the last dim, or along
@@ -20,7 +20,7 @@ the one before, in which the tokens of a sequence follow each other."""
 class LayerStrategy(NamedTuple):
     """How a part of the model is computed."""
 
-    style: Style | Literal["parts"] | None
+    style: StyleName | Literal["parts"] | None
     """Style of `px.shard`, or `parts`: its operators are placed, each computed in parts
     (`auto/capture/operator_sites`). None as it stands."""
 

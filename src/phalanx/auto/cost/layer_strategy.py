@@ -18,7 +18,7 @@ from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.parameters import ParameterCostModel
 from phalanx.auto.solver.problem import StrategyCost
 from phalanx.cluster.calibration.figures import Kind
-from phalanx.plan.rules.tensor import CUT_DIM
+from phalanx.plan.styles import weight_dim
 
 _HEADER_BYTES = 72
 """Bytes that ranks tell each other of their samples before a layer gathers them."""
@@ -62,7 +62,9 @@ class LayerCostModel:
         comm = self._comm_over_data(work, strategy) if gathers_samples else self._comm_times(work, strategy)
         comm, times = self._add_waits(comm, times)
         new_params = [param for param in work.call.parameters if param.name not in self._seen]
-        param_cost = self._parameters.of(new_params, 1 / shard_fraction if strategy.style in CUT_DIM else 1, strategy)
+        param_cost = self._parameters.of(
+            new_params, 1 / shard_fraction if weight_dim(strategy.style) is not None else 1, strategy
+        )
         activation_bytes = (
             work.call.saved_bytes
             / config.batch_parts
@@ -212,9 +214,10 @@ def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -
 def _largest_part(call: ModuleCall, strategy: LayerStrategy, ranks: int) -> float:
     """Return the share of a call that the rank with the largest part has."""
     weight = next((param for param in call.parameters if len(param.shape) == 2), None)
-    if weight is None or strategy.style not in CUT_DIM:
+    dim = weight_dim(strategy.style)
+    if weight is None or dim is None:
         return 1 / ranks
-    size = weight.shape[CUT_DIM[strategy.style]]
+    size = weight.shape[dim]
     return -(-size // ranks) / size
 
 

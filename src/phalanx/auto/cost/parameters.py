@@ -14,8 +14,8 @@ from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import OPTIMIZER_STATES, MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.cluster.calibration.figures import Kind, Sharding
-from phalanx.plan.rules.tensor import CUT_DIM
 from phalanx.plan.shape import ParamShape
+from phalanx.plan.styles import weight_dim
 from phalanx.plan.value import Average, TopK
 
 BUCKET_BYTES = 25 * 2**20
@@ -183,7 +183,7 @@ def _is_compressed(param: ParamShape, config: ParallelConfig) -> bool:
 
 def _is_sharded(param: ParamShape, strategy: LayerStrategy) -> bool:
     """Return whether each rank has a part of a parameter of a layer."""
-    return strategy.style in CUT_DIM and (strategy.style == "column" or len(param.shape) == 2)
+    return weight_dim(strategy.style) is not None and (strategy.style == "column" or len(param.shape) == 2)
 
 
 def _list_partial_gradients(params: Iterable[ParamShape], strategy: LayerStrategy) -> list[ParamShape]:

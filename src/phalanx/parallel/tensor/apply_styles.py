@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import cast
 
 from torch import nn
 
 from phalanx.comm.groups import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.context import cut_sequence
-from phalanx.parallel.tensor.dropout import ShardedDropout
-from phalanx.parallel.tensor.gathered_linear import GatheredLinear
-from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.same_samples import SameSamplesCheck, share_random_stream
 from phalanx.parallel.tensor.shard_spec import ShardSpec, hold
 from phalanx.parallel.tensor.sharded_logits import ShardedLogits
-from phalanx.parallel.tensor.styles import StyledModule, kinds_of, planned_modules, sizes_of
-from phalanx.parallel.tensor.vocab import VocabEmbedding
+from phalanx.parallel.tensor.styles import ShardedLayer, StyledModule, layer_types, planned_modules, sizes_of
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Layout, Plan, Shard
 
@@ -37,14 +34,14 @@ def shard_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
             continue
         whole = ShardSpec(mesh.group((styled.axis,)), mesh.index((styled.axis,)), ())
         cuts = {name: _hold(styled.module, name, shard, whole, ranks, specs) for name, shard in styled.shards}
-        _become(plan, styled, cuts.get("weight", whole))
-        if styled.rule.style == "context":
+        _replace_class(plan, styled, cuts.get("weight", whole))
+        if styled.style.spans_attention:
             dim = _dim(styled.rule.inputs, styled.axis)
             assert dim is not None
             part = cut_sequence(styled.name, styled.module, dim, whole, ranks)
             if mesh.size((STAGE_AXIS,)) == 1:  # else it may be in the stage of another rank
                 model.register_forward_hook(part.look)
-        if styled.rule.style == "vocab" and isinstance(styled.module, nn.Linear):
+        if styled.style.keeps_logits_sharded and isinstance(styled.module, nn.Linear):
             _leave_logits_cut(styled, whole.group)
         if styled.axis not in plan.step.batch_axes:
             sharing[styled.axis] = whole.group
@@ -65,27 +62,14 @@ def _hold(
     return specs[id(param)]
 
 
-def _become(plan: Plan, styled: StyledModule, cut: ShardSpec) -> None:
+def _replace_class(plan: Plan, styled: StyledModule, cut: ShardSpec) -> None:
     """Give a module its new class; hooks, training mode and identity stay."""
-    kind = kinds_of(plan, styled).get((type(styled.module), styled.rule.style or ""))
-    if kind is None:
-        return
-    module, inputs, outputs = (
-        styled.module,
-        _dim(styled.rule.inputs, styled.axis),
-        _dim(styled.rule.outputs, styled.axis),
-    )
-    module.__class__ = kind
-    setattr(module, "cut", cut)  # noqa: B010 (torch types the attributes of a module as tensors)
-    if isinstance(module, ColumnLinear | RowLinear):
-        module.inputs, module.outputs, module.path = inputs, outputs, styled.name
-    elif isinstance(module, GatheredLinear):
-        module.is_planned = True
-    elif isinstance(module, VocabEmbedding):
-        module.outputs = outputs
-    elif isinstance(module, ShardedDropout):
-        assert inputs is not None
-        module.dim = inputs
+    layer_type = layer_types(plan, styled).get((type(styled.module), styled.style.name))
+    if layer_type is not None:
+        styled.module.__class__ = layer_type
+        layer = cast(ShardedLayer, styled.module)
+        layer.cut = cut
+        layer.configure(styled.name, _dim(styled.rule.inputs, styled.axis), _dim(styled.rule.outputs, styled.axis))
 
 
 def _leave_logits_cut(styled: StyledModule, group: Group) -> None:

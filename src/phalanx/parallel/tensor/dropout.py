@@ -23,6 +23,11 @@ class ShardedDropout(nn.Dropout):
     dim: int
     """Dim along which activations are cut."""
 
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Take the dim along which activations are sharded; see `styles.ShardedLayer`."""
+        assert inputs is not None
+        self.dim = inputs
+
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's slice after dropout."""
         return drop_part(input, self.p, self.dim, self.cut) if self.training and self.p else input

@@ -39,6 +39,10 @@ class GatheredLinear(nn.Linear):
     is_sum: bool = False
     """Whether gradients are summed over the ranks."""
 
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Note that a Plan made this layer; see `styles.ShardedLayer`."""
+        self.is_planned = True
+
     def gather_input(self, x: Tensor) -> Tensor:
         """Return what other ranks' rows are gathered to; the gradient that leaves here is as data parallel weights."""
         return with_gradient_times(x, lambda: self.shares / (self._row_weight() or 1.0))  # of no row it is zero

@@ -31,6 +31,10 @@ class ColumnLinear(nn.Linear):
     outputs: int | None
     """-1 when outputs stay cut; whole when None."""
 
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Take the dims along which activations arrive and leave sharded; see `styles.ShardedLayer`."""
+        self.path, self.inputs, self.outputs = path, inputs, outputs
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""
         whole = gather_input(input, self.in_features, self.inputs, self.cut)
@@ -61,6 +65,10 @@ class RowLinear(nn.Linear):
 
     outputs: int | None
     """Dim along which outputs leave cut, the sequence; whole when None."""
+
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Take the dims along which activations arrive and leave sharded; see `styles.ShardedLayer`."""
+        self.path, self.inputs, self.outputs = path, inputs, outputs
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""

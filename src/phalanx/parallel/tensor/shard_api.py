@@ -13,7 +13,8 @@ from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.session import applied_to, model_record
 from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
 from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS
-from phalanx.plan.rules.tensor import ON_TOKENS, STYLES, Style, Styled, with_cut_layers
+from phalanx.plan.rules.tensor import Styled, with_cut_layers
+from phalanx.plan.styles import STYLES, StyleName, weight_dim
 from phalanx.plan.value import OnRanks, Plan, Shard, matches
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -36,7 +37,7 @@ class ShardRequest:
 
 def shard(
     model: ModelT,
-    styles: Mapping[str, Style],
+    styles: Mapping[str, StyleName],
     *,
     axis: str | None = None,
     size: int | None = None,
@@ -74,20 +75,23 @@ def shard(
     """
     if applied_to(model) is not None:
         raise ConfigError("this model is distributed already. Call px.shard before distribute or distributed_model.")
-    chosen: dict[str, Style] = {}
+    chosen: dict[str, StyleName] = {}
     for pattern, style in styles.items():
-        chosen.update(dict.fromkeys(_fitting(model, pattern, style), style))
-    if "context" in chosen.values():
-        cut, axis = _parts(chosen, sequence_dim), axis or CONTEXT_AXIS
+        chosen.update(dict.fromkeys(_match_modules(model, pattern, style), style))
+    if any(STYLES[style].spans_attention for style in chosen.values()):
+        cut, axis = _context_layers(chosen, sequence_dim), axis or CONTEXT_AXIS
     else:
-        cut = _flows(model, chosen, sequence_dim if "sequence" in chosen.values() else None)
+        shards_tokens = any(STYLES[style].shards_tokens for style in chosen.values())
+        cut = _tensor_parallel_layers(model, chosen, sequence_dim if shards_tokens else None)
     first = {id(param): name for name, param in model.named_parameters()}
-    styled = tuple(_styled(model.get_submodule(name), styled_module, first) for name, styled_module in cut.items())
+    styled = tuple(
+        _with_parameters(model.get_submodule(name), styled_module, first) for name, styled_module in cut.items()
+    )
     model_record(model).shard_requests.append(ShardRequest(styled, axis, size))
     return model
 
 
-def with_marks(plan: Plan, model: nn.Module) -> Plan:
+def with_shard_requests(plan: Plan, model: nn.Module) -> Plan:
     """Return a strategy's Plan with the layers that `shard` was called for, and with those that were built sharded.
 
     Raises:
@@ -97,24 +101,25 @@ def with_marks(plan: Plan, model: nn.Module) -> Plan:
         has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
         axis = request.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
         plan = with_cut_layers(plan, request.styled, axis, request.size)
-    sizes, styles = {axis.name: axis.size for axis in plan.mesh}, {rule.style for rule in plan.modules} - {None}
-    if sizes.get(CONTEXT_AXIS, 1) > 1 and "context" not in styles:
+    sizes = {axis.name: axis.size for axis in plan.mesh}
+    styles = [STYLES[rule.style] for rule in plan.modules if rule.style is not None]
+    if sizes.get(CONTEXT_AXIS, 1) > 1 and not any(style.spans_attention for style in styles):
         raise PlanError(
             f"the strategy asks for {sizes[CONTEXT_AXIS]} ranks that compute parts of the same sequences "
             "(context_parallel, sep_degree), and no module of this model is to. Say which before it is distributed: "
             'px.shard(model, {"blocks": "context"}).'
         )
-    is_cut = bool(styles - {"context"}) or any(is_module_held(p) for p in model.parameters())
-    if sizes.get(MODEL_AXIS, 1) > 1 and not is_cut:
+    has_layers = not all(style.spans_attention for style in styles)
+    if sizes.get(MODEL_AXIS, 1) > 1 and not has_layers and not any(is_module_held(p) for p in model.parameters()):
         raise PlanError(
             f"the strategy asks for {sizes[MODEL_AXIS]} ranks that hold one copy of the layers together "
             "(tensor_parallel, mp_degree), and no layer of this model is cut. Say which before it is distributed: "
             'px.shard(model, {"classifier.*": "column"}).'
         )
-    return _with_layers_made_cut(plan, model)
+    return _with_presharded_layers(plan, model)
 
 
-def is_marked(model: nn.Module) -> bool:
+def has_shard_requests(model: nn.Module) -> bool:
     """Return whether `shard` was called for this model."""
     return bool(model_record(model).shard_requests)
 
@@ -136,7 +141,7 @@ def discard_shards(model: nn.Module) -> list[str]:
     return names
 
 
-def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
+def _with_presharded_layers(plan: Plan, model: nn.Module) -> Plan:
     """Say of each `ModelParallelLinear` over all ranks how it is cut, for checkpoints and explanations."""
     if len(plan.step.batch_axes) != 1:
         return plan
@@ -155,12 +160,12 @@ def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
     return plan.model_copy(update={"params": (*plan.params, *rules)})
 
 
-def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
+def _match_modules(model: nn.Module, pattern: str, style: StyleName) -> Iterator[str]:
     """Yield the names of the modules that a pattern gives a style."""
     if style not in STYLES:
         raise ConfigError(f"px.shard knows the styles {', '.join(STYLES)}, found {style!r} for {pattern!r}.")
     names = [name for name, _ in model.named_modules() if matches(pattern, name)]
-    fitting = [name for name in names if _can_be(model.get_submodule(name), style, is_named=name == pattern)]
+    fitting = [name for name in names if _supports(model.get_submodule(name), style, is_named=name == pattern)]
     if not fitting:
         kinds = sorted({type(model.get_submodule(name)).__name__ for name in names})
         problem = f"matches only {', '.join(kinds)}" if names else "matches no module"
@@ -173,68 +178,74 @@ def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
     yield from fitting
 
 
-def _can_be(module: nn.Module, style: Style, *, is_named: bool) -> bool:
-    if style in ON_TOKENS:
+def _supports(module: nn.Module, style: StyleName, *, is_named: bool) -> bool:
+    described = STYLES[style]
+    is_between = described.fits_between and is_named and not isinstance(module, nn.Linear | nn.Embedding)
+    if not described.layers or is_between:
         return type(module) is nn.Dropout or next(module.parameters(), None) is not None
-    if style == "column" and is_named and not isinstance(module, nn.Linear | nn.Embedding):
-        return type(module) is nn.Dropout or next(module.parameters(), None) is not None
-    return type(module) is nn.Linear or (style == "vocab" and type(module) is nn.Embedding)
+    return any(type(module) is getattr(nn, layer) for layer in described.layers)
 
 
-def _parts(chosen: Mapping[str, Style], dim: int) -> dict[str, Styled]:
+def _context_layers(chosen: Mapping[str, StyleName], dim: int) -> dict[str, Styled]:
     """Return the outermost of the modules that compute a part of the sequence each.
 
     Raises:
         ConfigError: If others of the call are cut another way.
     """
-    other = next((name for name, style in chosen.items() if style != "context"), None)
+    other = next((name for name, style in chosen.items() if not STYLES[style].spans_attention), None)
     if other is not None:
+        context = next(style for style in chosen.values() if STYLES[style].spans_attention)
         raise ConfigError(
-            f'px.shard got style "context" beside {chosen[other]!r} for {other!r}, and they are cut along axes of '
+            f'px.shard got style "{context}" beside {chosen[other]!r} for {other!r}, and they are cut along axes of '
             "their own. Call it once for each."
         )
     names = [
         name for name in chosen if not any(name != outer and f"{name}.".startswith(f"{outer}.") for outer in chosen)
     ]
-    return {name: Styled(module=name, style="context", inputs=dim, outputs=dim) for name in names}
+    return {name: Styled(module=name, style=chosen[name], inputs=dim, outputs=dim) for name in names}
 
 
-def _flows(model: nn.Module, chosen: Mapping[str, Style], sequence: int | None) -> dict[str, Styled]:
+def _tensor_parallel_layers(
+    model: nn.Module, chosen: Mapping[str, StyleName], sequence: int | None
+) -> dict[str, Styled]:
     """Return how each chosen module's inputs arrive and its outputs leave."""
-    plain = {name: _alone(name, style, model.get_submodule(name), sequence) for name, style in chosen.items()}
+    plain = {
+        name: _without_neighbours(name, style, model.get_submodule(name), sequence) for name, style in chosen.items()
+    }
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in chosen):
         module = model.get_submodule(parent)
         children = [f"{parent}.{child}".lstrip(".") for child, _ in module.named_children()]
         is_chain = type(module) is nn.Sequential
-        for row, columns, between in _pairs(model, children, chosen, is_chain):
+        for row, columns, between in _column_row_pairs(model, children, chosen, is_chain):
             plain[row] = replace(plain[row], inputs=-1)
             plain |= {name: replace(plain[name], outputs=-1) for name in columns}
-            plain |= {name: Styled(module=name, style="column", inputs=-1) for name in between}
+            plain |= {name: Styled(module=name, style=chosen[columns[0]], inputs=-1) for name in between}
     return plain
 
 
-def _alone(name: str, style: Style, module: nn.Module, sequence: int | None) -> Styled:
-    if style == "sequence":
+def _without_neighbours(name: str, style: StyleName, module: nn.Module, sequence: int | None) -> Styled:
+    if not STYLES[style].layers:
         return Styled(module=name, style=style, inputs=sequence, outputs=sequence)
     if not isinstance(module, nn.Linear | nn.Embedding):
         return Styled(module=name, style=style, inputs=-1, outputs=-1)
-    if style == "row" or isinstance(module, nn.Embedding):
+    if weight_dim(style) != 0 or isinstance(module, nn.Embedding):
         return Styled(module=name, style=style, outputs=sequence)
-    return Styled(module=name, style=style, inputs=sequence, outputs=-1 if style == "vocab" else None)
+    return Styled(module=name, style=style, inputs=sequence, outputs=-1 if STYLES[style].keeps_logits_sharded else None)
 
 
-def _pairs(
-    model: nn.Module, children: list[str], chosen: Mapping[str, Style], is_chain: bool
+def _column_row_pairs(
+    model: nn.Module, children: list[str], chosen: Mapping[str, StyleName], is_chain: bool
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield each row with the columns before it whose outputs it takes cut, and the dropouts between them."""
     columns: list[str] = []
     between: list[str] = []
     for name in children:
-        module = model.get_submodule(name)
-        if isinstance(module, nn.Linear) and chosen.get(name) == "column":
+        module, style = model.get_submodule(name), chosen.get(name)
+        dim = weight_dim(style) if isinstance(module, nn.Linear) else None
+        if style is not None and dim == 0 and not STYLES[style].keeps_logits_sharded:
             columns = [name] if is_chain else [*columns, name]
             between = []
-        elif isinstance(module, nn.Linear) and chosen.get(name) == "row":
+        elif dim == 1:
             if columns:
                 yield name, columns, between
             columns, between = [], []
@@ -244,9 +255,9 @@ def _pairs(
             columns, between = [], []
 
 
-def _styled(module: nn.Module, styled: Styled, first: Mapping[int, str]) -> Styled:
+def _with_parameters(module: nn.Module, styled: Styled, first: Mapping[int, str]) -> Styled:
     """Return it with the plain names of the module's parameters."""
-    if styled.style in ON_TOKENS or not isinstance(module, nn.Linear | nn.Embedding):
+    if weight_dim(styled.style) is None or not isinstance(module, nn.Linear | nn.Embedding):
         return replace(styled, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
     own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}
     return replace(styled, weight=own.get("weight"), bias=own.get("bias"))

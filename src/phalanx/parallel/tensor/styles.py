@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
@@ -13,12 +14,14 @@ from phalanx.parallel.tensor.context import check_context
 from phalanx.parallel.tensor.dropout import ShardedDropout
 from phalanx.parallel.tensor.gathered_linear import GatheredRowLinear, ModelParallelLinear
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
-from phalanx.parallel.tensor.shard_spec import even_sizes
+from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes
 from phalanx.parallel.tensor.vocab import VocabEmbedding
-from phalanx.plan.rules.tensor import CUT_DIM, ON_TOKENS
+from phalanx.plan.styles import STYLES, ParallelStyle, weight_dim
 from phalanx.plan.value import ModuleRule, OnRanks, Plan, Shard, matches
 
-_SAME_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
+LayerTypes = dict[tuple[type[nn.Module], str], type[nn.Module]]
+
+_LAYERS: LayerTypes = {
     (nn.Linear, "column"): ColumnLinear,
     (nn.Linear, "row"): RowLinear,
     (nn.Linear, "vocab"): ColumnLinear,
@@ -26,18 +29,28 @@ _SAME_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
     (nn.Dropout, "column"): ShardedDropout,
     (nn.Dropout, "sequence"): ShardedDropout,
 }
-"""What a module becomes where ranks read the same rows."""
+"""The `ShardedLayer` of each layer and style where ranks read the same samples."""
 
-_OWN_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
+_GATHERED_LAYERS: LayerTypes = {
     (nn.Linear, "column"): ModelParallelLinear,
     (nn.Linear, "row"): GatheredRowLinear,
 }
-"""What it becomes where ranks read rows of their own."""
+"""That where ranks read samples of their own (`ParallelStyle.gathers_samples`)."""
+
+
+class ShardedLayer(Protocol):
+    """A layer that computes a style; a plain layer becomes it in place, so it has no `__init__` of its own."""
+
+    cut: ShardSpec
+    """This rank's shard of the weight; of layers without one, the group alone."""
+
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Take the layer's name in the model, and the dims along which inputs and outputs are sharded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StyledModule:
-    """One module with a style, and what becomes of it."""
+    """One module with a style."""
 
     name: str
     module: nn.Module
@@ -47,6 +60,12 @@ class StyledModule:
 
     shards: tuple[tuple[str, Shard], ...]
     """Its own parameters that are cut, and how."""
+
+    @property
+    def style(self) -> ParallelStyle:
+        """The style of its rule."""
+        assert self.rule.style is not None
+        return STYLES[self.rule.style]
 
 
 def check_styles(plan: Plan, model: nn.Module) -> None:
@@ -62,7 +81,7 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
         _check_shards(plan, styled)
         _check_embedding(styled)
     _check_axes(planned)
-    check_context(model, [(styled.name, styled.module) for styled in planned if styled.rule.style == "context"])
+    check_context(model, [(styled.name, styled.module) for styled in planned if styled.style.spans_attention])
     names = {id(param): name for name, param in model.named_parameters()}
     for name, module in model.named_modules():
         for own, param in module.named_parameters(recurse=False):
@@ -86,7 +105,7 @@ def planned_modules(plan: Plan, model: nn.Module) -> Iterator[StyledModule]:
         shards = tuple(
             (own, shard)
             for own, param in module.named_parameters(recurse=False)
-            if (shard := _shard_of(plan, names[id(param)])) and rule.style not in ON_TOKENS
+            if weight_dim(rule.style) is not None and (shard := _shard_of(plan, names[id(param)]))
         )
         axis = _axis_of(plan, rule, [names[id(param)] for param in module.parameters(recurse=False)])
         if axis is not None:
@@ -96,7 +115,7 @@ def planned_modules(plan: Plan, model: nn.Module) -> Iterator[StyledModule]:
 
 
 def _knows(module: nn.Module, rule: ModuleRule) -> bool:
-    return rule.style in ON_TOKENS or (type(module), rule.style) in _SAME_ROWS
+    return weight_dim(rule.style) is None or (type(module), rule.style) in _LAYERS
 
 
 def _shard_of(plan: Plan, name: str) -> Shard | None:
@@ -109,7 +128,7 @@ def _shard_of(plan: Plan, name: str) -> Shard | None:
 
 def _axis_of(plan: Plan, rule: ModuleRule, params: list[str]) -> str | None:
     """Return the axis along which a module's weight is cut, or else its input."""
-    for name in params if rule.style not in ON_TOKENS else ():
+    for name in params if weight_dim(rule.style) is not None else ():
         location = plan.rule_for(name).place
         if _shard_of(plan, name) and isinstance(location, OnRanks):
             return next(axis for axis, placed in location.layout.items() if isinstance(placed, Shard))
@@ -117,10 +136,11 @@ def _axis_of(plan: Plan, rule: ModuleRule, params: list[str]) -> str | None:
 
 
 def _without_axis(name: str, module: nn.Module, rule: ModuleRule) -> str:
-    if rule.style in CUT_DIM and isinstance(module, nn.Linear | nn.Embedding):
+    dim = weight_dim(rule.style)
+    if dim is not None and isinstance(module, nn.Linear | nn.Embedding):
         return (
             f"modules[{name}] has style {rule.style!r}, but no rule says along which axis its weight is cut. Add "
-            f'ParamRule(match="{name}.weight", place=OnRanks(layout={{axis: Shard(dim={CUT_DIM[rule.style]})}}), '
+            f'ParamRule(match="{name}.weight", place=OnRanks(layout={{axis: Shard(dim={dim})}}), '
             'managed="module").'
         )
     return (
@@ -130,18 +150,17 @@ def _without_axis(name: str, module: nn.Module, rule: ModuleRule) -> str:
 
 
 def _check_kind(plan: Plan, styled: StyledModule) -> None:
-    style, kinds = styled.rule.style, kinds_of(plan, styled)
-    if style not in ON_TOKENS and (type(styled.module), style) not in kinds:
-        supported = ", ".join(sorted({kind.__name__ for kind, named in kinds if named == style})) or "nothing"
-        form = (
-            f"along {styled.axis!r}, where ranks read {'rows of their own' if kinds is _OWN_ROWS else 'the same rows'}"
-        )
+    style, layers = styled.style, layer_types(plan, styled)
+    is_gathered = layers is _GATHERED_LAYERS
+    if style.weight_dim is not None and (type(styled.module), style.name) not in layers:
+        supported = ", ".join(sorted({kind.__name__ for kind, name in layers if name == style.name})) or "nothing"
+        form = f"along {styled.axis!r}, where ranks read {'rows of their own' if is_gathered else 'the same rows'}"
         raise PlanError(
-            f"modules[{styled.name}] has style {style!r} {form}, and is a {type(styled.module).__name__}. There it is "
-            f"for {supported} itself; subclasses may compute something else."
+            f"modules[{styled.name}] has style {style.name!r} {form}, and is a {type(styled.module).__name__}. There "
+            f"it is for {supported} itself; subclasses may compute something else."
         )
     others = [a.name for a in plan.mesh if a.name in plan.step.batch_axes and a.size > 1 and a.name != styled.axis]
-    if kinds is _OWN_ROWS and others:
+    if is_gathered and others:
         raise PlanError(
             f"modules[{styled.name}] gathers rows along {styled.axis!r}, and rows are split along {', '.join(others)} "
             "too. Split rows along one axis, or cut the layer along an axis whose ranks read the same rows."
@@ -151,24 +170,26 @@ def _check_kind(plan: Plan, styled: StyledModule) -> None:
 def _check_axes(planned: list[StyledModule]) -> None:
     """Raise if a layer is cut along the axis along which the module around it has other tokens on each rank."""
     for part in planned:
-        inside = {id(module) for module in part.module.modules()} if part.rule.style == "context" else set()
+        inside = {id(module) for module in part.module.modules()} if part.style.spans_attention else set()
         for styled in planned:
-            if id(styled.module) in inside and styled.axis == part.axis and styled.rule.style != "context":
+            if id(styled.module) in inside and styled.axis == part.axis and not styled.style.spans_attention:
                 raise PlanError(
                     f"modules[{styled.name}] has style {styled.rule.style!r} along {styled.axis!r}, along which ranks "
-                    f"have other tokens in modules[{part.name}] (style 'context'). Use another axis for one of them."
+                    f"have other tokens in modules[{part.name}] (style {part.style.name!r}). Use another axis for one "
+                    "of them."
                 )
 
 
 def _check_shards(plan: Plan, styled: StyledModule) -> None:
-    style, ranks, sizes = styled.rule.style, plan.axis_size(styled.axis), {}
+    style, ranks, sizes = styled.style, plan.axis_size(styled.axis), {}
     for own, shard in styled.shards:
         param, where = styled.module.get_parameter(own), f"params[{styled.name}.{own}]"
-        dim = CUT_DIM[style or ""] if own == "weight" else 0
-        if style == "row" and own == "bias":
-            raise PlanError(f"{where} is cut, but a row-parallel layer adds its bias whole. Replicate it.")
+        dim = style.weight_dim if own == "weight" else 0
+        assert dim is not None
+        if style.weight_dim != 0 and own == "bias":
+            raise PlanError(f"{where} is cut, but a {style.name}-parallel layer adds its bias whole. Replicate it.")
         if shard.dim % param.dim() != dim:
-            raise PlanError(f"{where} is cut along dim {shard.dim}; style {style!r} needs dim {dim}. Correct one.")
+            raise PlanError(f"{where} is cut along dim {shard.dim}; style {style.name!r} needs dim {dim}. Correct one.")
         sizes[own] = sizes_of(param, shard, ranks)
         if shard.sizes is None and param.shape[dim] < ranks:
             raise PlanError(
@@ -181,15 +202,15 @@ def _check_shards(plan: Plan, styled: StyledModule) -> None:
                 "Correct them, or leave them out for an even cut."
             )
     has_bias = isinstance(styled.module, nn.Linear) and styled.module.bias is not None
-    if style in ("column", "vocab") and has_bias and sizes.get("bias") != sizes.get("weight"):
+    if style.weight_dim == 0 and has_bias and sizes.get("bias") != sizes.get("weight"):
         raise PlanError(
-            f"modules[{styled.name}] has style {style!r}, so its bias is cut as its weight is, found {sizes}. Give "
-            "both the same layout."
+            f"modules[{styled.name}] has style {style.name!r}, so its bias is cut as its weight is, found {sizes}. "
+            "Give both the same layout."
         )
 
 
 def _check_embedding(styled: StyledModule) -> None:
-    if isinstance(styled.module, nn.Embedding) and styled.rule.style == "vocab":
+    if isinstance(styled.module, nn.Embedding) and styled.style.weight_dim is not None:
         unfit = [word for word in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(styled.module, word)]
         if unfit:
             raise PlanError(
@@ -203,6 +224,6 @@ def sizes_of(param: nn.Parameter, shard: Shard, ranks: int) -> tuple[int, ...]:
     return shard.sizes or even_sizes(param.shape[shard.dim], ranks)
 
 
-def kinds_of(plan: Plan, styled: StyledModule) -> dict[tuple[type[nn.Module], str], type[nn.Module]]:
-    """Return what modules become along the axis of this one."""
-    return _OWN_ROWS if styled.axis in plan.step.batch_axes else _SAME_ROWS
+def layer_types(plan: Plan, styled: StyledModule) -> LayerTypes:
+    """Return the sharded layers for the axis of a module."""
+    return _GATHERED_LAYERS if styled.axis in plan.step.batch_axes else _LAYERS

@@ -30,6 +30,10 @@ class VocabEmbedding(nn.Embedding):
     outputs: int | None
     """Dim along which outputs leave cut, the sequence; whole when None."""
 
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Take the dim along which outputs leave sharded; see `styles.ShardedLayer`."""
+        self.outputs = outputs
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids.
 

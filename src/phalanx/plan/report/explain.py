@@ -16,9 +16,9 @@ from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.layer_profile import LayerKind, fractions, fractions_table
 from phalanx.plan.memory import Memory, StateOf, memory_of, memory_table
 from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
-from phalanx.plan.rules.tensor import ON_TOKENS
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
+from phalanx.plan.styles import STYLES
 from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
 from phalanx.strategy.table import as_text
 
@@ -170,7 +170,7 @@ class Explanation:
 
     def _placement_lines(self) -> Iterator[str]:
         for row in self.tokens:
-            sees = "; attention sees all" if row.style == "context" else ""
+            sees = "; attention sees all" if STYLES[row.style].spans_attention else ""
             yield f"{row.match}: each rank along {row.axis}={row.ranks} computes 1/{row.ranks} of the tokens{sees}"
         if self.plan.ops:
             yield f"{len(self.plan.ops)} operators of the forward pass are placed one by one"
@@ -255,7 +255,7 @@ def _stages(plan: Plan, shape: ModelShape, ranks: int) -> Iterator[StageRow]:
 
 def _tokens(plan: Plan) -> Iterator[TokensRow]:
     for rule in plan.modules:
-        if rule.style in ON_TOKENS:
+        if rule.style is not None and STYLES[rule.style].shards_tokens:
             for axis, placed in (rule.inputs or {}).items():
                 if isinstance(placed, Shard) and plan.axis_size(axis) > 1:
                     yield TokensRow(rule.match, rule.style, axis, plan.axis_size(axis))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS
+from phalanx.plan.styles import STYLES, StyleName, weight_dim
 from phalanx.plan.value import (
     Average,
     Axis,
@@ -22,23 +22,13 @@ from phalanx.plan.value import (
     Shard,
 )
 
-Style = Literal["column", "row", "vocab", "sequence", "context"]
-
-STYLES: tuple[Style, ...] = ("column", "row", "vocab", "sequence", "context")
-
-ON_TOKENS = ("sequence", "context")
-"""Styles of modules with replicated parameters that see some of the tokens on each rank."""
-
-CUT_DIM = {"column": 0, "vocab": 0, "row": 1}
-"""Dim of a layer's weight that each style cuts; a bias is cut where outputs are."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Styled:
     """One module, and how it is to be computed by several ranks."""
 
     module: str
-    style: Style
+    style: StyleName
     weight: str | None = None
     """Plain name of the weight that is cut."""
 
@@ -83,7 +73,7 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
             outputs=_layout(axis, None if is_hybrid else layer.outputs),
         )
         for layer in styled
-        if layer.style != "column" or not layer.others  # such a module computes what it did
+        if weight_dim(layer.style) is None or not layer.others  # such a module computes what it did
     )
     params = (rule for layer in styled for rule in _param_rules(plan, layer, axis))
     names = ", ".join(f"{layer.module or 'the model'} ({layer.style})" for layer in styled[:4])
@@ -131,7 +121,7 @@ def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
 
 def _check_hybrid(styled: Sequence[Styled], axis: str) -> None:
     for layer in styled:
-        if layer.style in ("vocab", *ON_TOKENS):
+        if not STYLES[layer.style].gathers_samples:
             raise PlanError(
                 f"module {layer.module!r} has style {layer.style!r}, which needs ranks that read the same samples, but "
                 f'samples are split along {axis!r}. Use another axis: px.shard(..., axis="model").'
@@ -139,12 +129,12 @@ def _check_hybrid(styled: Sequence[Styled], axis: str) -> None:
 
 
 def _param_rules(plan: Plan, layer: Styled, axis: str) -> Iterator[ParamRule]:
-    if layer.weight is not None:
-        yield _shard_rule(plan, layer.weight, axis, CUT_DIM[layer.style])
-    if layer.bias is not None and layer.style != "row":
-        yield _shard_rule(plan, layer.bias, axis, 0)
-    summed = layer.others
-    if layer.bias is not None and layer.style == "row" and layer.outputs is not None:
+    dim, summed = weight_dim(layer.style), layer.others
+    if layer.weight is not None and dim is not None:
+        yield _shard_rule(plan, layer.weight, axis, dim)
+    if layer.bias is not None and dim == 0:
+        yield _shard_rule(plan, layer.bias, axis, dim)
+    elif layer.bias is not None and layer.outputs is not None:
         summed = (layer.bias,)
     for name in summed:
         yield _summed_rule(plan, name, axis)

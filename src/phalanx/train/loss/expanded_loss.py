@@ -13,6 +13,7 @@ from phalanx.parallel.session import applied_to
 from phalanx.parallel.tensor.linear import ColumnLinear
 from phalanx.parallel.tensor.mappings import reduce_from
 from phalanx.parallel.tensor.shard_spec import ShardSpec
+from phalanx.plan.styles import STYLES
 from phalanx.plan.value import matches
 
 
@@ -120,7 +121,11 @@ def cut_of_logits(model: nn.Module) -> ShardSpec | None:
     applied = applied_to(model)
     if applied is None:
         return None
-    styled = [rule.match for rule in applied.plan.modules if rule.style == "vocab"]
+    styled = [
+        rule.match
+        for rule in applied.plan.modules
+        if rule.style is not None and STYLES[rule.style].keeps_logits_sharded
+    ]
     for name, module in model.named_modules():
         is_styled = any(matches(pattern, name) for pattern in styled)
         if is_styled and isinstance(module, ColumnLinear) and module.outputs is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
-from phalanx.parallel.tensor.shard_api import discard_shards, is_marked
+from phalanx.parallel.tensor.shard_api import discard_shards, has_shard_requests
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.configs import HybridConfigs
 from phalanx.train.model.auto_context import auto_context
@@ -104,7 +104,7 @@ def require_cuts(mode: ParallelMode | None, strategy: DistributedStrategy, model
     """
     if mode not in (ParallelMode.HYBRID_PARALLEL, ParallelMode.SEMI_AUTO_PARALLEL) or world_size == 1:
         return
-    is_cut = is_marked(model) or any(is_module_held(param) for param in model.parameters())
+    is_cut = has_shard_requests(model) or any(is_module_held(param) for param in model.parameters())
     if not is_cut and strategy.techniques.isdisjoint(("pipeline", "tensor_parallel", "context_parallel", "sharding")):
         raise ConfigError(
             f"parallel_mode {mode.name} has nothing to cut: no layer is marked and the strategy asks for no stages. "
