@@ -67,8 +67,10 @@ def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
     if strategy is not None:
         strategy = check_strategy(strategy)
         if session.strategy not in (None, strategy) and list_applied():
-            gc.collect()  # a model and its optimizer refer to each other through their hooks
-            gc.collect()  # and what those held may be such a ring again
+            # Models and optimizers refer to each other through hooks, and what those held may be such a ring again.
+            for _ in range(2):
+                if distributed_models():
+                    gc.collect()
             if models := distributed_models():
                 raise StrategyError(_explain_strategies(models[0], session.strategy, strategy))
         session.strategy = strategy
