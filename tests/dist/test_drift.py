@@ -196,7 +196,7 @@ def same(model: nn.Module) -> bool:
     return torch.equal(flat, first)
 
 
-def own_loss(model: nn.Module) -> float:
+def loss_of(model: nn.Module) -> float:
     with torch.no_grad():
         return F.mse_loss(copy.deepcopy(model).eval()(X), Y).item()
 
@@ -221,8 +221,8 @@ def evaluation(how: str, folder: Path) -> dict[str, Any]:
     if how == "swa":
         averaged = AveragedModel(model)
         update_bn(loader, averaged)
-    before = own_loss(averaged)
-    found = {"said": evaluated(averaged), "own": own_loss(averaged), "same": same(averaged), "before": before}
+    before = loss_of(averaged)
+    found = {"said": evaluated(averaged), "own": loss_of(averaged), "same": same(averaged), "before": before}
     px.save(folder / how, averaged)
     return found
 
@@ -317,7 +317,7 @@ def ranks() -> Iterator[list[dict[str, Any]]]:
             read = AveragedModel(read) if how == "swa" else read
             px.load(Path(folder) / how, read)
             for of_rank in found:
-                of_rank[how]["saved"] = own_loss(read)
+                of_rank[how]["saved"] = loss_of(read)
         yield found
 
 

@@ -13,7 +13,7 @@ from phalanx.comm.context import BatchShare
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError, DataError
 from phalanx.train.metrics.accuracy import accuracy, correct_at, topk_correct
-from phalanx.train.metrics.base import global_mean, values_of_rows
+from phalanx.train.metrics.base import global_mean, sample_values
 from phalanx.train.model.evaluate import evaluate
 
 scores = arrays(
@@ -163,9 +163,9 @@ def test_data_without_rows_is_an_error() -> None:
 
 def test_sums_are_whole_where_the_metric_is() -> None:
     hits = torch.tensor([True, False, True])
-    assert values_of_rows("acc1", hits, 3).dtype == torch.int64
-    assert values_of_rows("acc1", hits, 3).sum() == 2
-    assert values_of_rows("loss", torch.tensor(2.0), 3) == 6.0
+    assert sample_values("acc1", hits, 3).dtype == torch.int64
+    assert sample_values("acc1", hits, 3).sum() == 2
+    assert sample_values("loss", torch.tensor(2.0), 3) == 6.0
 
 
 def test_progress_is_told_when_it_takes_long(

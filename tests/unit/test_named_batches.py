@@ -171,7 +171,7 @@ def test_a_planner_sees_the_call_by_name() -> None:
 # -- a net that returns its loss ---------------------------------------------------------------------------------------
 
 
-def own_loss() -> float:
+def loss_of() -> float:
     given = columns()
     with torch.no_grad():
         return WithLoss()(given["ids"], given["mask"], given["labels"])["loss"].item()
@@ -183,15 +183,15 @@ def test_a_model_that_returns_its_loss_works_as_it_is() -> None:
     optimizer = torch.optim.SGD(net.parameters(), 0.0)
     model = px.Model(net, None, optimizer, ["acc1"])
     model.train(1, Rows(*names), [losses], batch_size=ROWS)
-    assert losses.seen == [pytest.approx(own_loss())]
+    assert losses.seen == [pytest.approx(loss_of())]
     step = px.train_step(net, None, optimizer, fetch={"hits": lambda out, y: (out["logits"].argmax(1) == y).sum()})
     batch = {name: columns()[name] for name in names}
     hits = int(step(batch)["hits"])
-    assert step(UserDict(batch)).loss.item() == pytest.approx(own_loss())
-    assert px.Model(net).eval(Rows(*names), batch_size=5)["loss"] == pytest.approx(own_loss(), rel=1e-6)
+    assert step(UserDict(batch)).loss.item() == pytest.approx(loss_of())
+    assert px.Model(net).eval(Rows(*names), batch_size=5)["loss"] == pytest.approx(loss_of(), rel=1e-6)
     assert model.eval(Rows(*names)) == {"acc1": hits / ROWS}
     found = px.evaluate(net, Rows(*names), ["loss", "acc1"], batch_size=7)
-    assert found == {"acc1": hits / ROWS, "loss": pytest.approx(own_loss(), rel=1e-6)}
+    assert found == {"acc1": hits / ROWS, "loss": pytest.approx(loss_of(), rel=1e-6)}
     outputs = model.predict(Rows(*names), batch_size=5)
     assert {name: part.shape for name, part in outputs.items()} == {"logits": (ROWS, 3)}
 
@@ -203,12 +203,12 @@ def test_torchs_losses_take_the_logits_of_an_output_of_several_values() -> None:
         losses = Losses()
         model = px.Model(net, loss, optimizer)
         model.train(1, Rows("ids", "mask", "labels"), [losses], batch_size=ROWS)
-        assert losses.seen == [pytest.approx(own_loss())]
-        assert model.eval(Rows("ids", "mask", "labels"))["loss"] == pytest.approx(own_loss(), rel=1e-6)
+        assert losses.seen == [pytest.approx(loss_of())]
+        assert model.eval(Rows("ids", "mask", "labels"))["loss"] == pytest.approx(loss_of(), rel=1e-6)
         given = columns()
         label = given.pop("labels")
         del given["segments"]
-        assert px.train_step(net, loss, optimizer)(given, label).loss.item() == pytest.approx(own_loss())
+        assert px.train_step(net, loss, optimizer)(given, label).loss.item() == pytest.approx(loss_of())
 
 
 def test_tensors_without_names_reach_a_net_that_returns_its_loss() -> None:

@@ -22,7 +22,7 @@ from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
 from phalanx.parallel.apply import apply, check_model
-from phalanx.parallel.checks.misuse import ForwardWatch, reach_at_call, refuse_outer_wrapper
+from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, refuse_outer_wrapper
 from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimizer
 from phalanx.parallel.checks.same_data import SampleWatch
 from phalanx.parallel.logical_replicas import ReplicaGate
@@ -97,7 +97,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     """
     context = join("distributed_model")
     if session.planner is not None:  # it will be trained nowhere, and may ask for more ranks than there are
-        model.register_forward_pre_hook(reach_at_call, with_kwargs=True)
+        model.register_forward_pre_hook(plan_at_first_call, with_kwargs=True)
         return model
     is_derived = plan is None
     if plan is None:

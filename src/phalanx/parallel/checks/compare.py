@@ -24,10 +24,10 @@ SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class ReplicatedTensors:
     """Tensors of which each rank of a group holds a copy."""
 
-    parts: Sequence[tuple[int, ...]]
+    rank_groups: Sequence[tuple[int, ...]]
     """All ranks of the job in groups; those of one hold the same."""
 
     tensors: Mapping[str, Tensor]
@@ -39,7 +39,7 @@ class Difference:
     """What differs between copies; the same on all ranks of the job."""
 
     names: tuple[str, ...]
-    who: str
+    holders: str
     """Which ranks hold the same, for the first of them."""
 
     largest: float
@@ -51,35 +51,37 @@ class Difference:
 
     def __str__(self) -> str:
         more = f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else ""
-        return f"{', '.join(self.names[:SHOWN])}{more} ({self.who}; by up to {self.largest:.1e} of the largest value)"
+        return (
+            f"{', '.join(self.names[:SHOWN])}{more} ({self.holders}; by up to {self.largest:.1e} of the largest value)"
+        )
 
 
-def may_differ(classes: Sequence[Copies], device: torch.device) -> bool:
+def may_differ(classes: Sequence[ReplicatedTensors], device: torch.device) -> bool:
     """Return whether any copies differ; the same on all ranks. Collective over all ranks of the job.
 
     Args:
-        classes: As many, of the same parts, on every rank.
+        classes: As many, of the same groups, on every rank.
         device: Where what travels lies.
     """
-    return bool(_apart(classes, [combined(_sums(copies)) for copies in classes], device))
+    return bool(_differing_groups(classes, [combined(_sums(copies)) for copies in classes], device))
 
 
-def difference(classes: Sequence[Copies], device: torch.device) -> Difference | None:
+def difference(classes: Sequence[ReplicatedTensors], device: torch.device) -> Difference | None:
     """Return what differs, measured. Collective over all ranks of the job; see `may_differ`."""
     sums = [_sums(copies) for copies in classes]
-    apart = _apart(classes, [combined(of_class) for of_class in sums], device)
-    if not apart:
+    differing_groups = _differing_groups(classes, [combined(of_class) for of_class in sums], device)
+    if not differing_groups:
         return None
-    gathered = _gathered(json.dumps([sums[number] for number in apart]), device)
+    gathered = _gathered(json.dumps([sums[number] for number in differing_groups]), device)
     names: dict[str, str] = {}
     measured = [0.0, 0.0]
-    for index, (number, parts) in enumerate(apart.items()):
+    for index, (number, rank_groups) in enumerate(differing_groups.items()):
         by_rank: list[dict[str, str]] = [of_rank[index] for of_rank in gathered]
-        group = _group(classes[number].parts)
-        for ranks in parts:
+        group = _group(classes[number].rank_groups)
+        for ranks in rank_groups:
             differing = _differing([by_rank[rank] for rank in ranks])
             for name in differing:
-                names.setdefault(name, _who(name, ranks, by_rank))
+                names.setdefault(name, _describe_holders(name, ranks, by_rank))
             if dist.get_rank() in ranks:
                 for name in differing:
                     size = _measure_difference(classes[number].tensors.get(name), name, ranks, by_rank, group)
@@ -88,34 +90,36 @@ def difference(classes: Sequence[Copies], device: torch.device) -> Difference | 
     return Difference(tuple(names), next(iter(names.values())), largest, excess <= 1.0)
 
 
-def take_first(classes: Sequence[Copies]) -> None:
+def broadcast_first(classes: Sequence[ReplicatedTensors]) -> None:
     """Let every copy have the values of the first rank of its group. Collective over all ranks of the job."""
     for copies in classes:
-        group = _group(copies.parts)
-        first = next(ranks[0] for ranks in copies.parts if dist.get_rank() in ranks)
+        group = _group(copies.rank_groups)
+        first = next(ranks[0] for ranks in copies.rank_groups if dist.get_rank() in ranks)
         for tensor in copies.tensors.values():
             # .data leaves the version counter alone: a graph that saved the tensor can still be walked.
             tensor.data.copy_(transfers.broadcast(tensor.detach(), _place(first, group), group))
 
 
-def _sums(copies: Copies) -> dict[str, str]:
+def _sums(copies: ReplicatedTensors) -> dict[str, str]:
     """Return the checksum, dtype and shape of every copy of this rank, as text by name."""
     numbers = checksums(copies.tensors)
     return {name: f"{numbers[name]} {tensor.dtype} {list(tensor.shape)}" for name, tensor in copies.tensors.items()}
 
 
-def _apart(classes: Sequence[Copies], mine: Sequence[int], device: torch.device) -> dict[int, list[tuple[int, ...]]]:
-    """Return, by number of the class, the parts whose ranks differ."""
+def _differing_groups(
+    classes: Sequence[ReplicatedTensors], mine: Sequence[int], device: torch.device
+) -> dict[int, list[tuple[int, ...]]]:
+    """Return, by number of the class, the groups whose ranks differ."""
     if not classes:
         return {}
     sent = torch.tensor([mine], device=device)
     rows = torch.cat(transfers.all_gather(sent, 0, [1] * dist.get_world_size(), None)).tolist()
-    apart: dict[int, list[tuple[int, ...]]] = {}
+    differing_groups: dict[int, list[tuple[int, ...]]] = {}
     for number, copies in enumerate(classes):
-        for ranks in copies.parts:
+        for ranks in copies.rank_groups:
             if len({rows[rank][number] for rank in ranks}) > 1:
-                apart.setdefault(number, []).append(ranks)
-    return apart
+                differing_groups.setdefault(number, []).append(ranks)
+    return differing_groups
 
 
 def _gathered(text: str, device: torch.device) -> list[list[dict[str, str]]]:
@@ -124,8 +128,8 @@ def _gathered(text: str, device: torch.device) -> list[list[dict[str, str]]]:
     lengths = torch.cat(
         transfers.all_gather(torch.tensor([len(sent)], device=device), 0, [1] * dist.get_world_size(), None)
     )
-    parts = transfers.all_gather(sent, 0, lengths.tolist(), None)
-    return [json.loads(bytes(part.cpu().tolist())) for part in parts]
+    texts = transfers.all_gather(sent, 0, lengths.tolist(), None)
+    return [json.loads(bytes(text_of_rank.cpu().tolist())) for text_of_rank in texts]
 
 
 def _differing(sums: Sequence[Mapping[str, str]]) -> list[str]:
@@ -133,11 +137,11 @@ def _differing(sums: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in names if len({of_rank.get(name) for of_rank in sums}) > 1]
 
 
-def _who(name: str, ranks: Sequence[int], sums: Sequence[Mapping[str, str]]) -> str:
-    alike: dict[str | None, list[int]] = {}
+def _describe_holders(name: str, ranks: Sequence[int], sums: Sequence[Mapping[str, str]]) -> str:
+    by_checksum: dict[str | None, list[int]] = {}
     for rank in ranks:
-        alike.setdefault(sums[rank].get(name), []).append(rank)
-    shown = [f"{name_ranks(some)}{'' if value else ' without it'}" for value, some in alike.items()]
+        by_checksum.setdefault(sums[rank].get(name), []).append(rank)
+    shown = [f"{name_ranks(some)}{'' if value else ' without it'}" for value, some in by_checksum.items()]
     return " against ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
@@ -150,9 +154,9 @@ def _measure_difference(
         return float("inf"), float("inf")
     theirs = transfers.broadcast(tensor.detach(), _place(ranks[0], group), group)
     mine, theirs = _numbers(tensor.detach()), _numbers(theirs)
-    apart = torch.where((mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0, (mine - theirs).abs())
+    gaps = torch.where((mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0, (mine - theirs).abs())
     scale = max(mine.abs().nan_to_num().max().item(), theirs.abs().nan_to_num().max().item())
-    size = apart.nan_to_num(nan=float("inf")).max().item()
+    size = gaps.nan_to_num(nan=float("inf")).max().item()
     relative = size / scale if size else 0.0
     return relative, relative / _rounding(tensor.dtype)
 
@@ -168,9 +172,9 @@ def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float64).tiny
 
 
-def _group(parts: Sequence[tuple[int, ...]]) -> Group:
-    """Return the group of this rank's part; None for all ranks. Collective over all ranks of the job."""
-    return None if len(parts) == 1 else group_of(parts)
+def _group(rank_groups: Sequence[tuple[int, ...]]) -> Group:
+    """Return this rank's process group; None for all ranks. Collective over all ranks of the job."""
+    return None if len(rank_groups) == 1 else group_of(rank_groups)
 
 
 def _place(rank: int, group: Group) -> int:

@@ -19,7 +19,7 @@ from phalanx.comm import transfers
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.checksum import checksums, combined
-from phalanx.parallel.checks.compare import Copies, difference
+from phalanx.parallel.checks.compare import ReplicatedTensors, difference
 from phalanx.parallel.checks.replicas import VARIABLE, causes, comparable, compare_every
 from phalanx.parallel.data.bucket_buffers import stored, synced_buffers
 from phalanx.parallel.model_shape import is_module_held
@@ -42,13 +42,13 @@ def make_consistent(model: nn.Module, call: str, optimizer: Optimizer | None = N
     Raises:
         ConfigError: If parameters differ; on all ranks.
     """
-    if not _has_others():
+    if not _is_multi_rank():
         return
     context, parts = context_of.current(), _distributed(model)
     for distributed, result in parts.items():
-        if result.plan.step.sync_buffers and not _averages(result):
+        if result.plan.step.sync_buffers and not _averages_weights(result):
             synchronise_buffers(distributed, context)
-    is_plain = context.readers.count == context.world_size and not any(map(_holds_others, list_applied()))
+    is_plain = context.readers.count == context.world_size and not any(map(_has_rank_local_weights, list_applied()))
     rest = model if is_plain and not parts else None
     if rest is not None:
         synchronise_buffers(rest, context, only_averaged=True)
@@ -68,7 +68,7 @@ def as_saved(model: nn.Module) -> Iterator[None]:
     They are others where ranks train apart: the average. Collective over the ranks that do.
     """
     with ExitStack() as stack:
-        for result in _distributed(model).values() if _has_others() else ():
+        for result in _distributed(model).values() if _is_multi_rank() else ():
             for updater in result.updaters:
                 stack.enter_context(updater.averaged_weights())
         yield
@@ -116,7 +116,7 @@ def synchronise_buffers(model: nn.Module, context: Context, *, only_averaged: bo
 def _compare_plain(model: nn.Module, call: str, context: Context) -> None:
     whole = ((name, param) for name, param in model.named_parameters() if not is_dtensor(param))
     params = {name: param.detach() for name, param in whole if comparable(param)}
-    gap = difference([Copies([tuple(range(context.world_size))], params)], context.device)
+    gap = difference([ReplicatedTensors([tuple(range(context.world_size))], params)], context.device)
     if gap is not None and not gap.is_rounding:
         raise ConfigError(
             f"{call} needs one model, and each rank has its own: the model is not distributed, and these differ: "
@@ -125,7 +125,7 @@ def _compare_plain(model: nn.Module, call: str, context: Context) -> None:
         )
 
 
-def _has_others() -> bool:
+def _is_multi_rank() -> bool:
     return context_of.is_initialized() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -141,11 +141,11 @@ def _distributed(model: nn.Module) -> dict[nn.Module, Applied]:
     return parts
 
 
-def _averages(result: Applied) -> bool:
+def _averages_weights(result: Applied) -> bool:
     """Return whether ranks train apart."""
     return any(isinstance(rule.update, Average) for rule in result.plan.params)
 
 
-def _holds_others(result: Applied) -> bool:
+def _has_rank_local_weights(result: Applied) -> bool:
     """Return whether what a rank computes from the parameters it holds, such as a running mean, is its own."""
     return any(isinstance(rule.update, Average | Push) for rule in result.plan.params)

@@ -28,7 +28,7 @@ ACTS_AT_UPDATES = frozenset(("lars", "lamb", "clip", "ema", "gradient_merge", "l
 """Techniques of a strategy that do nothing, or not all they should, to an optimizer that is not distributed."""
 
 
-def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def warn_without_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Warn when a model came by `distributed_model`, but this optimizer, or any if None, by no such call."""
     record = session.models.get(model)
     if record is None or not record.expects_optimizer:
@@ -100,7 +100,7 @@ def _is_cast(plan: Plan) -> bool:
     return any(rule.match == "" and rule.dtype is not None for rule in plan.modules)
 
 
-def reach_at_call(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+def plan_at_first_call(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
     """In a run that only plans, end a script at the first training call of a model whose data nobody handed over.
 
     A call without gradients trains nothing, in training mode too.
@@ -118,13 +118,13 @@ class ForwardWatch:
     PATIENCE = 3
     """Forward passes before a warning; the first may be a probe."""
 
-    def __init__(self, watch_rows: Callable[[tuple[Any, ...]], None]) -> None:
+    def __init__(self, watch_samples: Callable[[tuple[Any, ...]], None]) -> None:
         self.evaluations = 0
         self.training_steps = 0
         self.is_called = False
         """Whether the model was called, but for calls of compiled code."""
 
-        self._watch_rows = watch_rows
+        self._watch_samples = watch_samples
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Count a forward pass."""
@@ -136,9 +136,9 @@ class ForwardWatch:
             return
         if model.training:
             self.training_steps += 1
-            self._watch_rows((*inputs, *named.values()))
+            self._watch_samples((*inputs, *named.values()))
             if self.training_steps == self.PATIENCE:
-                warn_if_apart(model)
+                warn_without_optimizer(model)
             return
         self.evaluations += 1
         if self.evaluations == self.PATIENCE:

@@ -41,7 +41,7 @@ class StepWatch:
         self._has_looked = False
         self._models = 0
         self._params: list[Tensor] = []
-        self._apart: list[Tensor] = []
+        self._unmanaged: list[Tensor] = []
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Check what the optimizer is about to do.
@@ -51,8 +51,13 @@ class StepWatch:
         """
         models = list_applied()
         self._follow(optimizer, len(models))
-        is_concerned = len(self._apart) < len(self._params)
-        if models and not is_concerned and self._is_handed_over and not any(p.grad is not None for p in self._apart):
+        is_concerned = len(self._unmanaged) < len(self._params)
+        if (
+            models
+            and not is_concerned
+            and self._is_handed_over
+            and not any(p.grad is not None for p in self._unmanaged)
+        ):
             raise ConfigError(
                 f"this {type(optimizer).__name__} holds no parameter of a distributed model, so its steps train "
                 "nothing. Make it of the parameters of the module that is distributed, of that very object."
@@ -63,10 +68,10 @@ class StepWatch:
         if not context_of.current().is_distributed:
             return
         if is_concerned:
-            self._check_moment(optimizer, models)
-        late = [p for p in self._apart if p.grad is not None]
+            self._check_not_in_backward(optimizer, models)
+        late = [p for p in self._unmanaged if p.grad is not None]
         if late and (self._is_handed_over or is_concerned or is_any_named(late)):
-            raise ConfigError(_explain_apart(late) if models else _explain_no_model())
+            raise ConfigError(_explain_unmanaged(late) if models else _explain_no_model())
 
     def _follow(self, optimizer: Optimizer, models: int) -> None:
         """Look again at which parameters are taken care of, if there are others than before."""
@@ -75,9 +80,9 @@ class StepWatch:
         if models == self._models and len(params) == len(before) and all(map(is_, params, before)):
             return
         self._models, self._params = models, params
-        self._apart = [p for p in params if not is_managed(p)]
+        self._unmanaged = [p for p in params if not is_managed(p)]
 
-    def _check_moment(self, optimizer: Optimizer, models: list[Applied]) -> None:
+    def _check_not_in_backward(self, optimizer: Optimizer, models: list[Applied]) -> None:
         reducers = [applied.reducer for applied in models if applied.reducer is not None]
         if torch._C._current_graph_task_id() != -1 and any(reducer.has_gradients for reducer in reducers):
             raise ConfigError(
@@ -123,7 +128,7 @@ def _explain_no_model() -> str:
     )
 
 
-def _explain_apart(late: list[Tensor]) -> str:
+def _explain_unmanaged(late: list[Tensor]) -> str:
     name = parameter_name(late[0])
     which = f"parameter {name!r}" if name else f"a parameter of shape {tuple(late[0].shape)}"
     others = f" (and those of {len(late) - 1} others)" if len(late) > 1 else ""

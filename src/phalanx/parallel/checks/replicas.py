@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.checks.compare import Copies, difference, may_differ, take_first
+from phalanx.parallel.checks.compare import ReplicatedTensors, broadcast_first, difference, may_differ
 from phalanx.parallel.model_shape import is_handle, is_module_held
 from phalanx.parallel.session import StepPhase
 from phalanx.parallel.step.hooks import add_action
@@ -66,8 +66,8 @@ class ReplicaComparison:
     def __init__(self, plan: Plan, model: nn.Module, every: int, device: torch.device) -> None:
         self._plan, self._every, self._device = plan, every, device
         self._model = weakref.ref(model)  # what was made of a model must not keep it alive
-        self._is_cut = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
-        self._has_cut_layers = any(map(sharded_along, plan.params))
+        self._has_sharded_updates = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
+        self._has_sharded_layers = any(map(sharded_along, plan.params))
         alike = dict.fromkeys(self._copied_along(rule) for rule in (*plan.params, ParamRule(match="*")))
         self._classes = {axes: partition(plan.mesh, axes) for axes in alike if axes}
         self._steps = 0
@@ -138,12 +138,12 @@ class ReplicaComparison:
             return
         if not gap.is_rounding:
             since = f"step {self._equal_at}" if self._equal_at else "the start"
-            why = causes(has_cut_layers=self._has_cut_layers, has_tables=bool(self._plan.tables))
+            why = causes(has_sharded_layers=self._has_sharded_layers, has_tables=bool(self._plan.tables))
             raise ConfigError(
                 f"the ranks' parameters have come apart. {when[0].upper()}{when[1:]} these differ: {gap}; they were "
                 f"equal at {since}. {why} Where it is meant, {VARIABLE}=0 compares none."
             )
-        take_first(copies)
+        broadcast_first(copies)
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -166,7 +166,7 @@ class ReplicaComparison:
         if self._is_suspected:
             self.compare(f"after the exchange of gradients in step {self._steps}")
 
-    def _copies(self, optimizer: Optimizer | None = None) -> list[Copies]:
+    def _copies(self, optimizer: Optimizer | None = None) -> list[ReplicatedTensors]:
         """Return this rank's copies, by the ranks that hold the same."""
         model, states = self._model(), {} if optimizer is None else optimizer.state
         copies: dict[tuple[str, ...], dict[str, Tensor]] = {axes: {} for axes in self._classes}
@@ -179,35 +179,35 @@ class ReplicaComparison:
                 for key, value in states.get(param, {}).items():
                     if isinstance(value, Tensor) and value.shape == param.shape and type(value) is type(param.data):
                         copies[axes][f"{name} ({key})"] = local_part(value)
-        return [Copies(parts, copies[axes]) for axes, parts in self._classes.items()]
+        return [ReplicatedTensors(rank_groups, copies[axes]) for axes, rank_groups in self._classes.items()]
 
     def _copied_along(self, rule: ParamRule, param: Tensor | None = None) -> tuple[str, ...]:
         """Return the axes along which ranks hold the same part of a parameter."""
-        cut = {STAGE_AXIS, *sharded_along(rule)}
+        sharded = {STAGE_AXIS, *sharded_along(rule)}
         if isinstance(rule.update, Average | Push):
             return ()
-        if param is not None and not comparable(param, is_cut=bool(sharded_along(rule))):
+        if param is not None and not comparable(param, is_shard=bool(sharded_along(rule))):
             return ()
-        if self._is_cut:  # torch cuts those that are not trained too
-            cut |= {axis for other in self._plan.params for axis in _cut_along(other, self._plan)}
-        return tuple(axis.name for axis in self._plan.mesh if axis.size > 1 and axis.name not in cut)
+        if self._has_sharded_updates:  # torch cuts those that are not trained too
+            sharded |= {axis for other in self._plan.params for axis in _sharded_update_axes(other, self._plan)}
+        return tuple(axis.name for axis in self._plan.mesh if axis.size > 1 and axis.name not in sharded)
 
 
-def _cut_along(rule: ParamRule, plan: Plan) -> tuple[str, ...]:
+def _sharded_update_axes(rule: ParamRule, plan: Plan) -> tuple[str, ...]:
     if not isinstance(rule.update, ReduceScatter):
         return ()
     return plan.step.batch_axes if rule.update.along is None else rule.update.along
 
 
-def comparable(tensor: Tensor, *, is_cut: bool = False) -> bool:
+def comparable(tensor: Tensor, *, is_shard: bool = False) -> bool:
     """Return whether a tensor lies here, dense, and as others hold it; of a slice only a Plan knows who holds it."""
     is_here = not (is_handle(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
-    return is_here and (is_cut or not is_module_held(tensor))
+    return is_here and (is_shard or not is_module_held(tensor))
 
 
-def causes(*, has_cut_layers: bool = False, has_tables: bool = False) -> str:
+def causes(*, has_sharded_layers: bool = False, has_tables: bool = False) -> str:
     """Return what usually lets ranks come apart."""
-    if has_cut_layers:
+    if has_sharded_layers:
         return (
             "Gradients of whole parameters differ where each rank uses them for a part: name their module in px.shard, "
             "with style column between a column and its row, with style sequence where tokens are cut. If gradients "

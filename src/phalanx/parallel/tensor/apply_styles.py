@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.comm.groups import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.tensor.context import cut_sequence
+from phalanx.parallel.tensor.context import shard_sequence
 from phalanx.parallel.tensor.same_samples import SameSamplesCheck, share_random_stream
 from phalanx.parallel.tensor.shard_spec import ShardSpec, hold
 from phalanx.parallel.tensor.sharded_logits import ShardedLogits
@@ -32,43 +32,45 @@ def shard_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         ranks = mesh.size((styled.axis,))
         if ranks == 1:
             continue
-        whole = ShardSpec(mesh.group((styled.axis,)), mesh.index((styled.axis,)), ())
-        cuts = {name: _hold(styled.module, name, shard, whole, ranks, specs) for name, shard in styled.shards}
-        _replace_class(plan, styled, cuts.get("weight", whole))
+        group_spec = ShardSpec(mesh.group((styled.axis,)), mesh.index((styled.axis,)), ())
+        specs_by_name = {
+            name: _hold(styled.module, name, shard, group_spec, ranks, specs) for name, shard in styled.shards
+        }
+        _replace_class(plan, styled, specs_by_name.get("weight", group_spec))
         if styled.style.spans_attention:
             dim = _dim(styled.rule.inputs, styled.axis)
             assert dim is not None
-            part = cut_sequence(styled.name, styled.module, dim, whole, ranks)
+            part = shard_sequence(styled.name, styled.module, dim, group_spec, ranks)
             if mesh.size((STAGE_AXIS,)) == 1:  # else it may be in the stage of another rank
                 model.register_forward_hook(part.look)
         if styled.style.keeps_logits_sharded and isinstance(styled.module, nn.Linear):
-            _leave_logits_cut(styled, whole.group)
+            _leave_logits_cut(styled, group_spec.group)
         if styled.axis not in plan.step.batch_axes:
-            sharing[styled.axis] = whole.group
+            sharing[styled.axis] = group_spec.group
     for axis, group in sharing.items():
         share_random_stream(group, mesh.device_type)
         model.register_forward_pre_hook(SameSamplesCheck(axis, group), with_kwargs=True)
 
 
 def _hold(
-    module: nn.Module, name: str, shard: Shard, whole: ShardSpec, ranks: int, specs: dict[int, ShardSpec]
+    module: nn.Module, name: str, shard: Shard, group_spec: ShardSpec, ranks: int, specs: dict[int, ShardSpec]
 ) -> ShardSpec:
     """Cut a parameter of a module, unless another module shares it and did."""
     param = module.get_parameter(name)
     if id(param) not in specs:
-        cut = ShardSpec(whole.group, whole.index, sizes_of(param, shard, ranks))
-        hold(param, shard.dim, cut)
-        specs[id(param)] = cut
+        spec = ShardSpec(group_spec.group, group_spec.index, sizes_of(param, shard, ranks))
+        hold(param, shard.dim, spec)
+        specs[id(param)] = spec
     return specs[id(param)]
 
 
-def _replace_class(plan: Plan, styled: StyledModule, cut: ShardSpec) -> None:
+def _replace_class(plan: Plan, styled: StyledModule, spec: ShardSpec) -> None:
     """Give a module its new class; hooks, training mode and identity stay."""
     layer_type = layer_types(plan, styled).get((type(styled.module), styled.style.name))
     if layer_type is not None:
         styled.module.__class__ = layer_type
         layer = cast(ShardedLayer, styled.module)
-        layer.cut = cut
+        layer.spec = spec
         layer.configure(styled.name, _dim(styled.rule.inputs, styled.axis), _dim(styled.rule.outputs, styled.axis))
 
 

@@ -70,7 +70,7 @@ def check_context(model: nn.Module, named: Sequence[tuple[str, nn.Module]]) -> N
                 )
 
 
-def cut_sequence(name: str, module: nn.Module, dim: int, group: ShardSpec, ranks: int) -> SequenceShard:
+def shard_sequence(name: str, module: nn.Module, dim: int, group: ShardSpec, ranks: int) -> SequenceShard:
     """Let a module compute this rank's part of the sequence, in place.
 
     Args:
@@ -103,16 +103,16 @@ class SequenceShard(TorchFunctionMode):
     entered. Collective over the group.
     """
 
-    def __init__(self, name: str, dim: int, cut: ShardSpec) -> None:
+    def __init__(self, name: str, dim: int, spec: ShardSpec) -> None:
         super().__init__()
-        self._name, self._dim, self._cut = name, dim, cut
+        self._name, self._dim, self._spec = name, dim, spec
         self._lengths: set[int] = set()
         self._tokens = 0
         self._met_attention = False
         self._causal_mask: tuple[tuple[Any, ...], Tensor] | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> SequenceShard:
-        return SequenceShard(self._name, self._dim, self._cut)
+        return SequenceShard(self._name, self._dim, self._spec)
 
     def __torch_function__(self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what torch would, but for attention and dropouts.
@@ -140,7 +140,7 @@ class SequenceShard(TorchFunctionMode):
         Raises:
             ConfigError: If the first input is no activation that can be cut.
         """
-        x, ranks = args[0] if args else None, len(self._cut.sizes)
+        x, ranks = args[0] if args else None, len(self._spec.sizes)
         if not isinstance(x, Tensor) or not -x.dim() <= self._dim < x.dim():
             kind = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise self._error(f"takes as its first input the activations, whose dim {self._dim} is cut; found {kind}")
@@ -157,7 +157,7 @@ class SequenceShard(TorchFunctionMode):
             )
         self._lengths.add(length)
         self._tokens = length // ranks
-        cut = replace(self._cut, sizes=(length // ranks,) * ranks)
+        spec = replace(self._spec, sizes=(length // ranks,) * ranks)
 
         def mine(value: Tensor) -> Tensor:
             if value is x and is_cut:
@@ -168,10 +168,10 @@ class SequenceShard(TorchFunctionMode):
                     "something of each row is not. Use another number of rows, or give it another dim"
                 )
             if -value.dim() <= self._dim < value.dim() and value.shape[self._dim] == length:
-                return scatter_to(value, self._dim % value.dim(), cut)
-            return copy_to(value, cut.group) if value.requires_grad else value
+                return scatter_to(value, self._dim % value.dim(), spec)
+            return copy_to(value, spec.group) if value.requires_grad else value
 
-        return tree_map_only(Tensor, mine, args), tree_map_only(Tensor, mine, named), cut
+        return tree_map_only(Tensor, mine, args), tree_map_only(Tensor, mine, named), spec
 
     def look(self, model: nn.Module, _inputs: Any, _output: Any) -> None:
         """Raise if the module did not run as a whole; a hook behind the model, whose gradients would be wrong.
@@ -182,7 +182,7 @@ class SequenceShard(TorchFunctionMode):
         if model.training and not self._lengths and not torch.compiler.is_compiling():
             raise self._error("did not run, or its parts ran without it. Name the modules that the forward pass calls")
 
-    def leave(self, output: Any, cut: ShardSpec) -> Tensor:
+    def leave(self, output: Any, spec: ShardSpec) -> Tensor:
         """Return the whole of what a module gave for this rank's part.
 
         Raises:
@@ -194,12 +194,12 @@ class SequenceShard(TorchFunctionMode):
                 "part of them. Let attention call it, or leave style context out"
             )
         is_part = isinstance(output, Tensor) and -output.dim() <= self._dim < output.dim()
-        if not is_part or output.shape[self._dim] != cut.mine:
+        if not is_part or output.shape[self._dim] != spec.mine:
             kind = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise self._error(
-                f"must return one tensor with the {cut.mine} tokens it got along dim {self._dim}; found {kind}"
+                f"must return one tensor with the {spec.mine} tokens it got along dim {self._dim}; found {kind}"
             )
-        return gather_from(output, self._dim % output.dim(), cut)
+        return gather_from(output, self._dim % output.dim(), spec)
 
     def _is_beginning(self, tensor: Tensor, index: Any) -> bool:
         """Return whether an index takes as many of the first rows of a longer table as there are tokens here."""
@@ -217,7 +217,7 @@ class SequenceShard(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0 or input.dim() < 2:
             return F.dropout(input, p, training, inplace)
-        return drop_part(input, p, _TOKENS, self._cut)
+        return drop_part(input, p, _TOKENS, self._spec)
 
     def _attention(
         self,
@@ -235,7 +235,7 @@ class SequenceShard(TorchFunctionMode):
                 f"drops attention scores (dropout_p={dropout_p}), of which ranks would drop the same. Set it to 0; "
                 "dropouts of activations may stay"
             )
-        tokens, cut = query.shape[_TOKENS], self._cut
+        tokens, spec = query.shape[_TOKENS], self._spec
         if key.shape[_TOKENS] != tokens:  # of another sequence, which every rank has whole
             if is_causal:
                 raise self._error(
@@ -245,12 +245,12 @@ class SequenceShard(TorchFunctionMode):
             mask = self._rows(attn_mask, tokens, key.shape[_TOKENS])
             return F.scaled_dot_product_attention(query, key, value, mask, **named)
         key, value = (
-            collectives.all_gather(tensor, _TOKENS, same_shapes=True, group=cut.group) for tensor in (key, value)
+            collectives.all_gather(tensor, _TOKENS, same_shapes=True, group=spec.group) for tensor in (key, value)
         )
         if is_causal and attn_mask is None:
-            seen = tokens * (cut.index + 1)
+            seen = tokens * (spec.index + 1)
             key, value = key.narrow(_TOKENS, 0, seen), value.narrow(_TOKENS, 0, seen)
-            mask = self._causal(query, seen) if cut.index else None
+            mask = self._causal(query, seen) if spec.index else None
             return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, **named)
         mask = self._rows(attn_mask, tokens, key.shape[_TOKENS])
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **named)
@@ -270,9 +270,9 @@ class SequenceShard(TorchFunctionMode):
         """Return the rows of a mask that are those of this rank's queries."""
         if mask is None or (mask.shape[-1] in (1, keys) and mask.dim() > 1 and mask.shape[-2] in (1, tokens)):
             return mask
-        ranks = len(self._cut.sizes)
+        ranks = len(self._spec.sizes)
         if mask.dim() > 1 and mask.shape[-1] in (1, keys) and mask.shape[-2] == tokens * ranks:
-            return mask.narrow(-2, tokens * self._cut.index, tokens)
+            return mask.narrow(-2, tokens * self._spec.index, tokens)
         raise self._error(
             f"gives attention a mask of shape {tuple(mask.shape)}. It takes (..., {tokens * ranks} queries, {keys} "
             "keys): make it for whole sequences, outside of the module, or use is_causal"
@@ -288,11 +288,11 @@ def part_in_force() -> AbstractContextManager[Any]:
 
 
 def _computed(forward: Forward, part: SequenceShard, is_first: bool, is_last: bool, *args: Any, **named: Any) -> Any:
-    args, named, cut = part.enter(args, named, is_cut=not is_first)
+    args, named, spec = part.enter(args, named, is_cut=not is_first)
     before = _in_force.set(part)
     try:
         with part:
             output = forward(*args, **named)
     finally:
         _in_force.reset(before)
-    return part.leave(output, cut) if is_last else output
+    return part.leave(output, spec) if is_last else output

@@ -17,7 +17,7 @@ class ShardedDropout(nn.Dropout):
     may differ in size.
     """
 
-    cut: ShardSpec
+    spec: ShardSpec
     """Names the group; the sizes of slices come with the activations."""
 
     dim: int
@@ -30,10 +30,10 @@ class ShardedDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's slice after dropout."""
-        return drop_part(input, self.p, self.dim, self.cut) if self.training and self.p else input
+        return drop_part(input, self.p, self.dim, self.spec) if self.training and self.p else input
 
 
-def drop_part(x: Tensor, p: float, dim: int, cut: ShardSpec) -> Tensor:
+def drop_part(x: Tensor, p: float, dim: int, spec: ShardSpec) -> Tensor:
     """Return this rank's slice of an activation after dropout, by its slice of the mask of the whole.
 
     Collective when cut by features (dim -1), whose slices may differ in size.
@@ -42,11 +42,11 @@ def drop_part(x: Tensor, p: float, dim: int, cut: ShardSpec) -> Tensor:
         x: The slice.
         p: Share of the units that are dropped.
         dim: Dim along which the activation is cut.
-        cut: Names the group.
+        spec: Names the group.
     """
     axis = dim % x.dim()
-    sizes = transfers.part_sizes(x, axis, None, dim != -1, cut.group)
+    sizes = transfers.part_sizes(x, axis, None, dim != -1, spec.group)
     shape = (*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
     mask = F.dropout(x.new_ones(shape), p)
-    mine = ShardSpec(cut.group, cut.index, tuple(sizes)).part(mask, axis).clone()  # a view would keep the whole mask
+    mine = ShardSpec(spec.group, spec.index, tuple(sizes)).part(mask, axis).clone()  # a view would keep the whole mask
     return x * mine

@@ -28,7 +28,7 @@ from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes, hold
 class GatheredLinear(nn.Linear):
     """A linear layer of which ranks that read rows of their own hold slices."""
 
-    cut: ShardSpec
+    spec: ShardSpec
 
     shares: int = 1
     """Ranks over whose losses gradients of the slices are averaged; 1 where they are added up."""
@@ -103,24 +103,24 @@ class ModelParallelLinear(GatheredLinear):
                 "ranks. Pass uneven=True for slices that differ by one."
             )
         super().__init__(in_dim, class_num, bias)
-        self.cut = ShardSpec(group, rank_id, even_sizes(class_num, rank_num))
+        self.spec = ShardSpec(group, rank_id, even_sizes(class_num, rank_num))
         for param in self.parameters():
-            hold(param, 0, self.cut)
+            hold(param, 0, self.spec)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for this rank's rows."""
         require_width(self, input, self.in_features)
-        if len(self.cut.sizes) == 1:
+        if len(self.spec.sizes) == 1:
             return F.linear(input, self.weight, self.bias)
-        rows = rows_of_all(input, self.cut)
-        whole = collectives.all_gather(self.gather_input(input), 0, sizes=rows, group=self.cut.group)
-        part = F.linear(whole, self.weight, self.bias)
-        own = collectives.all_to_all(part, 0, -1, sizes=rows, arriving=self.cut.sizes, group=self.cut.group)
+        rows = rows_of_all(input, self.spec)
+        full = collectives.all_gather(self.gather_input(input), 0, sizes=rows, group=self.spec.group)
+        part = F.linear(full, self.weight, self.bias)
+        own = collectives.all_to_all(part, 0, -1, sizes=rows, arriving=self.spec.sizes, group=self.spec.group)
         return self.reduce_output(own)
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
-        return f"{super().extra_repr()}, column {self.cut.index} of {len(self.cut.sizes)}, rows gathered"
+        return f"{super().extra_repr()}, column {self.spec.index} of {len(self.spec.sizes)}, rows gathered"
 
 
 class GatheredRowLinear(GatheredLinear):
@@ -133,14 +133,16 @@ class GatheredRowLinear(GatheredLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for this rank's rows."""
         require_width(self, input, self.in_features)
-        rows, group = rows_of_all(input, self.cut), self.cut.group
-        part = collectives.all_to_all(self.gather_input(input), -1, 0, sizes=self.cut.sizes, arriving=rows, group=group)
+        rows, group = rows_of_all(input, self.spec), self.spec.group
+        part = collectives.all_to_all(
+            self.gather_input(input), -1, 0, sizes=self.spec.sizes, arriving=rows, group=group
+        )
         own = self.reduce_output(collectives.reduce_scatter(F.linear(part, self.weight), 0, sizes=rows, group=group))
         return own if self.bias is None else own + self.bias
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
-        return f"{super().extra_repr()}, row part {self.cut.index} of {len(self.cut.sizes)}, rows gathered"
+        return f"{super().extra_repr()}, row part {self.spec.index} of {len(self.spec.sizes)}, rows gathered"
 
 
 def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
@@ -176,20 +178,20 @@ def _divides(module: nn.Module) -> bool:
     return is_alone and all(param.dtype != torch.float16 for param in module.parameters())
 
 
-def rows_of_all(x: Tensor, cut: ShardSpec) -> list[int]:
+def rows_of_all(x: Tensor, spec: ShardSpec) -> list[int]:
     """Return how many rows every rank has. Collective.
 
     Raises:
         ConfigError: If `x` has no rows, the group is not that of the layer, or shapes differ elsewhere than along dim 0
             (on all ranks alike).
     """
-    ranks = len(cut.sizes)
-    size, rank = (dist.get_world_size(cut.group), dist.get_rank(cut.group)) if dist.is_initialized() else (1, 0)
-    if (size, rank) != (ranks, cut.index):
+    ranks = len(spec.sizes)
+    size, rank = (dist.get_world_size(spec.group), dist.get_rank(spec.group)) if dist.is_initialized() else (1, 0)
+    if (size, rank) != (ranks, spec.index):
         raise ConfigError(
-            f"a layer made as part {cut.index} of {ranks} was used on rank {rank} of {size}. Make it with rank_num and "
-            f"rank_id of its group, and call phalanx.init() before it is used."
+            f"a layer made as part {spec.index} of {ranks} was used on rank {rank} of {size}. Make it with rank_num "
+            "and rank_id of its group, and call phalanx.init() before it is used."
         )
     if x.dim() < 2:
         raise ConfigError(f"a layer that gathers rows needs an input (rows, features), found shape {tuple(x.shape)}.")
-    return transfers.part_sizes(x, 0, None, False, cut.group)
+    return transfers.part_sizes(x, 0, None, False, spec.group)

@@ -21,7 +21,7 @@ class ColumnLinear(nn.Linear):
     out_features), the same on every rank; or this rank's features only when `outputs` is -1.
     """
 
-    cut: ShardSpec
+    spec: ShardSpec
     path: str = ""
     """Its name in the model, for messages."""
 
@@ -37,13 +37,13 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""
-        whole = gather_input(input, self.in_features, self.inputs, self.cut)
-        part = F.linear(whole, self.weight, self.bias)
-        return part if self.outputs is not None else gather_from(part, part.dim() - 1, self.cut)
+        full = gather_input(input, self.in_features, self.inputs, self.spec)
+        part = F.linear(full, self.weight, self.bias)
+        return part if self.outputs is not None else gather_from(part, part.dim() - 1, self.spec)
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
-        return f"{super().extra_repr()}, column {self.cut.index} of {len(self.cut.sizes)}"
+        return f"{super().extra_repr()}, column {self.spec.index} of {len(self.spec.sizes)}"
 
 
 class RowLinear(nn.Linear):
@@ -56,7 +56,7 @@ class RowLinear(nn.Linear):
     out_features), the same on every rank; or this rank's part of the sequence, cut along `outputs`.
     """
 
-    cut: ShardSpec
+    spec: ShardSpec
     path: str = ""
     """Its name in the model, for messages."""
 
@@ -72,56 +72,56 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""
-        width = self.in_features if self.inputs is None else self.cut.mine
+        width = self.in_features if self.inputs is None else self.spec.mine
         require_width(self, input, width)
-        part = scatter_to(input, input.dim() - 1, self.cut) if self.inputs is None else input
-        total = reduce_output(F.linear(part, self.weight), self.outputs, self.cut)
+        part = scatter_to(input, input.dim() - 1, self.spec) if self.inputs is None else input
+        total = reduce_output(F.linear(part, self.weight), self.outputs, self.spec)
         return total if self.bias is None else total + self.bias
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
-        return f"{super().extra_repr()}, row part {self.cut.index} of {len(self.cut.sizes)}"
+        return f"{super().extra_repr()}, row part {self.spec.index} of {len(self.spec.sizes)}"
 
 
-def gather_input(x: Tensor, features: int, inputs: int | None, cut: ShardSpec) -> Tensor:
+def gather_input(x: Tensor, features: int, inputs: int | None, spec: ShardSpec) -> Tensor:
     """Return the whole input of a layer that is cut by outputs.
 
     Args:
         x: The input as it arrives.
         features: Size of the last dim of the whole input.
         inputs: Dim along which it arrives cut; None when it is whole.
-        cut: Names the group.
+        spec: Names the group.
 
     Raises:
         ConfigError: If the last dim of the whole input is another.
     """
     if inputs is None:
-        whole = copy_to(x, cut.group)
+        full = copy_to(x, spec.group)
     else:
-        whole = collectives.all_gather(x, inputs, same_shapes=inputs != -1, group=cut.group)
-    if whole.shape[-1] != features:
+        full = collectives.all_gather(x, inputs, same_shapes=inputs != -1, group=spec.group)
+    if full.shape[-1] != features:
         raise ConfigError(
-            f"a column-parallel layer of {features} inputs got {whole.shape[-1]} of them. Where the layer before "
+            f"a column-parallel layer of {features} inputs got {full.shape[-1]} of them. Where the layer before "
             'leaves its output cut, say so: inputs={axis: Shard(dim=-1)} in the rule of this one, or style "row".'
         )
-    return whole
+    return full
 
 
-def reduce_output(term: Tensor, outputs: int | None, cut: ShardSpec) -> Tensor:
+def reduce_output(term: Tensor, outputs: int | None, spec: ShardSpec) -> Tensor:
     """Return the sum of the ranks' terms, whole or cut along `outputs`.
 
     Raises:
         ConfigError: If that dim cannot be cut evenly.
     """
     if outputs is None:
-        return reduce_from(term, cut.group)
-    parts = len(cut.sizes)
+        return reduce_from(term, spec.group)
+    parts = len(spec.sizes)
     if term.shape[outputs] % parts:
         raise ConfigError(
             f"a sequence of {term.shape[outputs]} (dim {outputs} of {tuple(term.shape)}) cannot be cut evenly over "
             f"{parts} ranks. Pad it to a multiple of {parts}, or leave style sequence out."
         )
-    return collectives.reduce_scatter(term, outputs, group=cut.group)
+    return collectives.reduce_scatter(term, outputs, group=spec.group)
 
 
 def require_width(layer: nn.Linear, x: Tensor, width: int) -> None:

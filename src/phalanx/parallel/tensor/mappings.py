@@ -49,24 +49,24 @@ class _ReduceFrom(torch.autograd.Function):
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
-        ctx.dim, ctx.cut = dim, cut
-        return torch.cat(transfers.all_gather(x, dim, cut.sizes, cut.group), dim)
+    def forward(ctx: Any, x: Tensor, dim: int, spec: ShardSpec) -> Tensor:
+        ctx.dim, ctx.spec = dim, spec
+        return torch.cat(transfers.all_gather(x, dim, spec.sizes, spec.group), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.cut.part(grads[0], ctx.dim), None, None
+        return ctx.spec.part(grads[0], ctx.dim), None, None
 
 
 class _ScatterTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
-        ctx.dim, ctx.cut = dim, cut
-        return cut.part(x, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, dim: int, spec: ShardSpec) -> Tensor:
+        ctx.dim, ctx.spec = dim, spec
+        return spec.part(x, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.cat(transfers.all_gather(grads[0], ctx.dim, ctx.cut.sizes, ctx.cut.group), ctx.dim), None, None
+        return torch.cat(transfers.all_gather(grads[0], ctx.dim, ctx.spec.sizes, ctx.spec.group), ctx.dim), None, None
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
@@ -79,17 +79,17 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
     return apply_function(_ReduceFrom, x, group)
 
 
-def gather_from(x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
+def gather_from(x: Tensor, dim: int, spec: ShardSpec) -> Tensor:
     """Return the ranks' slices put together, for what every rank computes alike. Collective.
 
     Args:
         x: This rank's slice.
         dim: Dim that is cut, counted from the front.
-        cut: How.
+        spec: How.
     """
-    return apply_function(_GatherFrom, x, dim, cut)
+    return apply_function(_GatherFrom, x, dim, spec)
 
 
-def scatter_to(x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
+def scatter_to(x: Tensor, dim: int, spec: ShardSpec) -> Tensor:
     """Return this rank's slice of a whole tensor; the gradients of all slices are put together."""
-    return apply_function(_ScatterTo, x, dim, cut)
+    return apply_function(_ScatterTo, x, dim, spec)

@@ -79,13 +79,13 @@ def shard(
     for pattern, style in styles.items():
         chosen.update(dict.fromkeys(_match_modules(model, pattern, style), style))
     if any(STYLES[style].spans_attention for style in chosen.values()):
-        cut, axis = _context_layers(chosen, sequence_dim), axis or CONTEXT_AXIS
+        layers, axis = _context_layers(chosen, sequence_dim), axis or CONTEXT_AXIS
     else:
         shards_tokens = any(STYLES[style].shards_tokens for style in chosen.values())
-        cut = _tensor_parallel_layers(model, chosen, sequence_dim if shards_tokens else None)
+        layers = _tensor_parallel_layers(model, chosen, sequence_dim if shards_tokens else None)
     first = {id(param): name for name, param in model.named_parameters()}
     styled = tuple(
-        _with_parameters(model.get_submodule(name), styled_module, first) for name, styled_module in cut.items()
+        _with_parameters(model.get_submodule(name), styled_module, first) for name, styled_module in layers.items()
     )
     model_record(model).shard_requests.append(ShardRequest(styled, axis, size))
     return model
@@ -149,7 +149,7 @@ def _with_presharded_layers(plan: Plan, model: nn.Module) -> Plan:
     sharded = {
         id(p)
         for m in model.modules()
-        if isinstance(m, ModelParallelLinear) and m.cut.group is None and len(m.cut.sizes) == plan.world_size
+        if isinstance(m, ModelParallelLinear) and m.spec.group is None and len(m.spec.sizes) == plan.world_size
         for p in m.parameters(recurse=False)
     }
     rules = (

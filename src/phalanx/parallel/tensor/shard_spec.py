@@ -49,20 +49,20 @@ class ShardSpec:
 
 
 @torch.no_grad()
-def hold(param: nn.Parameter, dim: int, cut: ShardSpec) -> None:
+def hold(param: nn.Parameter, dim: int, spec: ShardSpec) -> None:
     """Let a parameter keep this rank's slice only, in place: optimizers and other holders follow.
 
     Args:
         param: A whole parameter, equal on all ranks of the group. Marked `is_distributed` afterwards.
         dim: Dim to cut.
-        cut: How.
+        spec: How.
     """
     grad, param.grad = param.grad, None
-    param.data = cut.part(param.data, dim).clone(memory_format=torch.contiguous_format)
+    param.data = spec.part(param.data, dim).clone(memory_format=torch.contiguous_format)
     if grad is not None:
-        param.grad = cut.part(grad, dim).clone(memory_format=torch.contiguous_format)
-    mark_held(param, cut.group)
-    session.shards[param] = dim, cut
+        param.grad = spec.part(grad, dim).clone(memory_format=torch.contiguous_format)
+    mark_held(param, spec.group)
+    session.shards[param] = dim, spec
 
 
 def held_part(param: Tensor, value: Tensor) -> Tensor | None:
@@ -74,10 +74,10 @@ def held_part(param: Tensor, value: Tensor) -> Tensor | None:
     """
     if param not in session.shards:
         return None
-    dim, cut = session.shards[param]
-    whole = list(param.shape)
-    whole[dim] = sum(cut.sizes)
-    if list(value.shape) != whole:
+    dim, spec = session.shards[param]
+    full = list(param.shape)
+    full[dim] = sum(spec.sizes)
+    if list(value.shape) != full:
         return None
-    part: Tensor = cut.part(value, dim).clone(memory_format=torch.contiguous_format)
+    part: Tensor = spec.part(value, dim).clone(memory_format=torch.contiguous_format)
     return part

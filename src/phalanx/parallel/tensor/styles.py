@@ -41,7 +41,7 @@ _GATHERED_LAYERS: LayerTypes = {
 class ShardedLayer(Protocol):
     """A layer that computes a style; a plain layer becomes it in place, so it has no `__init__` of its own."""
 
-    cut: ShardSpec
+    spec: ShardSpec
     """This rank's shard of the weight; of layers without one, the group alone."""
 
     def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
@@ -75,7 +75,7 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
         PlanError: Names the first module or parameter that does not fit, and what would.
     """
     planned = list(planned_modules(plan, model))
-    cut = {styled.name: {own for own, _ in styled.shards} for styled in planned}
+    sharded = {styled.name: {own for own, _ in styled.shards} for styled in planned}
     for styled in planned:
         _check_kind(plan, styled)
         _check_shards(plan, styled)
@@ -87,7 +87,7 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
         for own, param in module.named_parameters(recurse=False):
             rule = plan.rule_for(names[id(param)])
             is_cut = isinstance(rule.place, OnRanks) and any(isinstance(p, Shard) for p in rule.place.layout.values())
-            if is_cut and rule.managed == "module" and not is_module_held(param) and own not in cut.get(name, ()):
+            if is_cut and rule.managed == "module" and not is_module_held(param) and own not in sharded.get(name, ()):
                 raise PlanError(
                     f"the Plan cuts parameter {names[id(param)]!r}, which module {name!r} ({type(module).__name__}) "
                     "uses whole. Give that module a style too, or cut neither."

@@ -26,7 +26,7 @@ class VocabEmbedding(nn.Embedding):
     this rank's part of the sequence, cut along `outputs`.
     """
 
-    cut: ShardSpec
+    spec: ShardSpec
     outputs: int | None
     """Dim along which outputs leave cut, the sequence; whole when None."""
 
@@ -45,20 +45,20 @@ class VocabEmbedding(nn.Embedding):
                 f"an embedding of {self.num_embeddings} rows was asked for ids from {int(input.min())} to "
                 f"{int(input.max())}. Correct the ids, or make the embedding larger."
             )
-        local = input - self.cut.start
-        elsewhere = (local < 0) | (local >= self.cut.mine)
+        local = input - self.spec.start
+        elsewhere = (local < 0) | (local >= self.spec.mine)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._local_padding())
-        return reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.outputs, self.cut)
+        return reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.outputs, self.spec)
 
     def _local_padding(self) -> int | None:
         if self.padding_idx is None:
             return None
-        local = self.padding_idx - self.cut.start
-        return local if 0 <= local < self.cut.mine else None
+        local = self.padding_idx - self.spec.start
+        return local if 0 <= local < self.spec.mine else None
 
     def extra_repr(self) -> str:
         """Say what nn.Embedding says, and which part is here."""
-        return f"{super().extra_repr()}, rows {self.cut.index} of {len(self.cut.sizes)}"
+        return f"{super().extra_repr()}, rows {self.spec.index} of {len(self.spec.sizes)}"
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -24,7 +24,7 @@ from phalanx.data.loader.binding import (
     signature_of,
 )
 from phalanx.errors import ConfigError
-from phalanx.train.loss.model_loss import scores_of, takes_scores
+from phalanx.train.loss.model_loss import is_torch_loss, logits_of
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Names of columns that are the target, at any position."""
@@ -205,16 +205,16 @@ class MeanLoss:
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
-        self._takes_scores = takes_scores(loss_fn)
+        self._is_torch_loss = is_torch_loss(loss_fn)
         self._takes_numbers = isinstance(loss_fn, _TAKES_NUMBERS) or loss_fn in _NUMBERS_BY_FUNCTION
-        self._takes_classes = takes_classes(loss_fn)
+        self._is_class_loss = is_class_loss(loss_fn)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss, no dimensions."""
-        if self._takes_scores:
-            output = scores_of(output)
+        if self._is_torch_loss:
+            output = logits_of(output)
         if isinstance(output, Tensor) and isinstance(target, Tensor):
-            if self._takes_classes:
+            if self._is_class_loss:
                 target = as_classes(output, target)
             elif self._takes_numbers:
                 target = _as_numbers(output, target)
@@ -225,7 +225,7 @@ class MeanLoss:
         return loss if not loss.dim() else loss.reshape(())  # adds no operator of its own where none is needed
 
 
-def takes_classes(loss_fn: LossFunction) -> bool:
+def is_class_loss(loss_fn: LossFunction) -> bool:
     """Return whether this is one of torch's losses whose target is one class a sample."""
     loss_fn = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     return isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)

@@ -41,7 +41,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
         super().__init__()
         self.sparse = sparse
         self.axis = axis
-        self.cut: ShardSpec | None = None
+        self.spec: ShardSpec | None = None
         """How logits are cut; set by whoever knows the layer that makes them, before `axis`."""
 
     def forward(self, logit: Tensor, label: Tensor) -> Tensor:
@@ -50,24 +50,24 @@ class SoftmaxCrossEntropyExpand(nn.Module):
             raise ConfigError(
                 f"SoftmaxCrossEntropyExpand takes logits of shape (rows, classes), found {tuple(logit.shape)}."
             )
-        cut = self._cut_of(logit)
+        spec = self._logits_spec(logit)
         wide = logit.to(torch.promote_types(logit.dtype, torch.float32))
         largest = wide.detach().amax(-1, keepdim=True)
-        if cut is not None:
-            largest = transfers.all_reduce(largest, "max", cut.group)
+        if spec is not None:
+            largest = transfers.all_reduce(largest, "max", spec.group)
         shifted = wide - largest
-        of_label = _at_classes(shifted, label, cut) if self.sparse else _at_probabilities(shifted, label, cut)
+        of_label = _at_classes(shifted, label, spec) if self.sparse else _at_probabilities(shifted, label, spec)
         both = torch.stack([shifted.exp().sum(-1), of_label])
-        if cut is not None:
-            both = reduce_from(both, cut.group)
+        if spec is not None:
+            both = reduce_from(both, spec.group)
         total, of_label = both[0], both[1]
         if self.sparse:
             return (total.log() - of_label).mean()
         return (total.log() * label.to(wide.dtype).sum(-1) - of_label).mean()
 
-    def _cut_of(self, logit: Tensor) -> ShardSpec | None:
-        if self.cut is not None:
-            return self.cut if len(self.cut.sizes) > 1 else None
+    def _logits_spec(self, logit: Tensor) -> ShardSpec | None:
+        if self.spec is not None:
+            return self.spec if len(self.spec.sizes) > 1 else None
         if self.axis is None:
             return None
         group, size = along_axis(self.axis, "SoftmaxCrossEntropyExpand")
@@ -77,9 +77,9 @@ class SoftmaxCrossEntropyExpand(nn.Module):
         return ShardSpec(group, torch.distributed.get_rank(group), tuple(sizes))
 
 
-def _at_classes(shifted: Tensor, label: Tensor, cut: ShardSpec | None) -> Tensor:
+def _at_classes(shifted: Tensor, label: Tensor, spec: ShardSpec | None) -> Tensor:
     """Return the value at each row's class, shape (N,); where another rank holds it, 0."""
-    rows, classes = len(shifted), shifted.shape[1] if cut is None else sum(cut.sizes)
+    rows, classes = len(shifted), shifted.shape[1] if spec is None else sum(spec.sizes)
     if label.shape not in ((rows,), (rows, 1)) or label.is_floating_point() or label.dtype == torch.bool:
         raise ConfigError(
             f"SoftmaxCrossEntropyExpand(sparse=True) of {rows} rows takes classes as whole numbers of shape ({rows},) "
@@ -94,7 +94,7 @@ def _at_classes(shifted: Tensor, label: Tensor, cut: ShardSpec | None) -> Tensor
             f"The label of row {row} is {int(flat[row])}, but the logits have {classes} classes (0 to {classes - 1}). "
             "Correct the label, or build the model with more classes."
         )
-    start = 0 if cut is None else cut.start
+    start = 0 if spec is None else spec.start
     onehot = flat == torch.arange(start, start + shifted.shape[1], device=shifted.device)
     # Filled rather than multiplied: a logit of minus infinity times 0 is not 0.
     return shifted.masked_fill(~onehot, 0).sum(-1).masked_fill(~is_class.squeeze(1), torch.nan)
@@ -105,18 +105,18 @@ def _can_be_looked_at(label: Tensor) -> bool:
     return label.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(label, FakeTensor)
 
 
-def _at_probabilities(shifted: Tensor, label: Tensor, cut: ShardSpec | None) -> Tensor:
+def _at_probabilities(shifted: Tensor, label: Tensor, spec: ShardSpec | None) -> Tensor:
     """Return each row's mean under labels that say one probability for each class, over this rank's classes."""
-    expected = (len(shifted), shifted.shape[1] if cut is None else sum(cut.sizes))
+    expected = (len(shifted), shifted.shape[1] if spec is None else sum(spec.sizes))
     if tuple(label.shape) != expected:
         raise ConfigError(
             f"SoftmaxCrossEntropyExpand(sparse=False) takes one probability for each class, shape {expected}, found "
             f"{tuple(label.shape)}. For classes as whole numbers write sparse=True."
         )
-    return (shifted * (label if cut is None else cut.part(label, 1))).sum(-1)
+    return (shifted * (label if spec is None else spec.part(label, 1))).sum(-1)
 
 
-def cut_of_logits(model: nn.Module) -> ShardSpec | None:
+def logits_spec(model: nn.Module) -> ShardSpec | None:
     """Return how a distributed model's logits are sharded over ranks by classes; None if they are full."""
     applied = applied_to(model)
     if applied is None:
@@ -129,5 +129,5 @@ def cut_of_logits(model: nn.Module) -> ShardSpec | None:
     for name, module in model.named_modules():
         is_styled = any(matches(pattern, name) for pattern in styled)
         if is_styled and isinstance(module, ColumnLinear) and module.outputs is not None:
-            return module.cut
+            return module.spec
     return None

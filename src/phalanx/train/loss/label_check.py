@@ -13,8 +13,8 @@ from phalanx.comm.agreement import agree
 from phalanx.data.loader.binding import LossFunction
 from phalanx.data.samples.labels import label_problem
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.loss.batches import MeanLoss, as_classes, takes_classes
-from phalanx.train.loss.model_loss import IGNORED, scores_of, takes_scores
+from phalanx.train.loss.batches import MeanLoss, as_classes, is_class_loss
+from phalanx.train.loss.model_loss import IGNORED, is_torch_loss, logits_of
 
 _SPEAKS_OF_LABELS = re.compile(
     "Target -?[0-9]+ is out of bounds|target tensor expected|multi-target not supported|target dtype to be Long|"
@@ -23,7 +23,7 @@ _SPEAKS_OF_LABELS = re.compile(
 """Torch's words about classes that are no target of its losses."""
 
 
-class LabelsChecked:
+class LabelCheckedLoss:
     """A loss function that explains what is wrong with labels.
 
     Args:
@@ -35,8 +35,8 @@ class LabelsChecked:
     def __init__(self, loss_fn: LossFunction, *, is_collective: bool) -> None:
         self.loss_fn = loss_fn
         self._inner = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
-        self._takes_scores = takes_scores(self._inner)
-        self._waits_for_first = takes_classes(self._inner)
+        self._is_torch_loss = is_torch_loss(self._inner)
+        self._waits_for_first = is_class_loss(self._inner)
         self._is_collective = is_collective
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -46,8 +46,8 @@ class LabelsChecked:
             DataError: If labels have another shape or type than the loss takes, or are no classes of the output.
             ConfigError: If those of another rank do, in the first call.
         """
-        if self._takes_scores:
-            output = scores_of(output)
+        if self._is_torch_loss:
+            output = logits_of(output)
         if self._waits_for_first:
             self._waits_for_first = False
             self._check_first(self._problem(output, target))

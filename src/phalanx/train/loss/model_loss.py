@@ -11,13 +11,13 @@ from torch import Tensor
 
 from phalanx.data.loader.binding import entry_of
 from phalanx.errors import ConfigError
-from phalanx.train.metrics.base import AllRanks, MeanOfRows
+from phalanx.train.metrics.base import AllRanks, SampleMean
 
 IGNORED = -100
 """The class that a sample or token without a target has; torch's and transformers' own."""
 
 
-def own_loss(output: Any, _target: Any = None) -> Tensor:
+def loss_of(output: Any, _target: Any = None) -> Tensor:
     """Return the loss that a net without a loss function returned: its output, or what that calls `loss`.
 
     Raises:
@@ -37,36 +37,36 @@ def own_loss(output: Any, _target: Any = None) -> Tensor:
     )
 
 
-def scores_of(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
     """Return the `logits` of an output of several values that has some, such as a ModelOutput; else the output."""
     logits = None if isinstance(output, Tensor | tuple | list) else entry_of(output, "logits")
     return output if logits is None else logits
 
 
-def takes_scores(loss_fn: Any) -> bool:
+def is_torch_loss(loss_fn: Any) -> bool:
     """Return whether a loss is one of torch's own, which take scores and nothing else."""
     loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
     return str(getattr(of, "__module__", "")).startswith("torch.nn.")
 
 
-def of_scores(loss_fn: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+def on_logits(loss_fn: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return a loss function that takes outputs of several values too; the same unless it is one of torch's own."""
-    if not takes_scores(loss_fn):
+    if not is_torch_loss(loss_fn):
         return loss_fn
 
     @wraps(loss_fn, updated=())
     def loss(output: Any, target: Any) -> Tensor:
-        return loss_fn(scores_of(output), target)
+        return loss_fn(logits_of(output), target)
 
     return loss
 
 
-class OwnLoss(MeanOfRows):
+class ModelLossMetric(SampleMean):
     """The mean over all samples of the loss that a net returns of each batch."""
 
     def __init__(self) -> None:
-        super().__init__("loss", own_loss)
+        super().__init__("loss", loss_of)
 
     def reset(self) -> None:
         """Forget all samples."""

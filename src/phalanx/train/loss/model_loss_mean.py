@@ -24,13 +24,13 @@ from phalanx.parallel.data.weighted_mean import mean_of_means
 from phalanx.parallel.session import Applied
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
-from phalanx.train.loss.model_loss import IGNORED, own_loss
+from phalanx.train.loss.model_loss import IGNORED, loss_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 """How far two ways to compute a loss are apart by rounding, relative to it; 1 % in other types."""
 
 
-class OwnMean:
+class ModelLossMean:
     """Makes of a net's own loss the mean over the labels of all ranks, or refuses it.
 
     Args:
@@ -49,8 +49,8 @@ class OwnMean:
         """Whether the present output is a mean over all labels, and over those behind the first."""
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss in an output; see `own_loss`."""
-        value = own_loss(output)
+        """Return the loss in an output; see `loss_of`."""
+        value = loss_of(output)
         if self._skipped is None and _are_classes(target):
             self._fits = _fits(value.detach(), entry_of(output, "logits"), target)
         return value
@@ -93,7 +93,7 @@ class OwnMean:
         )
 
 
-def own_mean(net: nn.Module, applied: Applied | None, *, is_seen: bool) -> OwnMean | None:
+def build_model_loss_mean(net: nn.Module, applied: Applied | None, *, is_seen: bool) -> ModelLossMean | None:
     """Return what makes a net's own loss that of all ranks, if several read their own samples and meet in every step.
 
     Workers of a parameter server and ranks that take local steps (localsgd) do not meet; each follows the mean over its
@@ -102,7 +102,7 @@ def own_mean(net: nn.Module, applied: Applied | None, *, is_seen: bool) -> OwnMe
     if applied is None or not context.is_initialized() or context.current().readers.count == 1:
         return None
     meets = not any(isinstance(rule.update, Average | Push) for rule in applied.plan.params)
-    return OwnMean(net, is_seen=is_seen) if meets and not is_sum_of_ranks(applied.plan) else None
+    return ModelLossMean(net, is_seen=is_seen) if meets and not is_sum_of_ranks(applied.plan) else None
 
 
 def check_stages(target: Any) -> None:

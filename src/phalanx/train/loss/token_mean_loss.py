@@ -19,7 +19,7 @@ from phalanx.train.loss.batches import MeanLoss
 from phalanx.train.loss.model_loss import IGNORED
 
 
-class CountedLoss:
+class TokenMeanLoss:
     """A torch loss of classes as a sum, and the weight that its mean divides by.
 
     The mean is over the labels that are not ignored, each weighted by its class.
@@ -62,7 +62,7 @@ class CountedLoss:
         return loss
 
 
-def counted_loss(loss_fn: Any, applied: Applied | None) -> CountedLoss | None:
+def build_token_mean_loss(loss_fn: Any, applied: Applied | None) -> TokenMeanLoss | None:
     """Return a loss function as a sum and its weight, if it is one of those and ranks meet in every step.
 
     Workers of a parameter server and ranks that take local steps (localsgd) do not meet; each follows the mean over its
@@ -73,10 +73,10 @@ def counted_loss(loss_fn: Any, applied: Applied | None) -> CountedLoss | None:
     if applied is None or not (is_known or inner in (F.cross_entropy, F.nll_loss)):
         return None
     meets = not any(isinstance(rule.update, Average | Push) for rule in applied.plan.params)
-    return CountedLoss(loss_fn) if meets and not is_sum_of_ranks(applied.plan) else None
+    return TokenMeanLoss(loss_fn) if meets and not is_sum_of_ranks(applied.plan) else None
 
 
-def require_all_labels(target: Any, counted: CountedLoss | None) -> None:
+def require_all_labels(target: Any, counted: TokenMeanLoss | None) -> None:
     """Raise if a loss over classes is not the mean over all labels of a batch: logical replicas weigh by samples.
 
     The weight of all of a global batch would have to be known before its replicas are computed one after the other.

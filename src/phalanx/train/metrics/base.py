@@ -85,8 +85,8 @@ class AllRanks:
             return [rows]
         group = context.current().readers.group
         rows = rows.detach().to(self._device(rows))
-        forms = all_gather(_form(rows).unsqueeze(0).to(rows.device), same_shapes=True, group=group).tolist()
-        shape, dtype = next((_read_form(form) for form in forms if form[0]), (rows.shape[1:], rows.dtype))
+        forms = all_gather(_encode_shape(rows).unsqueeze(0).to(rows.device), same_shapes=True, group=group).tolist()
+        shape, dtype = next((_decode_shape(form) for form in forms if form[0]), (rows.shape[1:], rows.dtype))
         if not len(rows):
             rows = torch.empty(0, *shape, dtype=dtype, device=rows.device)
         return all_gather_list(rows.contiguous(), group=group)
@@ -98,14 +98,14 @@ class AllRanks:
 _NAME_LENGTH = 16
 
 
-def _form(rows: Tensor) -> Tensor:
+def _encode_shape(rows: Tensor) -> Tensor:
     """Return samples, dims, sizes of the other dims and dtype of a tensor as integers."""
     sizes = list(rows.shape[1:])
     name = str(rows.dtype).removeprefix("torch.").ljust(_NAME_LENGTH)
     return torch.tensor([len(rows), len(sizes), *map(ord, name), *sizes, *[0] * (MAX_DIMS - len(sizes))])
 
 
-def _read_form(form: list[int]) -> tuple[list[int], torch.dtype]:
+def _decode_shape(form: list[int]) -> tuple[list[int], torch.dtype]:
     name = "".join(map(chr, form[2 : 2 + _NAME_LENGTH])).strip()
     return form[2 + _NAME_LENGTH :][: form[1]], getattr(torch, name)
 
@@ -136,15 +136,15 @@ class GlobalMetric(Protocol):
         ...
 
 
-class MeanOfRows:
+class SampleMean:
     """The mean over all samples of a function of (output, target).
 
     Whole numbers and yes-or-no are added up as such, others without rounding (`ExactSum`), so the mean is that of one
     process, to the last bit. A function that returns the mean of a batch is exact up to the rounding of those means.
     """
 
-    def __init__(self, name: str, of_rows: Any) -> None:
-        self._name, self.of_rows = name, of_rows
+    def __init__(self, name: str, sample_fn: Any) -> None:
+        self._name, self.sample_fn = name, sample_fn
         self.reset()
 
     def reset(self) -> None:
@@ -154,8 +154,8 @@ class MeanOfRows:
 
     def update(self, output: Any, target: Any) -> None:
         """Add the samples of a batch."""
-        rows = rows_in(output, target)
-        value = values_of_rows(self._name, self.of_rows(output, target), rows)
+        rows = count_samples(output, target)
+        value = sample_values(self._name, self.sample_fn(output, target), rows)
         if value.is_floating_point():
             self._exact.add(value)
         else:
@@ -171,14 +171,14 @@ class MeanOfRows:
         return quotient(exact + whole, rows)
 
 
-def rows_in(output: Any, target: Any) -> int:
+def count_samples(output: Any, target: Any) -> int:
     """Return the samples of a batch: those of the output, or of the first part of target and output that has some."""
     if isinstance(output, Tensor) and output.dim():
         return len(output)
     return next((len(leaf) for leaf in tree_leaves((target, output)) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def values_of_rows(name: str, value: Any, rows: int) -> Tensor:
+def sample_values(name: str, value: Any, rows: int) -> Tensor:
     """Return the values whose sum is that of a metric over a batch: int64 for integers, else float64.
 
     Args:

@@ -23,8 +23,8 @@ from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.parallel.tensor.shard_spec import ShardSpec
 from phalanx.train.loss.batches import BatchReader, columns_of, explain_dtype_errors
-from phalanx.train.loss.expanded_loss import cut_of_logits
-from phalanx.train.loss.model_loss import OwnLoss, of_scores, own_loss, scores_of
+from phalanx.train.loss.expanded_loss import logits_spec
+from phalanx.train.loss.model_loss import ModelLossMetric, logits_of, loss_of, on_logits
 from phalanx.train.metrics.base import AllRanks, GlobalMetric
 from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.metric_names import Metric, RowMetric, read_metrics, takes_loss
@@ -76,12 +76,12 @@ def evaluate(
             different calls.
         PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
-    loss_fn = None if loss_fn is None else of_scores(loss_fn)
+    loss_fn = None if loss_fn is None else on_logits(loss_fn)
     chosen = read_metrics(metrics, loss_fn)
     loader = evaluation_loader(data, batch_size)
-    read = _reader(model, chosen, is_own=loss_fn is None or loss_fn is own_loss)
+    read = _reader(model, chosen, is_own=loss_fn is None or loss_fn is loss_of)
     _meet(chosen, loader)
-    cut = cut_of_logits(model)
+    spec = logits_spec(model)
     rows = 0
     make_consistent(model, "px.evaluate")
     with evaluation_mode(model), torch.no_grad():
@@ -94,14 +94,14 @@ def evaluate(
                 else:
                     inputs, target = read(batch, loader.columns)
                     out = call(model, inputs)
-            whole = scores_of(out) if cut is None else gather_output(scores_of(out), cut)
+            full = logits_of(out) if spec is None else gather_output(logits_of(out), spec)
             # A padded sample may hold anything, and counts on another rank.
             if loader.share.rows:
                 rows += loader.share.rows
                 for metric in chosen.values():
                     # A net that returns its loss may be the only one to know its target; samples are counted then.
-                    counted_target = columns if target is None and isinstance(metric, OwnLoss) else target
-                    metric.update(out if takes_loss(metric, loss_fn) else whole, counted_target)
+                    counted_target = columns if target is None and isinstance(metric, ModelLossMetric) else target
+                    metric.update(out if takes_loss(metric, loss_fn) else full, counted_target)
     ranks = AllRanks()
     if int(ranks.sum(torch.tensor(rows))) == 0:
         raise ConfigError("Asked to evaluate on data without rows. Check the dataset.")
@@ -113,12 +113,12 @@ def evaluate(
     return results
 
 
-def gather_output(out: Any, cut: ShardSpec) -> Any:
+def gather_output(out: Any, spec: ShardSpec) -> Any:
     """Return outputs of which this rank holds a slice of the classes, gathered. Collective along the cut."""
     if isinstance(out, Mapping) and "logits" in out:
-        return {**out, "logits": gather_output(out["logits"], cut)}
-    if isinstance(out, Tensor) and out.shape[-1] == cut.mine != sum(cut.sizes):
-        return gather_from(out, out.ndim - 1, cut)
+        return {**out, "logits": gather_output(out["logits"], spec)}
+    if isinstance(out, Tensor) and out.shape[-1] == spec.mine != sum(spec.sizes):
+        return gather_from(out, out.ndim - 1, spec)
     return out
 
 
@@ -131,10 +131,10 @@ def _meet(chosen: Mapping[str, GlobalMetric], loader: ShardedLoader) -> None:
 
 def _reader(model: nn.Module, chosen: Mapping[str, GlobalMetric], *, is_own: bool) -> BatchReader:
     """Return what reads batches for metrics, of which one may be the loss that the model returns itself."""
-    needs_target = not all(isinstance(metric, OwnLoss) for metric in chosen.values())
+    needs_target = not all(isinstance(metric, ModelLossMetric) for metric in chosen.values())
     if not is_own:
         return BatchReader(model, target="apart")
-    has_loss = any(isinstance(metric, OwnLoss) for metric in chosen.values())
+    has_loss = any(isinstance(metric, ModelLossMetric) for metric in chosen.values())
     return BatchReader(model, target="if taken" if has_loss else "if needed", needs_target=needs_target)
 
 

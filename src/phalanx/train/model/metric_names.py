@@ -9,10 +9,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.train.loss.model_loss import OwnLoss, own_loss
+from phalanx.train.loss.model_loss import ModelLossMetric, loss_of
 from phalanx.train.metrics.accuracy import topk_correct
 from phalanx.train.metrics.auc import AUC
-from phalanx.train.metrics.base import GlobalMetric, MeanOfRows
+from phalanx.train.metrics.base import GlobalMetric, SampleMean
 from phalanx.train.metrics.classification import AVERAGES, F1, Average, ConfusionMatrix, Precision, Recall
 from phalanx.train.metrics.regression import MAE, MSE, R2, RMSE
 from phalanx.train.metrics.torchmetrics import TorchMetric, is_torch_metric
@@ -63,11 +63,11 @@ def read_metrics(
 
 def takes_loss(metric: GlobalMetric, loss_fn: RowMetric | None) -> bool:
     """Return whether a metric is the loss itself, which is given outputs as the model leaves them."""
-    return isinstance(metric, OwnLoss) or (isinstance(metric, MeanOfRows) and metric.of_rows is loss_fn)
+    return isinstance(metric, ModelLossMetric) or (isinstance(metric, SampleMean) and metric.sample_fn is loss_fn)
 
 
-def _loss(loss_fn: RowMetric | None) -> MeanOfRows:
-    return OwnLoss() if loss_fn is None or loss_fn is own_loss else MeanOfRows("loss", loss_fn)
+def _loss(loss_fn: RowMetric | None) -> SampleMean:
+    return ModelLossMetric() if loss_fn is None or loss_fn is loss_of else SampleMean("loss", loss_fn)
 
 
 def _name_of(metric: Any) -> str:
@@ -84,7 +84,7 @@ def _build_metric(name: str, metric: Any, loss_fn: RowMetric | None) -> GlobalMe
     if isinstance(metric, GlobalMetric):
         return metric
     if callable(metric):
-        return MeanOfRows(name, metric)
+        return SampleMean(name, metric)
     raise ConfigError(
         f"Asked for the metric {name!r}, found {type(metric).__name__}. Give a name, a function of (output, target), "
         "or an object with reset, update and compute."
@@ -96,7 +96,7 @@ def _by_name(name: str, loss_fn: RowMetric | None) -> GlobalMetric:
         return _loss(loss_fn)
     if top := re.fullmatch(r"acc([1-9]\d*)", name):
         k = int(top[1])
-        return MeanOfRows(name, lambda out, target: topk_correct(out, target, k))
+        return SampleMean(name, lambda out, target: topk_correct(out, target, k))
     kind, _, average = name.partition("_")
     if kind in _AVERAGED and average in AVERAGES:
         return _AVERAGED[kind](cast("Average", average))

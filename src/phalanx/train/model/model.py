@@ -30,9 +30,9 @@ from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbac
 from phalanx.train.callbacks.checkpoint import checkpoint_folder
 from phalanx.train.callbacks.run import Run
 from phalanx.train.loss.batches import BatchReader, MeanLoss, columns_of, explain_dtype_errors
-from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
+from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand, logits_spec
 from phalanx.train.loss.lone_rows import check_batch_norms
-from phalanx.train.loss.model_loss import own_loss
+from phalanx.train.loss.model_loss import loss_of
 from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.auto_context import close_context
 from phalanx.train.model.evaluate import evaluate, evaluation_loader, evaluation_mode, gather_output
@@ -97,7 +97,7 @@ class Model:
         self.optimizer = optimizer
         self.metrics = metrics
         self.parallel_mode = read_mode(parallel_mode)
-        self._loss: LossFunction = own_loss if loss_fn is None else MeanLoss(loss_fn)
+        self._loss: LossFunction = loss_of if loss_fn is None else MeanLoss(loss_fn)
         self._setup = ModelSetup(
             net,
             None if loss_fn is None else self._loss,
@@ -304,7 +304,7 @@ class Model:
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn.to(context.current().device)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
-            self.loss_fn.cut = cut_of_logits(self.net)
+            self.loss_fn.spec = logits_spec(self.net)
 
     def _train_on(self, run: Run, captured: bool, batch: Any) -> bool:
         """Take one step; return whether the parameters were updated."""
@@ -328,8 +328,8 @@ class Model:
         """Return the net's output, gathered where its logits are sharded over ranks."""
         with explain_dtype_errors(self.net, columns):
             output = call(self.net, inputs)
-        cut = cut_of_logits(self.net)
-        return output if cut is None else gather_output(output, cut)
+        spec = logits_spec(self.net)
+        return output if spec is None else gather_output(output, spec)
 
 
 def _count_params(net: nn.Module) -> int:

@@ -20,7 +20,7 @@ from phalanx.comm import context
 from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, call
 from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.parallel.checks.misuse import check_trains, warn_if_apart
+from phalanx.parallel.checks.misuse import check_trains, warn_without_optimizer
 from phalanx.parallel.checks.optimizer_step import is_managed
 from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
 from phalanx.parallel.distribute import add_model
@@ -30,10 +30,10 @@ from phalanx.parallel.step.gate import keep_update_out_of_graph
 from phalanx.parallel.step.hooks import keep_out_of_graph
 from phalanx.train.events import report_step, tell_loss
 from phalanx.train.loss.batches import BatchReader, explain_dtype_errors
-from phalanx.train.loss.label_check import LabelsChecked
-from phalanx.train.loss.model_loss import of_scores, own_loss
-from phalanx.train.loss.model_loss_mean import check_stages, own_mean
-from phalanx.train.loss.token_mean_loss import check_reduction, counted_loss, require_all_labels
+from phalanx.train.loss.label_check import LabelCheckedLoss
+from phalanx.train.loss.model_loss import loss_of, on_logits
+from phalanx.train.loss.model_loss_mean import build_model_loss_mean, check_stages
+from phalanx.train.loss.token_mean_loss import build_token_mean_loss, check_reduction, require_all_labels
 from phalanx.train.step.cuda_graph import GraphedStep
 
 logger = logging.getLogger("phalanx.train")
@@ -87,7 +87,7 @@ class TrainStep:
         captured: bool = False,
     ) -> None:
         self._model = model
-        self._returns_loss = loss_fn is own_loss
+        self._returns_loss = loss_fn is loss_of
         self._read = BatchReader(model, target="too" if self._returns_loss else "apart")
         self._optimizer = optimizer
         applied = applied_to(model)
@@ -95,12 +95,12 @@ class TrainStep:
         is_collective = applied is not None and applied.pipeline is None and not context.current().role.server_endpoints
         # A step that is compiled or captured must not look at values.
         is_traced = compiled or captured
-        checked = of_scores if is_traced else partial(LabelsChecked, is_collective=is_collective)
+        checked = on_logits if is_traced else partial(LabelCheckedLoss, is_collective=is_collective)
         self._pipeline = None if applied is None else applied.pipeline
         is_whole = self._returns_loss and self._pipeline is None
-        self._own = own_mean(model, applied, is_seen=not is_traced) if is_whole else None
+        self._own = build_model_loss_mean(model, applied, is_seen=not is_traced) if is_whole else None
         self._loss_fn: LossFunction = checked(loss_fn if self._own is None or is_traced else self._own.loss)
-        self._counted = counted_loss(loss_fn, applied)
+        self._counted = build_token_mean_loss(loss_fn, applied)
         if self._counted is not None:
             self._counted.total = checked(self._counted.total)
         self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
@@ -303,8 +303,8 @@ def train_step(
         compiled = applied is not None and applied.plan.step.compiled
     if "loss" in (fetch or {}):
         raise ConfigError("'loss' is always fetched; give the fetch another name.")
-    warn_if_apart(model, optimizer)
-    return TrainStep(model, own_loss if loss_fn is None else loss_fn, optimizer, fetch or {}, compiled)
+    warn_without_optimizer(model, optimizer)
+    return TrainStep(model, loss_of if loss_fn is None else loss_fn, optimizer, fetch or {}, compiled)
 
 
 class _GraphCounter:
