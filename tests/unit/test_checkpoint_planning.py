@@ -40,7 +40,7 @@ def cut(shape: tuple[int, ...], ranks: int, dim: int | None) -> list[ChunkDescri
 def filled(entry: TensorLayout, whole: np.ndarray, chunk: TensorChunk) -> np.ndarray:
     """What a reader of `chunk` puts together from the pieces."""
     found = np.full(chunk.size, -1.0)
-    for piece in entry.pieces:
+    for piece in entry.write_items:
         shared = piece.chunk.overlap(chunk)
         if shared is not None:
             saved = whole[piece.chunk.within(TensorChunk.full(entry.shape))]
@@ -56,7 +56,7 @@ def test_any_layout_is_read_from_any_other(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "PIECE_BYTES", 8)
         entry = plan_writes([{"w": p} for p in cut(shape, saved_ranks, saved_dim)])["w"]
-    assert sum(piece.chunk.count for piece in entry.pieces) == whole.size  # each element is written once
+    assert sum(piece.chunk.count for piece in entry.write_items) == whole.size  # each element is written once
     assert TensorLayout.from_json(entry.to_json()) == entry
     for wanted in cut(shape, ranks, dim):
         chunk = entry.chunk_of(wanted)
@@ -66,14 +66,14 @@ def test_any_layout_is_read_from_any_other(
 def test_a_large_tensor_of_all_ranks_is_split_over_them_and_small_ones_go_round() -> None:
     large, small = part((1 << 20,), (1 << 20,), (0,)), part((3,), (3,), (0,))
     entries = plan_writes([{"large": large, **{f"b{i}": small for i in range(60)}}] * 4)
-    assert sorted(piece.rank for piece in entries["large"].pieces) == [0, 1, 2, 3]
-    writers = [entries[f"b{i}"].pieces[0].rank for i in range(60)]
+    assert sorted(piece.rank for piece in entries["large"].write_items) == [0, 1, 2, 3]
+    writers = [entries[f"b{i}"].write_items[0].rank for i in range(60)]
     assert min(writers.count(rank) for rank in range(4)) > 5
 
 
 def test_what_may_differ_between_ranks_is_written_by_the_first() -> None:
     buffer = ChunkDescription("F32", 4, TensorChunk.full((1 << 20,)), (1 << 20,), split=False)
-    assert [p.rank for p in plan_writes([{"b": buffer}] * 4)["b"].pieces] == [0]
+    assert [p.rank for p in plan_writes([{"b": buffer}] * 4)["b"].write_items] == [0]
 
 
 def test_slices_of_unequal_size_are_lined_up() -> None:
@@ -96,7 +96,7 @@ def test_slices_that_are_cut_again_are_lined_up() -> None:
     assert [entry.chunk_of(parts["w"]) for parts in held] == [
         TensorChunk((a,), (n,)) for a, n in ((0, 2), (2, 1), (3, 2), (5, 1))
     ]
-    assert len(entry.pieces) == 4
+    assert len(entry.write_items) == 4
 
 
 def test_ranks_that_differ_are_named() -> None:

@@ -14,7 +14,7 @@ from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.pipeline.partition import owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
-from phalanx.parallel.pipeline.schedule import Route, StageModule, _splits, flow, microbatches_of
+from phalanx.parallel.pipeline.schedule import StageModule, StageRoute, _splits, infer_stage_shapes, microbatches_of
 from phalanx.parallel.pipeline.stage_io import pack, unpack
 from phalanx.plan.report.explain import explain
 from phalanx.plan.value import Schedule
@@ -24,11 +24,11 @@ STREAMS = Streams(4, torch.device("cpu"))
 UNITS = {str(index): stage for index, stage in enumerate((0, 1, 2, 3, 3, 3))}
 
 
-def route(schedule: Schedule, ranks: int, index: int = 0) -> Route:
-    return Route(schedule, ranks, index, None, torch.device("cpu"))
+def route(schedule: Schedule, ranks: int, index: int = 0) -> StageRoute:
+    return StageRoute(schedule, ranks, index, None, torch.device("cpu"))
 
 
-def alone(stages: int) -> Route:
+def alone(stages: int) -> StageRoute:
     """All stages on one rank."""
     return route(Schedule(kind="gpipe", virtual=stages), 1)
 
@@ -38,8 +38,8 @@ def test_stages_one_after_another_are_the_model(model: nn.Module, stages: dict[s
     recorded = record(model, stages, 4)
     x = torch.randn(4, WIDTH)
     made = [StageModule(recorded.body(model, index), index, lambda _: (x.clone(),), STREAMS) for index in range(4)]
-    ends = flow(made, alone(4))
-    torch.testing.assert_close(unpack(made[3].gives, ends[3][1]), model(x.clone()))
+    ends = infer_stage_shapes(made, alone(4))
+    torch.testing.assert_close(unpack(made[3].output_form, ends[3][1]), model(x.clone()))
     own = {id(param) for param in model.parameters()}
     assert {id(param) for stage in made for param in stage.parameters()} == own
 
@@ -144,13 +144,13 @@ def test_a_backward_pass_is_taken_apart_where_torch_can(caplog: pytest.LogCaptur
     x = torch.randn(4, WIDTH)
     recorded = record(model, GLUED4, 4)
     made = [StageModule(recorded.body(model, index), index, lambda _: (x,), STREAMS) for index in range(4)]
-    ends = flow(made, alone(4))
+    ends = infer_stage_shapes(made, alone(4))
     assert all(_splits(stage, *ends[stage.index]) for stage in made)
     assert all(param.grad is None for param in model.parameters())
     model = chain()
     recorded = record(model, UNITS, 4)
     made = [StageModule(recorded.body(model, index), index, lambda _: (x,), STREAMS) for index in range(4)]
-    ends = flow(made, alone(4))
+    ends = infer_stage_shapes(made, alone(4))
     with caplog.at_level(logging.WARNING):
         assert [_splits(stage, *ends[stage.index]) for stage in made] == [True, True, False, True]
     assert "backward pass of stage 2 cannot be taken apart" in caplog.text

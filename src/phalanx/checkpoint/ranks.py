@@ -69,15 +69,20 @@ class Ranks:
         return cls(context.rank, context.world_size, process_group.meeting().store, f"checkpoint/{next(_calls)}")
 
     def decide(
-        self, topic: str, say: Callable[[], Any], decide: Callable[[list[Any]], Any], *, timeout_s: float | None = None
+        self,
+        topic: str,
+        collect: Callable[[], Any],
+        decide: Callable[[list[Any]], Any],
+        *,
+        timeout_s: float | None = None,
     ) -> Any:
         """Return what rank 0 decided from the values of all ranks.
 
-        Collective. If `say` fails on any rank, or `decide` on rank 0, all ranks raise.
+        Collective. If `collect` fails on any rank, or `decide` on rank 0, all ranks raise.
 
         Args:
             topic: Name of this decision, unique in a call.
-            say: Returns this rank's JSON value.
+            collect: Returns this rank's JSON value.
             decide: From all values in rank order to the decision, a JSON value. Called on rank 0 only.
             timeout_s: Seconds to wait for the slowest rank; the rendezvous timeout when omitted.
 
@@ -87,20 +92,20 @@ class Ranks:
         """
         if self.store is None:
             try:
-                return decide([say()])
+                return decide([collect()])
             except OSError as error:
                 raise _as_ours(error) from error
         timeout_s = process_group.rendezvous_timeout_s() if timeout_s is None else timeout_s
         mine: Exception | None = None
         try:
-            message = {"said": say()}
+            message = {"said": collect()}
         except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must not wait for this one
             mine, message = error, _failure(self.rank, error)
         self.store.set(self._key(topic, self.rank), json.dumps(message))
         if self.rank == 0:
             decision, mine = self._decide(topic, decide, mine, timeout_s)
         else:
-            decision = self._hear(topic, timeout_s)
+            decision = self._await_decision(topic, timeout_s)
         if mine is not None:
             raise _as_ours(mine) from mine.__cause__
         if "failed" in decision:
@@ -128,7 +133,7 @@ class Ranks:
             self.store.delete(key)
         return decision, mine
 
-    def _hear(self, topic: str, timeout_s: float) -> dict[str, Any]:
+    def _await_decision(self, topic: str, timeout_s: float) -> dict[str, Any]:
         assert self.store is not None
         key = self._key(topic, "decision")
         if not self.store.wait([key], timeout_s):

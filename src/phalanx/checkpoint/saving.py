@@ -171,7 +171,7 @@ def _begin(
     states: list[RankState] = []
     digest = ""
 
-    def say() -> list[Any]:
+    def collect() -> list[Any]:
         nonlocal digest
         states.append(capture(training, extra))
         parts = {name: local.part.to_json() for name, local in states[0].local_tensors.items()}
@@ -205,7 +205,7 @@ def _begin(
         }
 
     try:
-        decision = ranks.decide("begin", say, decide)
+        decision = ranks.decide("begin", collect, decide)
     except BaseException:
         _layout_cache.digest, _layout_cache.by_rank = "", []
         raise
@@ -232,9 +232,9 @@ class SaveTask:
         self._ranks, self._save, self._keep, self._started = ranks, save, keep, started
         self._words = training.words
         self._path = save.path / f"rank-{ranks.rank}-{save.name}.safetensors"
-        pieces = list(_pieces_of(ranks.rank, save))
-        self._chunks = [(name, chunk) for name, chunk, _ in pieces]
-        self._tensors = {_key(name, chunk, save.layout[name]): tensor for name, chunk, tensor in pieces}
+        write_items = list(_items_to_write(ranks.rank, save))
+        self._chunks = [(name, chunk) for name, chunk, _ in write_items]
+        self._tensors = {_key(name, chunk, save.layout[name]): tensor for name, chunk, tensor in write_items}
 
     def copy(self) -> None:
         """Copy the tensors to host memory, so that training may change them."""
@@ -264,12 +264,12 @@ class SaveTask:
             key: tensor.to("cpu").resolve_conj().resolve_neg().contiguous() for key, tensor in self._tensors.items()
         }
         written, begins = write_tensors(self._path, ready)
-        pieces = [
+        write_items = [
             [name, chunk.offset, chunk.size, begin] for (name, chunk), begin in zip(self._chunks, begins, strict=True)
         ]
         return {
             "file": asdict(written),
-            "pieces": pieces,
+            "pieces": write_items,
             "values": self._save.rank_state.values,
         }
 
@@ -281,10 +281,10 @@ class SaveTask:
                     f"rank {rank} wrote {report['file']['name']} to {save.path}, where rank 0 does not see it. Name a "
                     "folder that all nodes share."
                 )
-        pieces: dict[str, list[Any]] = {name: [] for name in save.layout}
+        write_items: dict[str, list[Any]] = {name: [] for name in save.layout}
         for rank, report in enumerate(reports):
             for name, offset, size, begin in report["pieces"]:
-                pieces[name].append([rank, offset, size, begin])
+                write_items[name].append([rank, offset, size, begin])
         # Compared as text: there 1 is not True, and NaN equals itself.
         texts = [json.dumps(report["values"]) for report in reports]
         unique = {text: number for number, text in enumerate(dict.fromkeys(texts))}
@@ -297,7 +297,7 @@ class SaveTask:
                 "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "holds": self._words,
                 "files": [report["file"] for report in reports],
-                "tensors": {name: [entry.dtype, entry.shape, pieces[name]] for name, entry in save.layout.items()},
+                "tensors": {name: [entry.dtype, entry.shape, write_items[name]] for name, entry in save.layout.items()},
                 "values": {"unique": [*map(json.loads, unique)], "of_rank": [unique[text] for text in texts]},
                 "tables": tables if (save.path / tables).exists() else None,
             },
@@ -307,11 +307,11 @@ class SaveTask:
             prune(save.parent, self._keep)
 
 
-def _pieces_of(rank: int, save: PendingSave) -> Iterator[tuple[str, TensorChunk, Tensor]]:
+def _items_to_write(rank: int, save: PendingSave) -> Iterator[tuple[str, TensorChunk, Tensor]]:
     """Yield what this rank writes: the tensor's name, the chunk, and its memory."""
     for name, local in save.rank_state.local_tensors.items():
         entry = save.layout[name]
-        for item in entry.pieces:
+        for item in entry.write_items:
             if item.rank == rank:
                 yield name, item.chunk, local.tensor[item.chunk.within(entry.chunk_of(local.part))]
 

@@ -81,7 +81,7 @@ def export_state_dict(model: nn.Module | Optimizer, path: str | Path) -> None:
         ranks,
         {name.removeprefix(MODEL): local for name, local in local_tensors.items()},
         Path(path),
-        say=lambda: {name.removeprefix(MODEL): local.part.to_json() for name, local in local_tensors.items()},
+        collect=lambda: {name.removeprefix(MODEL): local.part.to_json() for name, local in local_tensors.items()},
         plan=plan,
         aliases=view.aliases,
     )

@@ -26,7 +26,7 @@ def write_full_tensors(
     local_tensors: Mapping[str, LocalTensor],
     target: Path,
     *,
-    say: Callable[[], Any],
+    collect: Callable[[], Any],
     plan: Callable[[list[Any]], tuple[dict[str, TensorLayout], str]],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
@@ -36,12 +36,12 @@ def write_full_tensors(
         ranks: All ranks.
         local_tensors: This rank's shards, by name in the file.
         target: The file, seen by all ranks; replaced once the new one is complete.
-        say: Returns this rank's message to rank 0, as JSON.
+        collect: Returns this rank's message to rank 0, as JSON.
         plan: From the messages of all ranks to the layout of the tensors and a note for the header. On rank 0 only.
         aliases: Further names of tensors, which are written twice.
 
     Raises:
-        ConfigError: What `say` and `plan` raise; on all ranks.
+        ConfigError: What `collect` and `plan` raise; on all ranks.
         BackendError: If the file system does not take it; on all ranks.
     """
     aliases = aliases or {}
@@ -58,7 +58,7 @@ def write_full_tensors(
             "begins": begins,
         }
 
-    decision = ranks.decide("begin", say, begin)
+    decision = ranks.decide("begin", collect, begin)
     part = target.with_name(decision["part"])
     layout = {name: TensorLayout.from_json(entry) for name, entry in decision["layout"].items()}
 
@@ -66,7 +66,7 @@ def write_full_tensors(
         with _MappedFile(part) as memory:
             for name, local in local_tensors.items():
                 entry = layout[name]
-                mine = [piece.chunk for piece in entry.pieces if piece.rank == ranks.rank]
+                mine = [item.chunk for item in entry.write_items if item.rank == ranks.rank]
                 for key in (name, *(alias for alias, of in aliases.items() if of == name)):
                     whole = memory.tensor(entry, decision["begins"][key])
                     for chunk in mine:

@@ -59,7 +59,7 @@ def export_optimizer(optimizer: Optimizer, path: str | Path) -> None:
             path, ", ".join(left_out),
         )  # fmt: skip
 
-    def say() -> dict[str, Any]:
+    def collect() -> dict[str, Any]:
         state, groups = optimizer_state(optimizer, view)
         parts.update({name.removeprefix(OPTIMIZER): local for name, local in view.optimizer_tensors(state)})
         return {
@@ -85,7 +85,7 @@ def export_optimizer(optimizer: Optimizer, path: str | Path) -> None:
             )
         return _entries(answers, "parts"), _note(optimizer, answers)
 
-    write_full_tensors(ranks, parts, Path(path), say=say, plan=plan)
+    write_full_tensors(ranks, parts, Path(path), collect=collect, plan=plan)
 
 
 def load_optimizer_file(path: Path, optimizer: Optimizer) -> None:

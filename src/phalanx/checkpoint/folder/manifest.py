@@ -33,7 +33,7 @@ VERSION = 1
 BLOCK_BYTES_LIMIT = 1 << 30
 """Largest block of a file with a checksum of its own that is read."""
 
-_PLAIN = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
+_FILE_NAME = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
 _PARSE_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 """Errors of parsing JSON of another structure."""
 
@@ -70,11 +70,11 @@ class SavedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[SavedChunk, ...]
+    saved_chunks: tuple[SavedChunk, ...]
 
-    def slot(self, piece: SavedChunk) -> Slot:
+    def slot(self, saved_chunk: SavedChunk) -> Slot:
         """Return where in its file a chunk is."""
-        return Slot(self.dtype, piece.chunk.size, piece.begin)
+        return Slot(self.dtype, saved_chunk.chunk.size, saved_chunk.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _file(entry: dict[str, Any]) -> FileRecord:
 
 def _require_plain(name: str) -> None:
     """Raise unless a name is that of a file beside the one that names it: none may lead out of the folder."""
-    if not _PLAIN.fullmatch(name):
+    if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no file of a checkpoint")
 
 

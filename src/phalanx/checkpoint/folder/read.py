@@ -33,12 +33,12 @@ class CheckpointReader:
             chunk: Which chunk.
         """
         saved, missing = self.manifest.tensors[name], chunk.count
-        for piece in saved.pieces:
-            shared = piece.chunk.overlap(chunk)
+        for saved_chunk in saved.saved_chunks:
+            shared = saved_chunk.chunk.overlap(chunk)
             if shared is None:
                 continue
-            source = self._file(piece.rank).tensor(saved.slot(piece))
-            into[shared.within(chunk)].copy_(source[shared.within(piece.chunk)])
+            source = self._file(saved_chunk.rank).tensor(saved.slot(saved_chunk))
+            into[shared.within(chunk)].copy_(source[shared.within(saved_chunk.chunk)])
             missing -= shared.count
         if missing > 0:
             raise InternalError(f"{missing} elements of {name!r} are in no chunk of {self.manifest.folder}")

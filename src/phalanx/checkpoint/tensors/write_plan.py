@@ -65,7 +65,7 @@ class TensorLayout:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[WriteItem, ...]
+    write_items: tuple[WriteItem, ...]
     starts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """For a tensor of concatenated slices: first index of every slice, by dim."""
 
@@ -78,17 +78,17 @@ class TensorLayout:
 
     def to_json(self) -> list[Any]:
         """Return the fields as a JSON list."""
-        pieces = [[p.rank, p.chunk.offset, p.chunk.size] for p in self.pieces]
-        return [self.dtype, self.shape, pieces, {str(dim): starts for dim, starts in self.starts.items()}]
+        write_items = [[p.rank, p.chunk.offset, p.chunk.size] for p in self.write_items]
+        return [self.dtype, self.shape, write_items, {str(dim): starts for dim, starts in self.starts.items()}]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> TensorLayout:
         """Return the layout that `to_json` wrote."""
-        dtype, shape, pieces, starts = value
+        dtype, shape, write_items, starts = value
         return cls(
             dtype,
             tuple(shape),
-            tuple(WriteItem(TensorChunk(tuple(offset), tuple(size)), rank) for rank, offset, size in pieces),
+            tuple(WriteItem(TensorChunk(tuple(offset), tuple(size)), rank) for rank, offset, size in write_items),
             {int(dim): tuple(firsts) for dim, firsts in starts.items()},
         )
 
@@ -121,11 +121,11 @@ def _entry(name: str, parts: Mapping[int, ChunkDescription]) -> TensorLayout:
             f"the ranks hold {sum(chunk.count for chunk in holders)} of the {math.prod(shape)} elements of {name!r}, "
             f"shape {list(shape)}. Every chunk must be held by some rank that calls save."
         )
-    pieces = [p for chunk, ranks in holders.items() for p in _pieces(name, chunk, ranks, parts[ranks[0]])]
-    return TensorLayout(unwritten.dtype, shape, tuple(pieces), starts)
+    write_items = [p for chunk, ranks in holders.items() for p in _write_items(name, chunk, ranks, parts[ranks[0]])]
+    return TensorLayout(unwritten.dtype, shape, tuple(write_items), starts)
 
 
-def _pieces(name: str, chunk: TensorChunk, ranks: Sequence[int], part: ChunkDescription) -> list[WriteItem]:
+def _write_items(name: str, chunk: TensorChunk, ranks: Sequence[int], part: ChunkDescription) -> list[WriteItem]:
     if not chunk.count:
         return []
     if not part.split:

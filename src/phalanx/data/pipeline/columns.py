@@ -29,8 +29,8 @@ class Columnar(Protocol):
 
     column_names: tuple[str, ...]
 
-    def read_columns(self, rows: NDArray[np.int64]) -> Columns:
-        """Return the columns of `rows`, shape (n,), each as stored in the file; no random numbers are drawn."""
+    def read_columns(self, indices: NDArray[np.int64]) -> Columns:
+        """Return the columns of samples, `indices` (n,), each as stored in the file; no random numbers are drawn."""
 
 
 def names_of(dataset: Any, columns: str | Sequence[str] | None, *, is_stream: bool) -> tuple[str, ...]:
@@ -72,50 +72,50 @@ def _names_of_sample(dataset: Any) -> tuple[str, ...]:
     return tuple(map(str, sample)) if isinstance(sample, dict) else _numbered(len(_parts(sample)))
 
 
-def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64], seed: int) -> Columns:
-    """Return the columns of `rows` of a dataset with random access.
+def read_columns(dataset: Any, names: tuple[str, ...], indices: NDArray[np.int64], seed: int) -> Columns:
+    """Return the columns of the samples at `indices` of a dataset with random access.
 
     Args:
         dataset: What to read.
         names: Names of its columns.
-        rows: Indices of the samples, shape (n,).
+        indices: Indices of the samples, shape (n,).
         seed: Seed of the random numbers that the dataset draws.
 
     Raises:
         DataError: If a sample lacks a column; names both.
     """
     if isinstance(dataset, Columnar):
-        columns = dataset.read_columns(rows)
+        columns = dataset.read_columns(indices)
         return dict(zip(names, (columns[name] for name in dataset.column_names), strict=True))
     if type(dataset) is TensorDataset:
-        return dict(zip(names, (rows_of_tensor(tensor, rows) for tensor in dataset.tensors), strict=True))
+        return dict(zip(names, (rows_of_tensor(tensor, indices) for tensor in dataset.tensors), strict=True))
     fetch_many = getattr(dataset, "__getitems__", None)
-    numbers = rows.tolist()
+    numbers = indices.tolist()
     with seeded(seed):
         samples = fetch_many(numbers) if fetch_many is not None else samples_of(dataset, numbers)
     source = type(dataset).__name__
     return transpose([values_of(s, names, n, source) for s, n in zip(samples, numbers, strict=True)], names)
 
 
-def samples_of(dataset: Any, rows: Iterable[int]) -> list[Any]:
+def samples_of(dataset: Any, indices: Iterable[int]) -> list[Any]:
     """Return samples of a dataset, one by one; errors get a note that names the sample."""
     samples = []
-    for row in rows:
+    for index in indices:
         try:
-            samples.append(dataset[row])
+            samples.append(dataset[index])
         except Exception as error:
-            error.add_note(f"while reading sample {row} of {type(dataset).__name__}")
+            error.add_note(f"while reading sample {index} of {type(dataset).__name__}")
             raise
     return samples
 
 
-def values_of(sample: Any, names: tuple[str, ...], row: int, source: str) -> list[Any]:
+def values_of(sample: Any, names: tuple[str, ...], index: int, source: str) -> list[Any]:
     """Return a sample's values by column.
 
     Args:
         sample: A dictionary, which may hold more; a tuple or list; or the one value there is.
         names: The columns.
-        row: Its index, for the message.
+        index: Its index, for the message.
         source: Where it is from, for the message.
 
     Raises:
@@ -133,15 +133,15 @@ def values_of(sample: Any, names: tuple[str, ...], row: int, source: str) -> lis
     if missing or len(values) != len(names):
         lacks = f"has no {missing[0]!r}" if missing else "has more"
         raise DataError(
-            f"Sample {row} of {source} {lacks}: asked for {', '.join(names)}, found {present}.{hint} "
+            f"Sample {index} of {source} {lacks}: asked for {', '.join(names)}, found {present}.{hint} "
             "Let every sample hold all columns, or name the columns it has."
         )
     return values
 
 
-def transpose(rows: list[list[Any]], names: tuple[str, ...]) -> Columns:
+def transpose(samples: list[list[Any]], names: tuple[str, ...]) -> Columns:
     """Return samples, each a list of values, as columns."""
-    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    return {name: [sample[i] for sample in samples] for i, name in enumerate(names)}
 
 
 def collate_named(name: str, column: Column) -> Any:

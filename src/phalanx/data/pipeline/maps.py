@@ -51,15 +51,15 @@ class Map:
             seeds: Seed of each sample, shape (n,).
         """
         draws = Draws(mix64(seeds + np.uint64(GOLDEN * (self.number + 1) & WORD)))
-        work = self._on_batch if self.per_batch else self._on_rows
+        work = self._on_batch if self.per_batch else self._on_samples
         values = dict(zip(self.outputs, work(columns, draws), strict=True))
         return {name: values[name] if name in values else columns[name] for name in self.names(tuple(columns))}
 
-    def _on_rows(self, columns: Columns, draws: Draws) -> list[Any]:
+    def _on_samples(self, columns: Columns, draws: Draws) -> list[Any]:
         if self._is_of_one:
-            return [self._by_row.batched(columns[self.inputs[0]], draws)]
-        rows: list[Any] = list(zip(*(columns[name] for name in self.inputs), strict=True))
-        results = self._by_row.batched(rows, draws)
+            return [self._by_sample.batched(columns[self.inputs[0]], draws)]
+        samples: list[Any] = list(zip(*(columns[name] for name in self.inputs), strict=True))
+        results = self._by_sample.batched(samples, draws)
         return [list(column) for column in zip(*(self._check_results(row) for row in results), strict=True)]
 
     @property
@@ -67,7 +67,7 @@ class Map:
         return len(self.inputs) == 1 == len(self.outputs)
 
     @cached_property
-    def _by_row(self) -> Chain:
+    def _by_sample(self) -> Chain:
         return Chain(self.operations if self._is_of_one else [_Spread(operation) for operation in self.operations])
 
     def _on_batch(self, columns: Columns, draws: Draws) -> list[Any]:

@@ -21,7 +21,7 @@ from phalanx.data.sampling.shuffle import mixed_seed
 from phalanx.data.sampling.windows import shuffle_windows
 from phalanx.errors import ConfigError
 
-Rows = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class PipelineOrder:
                     seeds,
                 )
 
-    def at(self, span: int, start: int, count: int) -> tuple[Rows, NDArray[np.uint64]]:
+    def at(self, span: int, start: int, count: int) -> tuple[Indices, NDArray[np.uint64]]:
         """Return the samples at positions of a span, and the seed of each, shapes (count,).
 
         Args:
@@ -133,33 +133,35 @@ class PipelineOrder:
             start: First position of the span.
             count: How many positions.
         """
-        positions = self._rows_of_units(np.arange(start, start + count), span)
+        positions = self._indices_of_units(np.arange(start, start + count), span)
         if self.ordering.joined == 1:
-            return self._rows_of_pass(positions, span)
-        rows, seeds = np.empty_like(positions), np.empty(count, np.uint64)
+            return self._indices_of_pass(positions, span)
+        indices, seeds = np.empty_like(positions), np.empty(count, np.uint64)
         passes = positions // self.rows
         for number in np.unique(passes):
             is_in_pass = passes == number
             offsets = positions[is_in_pass] - number * self.rows
-            rows[is_in_pass], seeds[is_in_pass] = self._rows_of_pass(offsets, span * self.ordering.joined + int(number))
-        return rows, seeds
+            indices[is_in_pass], seeds[is_in_pass] = self._indices_of_pass(
+                offsets, span * self.ordering.joined + int(number)
+            )
+        return indices, seeds
 
-    def _rows_of_units(self, positions: Rows, span: int) -> Rows:
+    def _indices_of_units(self, positions: Indices, span: int) -> Indices:
         unit = self.ordering.unit
         units = self.span // unit
         if not self.ordering.unit_windows or units < 2:
             return positions
         which, within = positions // unit, positions % unit
-        whole = which < units
-        numbers = which[whole]
+        is_full = which < units
+        numbers = which[is_full]
         # Samples of one unit are adjacent: each number is looked up once.
         numbers, back = np.unique(numbers, return_inverse=True)
         for window in reversed(self.ordering.unit_windows):
             numbers = shuffle_windows(units, window.buffer, window.start(self.seed(), span), numbers)
-        which[whole] = numbers[back]
+        which[is_full] = numbers[back]
         return which * unit + within
 
-    def _rows_of_pass(self, positions: Rows, number: int) -> tuple[Rows, NDArray[np.uint64]]:
+    def _indices_of_pass(self, positions: Indices, number: int) -> tuple[Indices, NDArray[np.uint64]]:
         for window in reversed(self.ordering.row_windows):
             positions = shuffle_windows(self.rows, window.buffer, window.start(self.seed(), number), positions)
         return positions, Draws.of_rows(self.seed(), number, positions).seeds

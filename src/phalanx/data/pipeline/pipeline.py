@@ -134,7 +134,7 @@ class PipelineMethods:
                 "Give batch a batch_size= (samples per rank) or a global_batch= (over all), and not both."
             )
         size = {"batch_size": batch_size} if global_batch is None else {"global_batch": global_batch}
-        sizes = {name: read_count(name, rows) for name, rows in size.items()}
+        sizes = {name: read_count(name, count) for name, count in size.items()}
         ordering = replace(pipeline.recipe.ordering, unit=next(iter(sizes.values())))
         return pipeline.then(**sizes, drop_remainder=bool(drop_remainder), ordering=ordering)
 
@@ -264,9 +264,9 @@ class Pipeline(PipelineMethods):
 
     def fetch(self, work: BatchRequest) -> Any:
         """Return the batch of a `BatchRequest`, for data with a length."""
-        rows = np.asarray(work.indices, np.int64)
+        indices = np.asarray(work.indices, np.int64)
         assert work.sample_seeds is not None
-        return self.finish(read_columns(self.dataset, self.names, rows, work.seed), work.sample_seeds)
+        return self.finish(read_columns(self.dataset, self.names, indices, work.seed), work.sample_seeds)
 
     def finish(self, columns: Columns, seeds: NDArray[np.uint64]) -> Any:
         """Return a batch of this pipeline from raw samples.
@@ -284,6 +284,6 @@ class Pipeline(PipelineMethods):
 
     def __repr__(self) -> str:
         recipe, sizes = self.recipe, {"a rank": self.recipe.batch_size, "over all ranks": self.recipe.global_batch}
-        batches = [f"batches of {rows} samples {of_whom}" for of_whom, rows in sizes.items() if rows]
+        batches = [f"batches of {count} samples {of_whom}" for of_whom, count in sizes.items() if count]
         parts = [", ".join(recipe.columns), str(recipe.ordering), *batches]
         return f"Pipeline({type(self.dataset).__name__}: {'; '.join(parts)})"

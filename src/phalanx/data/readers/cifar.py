@@ -75,10 +75,10 @@ class Cifar10Dataset(ImageDataset):
             shard_id,
         )
 
-    def read_images(self, rows: NDArray[np.int64], *, ready: bool) -> Tensor:
+    def read_images(self, indices: NDArray[np.int64], *, ready: bool) -> Tensor:
         """See `ImageDataset`."""
-        pixels = np.empty((len(rows), RECORD_BYTES - 1), np.uint8)
-        files, records = self._file_of[rows], self._record_of[rows]
+        pixels = np.empty((len(indices), RECORD_BYTES - 1), np.uint8)
+        files, records = self._file_of[indices], self._record_of[indices]
         for number, file in enumerate(self._files):
             is_in_file = files == number
             pixels[is_in_file] = file.table[records[is_in_file], 1:]

@@ -51,9 +51,9 @@ class DigitsDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
         self.images = images[selected].expand(-1, channels, -1, -1)
         self.labels = labels[selected]
 
-    def read_columns(self, rows: NDArray[np.int64]) -> Columns:
-        """Return the columns of `rows`; see `phalanx.data.pipeline.columns.Columnar`."""
-        index = torch.from_numpy(rows)
+    def read_columns(self, indices: NDArray[np.int64]) -> Columns:
+        """Return the columns of samples; see `phalanx.data.pipeline.columns.Columnar`."""
+        index = torch.from_numpy(indices)
         return {"image": self.images[index], "label": self.labels[index]}
 
     def __len__(self) -> int:

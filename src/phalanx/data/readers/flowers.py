@@ -80,10 +80,10 @@ class FlowersDataset(ImageDataset):
         names = [*names, *map(str, range(len(names), class_dim))][:class_dim]
         self._describe(torch.tensor([labels[i] for i in good]), names, _usual(train, image_size), num_shards, shard_id)
 
-    def read_images(self, rows: NDArray[np.int64], *, ready: bool) -> list[Tensor]:
+    def read_images(self, indices: NDArray[np.int64], *, ready: bool) -> list[Tensor]:
         """See `ImageDataset`."""
         side = self.image_size * 8 // 7 if ready else None
-        return decode_all([self.paths[row] for row in rows.tolist()], side, self.threads)
+        return decode_all([self.paths[index] for index in indices.tolist()], side, self.threads)
 
 
 def _usual(train: bool, image_size: int) -> list[Transform]:

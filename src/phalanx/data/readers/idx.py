@@ -177,9 +177,9 @@ class IdxDataset(ImageDataset):
         except DataError as error:
             raise DataError(f"{labels}: {error}") from None
 
-    def read_images(self, rows: NDArray[np.int64], *, ready: bool) -> Tensor:
+    def read_images(self, indices: NDArray[np.int64], *, ready: bool) -> Tensor:
         """See `ImageDataset`."""
-        return torch.from_numpy(self._pixels.table[rows]).view(-1, *self._side, 1)
+        return torch.from_numpy(self._pixels.table[indices]).view(-1, *self._side, 1)
 
 
 class MnistDataset(IdxDataset):

@@ -64,17 +64,17 @@ class ImageDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
         return len(self.class_names)
 
     @abstractmethod
-    def read_images(self, rows: NDArray[np.int64], *, ready: bool) -> Column:
+    def read_images(self, indices: NDArray[np.int64], *, ready: bool) -> Column:
         """Return images as bytes of (height, width, channels): a tensor where they have one shape, else a list.
 
         Args:
-            rows: Which, shape (n,).
+            indices: Of which images, shape (n,).
             ready: Whether they go through the usual transforms next, and may be decoded at the size these need.
         """
 
-    def read_columns(self, rows: NDArray[np.int64]) -> Columns:
-        """Return the columns of `rows`; see `phalanx.data.pipeline.columns.Columnar`."""
-        return {"image": self.read_images(rows, ready=False), "label": self.labels[torch.from_numpy(rows)]}
+    def read_columns(self, indices: NDArray[np.int64]) -> Columns:
+        """Return the columns of samples; see `phalanx.data.pipeline.columns.Columnar`."""
+        return {"image": self.read_images(indices, ready=False), "label": self.labels[torch.from_numpy(indices)]}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,6 +84,6 @@ class ImageDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """Return several samples at once, which is faster than one by one."""
-        rows = np.asarray(indices, np.int64)
-        images = self.usual.batched(self.read_images(rows, ready=True), Draws.from_torch(len(rows)))
-        return list(zip(images, self.labels[torch.from_numpy(rows)].tolist(), strict=True))
+        array = np.asarray(indices, np.int64)
+        images = self.usual.batched(self.read_images(array, ready=True), Draws.from_torch(len(array)))
+        return list(zip(images, self.labels[torch.from_numpy(array)].tolist(), strict=True))

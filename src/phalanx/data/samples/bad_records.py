@@ -93,5 +93,7 @@ def _report_bad_records(
 
 def _check_alike(name: str, everyone: list[list[int]]) -> None:
     if len({tuple(report) for report in everyone}) > 1:
-        reports = ", ".join(f"rank {rank} has {rows} and left out {out}" for rank, (rows, out) in enumerate(everyone))
+        reports = ", ".join(
+            f"rank {rank} has {samples} and left out {out}" for rank, (samples, out) in enumerate(everyone)
+        )
         raise DataError(f"The ranks read different records of {name}: {reports}. Give all of them the same files.")

@@ -48,8 +48,8 @@ def label_problem(output: Sequence[int], labels: Tensor, *, ignored: int) -> str
     """
     if len(output) < 2 or labels.is_floating_point():
         return None
-    rows, classes, *places = output
-    needed = (rows, *places)
+    samples, classes, *places = output
+    needed = (samples, *places)
     if tuple(labels.shape) != needed:
         remedy = "Let the data give one class for each sample"
         if labels.dim() == len(needed) + 1 and labels.numel() == math.prod(needed):

@@ -209,12 +209,12 @@ def _shareable(sampler: Any) -> Any:
 
 def _require_length(dataset: Any) -> None:
     try:
-        rows = len(dataset)
+        samples = len(dataset)
     except (TypeError, NotImplementedError):
         raise ConfigError(
             f"{type(dataset).__name__} has no length. Give it a __len__, or make it an IterableDataset."
         ) from None
-    if rows == 0:
+    if samples == 0:
         raise ConfigError(f"{type(dataset).__name__} is empty: it has 0 samples. Check the path it reads from.")
 
 
@@ -238,15 +238,15 @@ def batch_sizes(source: DataSource, batch_size: int | None, global_batch: int | 
     if batch_size is None and global_batch is None:
         batch_size, global_batch = source.batch_size, source.global_batch
     if global_batch is not None:
-        rows = read_count("global_batch", global_batch)
-        _check_rows_suffice(source, rows)
-        return 0, rows
+        samples = read_count("global_batch", global_batch)
+        _check_samples_suffice(source, samples)
+        return 0, samples
     if batch_size is None:
         raise ConfigError("No batch size was given. Give batch_size= (samples per rank) or global_batch= (over all).")
     return read_count("batch_size", batch_size), 0
 
 
-def _check_rows_suffice(source: DataSource, global_batch: int) -> None:
+def _check_samples_suffice(source: DataSource, global_batch: int) -> None:
     if source.is_stream:
         return
     drawn = source.dataset if source.sampler is None else source.sampler

@@ -33,8 +33,8 @@ class FileSource(Protocol):
         """Return the next file of an epoch, counted from 0; None when this worker has no more to read of it."""
         ...
 
-    def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
-        """Record that the first `rows` samples of a leased file were passed to training, and whether these were all."""
+    def advance(self, epoch: int, file: str, samples: int, *, is_finished: bool) -> None:
+        """Record that so many samples of a leased file were passed to training, and whether these were all."""
         ...
 
     def settle(self) -> None:
@@ -79,10 +79,10 @@ class SplitFiles:
         if self._leased[0] != epoch:
             self._start(epoch)
         for file in self.mine():
-            epochs, rows = self._progress[file]
+            epochs, samples = self._progress[file]
             if epochs == epoch and file not in self._leased[1]:
                 self._leased[1].add(file)
-                return FileLease(file, rows)
+                return FileLease(file, samples)
         return None
 
     def _start(self, epoch: int) -> None:
@@ -96,9 +96,9 @@ class SplitFiles:
                 "worker %d of %d has no file to read. Cut the data into at least as many files", index, count
             )
 
-    def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
+    def advance(self, epoch: int, file: str, samples: int, *, is_finished: bool) -> None:
         """Note how far a file was read; see `FileSource`."""
-        self._progress[file] = (epoch + 1, 0) if is_finished else (epoch, rows)
+        self._progress[file] = (epoch + 1, 0) if is_finished else (epoch, samples)
 
     def settle(self) -> None:
         """Do nothing: a state counts the current batch as done."""
@@ -164,22 +164,22 @@ class LeasedFiles:
 
     def lease(self, epoch: int) -> FileLease | None:
         """Return a file that nobody reads; None when all are done or being read."""
-        file, rows, _ = self._store.lease(epoch, self.files)
+        file, samples, _ = self._store.lease(epoch, self.files)
         if file is None:
             return None
-        self._reported[file] = rows
-        return FileLease(file, rows)
+        self._reported[file] = samples
+        return FileLease(file, samples)
 
-    def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
+    def advance(self, epoch: int, file: str, samples: int, *, is_finished: bool) -> None:
         """Record what is passed to training; see `FileSource`."""
-        self._handed_out[file] = (epoch, rows, is_finished)
+        self._handed_out[file] = (epoch, samples, is_finished)
 
     def settle(self) -> None:
         """Report what was trained on, where there is enough of it."""
-        for file, (epoch, rows, is_finished) in list(self._handed_out.items()):
-            if is_finished or rows - self._reported[file] >= REPORT_ROWS:
-                self._store.report_progress(epoch, file, rows, end=is_finished)
-                self._reported[file] = rows
+        for file, (epoch, samples, is_finished) in list(self._handed_out.items()):
+            if is_finished or samples - self._reported[file] >= REPORT_ROWS:
+                self._store.report_progress(epoch, file, samples, end=is_finished)
+                self._reported[file] = samples
                 del self._handed_out[file]
 
     def next_epoch(self) -> int:

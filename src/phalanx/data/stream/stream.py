@@ -1,6 +1,6 @@
 """`StreamBatches`: a rank's batches of an iterable dataset, of equal count on all ranks.
 
-A `shared` stream gives every rank the same rows: each reads all of it and keeps its part of every global
+A `shared` stream gives every rank the same samples: each reads all of it and keeps its part of every global
 batch, so the batches are those of one process. A stream of its `own` on each rank (one that splits itself,
 for example by files) is batched as it comes. Either way the ranks exchange the number of samples at every step, so
 that they end together and each batch is weighted by its size.
@@ -28,8 +28,8 @@ from phalanx.errors import DataError
 
 logger = logging.getLogger("phalanx.data")
 
-COMPARED_ROWS = 16
-"""Rows at the beginning of a shared stream that the ranks compare."""
+COMPARED_SAMPLES = 16
+"""Samples at the beginning of a shared stream that the ranks compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StreamBatch:
     """Samples of the global batch as this rank read it; its own samples if the stream is its own."""
 
     position: int = 0
-    """Rows of a shared stream that were read when this portion was done, including dropped ones."""
+    """Samples of a shared stream that were read when this portion was done, including dropped ones."""
 
     begins_with: int = 0
     """For the first batch of a shared stream, a checksum of the first samples of all ranks; else 0."""
@@ -64,8 +64,8 @@ class StreamBatches(IterableDataset[StreamBatch]):
     ) -> None:
         self.dataset, self.collate_fn, self.shard = dataset, collate_fn, shard
         self.is_shared, self.drop_last, self.first = is_shared, drop_last, first
-        own_rows = even_split(global_batch, shard.count, shard.index)[1]
-        self.chunk = global_batch if is_shared else max(own_rows, 1)
+        own_samples = even_split(global_batch, shard.count, shard.index)[1]
+        self.chunk = global_batch if is_shared else max(own_samples, 1)
 
     def __iter__(self) -> Iterator[StreamBatch]:
         if decides_batches(self.dataset):
@@ -76,18 +76,18 @@ class StreamBatches(IterableDataset[StreamBatch]):
         for span in spans_of(self.dataset):
             items = iter(span)
             position += sum(1 for _ in itertools.islice(items, max(self.first - position, 0)))
-            while rows := list(itertools.islice(items, self.chunk)):
-                position += len(rows)
-                if len(rows) == self.chunk or not self.drop_last:
-                    yield self._portion(rows, position, is_first=position == self.first + len(rows))
+            while samples := list(itertools.islice(items, self.chunk)):
+                position += len(samples)
+                if len(samples) == self.chunk or not self.drop_last:
+                    yield self._portion(samples, position, is_first=position == self.first + len(samples))
 
-    def _portion(self, rows: list[Any], position: int, *, is_first: bool) -> StreamBatch:
+    def _portion(self, samples: list[Any], position: int, *, is_first: bool) -> StreamBatch:
         if not self.is_shared:
-            return StreamBatch(self.collate_fn(rows), len(rows), len(rows))
-        offset, count = even_split(len(rows), self.shard.count, self.shard.index)
-        own = rows[offset : offset + count] or rows[:1]
-        begins_with = digest(rows[:COMPARED_ROWS], of_others=_kind) if is_first else 0
-        return StreamBatch(self.collate_fn(own), count, len(rows), position, begins_with)
+            return StreamBatch(self.collate_fn(samples), len(samples), len(samples))
+        offset, count = even_split(len(samples), self.shard.count, self.shard.index)
+        own = samples[offset : offset + count] or samples[:1]
+        begins_with = digest(samples[:COMPARED_SAMPLES], of_others=_kind) if is_first else 0
+        return StreamBatch(self.collate_fn(own), count, len(samples), position, begins_with)
 
 
 def spans_of(dataset: Any) -> Iterable[Iterable[Any]]:

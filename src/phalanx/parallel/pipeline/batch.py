@@ -35,7 +35,7 @@ class Batch:
         self.losses: list[Tensor] = []
         self._outputs: list[tuple[Tensor, ...]] = []
 
-    def looks(self) -> str:
+    def shapes(self) -> str:
         """Return what stages must know of a micro-batch to run it, as text: shapes, dtypes and values between them."""
         leaves, structure = tree_flatten(self.inputs[0])
         leaf_shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves]
@@ -48,13 +48,13 @@ class Batch:
         self._outputs.append(tuple(tensor.detach() for tensor in tensors))
         return loss * self._weight
 
-    def whole_output(self, form: Any) -> Any:
+    def full_output(self, form: Any) -> Any:
         """Return the output of the whole batch; what has no rows is averaged."""
         parts = zip(*self._outputs, strict=True)
         return unpack(form, [torch.cat(part) if part[0].dim() else torch.stack(part).mean() for part in parts])
 
 
-def rows_of(inputs: Any, target: Any) -> int:
+def batch_size(inputs: Any, target: Any) -> int:
     """Return the rows of a batch.
 
     Raises:

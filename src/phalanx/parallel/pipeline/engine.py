@@ -32,10 +32,16 @@ from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import note_stages
 from phalanx.parallel.pipeline import stage_io
-from phalanx.parallel.pipeline.batch import Batch, rows_of, split
+from phalanx.parallel.pipeline.batch import Batch, batch_size, split
 from phalanx.parallel.pipeline.partition import Recorded, owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
-from phalanx.parallel.pipeline.schedule import Route, StageModule, flow, microbatches_of, schedule_for
+from phalanx.parallel.pipeline.schedule import (
+    StageModule,
+    StageRoute,
+    infer_stage_shapes,
+    microbatches_of,
+    schedule_for,
+)
 from phalanx.parallel.pipeline.stage_io import pack, unpack
 from phalanx.parallel.pipeline.stage_state import check_not_shared, free_parameters
 from phalanx.parallel.precision.autocast import apply_precision
@@ -72,7 +78,7 @@ def build_pipeline(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -
         PlanError: If the forward pass cannot be cut there, or stages share a parameter.
     """
     along = (STAGE_AXIS,)
-    route = Route(plan.schedule, mesh.size(along), mesh.index(along), mesh.group(along), context.device)
+    route = StageRoute(plan.schedule, mesh.size(along), mesh.index(along), mesh.group(along), context.device)
     alike = [axis.name for axis in mesh.position.axes if axis.name not in mesh.batch_axes and axis.size > 1]
     checks = [SameSamplesCheck(axis, mesh.group((axis,)), holds_layers=axis != STAGE_AXIS) for axis in alike]
     stages = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
@@ -98,7 +104,7 @@ class PipelineEngine:
         self,
         plan: Plan,
         model: nn.Module,
-        route: Route,
+        route: StageRoute,
         stages: Mapping[str, int],
         recorded: Recorded,
         checks: Sequence[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]],
@@ -170,7 +176,7 @@ class PipelineEngine:
             ConfigError: If rows do not fit, or an error ended a step before this one halfway.
         """
         self._require_whole()
-        rows = rows_of(inputs, target)
+        rows = batch_size(inputs, target)
         for check in self.checks:
             check(self.model, tuple(tree_leaves((inputs, target))), {})
         count, planned_count = microbatches_of(self.route, *self._of_copies(rows))
@@ -195,7 +201,7 @@ class PipelineEngine:
             if last is not None:
                 values = {"loss": torch.stack(batch.losses).mean()}
                 with torch.no_grad():
-                    output = batch.whole_output(last.gives) if fetch else None
+                    output = batch.full_output(last.output_form) if fetch else None
                     values |= {name: torch.as_tensor(of(output, target)).detach() for name, of in fetch.items()}
             values = self._told_by_last(values)
         self._batch = _NO_BATCH
@@ -207,8 +213,8 @@ class PipelineEngine:
         self._batch = Batch([inputs], [], _no_loss, 1.0)
         stages, last = self._make_stages(), self.route.count - 1
         with torch.no_grad(), self._together("a pipeline's forward pass"):
-            ends = flow(stages, self.route)
-            output = unpack(stages[-1].gives, ends[last][1]) if last in ends else None
+            ends = infer_stage_shapes(stages, self.route)
+            output = unpack(stages[-1].output_form, ends[last][1]) if last in ends else None
             result = self._told_by_last(output)
         if self.sharded is not None:
             self.sharded.reshard()
@@ -262,19 +268,19 @@ class PipelineEngine:
     def _schedule(self) -> tuple[Any, StageModule | None]:
         """Return torch's schedule for micro-batches like these, and the last stage if it is here."""
         trainable = [param.requires_grad for param in self.model.parameters()]
-        looks = self._batch.looks()
-        key = looks, *self._of_copies(zlib.crc32(looks.encode())), self.model.training, bytes(trainable)
+        shapes = self._batch.shapes()
+        key = shapes, *self._of_copies(zlib.crc32(shapes.encode())), self.model.training, bytes(trainable)
         if key not in self._schedules:
             stages, count = self._make_stages(), len(self._batch.inputs)
             with self._together("a pipeline's first step"), _without_traces(stages, self.route.device):
-                ends = flow(stages, self.route)
+                ends = infer_stage_shapes(stages, self.route)
             last = stages[-1] if stages[-1].index == self.route.count - 1 else None
 
             def loss(output: Any, number: Tensor) -> Tensor:
                 assert last is not None
                 tensors = output if isinstance(output, tuple) else (output,)
                 with self._streams.of_next(self.route.count):
-                    return self._batch.loss(last.gives, tensors, int(number))
+                    return self._batch.loss(last.output_form, tensors, int(number))
 
             self._schedules[key] = schedule_for(stages, ends, self.route, count, loss), last
         self._schedules.move_to_end(key)

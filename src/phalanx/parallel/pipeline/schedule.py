@@ -31,7 +31,7 @@ logger = logging.getLogger("phalanx.parallel")
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class StageRoute:
     """Which rank of the stage axis holds which stage."""
 
     schedule: Schedule
@@ -69,10 +69,10 @@ class StageModule(nn.Module):
         super().__init__()
         self.body = body
         self.index = index
-        self.takes: Form = None
+        self.input_form: Form = None
         """Form of the values that its tensors make up."""
 
-        self.gives: Form = None
+        self.output_form: Form = None
         self._feed = feed
         self._streams = streams
 
@@ -81,10 +81,10 @@ class StageModule(nn.Module):
         if self.index == 0:
             values = self._feed(int(tensors[0]))
         else:
-            values = unpack(self.takes, [apply_function(Border, tensor) for tensor in tensors])
+            values = unpack(self.input_form, [apply_function(Border, tensor) for tensor in tensors])
         outputs: list[Tensor] = []
         with self._streams.of_next(self.index):
-            self.gives = pack(self.body(*values), outputs)
+            self.output_form = pack(self.body(*values), outputs)
         return tuple(apply_function(Border, tensor) for tensor in outputs)
 
 
@@ -92,7 +92,7 @@ Ends = dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]]
 """By stage: the tensors it took and those it gave."""
 
 
-def flow(stages: Sequence[StageModule], route: Route) -> Ends:
+def infer_stage_shapes(stages: Sequence[StageModule], route: StageRoute) -> Ends:
     """Run the first micro-batch forward through all stages, one after another. Collective along the stage axis.
 
     Returns:
@@ -103,19 +103,19 @@ def flow(stages: Sequence[StageModule], route: Route) -> Ends:
         taken: Sequence[Tensor] = [torch.zeros(1, dtype=torch.int64)]
         if stage.index and stage.index - 1 in ends:  # the stage before is here too
             taken = [t.detach().requires_grad_(t.requires_grad) for t in ends[stage.index - 1][1]]
-            stage.takes = next(before.gives for before in stages if before.index == stage.index - 1)
+            stage.input_form = next(before.output_form for before in stages if before.index == stage.index - 1)
         elif stage.index:
-            stage.takes, taken = stage_io.recv(route.holder(stage.index - 1), route.device, route.group)
+            stage.input_form, taken = stage_io.recv(route.holder(stage.index - 1), route.device, route.group)
         outputs = stage(*taken)
         ends[stage.index] = taken, outputs
         following = stage.index + 1
         if following < route.count and route.holder(following) != route.index:
-            stage_io.send(stage.gives, outputs, route.holder(following), route.device, route.group)
+            stage_io.send(stage.output_form, outputs, route.holder(following), route.device, route.group)
     return ends
 
 
 def schedule_for(
-    stages: Sequence[StageModule], ends: Ends, route: Route, microbatches: int, loss: Callable[..., Tensor]
+    stages: Sequence[StageModule], ends: Ends, route: StageRoute, microbatches: int, loss: Callable[..., Tensor]
 ) -> Any:
     """Return torch's schedule over the stages of this rank.
 
@@ -127,7 +127,7 @@ def schedule_for(
         loss: From the last stage's tensors and the number of a micro-batch, shape (1,), to its term of the loss.
     """
     kind = route.schedule.kind
-    looks = {index: (_looks(taken), _looks(outputs)) for index, (taken, outputs) in ends.items()}
+    shapes = {index: (_to_meta(taken), _to_meta(outputs)) for index, (taken, outputs) in ends.items()}
     whole = [stage.index for stage in stages if kind == "zero_bubble" and not _splits(stage, *ends[stage.index])]
     own_stages: list[Any] = [
         PipelineStage(
@@ -135,8 +135,8 @@ def schedule_for(
             stage.index,
             route.count,
             route.device,
-            input_args=looks[stage.index][0],
-            output_args=looks[stage.index][1],
+            input_args=shapes[stage.index][0],
+            output_args=shapes[stage.index][1],
             group=route.group,
             dw_builder=_nothing_left if stage.index in whole else None,
         )
@@ -196,7 +196,7 @@ def _nothing_left() -> Callable[..., None]:
     return lambda: None
 
 
-def microbatches_of(route: Route, *rows: int) -> tuple[int, int]:
+def microbatches_of(route: StageRoute, *rows: int) -> tuple[int, int]:
     """Return into how many micro-batches of equal size a batch is cut, and how many were asked for.
 
     At most as many as the Plan says, or of at least so many rows; as many for each of several copies' rows.
@@ -214,6 +214,6 @@ def _schedulable(schedule: Schedule, microbatches: int, ranks: int) -> bool:
     return not is_in_rounds or microbatches % max(1, microbatches // ranks) == 0
 
 
-def _looks(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _to_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return tensors without memory that look like these."""
     return tuple(torch.empty_like(t, device="meta").requires_grad_(t.requires_grad) for t in tensors)
