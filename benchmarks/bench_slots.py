@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Row, arguments, measure_pairs, show
-from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.queue_dataset import QueueDataset
 from phalanx.data.ctr.slots import criteo_schema, parse_slots
 
 CASES = ("criteo", "stream")

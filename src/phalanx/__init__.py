@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.callbacks.checkpoint import ModelCheckpoint
     from phalanx.train.callbacks.early_stopping import EarlyStopping
     from phalanx.train.callbacks.ema import EMACallback
+    from phalanx.train.callbacks.loggers import CSVLogger, JSONLogger, TensorBoard
     from phalanx.train.callbacks.monitors import LossMonitor, TimeMonitor
     from phalanx.train.callbacks.progress import ProgressBar
-    from phalanx.train.callbacks.records import CSVLogger, JSONLogger, TensorBoard
     from phalanx.train.callbacks.schedule import LearningRateSchedule
     from phalanx.train.distribute import distribute
     from phalanx.train.events import report
@@ -74,7 +74,7 @@ _HOMES = {
     "R2": "phalanx.train.metrics.regression",
     "RMSE": "phalanx.train.metrics.regression",
     "Recall": "phalanx.train.metrics.classification",
-    "CSVLogger": "phalanx.train.callbacks.records",
+    "CSVLogger": "phalanx.train.callbacks.loggers",
     "Callback": "phalanx.train.callbacks.base",
     "Checkpointer": "phalanx.checkpoint.checkpointer",
     "Context": "phalanx.comm.context",
@@ -84,12 +84,12 @@ _HOMES = {
     "ModelParallelLinear": "phalanx.parallel.tensor.gathered_linear",
     "EMACallback": "phalanx.train.callbacks.ema",
     "EarlyStopping": "phalanx.train.callbacks.early_stopping",
-    "JSONLogger": "phalanx.train.callbacks.records",
+    "JSONLogger": "phalanx.train.callbacks.loggers",
     "LearningRateSchedule": "phalanx.train.callbacks.schedule",
     "LossMonitor": "phalanx.train.callbacks.monitors",
     "ModelCheckpoint": "phalanx.train.callbacks.checkpoint",
     "ProgressBar": "phalanx.train.callbacks.progress",
-    "TensorBoard": "phalanx.train.callbacks.records",
+    "TensorBoard": "phalanx.train.callbacks.loggers",
     "TimeMonitor": "phalanx.train.callbacks.monitors",
     "EMA": "phalanx.parallel.optim.ema",
     "ParallelMode": "phalanx.train.model.modes",

@@ -10,8 +10,8 @@ import pytest
 import phalanx as px
 from phalanx.data import ShardedLoader
 from phalanx.data.stream.file_sources import merge_states
-from phalanx.data.ctr.in_memory import InMemoryDataset
-from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.in_memory_dataset import InMemoryDataset
+from phalanx.data.ctr.queue_dataset import QueueDataset
 from phalanx.data.ctr.slots import SlotSchema
 from ranks import run_ranks
 

@@ -19,13 +19,13 @@ from torch import nn
 import phalanx as px
 from launching import Launch
 from phalanx.checkpoint import saving
-from phalanx.checkpoint.tensors import file
+from phalanx.checkpoint.tensors import safetensors_file
 from phalanx.errors import BackendError
 from ranks import Outcome, run_ranks
 
 pytestmark = pytest.mark.fault
 
-WRITERS = ("saving.py", "tensor_file.py", "manifest.py", "folder.py")
+WRITERS = ("saving.py", "safetensors_file.py", "manifest.py", "checkpoint_folder.py")
 """Files of our code that change the disk."""
 
 
@@ -66,7 +66,7 @@ def _newest(folder: Path) -> int:
 
 def _kill_saves(folder: Path) -> tuple[int, int]:
     px.init()
-    file.BLOCK_BYTES = 512  # so that files are cut in the middle too
+    safetensors_file.BLOCK_BYTES = 512  # so that files are cut in the middle too
     _save_until(1 << 30, folder, 0)
     _save_until(1 << 30, folder, 1)
     lines = _save_until(1 << 30, folder, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.queue_dataset import QueueDataset
 from phalanx.data.ctr.slot_files import list_files
 from phalanx.data.ctr.slots import SlotSchema
 from phalanx.data.stream.file_sources import LeasedFiles

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, ReduceLROnPlateau, S
 import phalanx as px
 from phalanx.errors import ConfigError
 from phalanx.train import events
-from phalanx.train.callbacks import progress, records
+from phalanx.train.callbacks import loggers, progress
 from phalanx.train.callbacks.early_stopping import Best
 from phalanx.train.callbacks.run import Run
 from small_runs import train
@@ -242,7 +242,7 @@ def test_curves_are_written_for_tensorboard(tmp_path: Path) -> None:
 
 
 def test_tensorboard_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
         ConfigError, match=r"not installed\. Run `pip install 'phalanx\[tensorboard\]'`, or use CSVLogger"
     ):

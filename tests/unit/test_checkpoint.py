@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.checkpoint.tensors.file import TensorFile, write_tensors
+from phalanx.checkpoint.tensors.safetensors_file import TensorFile, write_tensors
 from phalanx.errors import BackendError, ConfigError, DataError
 from phalanx.parallel.session import StepPhase
 from phalanx.parallel.stateful import keep_state

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.checkpoint.tensors.file import TensorFile
+from phalanx.checkpoint.tensors.safetensors_file import TensorFile
 from phalanx.errors import ConfigError, DataError
 
 

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import phalanx as px
 from phalanx.checkpoint import background
-from phalanx.checkpoint.stopping import GracefulStop
+from phalanx.checkpoint.graceful_stop import GracefulStop
 from phalanx.errors import BackendError, ConfigError
 
 

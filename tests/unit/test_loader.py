@@ -516,7 +516,7 @@ def test_a_stream_that_splits_itself_resumes_only_between_epochs() -> None:
 
 
 def test_disagreeing_streams_are_found_on_every_rank() -> None:
-    from phalanx.data.stream.stream import check_answers, check_beginnings
+    from phalanx.data.stream.stream_batches import check_answers, check_beginnings
 
     with pytest.raises(DataError, match=r"different streams: at batch 3 they found \[4, 2\] samples"):
         check_answers([[2, 4, 1, 0], [1, 2, 1, 0]], 3, is_shared=True)

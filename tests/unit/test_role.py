@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.env.values import expand_hosts
+from phalanx.cluster.env.environment import expand_hosts
 from phalanx.cluster.role.mpi_srun_role import PORT_BASE, PORT_SPAN, derived_port
 from phalanx.cluster.role.role import Role
 from phalanx.errors import RoleError

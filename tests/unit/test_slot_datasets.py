@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data import ShardedLoader
-from phalanx.data.ctr.in_memory import InMemoryDataset
-from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.in_memory_dataset import InMemoryDataset
+from phalanx.data.ctr.queue_dataset import QueueDataset
 from phalanx.data.ctr.slot_files import SlotReader, list_files
 from phalanx.data.ctr.slot_rows import SlotRows, join
 from phalanx.data.ctr.slots import SlotSchema, criteo_schema, parse_slots

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import background as background_saves
+from phalanx.checkpoint.graceful_stop import GracefulStop
 from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import check_count, save_training
 from phalanx.checkpoint.state.capture import TrainingState
-from phalanx.checkpoint.stopping import GracefulStop
 from phalanx.parallel.optim.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.export.optimizer_file import load_optimizer_file
 from phalanx.checkpoint.export.weights import load_weights
-from phalanx.checkpoint.find import find_newest_complete, no_checkpoint_error
+from phalanx.checkpoint.find_newest import find_newest_complete, no_checkpoint_error
 from phalanx.checkpoint.folder.manifest import CheckpointManifest
-from phalanx.checkpoint.folder.read import CheckpointReader
+from phalanx.checkpoint.folder.reader import CheckpointReader
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.checkpoint.state.restore import Restorer, agree_on_layout
 from phalanx.checkpoint.state.tables import has_tables, load_tables
-from phalanx.checkpoint.tensors.local import ModelView
+from phalanx.checkpoint.tensors.local_tensors import ModelView
 from phalanx.checkpoint.tensors.names import inner
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA, kept_average

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.background import copy_to_host
-from phalanx.checkpoint.folder.folder import clean, next_numbers, prune, step_folder, sweep
+from phalanx.checkpoint.folder.checkpoint_folder import clean, next_numbers, prune, step_folder, sweep
 from phalanx.checkpoint.folder.manifest import write_manifest
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import RankState, TrainingState, capture
 from phalanx.checkpoint.state.tables import save_tables
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import write_tensors
 from phalanx.checkpoint.tensors.names import inner
+from phalanx.checkpoint.tensors.safetensors_file import write_tensors
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.files import sync_directory

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.cluster.env.values import Environment, expand_hosts
+from phalanx.cluster.env.environment import Environment, expand_hosts
 from phalanx.cluster.role.mpi_srun_role import FIRST_SPECIAL_STEP, derived_port
 from phalanx.errors import LaunchError, did_you_mean
 

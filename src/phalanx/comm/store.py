@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.cluster import network
-from phalanx.cluster.env.values import split_endpoint
+from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 from phalanx.i18n import tr

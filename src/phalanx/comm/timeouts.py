@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 
 
 def collective_timeout() -> timedelta:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from phalanx.data import vision
-from phalanx.data.ctr.in_memory import InMemoryDataset
-from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.in_memory_dataset import InMemoryDataset
+from phalanx.data.ctr.queue_dataset import QueueDataset
 from phalanx.data.ctr.slots import SlotSchema, criteo_schema
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.data.pipeline.pipeline import Pipeline
@@ -14,7 +14,7 @@ from phalanx.data.readers.download import download
 from phalanx.data.readers.flowers import FlowersDataset
 from phalanx.data.readers.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
 from phalanx.data.samples.labels import check_labels
-from phalanx.data.stream.generator import GeneratorDataset
+from phalanx.data.stream.generator_dataset import GeneratorDataset
 from phalanx.old_names import missing
 
 __all__ = [

@@ -20,7 +20,7 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.checks.replicas import VARIABLE, compare_every, watch
+from phalanx.parallel.checks.replica_check import VARIABLE, compare_every, watch
 from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
 from phalanx.parallel.data.forward_passes import follow_forward_passes

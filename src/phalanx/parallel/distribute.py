@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import IterableDataset
 
 import phalanx.comm.context as context_of
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
@@ -23,8 +23,8 @@ from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
 from phalanx.parallel.apply import apply, check_model
 from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, refuse_outer_wrapper
-from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimizer
-from phalanx.parallel.checks.same_data import SampleWatch
+from phalanx.parallel.checks.same_samples_check import SampleWatch
+from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
 from phalanx.parallel.logical_replicas import ReplicaGate
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.replica_balance import ReplicaBalance

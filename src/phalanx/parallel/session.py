@@ -20,14 +20,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 if TYPE_CHECKING:
     from phalanx.data.loader.loader import ShardedLoader
     from phalanx.parallel.checks.misuse import ForwardWatch
-    from phalanx.parallel.checks.optimizer_step import StepWatch
-    from phalanx.parallel.checks.replicas import ReplicaComparison
+    from phalanx.parallel.checks.replica_check import ReplicaComparison
+    from phalanx.parallel.checks.step_check import StepWatch
     from phalanx.parallel.data.reducer import Reducer
     from phalanx.parallel.optim.ema import EMA
     from phalanx.parallel.pipeline.engine import PipelineEngine
     from phalanx.parallel.stateful import SavedState
     from phalanx.parallel.tensor.shard_api import ShardRequest
-    from phalanx.parallel.update.updates import Updater
+    from phalanx.parallel.update.updaters import Updater
     from phalanx.plan.shape import ModelShape
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy

@@ -14,7 +14,7 @@ import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.transfers import check_not_alone
-from phalanx.data.stream.stream import digest
+from phalanx.data.stream.stream_batches import digest
 from phalanx.errors import ConfigError
 from phalanx.files import file_lock
 from phalanx.parallel.model_shape import is_handle, is_module_held

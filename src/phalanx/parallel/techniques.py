@@ -26,7 +26,7 @@ from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Se
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
     from phalanx.parallel.pipeline.engine import PipelineEngine
-    from phalanx.parallel.update.updates import Updater
+    from phalanx.parallel.update.updaters import Updater
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -164,7 +164,7 @@ def updaters_of(
     """Return what acts around the steps of a model's optimizers. Collective."""
     if not any(isinstance(rule.update, (Average, TopK)) for rule in plan.params):
         return ()
-    from phalanx.parallel.update.updates import build_updaters
+    from phalanx.parallel.update.updaters import build_updaters
 
     return build_updaters(plan, model, mesh, context, reducer)
 

@@ -14,7 +14,7 @@ from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader,
 from phalanx.parallel.session import TrainingRequest, session
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
-from phalanx.train.loss.lone_rows import check_batch_norms
+from phalanx.train.loss.batch_norm_check import check_batch_norms
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 ModelT = TypeVar("ModelT", bound=nn.Module)

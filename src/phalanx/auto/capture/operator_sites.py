@@ -163,13 +163,11 @@ class _PlacementTrace:
     """A run of operators on DTensors without data; inputs are replicated, or sharded along a dim."""
 
     def __init__(self, ranks: int, inputs_cut: int | None = None, within: Sequence[int] = ()) -> None:
-        from phalanx.parallel.operators import (
-            layouts as layouts,  # imports DTensor: a second that few wait for
-        )
+        from phalanx.parallel.operators import dtensor_rules  # imports DTensor: a second that few wait for
 
-        self._rules, self._ranks = layouts, ranks
+        self._rules, self._ranks = dtensor_rules, ranks
         self._inputs_cut, self._within = inputs_cut, frozenset(within)
-        self._mesh: DeviceMesh = layouts.bare_mesh(ranks)
+        self._mesh: DeviceMesh = dtensor_rules.bare_mesh(ranks)
         self._specs: dict[tuple[int, int], Any] = {}
 
     def placement(self, dim: int | None) -> Placement:

@@ -21,9 +21,9 @@ from phalanx.checkpoint.export.full_file import write_full_tensors
 from phalanx.checkpoint.export.optimizer_file import export_optimizer
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
-from phalanx.checkpoint.tensors.local import MODEL, ModelView
+from phalanx.checkpoint.tensors.local_tensors import MODEL, ModelView
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
-from phalanx.cluster.disk import named_errors
+from phalanx.cluster.disk_space import named_errors
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 from phalanx.parallel.checks.consistency import as_saved, make_consistent

@@ -15,8 +15,8 @@ from torch import Tensor
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import build_header, dtype_of
-from phalanx.checkpoint.tensors.local import LocalTensor
+from phalanx.checkpoint.tensors.local_tensors import LocalTensor
+from phalanx.checkpoint.tensors.safetensors_file import build_header, dtype_of
 from phalanx.checkpoint.tensors.write_plan import TensorLayout
 from phalanx.files import sync_directory
 

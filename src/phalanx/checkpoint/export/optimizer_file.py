@@ -21,9 +21,9 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import load_optimizer, optimizer_state, param_names
 from phalanx.checkpoint.state.restore import agree_on_layout, shard_like
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import TensorFile
-from phalanx.checkpoint.tensors.local import MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView
+from phalanx.checkpoint.tensors.local_tensors import MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView
 from phalanx.checkpoint.tensors.names import check_names
+from phalanx.checkpoint.tensors.safetensors_file import TensorFile
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.checks.consistency import make_consistent

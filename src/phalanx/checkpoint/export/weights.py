@@ -11,9 +11,9 @@ from torch import Tensor
 
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import TensorFile
-from phalanx.checkpoint.tensors.local import MODEL, ModelView
+from phalanx.checkpoint.tensors.local_tensors import MODEL, ModelView
 from phalanx.checkpoint.tensors.names import check_names, strip_prefixes
+from phalanx.checkpoint.tensors.safetensors_file import TensorFile
 from phalanx.checkpoint.tensors.write_plan import TensorLayout
 from phalanx.errors import ConfigError
 

@@ -1,4 +1,4 @@
 """Checkpoint folders: manifests, listing, pruning, reading.
 
-Start with `folder`.
+Start with `checkpoint_folder`.
 """

@@ -22,8 +22,8 @@ import torch
 
 from phalanx import __version__
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import FileRecord, Slot, dtype_of
-from phalanx.cluster.disk import named_errors
+from phalanx.checkpoint.tensors.safetensors_file import FileRecord, Slot, dtype_of
+from phalanx.cluster.disk_space import named_errors
 from phalanx.errors import DataError
 from phalanx.files import sync_directory, sync_file, write_atomically
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.checkpoint.tensors.local import LocalTensor, ModelView, local_tensor, rank_name
+from phalanx.checkpoint.tensors.local_tensors import LocalTensor, ModelView, local_tensor, rank_name
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.stateful import saved_state_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from phalanx.checkpoint.folder.manifest import CheckpointManifest
-from phalanx.checkpoint.folder.read import CheckpointReader, saved_names
+from phalanx.checkpoint.folder.reader import CheckpointReader, saved_names
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import (
     TrainingState,
@@ -24,9 +24,9 @@ from phalanx.checkpoint.state.capture import (
     set_random_state,
 )
 from phalanx.checkpoint.state.tables import has_tables
-from phalanx.checkpoint.tensors.file import bytes_of
-from phalanx.checkpoint.tensors.local import AVERAGE, MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView, rank_name
+from phalanx.checkpoint.tensors.local_tensors import AVERAGE, MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView, rank_name
 from phalanx.checkpoint.tensors.names import check_names
+from phalanx.checkpoint.tensors.safetensors_file import bytes_of
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.data.sampling.seeding import seed_all
 from phalanx.errors import ConfigError

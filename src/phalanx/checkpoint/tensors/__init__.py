@@ -1,4 +1,4 @@
 """Checkpoint tensors: local shards, chunks, write assignment, safetensors files.
 
-Start with `local`.
+Start with `local_tensors`.
 """

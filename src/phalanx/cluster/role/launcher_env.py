@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cluster.env.values import Environment, split_endpoint
+from phalanx.cluster.env.environment import Environment, split_endpoint
 from phalanx.cluster.role import mpi_srun_role, rank_table_role
 from phalanx.cluster.role.role import Kind, Launcher, Role
 from phalanx.errors import RoleError, did_you_mean

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from phalanx.cluster.env.values import Environment, expand_hosts, split_endpoint
+from phalanx.cluster.env.environment import Environment, expand_hosts, split_endpoint
 from phalanx.cluster.role.role import Kind, Role
 from phalanx.errors import RoleError
 

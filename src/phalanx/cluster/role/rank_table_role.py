@@ -6,7 +6,7 @@ import logging
 import platform
 
 from phalanx.cluster import network
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.rank_table.layouts import Device
 from phalanx.cluster.rank_table.rank_table import RankTable

@@ -17,7 +17,7 @@ from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.data.samples.batch import collate
 from phalanx.data.sampling.order import BatchRequest, rows_of_tensor
 from phalanx.data.sampling.seeding import seeded
-from phalanx.data.stream.stream import StreamBatch, StreamBatches
+from phalanx.data.stream.stream_batches import StreamBatch, StreamBatches
 
 
 class SampleFetcher(Dataset[Any]):

@@ -20,7 +20,7 @@ from phalanx.comm.replicas import ReplicaTurn
 from phalanx.data.loader.options import LoaderOptions
 from phalanx.data.samples.batch import to_device
 from phalanx.data.sampling.shuffle import mixed_seed
-from phalanx.data.stream.generator import GeneratorDataset
+from phalanx.data.stream.generator_dataset import GeneratorDataset
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.data")

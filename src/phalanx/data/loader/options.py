@@ -17,14 +17,14 @@ from phalanx.data.pipeline.order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline.pipeline import Pipeline, PipelineMethods
 from phalanx.data.pipeline.stream import PipelineStream
 from phalanx.data.samples.bad_records import report_bad_records
-from phalanx.data.samples.sources import DataSource, batch_sizes, decides_batches, read_source
+from phalanx.data.samples.data_source import DataSource, batch_sizes, decides_batches, read_source
 from phalanx.data.sampling.loader_seed import LoaderSeed
 from phalanx.data.sampling.order import BatchOrder, EpochOrder, SampleOrder
 from phalanx.data.sampling.ranks import DataShard, current_shard, resolve_shard
 from phalanx.data.sampling.seeding import seeded
 from phalanx.data.sampling.shuffle import mixed_seed
-from phalanx.data.stream.generator import GeneratorDataset
-from phalanx.data.stream.stream import StreamBatches, agree
+from phalanx.data.stream.generator_dataset import GeneratorDataset
+from phalanx.data.stream.stream_batches import StreamBatches, agree
 from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.data")

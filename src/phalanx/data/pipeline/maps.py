@@ -16,8 +16,8 @@ from phalanx.data.pipeline.columns import Columns
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix64
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.sampling.seeding import seeded
-from phalanx.data.vision.base import Transform
-from phalanx.data.vision.chain import Chain
+from phalanx.data.vision.compose import Chain
+from phalanx.data.vision.transform import Transform
 from phalanx.errors import ConfigError, DataError, did_you_mean
 
 Seeds = NDArray[np.uint64]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from phalanx.data.pipeline.columns import Columns, collate_named, names_of, read_columns
 from phalanx.data.pipeline.maps import Map, build_map
 from phalanx.data.pipeline.order import Ordering, Window
-from phalanx.data.samples.sources import decides_batches, read_source
+from phalanx.data.samples.data_source import decides_batches, read_source
 from phalanx.data.sampling.order import BatchRequest
 from phalanx.data.sampling.ranks import expected_shard_count, read_shard
 from phalanx.data.sampling.shards import EpochPlan, read_count

@@ -1,4 +1,4 @@
 """Readers of standard datasets (MNIST, CIFAR-10, Flowers) and file formats.
 
-Start with `images`.
+Start with `image_dataset`.
 """

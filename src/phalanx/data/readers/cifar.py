@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.data.readers.images import ImageDataset
+from phalanx.data.readers.image_dataset import ImageDataset
 from phalanx.data.readers.mmap_records import MappedRecords, find_file
 from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
 from phalanx.data.vision.pointwise import Normalize, ToTensor

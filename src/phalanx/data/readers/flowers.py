@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.data.readers.image_dataset import ImageDataset
 from phalanx.data.readers.image_decode import decode_all, find_problems, require_pillow
-from phalanx.data.readers.images import ImageDataset
 from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
-from phalanx.data.vision.base import Transform
 from phalanx.data.vision.crop import CenterCrop, RandomCrop
 from phalanx.data.vision.flip import RandomHorizontalFlip
 from phalanx.data.vision.pointwise import Normalize, ToTensor
+from phalanx.data.vision.transform import Transform
 from phalanx.errors import ConfigError, DataError
 
 CLASSES = 102

@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.data.readers.images import ImageDataset
+from phalanx.data.readers.image_dataset import ImageDataset
 from phalanx.data.readers.mmap_records import MappedRecords, find_file
 from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
 from phalanx.data.samples.labels import check_labels
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import Transform
 from phalanx.data.vision.pointwise import Normalize, ToTensor
+from phalanx.data.vision.transform import Transform
 from phalanx.errors import DataError
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

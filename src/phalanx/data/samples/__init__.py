@@ -1,4 +1,4 @@
 """Samples and batches: data sources, collation, checks, device transfer.
 
-Start with `sources`.
+Start with `data_source`.
 """

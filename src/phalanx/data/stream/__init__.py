@@ -1,4 +1,4 @@
 """Iterable datasets: streams, generators, file assignment.
 
-Start with `stream`.
+Start with `stream_batches`.
 """

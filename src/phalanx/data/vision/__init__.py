@@ -1,12 +1,12 @@
 """Image transforms, vectorised over a batch."""
 
-from phalanx.data.vision.base import Transform
-from phalanx.data.vision.cast import TypeCast
-from phalanx.data.vision.chain import Chain
+from phalanx.data.vision.compose import Chain
 from phalanx.data.vision.crop import CenterCrop, RandomCrop, RandomResizedCrop
 from phalanx.data.vision.flip import RandomHorizontalFlip
 from phalanx.data.vision.pointwise import HWC2CHW, Normalize, Rescale, ToTensor
 from phalanx.data.vision.resize import Resize
+from phalanx.data.vision.transform import Transform
+from phalanx.data.vision.type_cast import TypeCast
 
 __all__ = [
     "HWC2CHW",

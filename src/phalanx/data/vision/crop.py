@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import Transform
 from phalanx.data.vision.resize import Interpolation, check_interpolation, resized
 from phalanx.data.vision.sizes import (
     as_stored,
@@ -22,6 +21,7 @@ from phalanx.data.vision.sizes import (
     read_padding,
     read_size,
 )
+from phalanx.data.vision.transform import Transform
 from phalanx.errors import ConfigError
 
 _ATTEMPTS = 10

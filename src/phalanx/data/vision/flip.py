@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import Transform
 from phalanx.data.vision.sizes import channels_as_before, channels_first, height_and_width, read_share
+from phalanx.data.vision.transform import Transform
 
 
 class RandomHorizontalFlip(Transform):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.data.samples.buffer_pool import batches
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import CHANNELS, Transform, layout_of
+from phalanx.data.vision.transform import CHANNELS, Transform, layout_of
 from phalanx.errors import ConfigError
 from phalanx.versions import HAS_NATIVE
 

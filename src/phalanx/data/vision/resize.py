@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import Transform
 from phalanx.data.vision.sizes import channels_as_before, channels_first, height_and_width, read_size
+from phalanx.data.vision.transform import Transform
 from phalanx.errors import ConfigError, did_you_mean
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]

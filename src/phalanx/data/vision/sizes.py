@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.data.vision.base import layout_of
+from phalanx.data.vision.transform import layout_of
 from phalanx.errors import ConfigError
 
 

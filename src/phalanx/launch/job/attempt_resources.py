@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from phalanx.cluster import network
-from phalanx.cluster.env.values import Environment, split_endpoint
+from phalanx.cluster.env.environment import Environment, split_endpoint
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError
 from phalanx.launch.job.logs import relative_path

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.i18n import language, tr

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.cluster.disk import describe_full, is_full, named_errors
+from phalanx.cluster.disk_space import describe_full, is_full, named_errors
 from phalanx.errors import LaunchError
 from phalanx.files import temporary_path, try_lock, write_atomically
 from phalanx.i18n import tr

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from phalanx.cluster.disk import named_errors
+from phalanx.cluster.disk_space import named_errors
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.files import temporary_path, write_atomically
 from phalanx.i18n import tr

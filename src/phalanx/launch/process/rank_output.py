@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from phalanx.cluster.disk import is_full
+from phalanx.cluster.disk_space import is_full
 from phalanx.i18n import tr
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cluster.env.values import split_endpoint
+from phalanx.cluster.env.environment import split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.launch.request import machine as hosts
 from phalanx.launch.request.machine import Machine

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import replace
 
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.rank_table.rank_table import RankTable
 from phalanx.errors import LaunchError

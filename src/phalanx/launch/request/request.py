@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.cluster.env.values import split_endpoint
+from phalanx.cluster.env.environment import split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.i18n import tr
 from phalanx.launch.request.devices import assign_gpus, ranks_per_node

@@ -1,4 +1,4 @@
 """Run-time checks: desync of replicas, equal samples, API misuse.
 
-Start with `replicas`.
+Start with `replica_check`.
 """

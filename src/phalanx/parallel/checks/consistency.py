@@ -20,7 +20,7 @@ from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.checksum import checksums, combined
 from phalanx.parallel.checks.compare import ReplicatedTensors, difference
-from phalanx.parallel.checks.replicas import VARIABLE, causes, comparable, compare_every
+from phalanx.parallel.checks.replica_check import VARIABLE, causes, comparable, compare_every
 from phalanx.parallel.data.bucket_buffers import stored, synced_buffers
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.session import Applied, applied_to, distributed_models, list_applied

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from phalanx.errors import PlanError
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.operators.layouts import inputs_for
+from phalanx.parallel.operators.dtensor_rules import inputs_for
 from phalanx.plan.sites import Site, axis_of, regions
 from phalanx.plan.value import Plan
 from phalanx.plan.value import Shard as ShardOf

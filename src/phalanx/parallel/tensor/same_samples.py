@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.groups import Group
-from phalanx.data.stream.stream import digest
+from phalanx.data.stream.stream_batches import digest
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.parallel")

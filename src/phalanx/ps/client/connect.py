@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Literal
 
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.network import is_loopback
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.runtime_folder import own_secret

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from phalanx.cluster.env.values import Environment
+from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.role.role import Role
 from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks

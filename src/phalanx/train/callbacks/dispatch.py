@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.checkpoint.graceful_stop import GracefulStop
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.stopping import GracefulStop
 from phalanx.comm.agreement import DEFAULT_TIMEOUT_S
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.train.callbacks.base import Callback, names_of

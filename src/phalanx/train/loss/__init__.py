@@ -1,4 +1,4 @@
 """Losses as means over all ranks, label checks, splitting batches into inputs and target.
 
-Start with `batches`.
+Start with `batch_reader`.
 """

@@ -13,7 +13,7 @@ from phalanx.comm.agreement import agree
 from phalanx.data.loader.binding import LossFunction
 from phalanx.data.samples.labels import label_problem
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.loss.batches import MeanLoss, as_classes, is_class_loss
+from phalanx.train.loss.batch_reader import MeanLoss, as_classes, is_class_loss
 from phalanx.train.loss.model_loss import IGNORED, is_torch_loss, logits_of
 
 _SPEAKS_OF_LABELS = re.compile(

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.session import Applied
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
-from phalanx.train.loss.batches import MeanLoss
+from phalanx.train.loss.batch_reader import MeanLoss
 from phalanx.train.loss.model_loss import IGNORED
 
 

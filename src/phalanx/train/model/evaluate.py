@@ -22,7 +22,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.parallel.tensor.shard_spec import ShardSpec
-from phalanx.train.loss.batches import BatchReader, columns_of, explain_dtype_errors
+from phalanx.train.loss.batch_reader import BatchReader, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import logits_spec
 from phalanx.train.loss.model_loss import ModelLossMetric, logits_of, loss_of, on_logits
 from phalanx.train.metrics.base import AllRanks, GlobalMetric

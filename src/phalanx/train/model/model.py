@@ -29,9 +29,9 @@ from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
 from phalanx.train.callbacks.checkpoint import checkpoint_folder
 from phalanx.train.callbacks.run import Run
-from phalanx.train.loss.batches import BatchReader, MeanLoss, columns_of, explain_dtype_errors
+from phalanx.train.loss.batch_norm_check import check_batch_norms
+from phalanx.train.loss.batch_reader import BatchReader, MeanLoss, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand, logits_spec
-from phalanx.train.loss.lone_rows import check_batch_norms
 from phalanx.train.loss.model_loss import loss_of
 from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.auto_context import close_context

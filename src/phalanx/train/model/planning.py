@@ -24,7 +24,7 @@ from phalanx.parallel.session import model_record
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.job_cluster import cluster_of
-from phalanx.train.loss.batches import BatchReader
+from phalanx.train.loss.batch_reader import BatchReader
 from phalanx.train.model.auto_context import SEARCH_MODES, auto_context
 
 if TYPE_CHECKING:

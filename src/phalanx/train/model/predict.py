@@ -14,7 +14,7 @@ from phalanx.comm import context
 from phalanx.comm.collectives import all_gather
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
-from phalanx.train.loss.batches import columns_of
+from phalanx.train.loss.batch_reader import columns_of
 
 
 def one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:

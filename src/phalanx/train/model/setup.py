@@ -19,7 +19,7 @@ from phalanx.parallel.session import TrainingRequest, applied_to, is_distributed
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
-from phalanx.train.loss.batches import check_loss
+from phalanx.train.loss.batch_reader import check_loss
 from phalanx.train.model.auto_context import auto_context
 from phalanx.train.model.mode_rules import check_ranks, require_cuts, strategy_in
 from phalanx.train.model.modes import ParallelMode

@@ -21,7 +21,7 @@ from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, cal
 from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.checks.misuse import check_trains, warn_without_optimizer
-from phalanx.parallel.checks.optimizer_step import is_managed
+from phalanx.parallel.checks.step_check import is_managed
 from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
 from phalanx.parallel.distribute import add_model
 from phalanx.parallel.memory.out_of_memory import memory_explained
@@ -29,7 +29,7 @@ from phalanx.parallel.session import applied_to, is_distributed_optimizer
 from phalanx.parallel.step.gate import keep_update_out_of_graph
 from phalanx.parallel.step.hooks import keep_out_of_graph
 from phalanx.train.events import report_step, tell_loss
-from phalanx.train.loss.batches import BatchReader, explain_dtype_errors
+from phalanx.train.loss.batch_reader import BatchReader, explain_dtype_errors
 from phalanx.train.loss.label_check import LabelCheckedLoss
 from phalanx.train.loss.model_loss import loss_of, on_logits
 from phalanx.train.loss.model_loss_mean import build_model_loss_mean, check_stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from phalanx.cluster.env.values import expand_hosts
+from phalanx.cluster.env.environment import expand_hosts
 from phalanx.errors import SpecError, did_you_mean
 from phalanx.jobs.models import Cause
 from phalanx.jobs.spec import TrainingJob

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.cluster.disk import named_errors
+from phalanx.cluster.disk_space import named_errors
 from phalanx.errors import ConfigError, DataError
 from phalanx.files import sync_file
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from phalanx.checkpoint.folder.manifest import CheckpointManifest, SavedTensor
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import TensorFile
-from phalanx.checkpoint.tensors.local import RANKS, rank_name
+from phalanx.checkpoint.tensors.local_tensors import RANKS, rank_name
+from phalanx.checkpoint.tensors.safetensors_file import TensorFile
 from phalanx.errors import InternalError
 from phalanx.ps.snapshot.dense import unpack_tree
 

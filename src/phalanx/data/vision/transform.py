@@ -5,7 +5,7 @@
     op.batched(samples, draws)   # samples: a tensor (n, ...); draws: the numbers of the n samples
 
 Both forms give the same bits for the same numbers. Any other callable may stand where a transform does; it is called
-with one sample at a time (`data/vision/chain.py`).
+with one sample at a time (`data/vision/compose.py`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.samples.sources import decides_batches
+from phalanx.data.samples.data_source import decides_batches
 from phalanx.data.sampling.ranks import DataShard, gather_integers
 from phalanx.data.sampling.shards import even_split
 from phalanx.errors import DataError

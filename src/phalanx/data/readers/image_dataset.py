@@ -16,8 +16,8 @@ from phalanx.data.pipeline.pipeline import PipelineMethods
 from phalanx.data.samples.bad_records import BadRecords
 from phalanx.data.sampling.ranks import read_shard
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import Transform
-from phalanx.data.vision.chain import Chain
+from phalanx.data.vision.compose import Chain
+from phalanx.data.vision.transform import Transform
 
 
 class ImageDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.sampling.seeding import seed_all, seeded
-from phalanx.data.vision.base import Transform, as_tensor
 from phalanx.data.vision.pointwise import fuse
+from phalanx.data.vision.transform import Transform, as_tensor
 from phalanx.errors import ConfigError
 
 Operation = Callable[[Any], Any]

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, dataloader
 
 import phalanx.comm.context as context_of
 from phalanx.comm import process_group
-from phalanx.data.stream.stream import digest
+from phalanx.data.stream.stream_batches import digest
 from phalanx.parallel.session import list_applied, session
 
 logger = logging.getLogger("phalanx.parallel")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.vision.base import Transform
+from phalanx.data.vision.transform import Transform
 from phalanx.errors import ConfigError, did_you_mean
 
 _NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")

@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from phalanx.data.pipeline.columns import values_of
 from phalanx.data.pipeline.pipeline import PipelineMethods
-from phalanx.data.samples.sources import FunctionStream
+from phalanx.data.samples.data_source import FunctionStream
 from phalanx.data.sampling.ranks import read_shard
 from phalanx.data.sampling.shards import read_count
 from phalanx.data.stream.prefetch_queue import PrefetchQueue

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import phalanx.comm.context as context_of
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.file import dtype_name
 from phalanx.checkpoint.tensors.names import inner, without_wrappers
+from phalanx.checkpoint.tensors.safetensors_file import dtype_name
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_handle, is_module_held
