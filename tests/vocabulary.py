@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -56,6 +57,16 @@ def shared_class_names() -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].add(str(path.relative_to(SOURCE)))
     return {name: sorted(paths) for name, paths in places.items() if len({p.split("/")[0] for p in paths}) > 1}
+
+
+def missing_subjects(path: Path) -> list[str]:
+    """Return the names before the colon of a module's first line that its code does not have."""
+    text = path.read_text()
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    subject, colon, _ = docstring.partition("\n")[0].partition(": ")
+    code = text.partition(docstring[-20:])[2]
+    names = re.findall(r"`(\w+)`", subject) if colon else []
+    return [name for name in names if not re.search(rf"\b{name}\b", code)]
 
 
 def files(*paths: Path) -> list[Path]:

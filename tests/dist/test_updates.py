@@ -14,7 +14,7 @@ import phalanx as px
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel import distribute
 from phalanx.parallel.session import applied_to
-from phalanx.parallel.update.top_k import Compressor
+from phalanx.parallel.update.top_k import TopKCompressor
 from phalanx.plan import Plan
 from phalanx.plan.value import AllReduce, Average, Axis, ModuleRule, ParamRule, Schedule, Step, TopK, Update
 from ranks import run_ranks
@@ -457,6 +457,6 @@ def test_gradients_of_several_dtypes_travel_in_one_order_on_all_ranks(monkeypatc
     sent: list[torch.dtype] = []
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda flat, **_: sent.append(flat.dtype))
-    compressor = Compressor(params, TopK(sparsity=(0.5,), dense_below=10), dict.fromkeys(params), 2)
+    compressor = TopKCompressor(params, TopK(sparsity=(0.5,), dense_below=10), dict.fromkeys(params), 2)
     compressor._exchange_whole([(param, param.detach()) for param in params.values()])
     assert sent == [param.dtype for param in params.values()]

@@ -23,7 +23,7 @@ import phalanx as px
 from phalanx.errors import ConfigError
 from phalanx.train import events
 from phalanx.train.callbacks import loggers, progress
-from phalanx.train.callbacks.early_stopping import Best
+from phalanx.train.callbacks.early_stopping import BestMetric
 from phalanx.train.callbacks.run import Run
 from small_runs import train
 
@@ -170,12 +170,12 @@ def test_training_stops_when_patience_is_at_its_end() -> None:
     ],
 )
 def test_better_is_by_the_name_of_the_metric(metric: str, mode: Any, values: list[float], improved: list[bool]) -> None:
-    best = Best(metric, mode)
+    best = BestMetric(metric, mode)
     assert [best.improves(value) for value in values] == improved
 
 
 def test_a_change_below_min_delta_is_none() -> None:
-    best = Best("acc1", None, 0.1)
+    best = BestMetric("acc1", None, 0.1)
     assert [best.improves(value) for value in (0.5, 0.55, 0.65)] == [True, False, True]
 
 

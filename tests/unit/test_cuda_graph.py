@@ -13,7 +13,7 @@ import phalanx as px
 from phalanx.cluster.role.role import Role
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
-from phalanx.train.step.cuda_graph import WARMUP_STEPS, GraphedStep, refuse_waits
+from phalanx.train.step.cuda_graph import WARMUP_STEPS, GraphedStep, forbid_host_syncs
 from phalanx.train.step.sink import can_capture
 from phalanx.train.step.step import TrainStep
 
@@ -49,12 +49,12 @@ class Net(nn.Module):
     ("does", "named"), [("index", "index"), ("nonzero", "nonzero"), ("item", r"\.item\(\), float\(\) or if")]
 )
 def test_what_waits_for_values_is_named_with_its_module(does: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=f"{named} in Net.inner makes the host wait"), refuse_waits():
+    with pytest.raises(ConfigError, match=f"{named} in Net.inner makes the host wait"), forbid_host_syncs():
         Net(does)(torch.ones(3, 4))
 
 
 def test_an_ordinary_step_passes() -> None:
-    with refuse_waits():
+    with forbid_host_syncs():
         Net("")(torch.ones(3, 4)).sum().backward()
         F.cross_entropy(nn.Linear(4, 3)(torch.ones(2, 4)), torch.tensor([0, 2])).backward()
         px.SoftmaxCrossEntropyExpand()(nn.Linear(4, 3)(torch.ones(2, 4)), torch.full((2, 3), 1 / 3)).backward()

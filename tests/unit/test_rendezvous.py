@@ -52,7 +52,7 @@ def run(
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Announcement]:
     return meet(
-        store, announcement(rank), expected(n), timeout_s=timeout_s, clock=lambda: store.now, say=say,
+        store, announcement(rank), expected(n), timeout_s=timeout_s, clock=lambda: store.now, log_line=say,
         probe=lambda endpoint: f"{endpoint} did not answer",
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_ranks_without_known_endpoints_are_named_by_number():
     with pytest.raises(PeerLostError, match=r"Waited 4 s for 3 ranks; 2 did not come: rank 1; rank 2\. Look"):
         meet(
             store, announcement(0), [Expected(rank=r) for r in range(3)], timeout_s=4.0, clock=lambda: store.now,
-            say=said.append, probe=str,
+            log_line=said.append, probe=str,
         )  # fmt: skip
     assert said[1] == "not ready endpoints:['rank 1', 'rank 2']"
 
@@ -137,7 +137,7 @@ def test_a_second_process_of_a_rank_after_the_start_hurts_only_itself():
     with pytest.raises(ConfigError, match="Two processes say they are rank 1"):
         meet(
             store, Announcement(rank=1, host="x", pid=1), expected(2), timeout_s=1, clock=lambda: store.now,
-            say=print, probe=str,
+            log_line=print, probe=str,
         )  # fmt: skip
     assert store.get("verdict") == "go"
 

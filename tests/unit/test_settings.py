@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import phalanx as px
-from phalanx.cluster.env.settings import TABLE, markdown, shown_value, warn_dead
+from phalanx.cluster.env.settings import TABLE, markdown, shown_value, warn_unsupported
 from phalanx.diagnose.commands import env
 
 ROOT = Path(__file__).parents[2]
@@ -59,13 +59,13 @@ def test_the_page_equals_the_table():
 )
 def test_a_dead_flag_warns_with_its_replacement(name, replacement):
     with pytest.warns(UserWarning, match=f"{name}=32: Does nothing.*{re.escape(replacement)}"):
-        warn_dead({name: "32"})
+        warn_unsupported({name: "32"})
 
 
 def test_without_dead_flags_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_dead({"FLAGS_selected_gpus": "0", "FLAGS_check_nan_inf": "0"})
+        warn_unsupported({"FLAGS_selected_gpus": "0", "FLAGS_check_nan_inf": "0"})
 
 
 def test_every_way_to_begin_warns_of_dead_flags(monkeypatch):

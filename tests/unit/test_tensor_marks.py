@@ -174,7 +174,7 @@ def test_the_plan_survives_json_and_says_what_a_rank_holds():
             {"block": "context", "head": "column"},
             r"style \"context\" beside 'column' for 'head', and they are cut along",
         ),
-        ({"norm*": "column"}, r"matches only LayerNorm. Styles column and row are for nn.Linear itself"),
+        ({"norm*": "column"}, r"matches only LayerNorm. Style column is for nn.Linear itself"),
         ({"tokens": "row"}, r"matches only Embedding"),
         (
             {"head": "colum"},

@@ -18,7 +18,7 @@ logger = logging.getLogger("phalanx.checkpoint")
 _ALIGNMENT = 64
 
 
-class _Saves:
+class _BackgroundSave:
     """The running save, its error, and the buffer that the next copy reuses."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class _Saves:
         self.is_watching_exit = False
 
 
-_saves = _Saves()
+_saves = _BackgroundSave()
 
 
 def start(write: Callable[[], None]) -> None:

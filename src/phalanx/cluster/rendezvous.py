@@ -89,7 +89,7 @@ def meet(
     *,
     timeout_s: float,
     clock: Callable[[], float],
-    say: Callable[[str], None],
+    log_line: Callable[[str], None],
     probe: Callable[[str], str],
 ) -> list[Announcement]:
     """Announce this rank and wait for all others.
@@ -102,7 +102,7 @@ def meet(
         expected: Every rank of the job by number.
         timeout_s: Seconds to wait.
         clock: Seconds that only grow.
-        say: Prints one line for the user.
+        log_line: Prints one line for the user.
         probe: Says in words whether `host:port` answers.
 
     Returns:
@@ -117,15 +117,15 @@ def meet(
         message = _twice(Announcement.from_json(holder), me)
         # After a "go" the others have left; only the extra process can be told.
         raise ConfigError(message) if _is_go(store) else _fail(store, "config", message)
-    if not _wait(store, list(keys.values()), expected, timeout_s, clock, say, probe):
+    if not _wait(store, list(keys.values()), expected, timeout_s, clock, log_line, probe):
         missing = [e for e in expected if not store.has([keys[e.rank]])]
         if missing:
             raise _fail(store, "lost", _missing(missing, len(expected), timeout_s, probe))
     if (verdict := store.set_once("verdict", GO)) != GO:
         raise _obey(verdict)
-    everyone = [Announcement.from_json(store.get(keys[e.rank])) for e in expected]
-    check_versions(everyone)
-    return everyone
+    announcements = [Announcement.from_json(store.get(keys[e.rank])) for e in expected]
+    check_versions(announcements)
+    return announcements
 
 
 def _wait(
@@ -134,7 +134,7 @@ def _wait(
     expected: Iterable[Expected],
     timeout_s: float,
     clock: Callable[[], float],
-    say: Callable[[str], None],
+    log_line: Callable[[str], None],
     probe: Callable[[str], str],
 ) -> bool:
     start = clock()
@@ -148,11 +148,11 @@ def _wait(
         if now >= next_line:
             next_line = now + SAY_EVERY_S
             absent = [e for e, key in zip(expected, keys, strict=True) if not store.has([key])]
-            say(tr("server not ready, wait 3 sec to retry..."))
-            say(tr("not ready endpoints:{names}", names=[e.name for e in absent]))
+            log_line(tr("server not ready, wait 3 sec to retry..."))
+            log_line(tr("not ready endpoints:{names}", names=[e.name for e in absent]))
             if now >= next_names:
                 next_names = now + NAME_EVERY_S
-                say(tr("still waiting for {names}", names=_describe_missing(absent, probe)))
+                log_line(tr("still waiting for {names}", names=_describe_missing(absent, probe)))
     return True
 
 
@@ -205,7 +205,7 @@ def _describe_missing(missing: Sequence[Expected], probe: Callable[[str], str]) 
     return "; ".join(parts)
 
 
-def check_versions(everyone: Sequence[Announcement]) -> None:
+def check_versions(announcements: Sequence[Announcement]) -> None:
     """Check that all ranks run the same torch release and the same Phalanx.
 
     Raises:
@@ -213,7 +213,7 @@ def check_versions(everyone: Sequence[Announcement]) -> None:
     """
     for what in ("torch", "phalanx"):
         ranks_by_version: dict[str, list[int]] = {}
-        for a in everyone:
+        for a in announcements:
             ranks_by_version.setdefault(getattr(a, what), []).append(a.rank)
         if len(ranks_by_version) > 1:
             who = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in ranks_by_version.items())

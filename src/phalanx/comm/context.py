@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.env.settings import warn_dead
+from phalanx.cluster.env.settings import warn_unsupported
 from phalanx.cluster.role.role import Role
 from phalanx.comm import agreement, process_group, threads
 from phalanx.comm.batches import Batches
@@ -150,7 +150,7 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
         return _current
     role = role or _detect()
     speak(role.rank)
-    warn_dead()
+    warn_unsupported()
     if role.is_worker:
         _keep_freed_memory()
     device = process_group.pick_device(role)

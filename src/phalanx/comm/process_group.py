@@ -116,7 +116,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     store = open_store(role, prefix, timeout_s)
     peers = meet(
         store, _announcement(role), _expected_processes(role),
-        timeout_s=timeout_s, clock=time.monotonic, say=logger.warning, probe=probe,
+        timeout_s=timeout_s, clock=time.monotonic, log_line=logger.warning, probe=probe,
     )  # fmt: skip
     _starts += 1
     _make_group(role, store, backend)

@@ -64,11 +64,11 @@ def command(ranks: int, out: Path | None, quick: bool, as_json: bool) -> None:
     ) as progress:
         bar = progress.add_task("", total=1.0)
 
-        def tell(index: int, done: float, part: str) -> None:
+        def report_progress(index: int, done: float, part: str) -> None:
             description = tr("ranks: {ranks}, {part}", ranks=counts[index], part=part)
             progress.update(bar, completed=(index + done) / len(counts), description=description)
 
-        measured = measure(counts, quick=quick, tell=tell)
+        measured = measure(counts, quick=quick, report_progress=report_progress)
         progress.update(bar, completed=1.0)
     measured.save(path)
     if as_json:
@@ -86,20 +86,20 @@ def rank_counts(most: int) -> tuple[int, ...]:
     return tuple(sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)}))
 
 
-def measure(counts: Sequence[int], *, quick: bool, tell: Callable[[int, float, str], None]) -> Measured:
+def measure(counts: Sequence[int], *, quick: bool, report_progress: Callable[[int, float, str], None]) -> Measured:
     """Return this machine's figures with each of some numbers of ranks.
 
     Args:
         counts: Numbers of ranks.
         quick: Few points and few samples.
-        tell: Called during the measurement, with the index in `counts`, the share done and the part that is measured.
+        report_progress: Called with the index in `counts`, the share done and the part that is measured.
 
     Raises:
         BackendError: If ranks cannot be started or fail; with the last lines they said.
     """
     rates: dict[int, Rates] = {}
     for index, count in enumerate(counts):
-        rates[count] = _measure_one(count, quick, partial(tell, index))
+        rates[count] = _measure_one(count, quick, partial(report_progress, index))
     return Measured(
         host=socket.gethostname(),
         processor=processor_name(),
@@ -111,7 +111,7 @@ def measure(counts: Sequence[int], *, quick: bool, tell: Callable[[int, float, s
     )
 
 
-def _measure_one(count: int, quick: bool, tell: Callable[[float, str], None]) -> Rates:
+def _measure_one(count: int, quick: bool, report_progress: Callable[[float, str], None]) -> Rates:
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as name:
         folder = Path(name)
         arguments = ["-m", "phalanx", "run", "-n", str(count), "--log_dir", str(folder / "log")]
@@ -122,7 +122,7 @@ def _measure_one(count: int, quick: bool, tell: Callable[[float, str], None]) ->
             process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=output, stderr=output)
             try:
                 for done, part in _watch(process, folder / "progress"):
-                    tell(done, part)
+                    report_progress(done, part)
             finally:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)  # The launcher ends its ranks.

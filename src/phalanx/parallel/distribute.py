@@ -44,7 +44,7 @@ from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step.shared_loss import share_losses
 from phalanx.parallel.tensor.shard_api import describe_shards, has_shard_requests, with_shard_requests
-from phalanx.parallel.update.optimizer_setup import pair
+from phalanx.parallel.update.optimizer_setup import set_up_optimizer
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -113,7 +113,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         raise PlanError("px.shard was called for this model, and a Plan was given. Use one: a Plan has styles too.")
     apply(plan, model, is_derived=is_derived)
     for optimizer in distributed_optimizers():
-        _pair(optimizer, model)
+        _set_up_optimizer(optimizer, model)
     record = model_record(model)
     record.expects_optimizer = expects_optimizer
     record.forward_watch = ForwardWatch(SampleWatch())
@@ -168,16 +168,16 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         add_action(optimizer, StepPhase.PULL_TABLES, tables.after_step)
     optimizer_record(optimizer).is_distributed = True
     for model in distributed_models():
-        _pair(optimizer, model)
+        _set_up_optimizer(optimizer, model)
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
     return optimizer
 
 
-def _pair(optimizer: Optimizer, model: nn.Module) -> None:
+def _set_up_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     applied = applied_to(model)
     assert applied is not None
-    pair(optimizer, model, applied, use_strategy(None), partial(no_sync, model))
+    set_up_optimizer(optimizer, model, applied, use_strategy(None), partial(no_sync, model))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Profile a model: parameters and FLOPs by kind of layer, measured in one forward pass."""
+"""Profile a model: parameters and multiply-adds by kind of layer, measured in one forward pass."""
 
 from __future__ import annotations
 

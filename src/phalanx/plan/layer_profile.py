@@ -1,4 +1,4 @@
-"""Share of parameters and FLOPs by kind of layer, for `explain`.
+"""Share of parameters and multiply-adds by kind of layer, for `explain`.
 
 Layers with few parameters and much to compute are cheap to replicate, since little travels for them; those with many
 parameters and little to compute are cheap to cut, since their activations are small (Krizhevsky, arXiv:1404.5997).

@@ -46,7 +46,7 @@ _OFF = ("", "0", "false", "False")
 """Values that ask for nothing."""
 
 
-def warn_dead(env: Mapping[str, str] | None = None) -> None:
+def warn_unsupported(env: Mapping[str, str] | None = None) -> None:
     """Warn of each variable of older frameworks that does not act here, and say what does.
 
     Args:

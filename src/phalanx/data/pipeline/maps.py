@@ -68,7 +68,7 @@ class Map:
 
     @cached_property
     def _by_sample(self) -> Chain:
-        return Chain(self.operations if self._is_of_one else [_Spread(operation) for operation in self.operations])
+        return Chain(self.operations if self._is_of_one else [_StarCall(operation) for operation in self.operations])
 
     def _on_batch(self, columns: Columns, draws: Draws) -> list[Any]:
         values = tuple(columns[name] for name in self.inputs)
@@ -158,7 +158,7 @@ def build_map(
     return Map(operations=chain, inputs=inputs, outputs=outputs, number=number, per_batch=per_batch)
 
 
-class _Spread:
+class _StarCall:
     """Calls an operation with the values of a sample as separate arguments."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:

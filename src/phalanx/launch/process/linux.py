@@ -13,6 +13,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+KILL_WAIT_S = 5.0
+"""Seconds after which a process that the kernel will not end (stuck in a device) is given up."""
+
 
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
@@ -103,13 +106,9 @@ def reap() -> list[tuple[int, int]]:
     return ended
 
 
-def kill_descendants(within_s: float = 5.0) -> None:
-    """SIGKILL everything below this process and wait until it is gone.
-
-    Args:
-        within_s: Seconds after which a process that the kernel will not end (stuck in a device) is given up.
-    """
-    deadline = time.monotonic() + within_s
+def kill_descendants() -> None:
+    """SIGKILL everything below this process and wait until it is gone, `KILL_WAIT_S` at most."""
+    deadline = time.monotonic() + KILL_WAIT_S
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

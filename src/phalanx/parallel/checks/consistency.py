@@ -20,7 +20,7 @@ from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.checksum import checksums, combined
 from phalanx.parallel.checks.compare import ReplicatedTensors, difference
-from phalanx.parallel.checks.replica_check import VARIABLE, causes, comparable, compare_every
+from phalanx.parallel.checks.replica_check import VARIABLE, comparable, compare_every, explain_desync
 from phalanx.parallel.data.bucket_buffers import stored, synced_buffers
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.session import Applied, applied_to, distributed_models, list_applied
@@ -120,7 +120,7 @@ def _compare_plain(model: nn.Module, call: str, context: Context) -> None:
     if gap is not None and not gap.is_rounding:
         raise ConfigError(
             f"{call} needs one model, and each rank has its own: the model is not distributed, and these differ: "
-            f"{gap}. Give it to px.distribute, or load the same weights on every rank. {causes()} Where it is "
+            f"{gap}. Give it to px.distribute, or load the same weights on every rank. {explain_desync()} Where it is "
             f"meant, {VARIABLE}=0 compares none."
         )
 

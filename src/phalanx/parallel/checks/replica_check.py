@@ -138,7 +138,7 @@ class ReplicaComparison:
             return
         if not gap.is_rounding:
             since = f"step {self._equal_at}" if self._equal_at else "the start"
-            why = causes(has_sharded_layers=self._has_sharded_layers, has_tables=bool(self._plan.tables))
+            why = explain_desync(has_sharded_layers=self._has_sharded_layers, has_tables=bool(self._plan.tables))
             raise ConfigError(
                 f"the ranks' parameters have come apart. {when[0].upper()}{when[1:]} these differ: {gap}; they were "
                 f"equal at {since}. {why} Where it is meant, {VARIABLE}=0 compares none."
@@ -205,7 +205,7 @@ def comparable(tensor: Tensor, *, is_shard: bool = False) -> bool:
     return is_here and (is_shard or not is_module_held(tensor))
 
 
-def causes(*, has_sharded_layers: bool = False, has_tables: bool = False) -> str:
+def explain_desync(*, has_sharded_layers: bool = False, has_tables: bool = False) -> str:
     """Return what usually lets ranks come apart."""
     if has_sharded_layers:
         return (

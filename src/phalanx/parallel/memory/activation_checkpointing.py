@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.data.forward_hooks import Forward, buffers_kept, wrap_forward
-from phalanx.parallel.tensor.context import part_in_force
+from phalanx.parallel.tensor.context import active_sequence_shard
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule, matches
 
@@ -94,7 +94,7 @@ def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:
     first, again = (
         create_selective_checkpoint_contexts(_saved_operators()) if selective else (nullcontext(), nullcontext())
     )
-    return first, _repeat(again, module, part_in_force())
+    return first, _repeat(again, module, active_sequence_shard())
 
 
 @contextmanager

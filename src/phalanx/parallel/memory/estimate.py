@@ -78,18 +78,18 @@ def activation_bytes(model: nn.Module, inputs: Inputs) -> int:
         inputs: Arguments of its forward pass, by position or by name.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    counter = _Made((*model.parameters(), *model.buffers(), *leaves))
+    counter = _AllocationTracker((*model.parameters(), *model.buffers(), *leaves))
     cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(cards), torch.enable_grad(), buffers_kept(model), counter:
         outputs = call(model, inputs)
     graph = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     del outputs
-    size = counter.alive()
+    size = counter.allocated_bytes()
     graph.clear()
     return size
 
 
-class _Made(TorchDispatchMode):
+class _AllocationTracker(TorchDispatchMode):
     """Counts the memory that operators make inside the block, behind other tensors than those that are there."""
 
     def __init__(self, there: Iterable[Tensor]) -> None:
@@ -106,7 +106,7 @@ class _Made(TorchDispatchMode):
                     self._made[storage._cdata] = weakref.ref(storage), storage.nbytes()
         return result
 
-    def alive(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return the bytes of what is still in use."""
         gc.collect()
         return sum(size for storage, size in self._made.values() if storage() is not None)

@@ -91,7 +91,7 @@ def _run(forward: Forward, region: _Region, *inputs: Any, **named: Any) -> Any:
     module = forward.__self__  # type: ignore[attr-defined]
     inputs, named = tree_map_only(Tensor, partial(_take_input, region), (inputs, named))
     with _parameters_as(partial(_whole, region), module), implicit_replication(), ExitStack() as hooks:
-        mode = _Placing(region)
+        mode = _PlacementMode(region)
         for path, inner in module.named_modules(prefix=region.path):
             if inner is not module:
                 hooks.enter_context(inner.register_forward_pre_hook(partial(mode.enter, path)))
@@ -141,7 +141,7 @@ def _parameters_as(change: Any, module: nn.Module) -> Iterator[None]:
                 )
 
 
-class _Placing(TorchDispatchMode):
+class _PlacementMode(TorchDispatchMode):
     """Counts the operators of each module's own code, and computes those with a rule as it says."""
 
     def __init__(self, region: _Region) -> None:

@@ -38,7 +38,7 @@ def _merge_of(param: Tensor) -> GradientAccumulation | None:
     return None if reference is None else reference()
 
 
-class _Quiet:
+class _NoSyncUntilUpdate:
     """Keeps a model's backward passes from reducing while none of its optimizers is about to update."""
 
     def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -59,7 +59,7 @@ class _Quiet:
 class GradientAccumulation:
     """The group of batches that one optimizer is adding up; made by `accumulate_gradients`."""
 
-    def __init__(self, steps: int, avg: bool, quiet: _Quiet) -> None:
+    def __init__(self, steps: int, avg: bool, quiet: _NoSyncUntilUpdate) -> None:
         self._steps = steps
         self._avg = avg
         self._quiet = quiet
@@ -177,7 +177,7 @@ def accumulate_gradients(
             "(SparseEmbedding), which change at every step. Turn gradient_merge off."
         )
     before = model.__dict__.get("zero_grad")
-    zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _Quiet(quiet))
+    zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _NoSyncUntilUpdate(quiet))
     merge = GradientAccumulation(k_steps, avg, zero_grad.quiet)
     for param in params:
         session.accumulations[param] = weakref.ref(merge)  # it knows the model
@@ -257,7 +257,7 @@ def _has_shared_replicas() -> bool:
 class _ZeroGrad:
     """A model's `zero_grad` that leaves held gradients alone; a copy of the model gets the plain one."""
 
-    def __init__(self, model: nn.Module, quiet: _Quiet) -> None:
+    def __init__(self, model: nn.Module, quiet: _NoSyncUntilUpdate) -> None:
         self._model = model
         self.quiet = quiet
 

@@ -16,7 +16,7 @@ from phalanx.parallel.optim.layerwise import (
     layers_of,
     local_state,
     norms_of,
-    trust,
+    trust_ratio,
 )
 from phalanx.parallel.session import parameter_name
 from phalanx.parallel.step.gate import replace_update
@@ -58,9 +58,9 @@ def use_lamb(
         layers = layers_of(optimizer, excluded)
         if not layers:
             return
-        directions = [_direction(layer, 0.0 if layer.is_excluded else weight_decay) for layer in layers]
+        directions = [_adam_update(layer, 0.0 if layer.is_excluded else weight_decay) for layer in layers]
         of_values, of_directions = norms_of(layers, (layer.value for layer in layers), directions)
-        ratios = trust(of_values, of_directions)
+        ratios = trust_ratio(of_values, of_directions)
         for layer, direction, ratio in zip(layers, directions, ratios.unbind(), strict=True):
             factor = (ratio * layer.settings["lr"]).to(layer.value.device, layer.value.dtype)
             layer.value.sub_(direction.mul_(factor))
@@ -68,7 +68,7 @@ def use_lamb(
     replace_update(optimizer, update)
 
 
-def _direction(layer: Layer, weight_decay: float) -> Tensor:
+def _adam_update(layer: Layer, weight_decay: float) -> Tensor:
     """Move the means of Adam, and return where they point."""
     beta1, beta2 = layer.settings["betas"]
     state, gradient = layer.state, layer.gradient

@@ -16,7 +16,7 @@ from phalanx.parallel.optim.layerwise import (
     layers_of,
     local_state,
     norms_of,
-    trust,
+    trust_ratio,
 )
 from phalanx.parallel.session import parameter_name
 from phalanx.parallel.step.gate import replace_update
@@ -66,14 +66,14 @@ def use_lars(
         of_values, of_gradients = norms_of(layers, (la.value for la in layers), (la.gradient for la in layers))
         # A gradient of zeros is told apart before weight decay hides it in the denominator.
         length = torch.where(of_gradients > 0, of_gradients + weight_decay * of_values + epsilon, 0.0)
-        rates = trust(coeff * of_values, length)
+        rates = trust_ratio(coeff * of_values, length)
         for layer, rate in zip(layers, rates.unbind(), strict=True):
-            _move(layer, rate, weight_decay)
+            _momentum_update(layer, rate, weight_decay)
 
     replace_update(optimizer, update)
 
 
-def _move(layer: Layer, rate: Tensor, weight_decay: float) -> None:
+def _momentum_update(layer: Layer, rate: Tensor, weight_decay: float) -> None:
     settings, value = layer.settings, layer.value
     if layer.is_excluded:
         change = layer.gradient * settings["lr"]

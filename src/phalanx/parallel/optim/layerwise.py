@@ -96,7 +96,7 @@ def norms_of(layers: Sequence[Layer], *tensors: Iterable[Tensor]) -> tuple[Tenso
     return whole_norms(flat, groups).chunk(len(tensors))
 
 
-def trust(numerator: Tensor, denominator: Tensor) -> Tensor:
+def trust_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Return the ratio of norms, and 1 where either is 0 (a parameter or gradient of zeros says nothing)."""
     usable = (numerator > 0) & (denominator > 0)
     return torch.where(usable, numerator / denominator, torch.ones_like(numerator))

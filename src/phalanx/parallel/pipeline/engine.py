@@ -33,7 +33,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import note_stages
 from phalanx.parallel.pipeline import stage_io
 from phalanx.parallel.pipeline.batch import Batch, batch_size, split
-from phalanx.parallel.pipeline.partition import Recorded, owner_stages, record
+from phalanx.parallel.pipeline.partition import TracedForward, owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
 from phalanx.parallel.pipeline.schedule import (
     StageModule,
@@ -106,7 +106,7 @@ class PipelineEngine:
         model: nn.Module,
         route: StageRoute,
         stages: Mapping[str, int],
-        recorded: Recorded,
+        recorded: TracedForward,
         checks: Sequence[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]],
         context: Context,
     ) -> None:

@@ -20,7 +20,7 @@ from phalanx.i18n import tr
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class TracedForward:
     """A forward pass, each of its operations in a stage."""
 
     graph: fx.Graph
@@ -60,7 +60,7 @@ class Recorded:
         return fx.GraphModule({target: _lookup(model, target, self.constants) for target in targets}, graph)
 
 
-def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
+def record(model: nn.Module, stages: Mapping[str, int], count: int) -> TracedForward:
     """Record the forward pass of a model and say which stage each operation is in.
 
     Args:
@@ -86,7 +86,7 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
                 names=", ".join(several),
             )
         )
-    tracer, before = _Recorder(tuple(stages)), set(vars(model))
+    tracer, before = _StageTracer(tuple(stages)), set(vars(model))
     try:
         graph = tracer.trace(model)
     except Exception as error:  # the user's own forward runs on stand-ins, which may raise anything
@@ -102,10 +102,10 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
         ) from error
     finally:
         constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
-    return Recorded(graph, dict(_place(graph, stages, count)), count, constants)
+    return TracedForward(graph, dict(_place(graph, stages, count)), count, constants)
 
 
-def owner_stages(model: nn.Module, recorded: Recorded, stages: Mapping[str, int]) -> dict[str, int]:
+def owner_stages(model: nn.Module, recorded: TracedForward, stages: Mapping[str, int]) -> dict[str, int]:
     """Return in which stage each parameter and buffer is, by every name it has.
 
     What is in no unit is where it is used first; what nothing uses is in the first stage.
@@ -119,7 +119,7 @@ def owner_stages(model: nn.Module, recorded: Recorded, stages: Mapping[str, int]
     return {name: _stage_of(name, stages, _stage_of(name, used, 0)) for name in names}
 
 
-class _Recorder(fx.Tracer):
+class _StageTracer(fx.Tracer):
     """Records down to units, and to whatever modules have none in them."""
 
     proxy_buffer_attributes = True

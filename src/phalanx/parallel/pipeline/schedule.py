@@ -23,7 +23,7 @@ from phalanx.comm.collectives import apply_function
 from phalanx.comm.groups import Group
 from phalanx.parallel.pipeline import stage_io
 from phalanx.parallel.pipeline.rng_streams import Streams
-from phalanx.parallel.pipeline.stage_io import Border, Form, pack, unpack
+from phalanx.parallel.pipeline.stage_io import Form, StageBoundary, pack, unpack
 from phalanx.plan.pipeline_order import is_gpipe
 from phalanx.plan.value import Schedule
 
@@ -81,11 +81,11 @@ class StageModule(nn.Module):
         if self.index == 0:
             values = self._feed(int(tensors[0]))
         else:
-            values = unpack(self.input_form, [apply_function(Border, tensor) for tensor in tensors])
+            values = unpack(self.input_form, [apply_function(StageBoundary, tensor) for tensor in tensors])
         outputs: list[Tensor] = []
         with self._streams.of_next(self.index):
             self.output_form = pack(self.body(*values), outputs)
-        return tuple(apply_function(Border, tensor) for tensor in outputs)
+        return tuple(apply_function(StageBoundary, tensor) for tensor in outputs)
 
 
 Ends = dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]]

@@ -70,7 +70,7 @@ def recv(src: int, device: torch.device, group: Group) -> tuple[Form, list[Tenso
     return form, [tensor.requires_grad_(requires_grad) for tensor, requires_grad in arrived]
 
 
-class Border(torch.autograd.Function):
+class StageBoundary(torch.autograd.Function):
     """Makes a value fit to cross between stages, without a copy where it is already.
 
     Torch's stages send what is contiguous, gradients too, and take the graph off what they sent, which views refuse.

@@ -27,7 +27,7 @@ KEY = "master_weight"
 
 
 @dataclass(slots=True)
-class _Master:
+class _MasterCopy:
     """The float32 copy of one parameter."""
 
     value: Tensor
@@ -36,8 +36,8 @@ class _Master:
 
 
 @dataclass(slots=True)
-class _Away:
-    """What stands aside while the copy is in a parameter's place."""
+class _Stashed:
+    """A low-precision parameter while its float32 copy is in its place."""
 
     param: Tensor
     value: Tensor
@@ -49,7 +49,7 @@ class MasterWeights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._masters = WeakTensorKeyDictionary()
-        self._away: list[_Away] = []
+        self._away: list[_Stashed] = []
         self._loading: dict[int, dict[str, Any]] = {}
         add_action(optimizer, StepPhase.USE_MASTER_WEIGHTS, self._put_in_place, needs_gradients=True)
         add_action(optimizer, StepPhase.ROUND_MASTER_WEIGHTS, self._put_back)
@@ -64,7 +64,7 @@ class MasterWeights:
             if gradient is None:
                 continue
             master, factor = self._of(param).value, take_scale(param)
-            self._away.append(_Away(param, param.data, gradient))
+            self._away.append(_Stashed(param, param.data, gradient))
             param.grad = None
             param.data = master
             param.grad = gradient.float() / factor
@@ -80,11 +80,11 @@ class MasterWeights:
             master.version = away.param._version
         self._away.clear()
 
-    def _of(self, param: Tensor) -> _Master:
+    def _of(self, param: Tensor) -> _MasterCopy:
         """Return the copy of a parameter, following what else was written to the parameter since the last step."""
-        master: _Master | None = self._masters.get(param)
+        master: _MasterCopy | None = self._masters.get(param)
         if master is None:
-            master = self._masters[param] = _Master(param.detach().float(), param._version)
+            master = self._masters[param] = _MasterCopy(param.detach().float(), param._version)
         elif master.version != param._version:
             written = master.value.to(param.dtype) != param
             master.value = torch.where(written, param.detach().float(), master.value)
@@ -111,7 +111,7 @@ class MasterWeights:
             own.pop(KEY, None)
             for name, value in loaded.items():
                 if name == KEY:
-                    self._masters[param] = _Master(value.to(param.device, torch.float32, copy=True), -1)
+                    self._masters[param] = _MasterCopy(value.to(param.device, torch.float32, copy=True), -1)
                 elif isinstance(value, Tensor) and value.dtype == torch.float32 and value.shape == param.shape:
                     own[name] = value.to(param.device, copy=True)
             if not own:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from phalanx.errors import ConfigError
 from phalanx.parallel.session import StepPhase, session
 from phalanx.parallel.step.hooks import add_action
-from phalanx.parallel.tensor.shard_spec import held_part
+from phalanx.parallel.tensor.shard_spec import shard_of_state
 
 
 def note_replaced(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
@@ -58,7 +58,7 @@ def _refuse_unbound(optimizer: Optimizer, _args: object, _kwargs: object) -> Non
 def rebind(optimizer: Optimizer) -> None:
     """Let an optimizer hold the parameters that stand in the place of those it was made for. Changes nothing else."""
     for param, state in optimizer.state.items():
-        cut = {k: held_part(param, v) for k, v in state.items() if isinstance(v, Tensor)}
+        cut = {k: shard_of_state(param, v) for k, v in state.items() if isinstance(v, Tensor)}
         state.update({key: part for key, part in cut.items() if part is not None})
     moved = {}
     for group in optimizer.param_groups:

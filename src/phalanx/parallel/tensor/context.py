@@ -282,7 +282,7 @@ class SequenceShard(TorchFunctionMode):
 _in_force: ContextVar[SequenceShard | None] = ContextVar("phalanx_part_of_a_sequence", default=None)
 
 
-def part_in_force() -> AbstractContextManager[Any]:
+def active_sequence_shard() -> AbstractContextManager[Any]:
     """Return what lets modules compute again, in the backward pass, on the part of a sequence they compute now."""
     return _in_force.get() or nullcontext()
 

@@ -11,7 +11,25 @@ from phalanx.parallel.tensor.mappings import copy_to, gather_from, reduce_from, 
 from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 
-class ColumnLinear(nn.Linear):
+class _ShardedLinear(nn.Linear):
+    """What the two have in common."""
+
+    spec: ShardSpec
+    path: str = ""
+    """Its name in the model, for messages."""
+
+    inputs: int | None
+    """Dim along which inputs arrive sharded: -1 features, another the sequence; full when None."""
+
+    outputs: int | None
+    """Dim along which outputs leave sharded; full when None."""
+
+    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
+        """Take the dims along which activations arrive and leave sharded; see `styles.ShardedLayer`."""
+        self.path, self.inputs, self.outputs = path, inputs, outputs
+
+
+class ColumnLinear(_ShardedLinear):
     """A linear layer of which each rank computes some of the output features.
 
     Collective over the group, forward and backward. `weight` is (this rank's features, in_features), `bias` likewise;
@@ -20,20 +38,6 @@ class ColumnLinear(nn.Linear):
     Input: (*, in_features), the same on every rank; or cut along `inputs`, and gathered first. Output: (*,
     out_features), the same on every rank; or this rank's features only when `outputs` is -1.
     """
-
-    spec: ShardSpec
-    path: str = ""
-    """Its name in the model, for messages."""
-
-    inputs: int | None
-    """Dim along which inputs arrive cut: -1 features, another the sequence; whole when None."""
-
-    outputs: int | None
-    """-1 when outputs stay cut; whole when None."""
-
-    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
-        """Take the dims along which activations arrive and leave sharded; see `styles.ShardedLayer`."""
-        self.path, self.inputs, self.outputs = path, inputs, outputs
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""
@@ -46,7 +50,7 @@ class ColumnLinear(nn.Linear):
         return f"{super().extra_repr()}, column {self.spec.index} of {len(self.spec.sizes)}"
 
 
-class RowLinear(nn.Linear):
+class RowLinear(_ShardedLinear):
     """A linear layer of which each rank computes a term of every output, from some of the input features.
 
     Collective over the group, forward and backward. `weight` is (out_features, this rank's features); `bias` is whole
@@ -55,20 +59,6 @@ class RowLinear(nn.Linear):
     Input: (*, in_features), the same on every rank; or this rank's features only when `inputs` is -1. Output: (*,
     out_features), the same on every rank; or this rank's part of the sequence, cut along `outputs`.
     """
-
-    spec: ShardSpec
-    path: str = ""
-    """Its name in the model, for messages."""
-
-    inputs: int | None
-    """-1 when inputs arrive cut by features; whole when None."""
-
-    outputs: int | None
-    """Dim along which outputs leave cut, the sequence; whole when None."""
-
-    def configure(self, path: str, inputs: int | None, outputs: int | None) -> None:
-        """Take the dims along which activations arrive and leave sharded; see `styles.ShardedLayer`."""
-        self.path, self.inputs, self.outputs = path, inputs, outputs
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""

@@ -167,14 +167,13 @@ def _match_modules(model: nn.Module, pattern: str, style: StyleName) -> Iterator
     names = [name for name, _ in model.named_modules() if matches(pattern, name)]
     fitting = [name for name in names if _supports(model.get_submodule(name), style, is_named=name == pattern)]
     if not fitting:
-        kinds = sorted({type(model.get_submodule(name)).__name__ for name in names})
-        problem = f"matches only {', '.join(kinds)}" if names else "matches no module"
+        matched = sorted({type(model.get_submodule(name)).__name__ for name in names})
+        problem = f"matches only {', '.join(matched)}" if names else "matches no module"
         hint = "" if names else did_you_mean(pattern, [name for name, _ in model.named_modules()])
         shown = "" if names or hint else " print(model) shows the names; * stands for anything."
-        raise ConfigError(
-            f"px.shard({pattern!r}: {style!r}) {problem}.{hint}{shown} Styles column and row are for nn.Linear itself, "
-            "vocab for nn.Embedding and nn.Linear; subclasses may compute something else."
-        )
+        layers = " and ".join(f"nn.{layer}" for layer in STYLES[style].layers)
+        kinds = f"{layers} itself; subclasses may compute something else" if layers else "modules with parameters"
+        raise ConfigError(f"px.shard({pattern!r}: {style!r}) {problem}.{hint}{shown} Style {style} is for {kinds}.")
     yield from fitting
 
 

@@ -65,7 +65,7 @@ def hold(param: nn.Parameter, dim: int, spec: ShardSpec) -> None:
     session.shards[param] = dim, spec
 
 
-def held_part(param: Tensor, value: Tensor) -> Tensor | None:
+def shard_of_state(param: Tensor, value: Tensor) -> Tensor | None:
     """Return this rank's slice of what an optimizer keeps of a whole parameter; None if `value` is nothing of that.
 
     Args:

@@ -1,4 +1,4 @@
-"""`pair`: add to an optimizer what the Plan and the strategy ask of its steps (clipping, scaling, EMA, ...).
+"""`set_up_optimizer`: add to an optimizer what Plan and strategy ask of its steps: clipping, scaling, EMA and others.
 
 Each part adds its action to the optimizer's steps; `session.StepPhase` states their order.
 """
@@ -27,7 +27,7 @@ from phalanx.strategy.configs import ClipConfigs, EmaConfigs, LambConfigs, LarsC
 logger = logging.getLogger("phalanx.parallel")
 
 
-def pair(
+def set_up_optimizer(
     optimizer: Optimizer,
     model: nn.Module,
     applied: Applied,

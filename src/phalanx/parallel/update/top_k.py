@@ -31,7 +31,7 @@ _Moved = tuple[Tensor, Tensor]
 """A parameter, and what this rank adds to its update."""
 
 
-class Compressor:
+class TopKCompressor:
     """Exchanges the largest entries of gradients just before an optimizer's step.
 
     Of a parameter that is cut over other ranks, each compresses the part it has.

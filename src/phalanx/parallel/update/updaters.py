@@ -14,7 +14,7 @@ from phalanx.parallel.data.sample_weights import sample_weight_hook
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.stateful import keep_state
 from phalanx.parallel.update.local_sgd import LocalSgd
-from phalanx.parallel.update.top_k import Compressor
+from phalanx.parallel.update.top_k import TopKCompressor
 from phalanx.plan.mesh import reduced_along
 from phalanx.plan.value import Average, Plan, TopK
 
@@ -66,7 +66,7 @@ def build_updaters(
             param.register_hook(sample_weight_hook(context, context.readers, is_sum=update.reduce == "sum", gain=gain))
     if isinstance(update, TopK):
         over = {name: groups[reduced_along(plan, rules[name])] for name in trained}
-        compressor = Compressor(trained, update, over, shares if update.reduce == "mean" else 1)
+        compressor = TopKCompressor(trained, update, over, shares if update.reduce == "mean" else 1)
         is_whole = len(groups) == 1 and mesh.size(next(iter(groups))) == plan.world_size
         keep_state(model, "top_k", compressor, elsewhere="share" if is_whole else "drop")
         return (compressor,)

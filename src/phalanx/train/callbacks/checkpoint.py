@@ -11,7 +11,7 @@ from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.saving import save_training
 from phalanx.errors import ConfigError
 from phalanx.train.callbacks.base import Callback
-from phalanx.train.callbacks.early_stopping import Best, Mode, check_followed, metric_of
+from phalanx.train.callbacks.early_stopping import BestMetric, Mode, check_followed, metric_of
 from phalanx.train.callbacks.measure import StepInterval
 
 if TYPE_CHECKING:  # a run has callbacks
@@ -62,7 +62,7 @@ class ModelCheckpoint(Callback):
         self._pace = StepInterval(every_steps, "every_steps")
         self._every_epochs = (1 if every_steps is None else 0) if every_epochs is None else every_epochs
         self._keep, self._background = keep, background
-        self._best = None if best is None else Best(best, mode)
+        self._best = None if best is None else BestMetric(best, mode)
         self.needs_evaluation = best is not None
         self._saved_at: tuple[int, int] | None = None
 

@@ -42,7 +42,7 @@ class CallbackDispatcher:
         self._reason: str | None = None
         self._passed = 0
 
-    def tell(self, method: str, run: Run) -> None:
+    def call_all(self, method: str, run: Run) -> None:
         """Call a method of every callback; the first failure is kept."""
         for name, callback in zip(self.names, self.callbacks, strict=True):
             try:
@@ -57,7 +57,7 @@ class CallbackDispatcher:
         if self._ranks.world_size > 1:  # another rank may raise before this one, without the place in the callback
             logger.error("%s", what, exc_info=error)
 
-    def ask_to_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop at a boundary; the first reason counts."""
         self._reason = self._reason or reason
         self._stop.ask()
@@ -66,7 +66,7 @@ class CallbackDispatcher:
         """Treat SIGTERM as a stop request, too."""
         self._stop.listen()
 
-    def stops(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Pass a boundary; return whether all ranks stop here, or did before.
 
         Raises:
@@ -85,10 +85,10 @@ class CallbackDispatcher:
         def first(reasons: list[str | None]) -> str:
             return next(filter(None, reasons), SIGNALLED)
 
-        reason: str = self._ranks.decide(topic, self._say, first, timeout_s=DEFAULT_TIMEOUT_S)
+        reason: str = self._ranks.decide(topic, self._reason_or_failure, first, timeout_s=DEFAULT_TIMEOUT_S)
         return reason
 
-    def _say(self) -> str | None:
+    def _reason_or_failure(self) -> str | None:
         """Return this rank's stop reason, or raise its failure."""
         if self._failure is None:
             return self._reason

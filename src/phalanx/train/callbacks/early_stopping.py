@@ -53,7 +53,7 @@ def metric_of(metrics: Mapping[str, Any], name: str, asker: str) -> float:
         ) from None
 
 
-class Best:
+class BestMetric:
     """The best value of a metric so far."""
 
     def __init__(self, metric: str, mode: Mode | None, min_delta: float = 0.0) -> None:
@@ -94,7 +94,7 @@ class EarlyStopping(Callback):
             )
         self._terms = monitor, mode, min_delta
         self._patience = patience
-        self._best = Best(*self._terms)
+        self._best = BestMetric(*self._terms)
         self.waited = 0
         """Evaluations since the last that was better."""
 
@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
     def on_train_begin(self, run: Run) -> None:
         """Reset, unless a checkpoint was loaded."""
         if run.resumed_from is None:
-            self._best, self.waited = Best(*self._terms), 0
+            self._best, self.waited = BestMetric(*self._terms), 0
 
     def on_eval_end(self, run: Run) -> None:
         """Compare, and stop when patience is at its end."""

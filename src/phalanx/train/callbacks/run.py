@@ -124,12 +124,12 @@ class Run:
         self._global_loss: tuple[int, float] | None = None
         self._speed = Throughput()
         self._device = current.device
-        self._edges = CallbackDispatcher(self.callbacks, {"epochs": epochs, "sink": steps_in_sink})
+        self._dispatcher = CallbackDispatcher(self.callbacks, {"epochs": epochs, "sink": steps_in_sink})
         try:
-            self._edges.tell("setup", self)
-            self._edges.decide("setup")
+            self._dispatcher.call_all("setup", self)
+            self._dispatcher.decide("setup")
         except BaseException:
-            self._edges.close()
+            self._dispatcher.close()
             raise
 
     def __repr__(self) -> str:
@@ -153,16 +153,16 @@ class Run:
         Not collective. Called by all ranks at one place, they stop at the edge (of a step, sink or epoch) that follows;
         called by some, at an edge soon after on which all agree.
         """
-        self._edges.ask_to_stop(reason)
+        self._dispatcher.request_stop(reason)
 
     def stop_on_signal(self) -> None:
         """Take SIGTERM of any rank as a request to stop on all; until the run is closed."""
-        self._edges.listen()
+        self._dispatcher.listen()
 
     @property
     def stop_reason(self) -> str | None:
         """Why training was stopped before its end, the same on every rank; None when it was not."""
-        return self._edges.stop_reason
+        return self._dispatcher.stop_reason
 
     @property
     def was_signalled(self) -> bool:
@@ -219,22 +219,22 @@ class Run:
                 logger.warning("callback %s begins anew: the checkpoint has no state of it", name)
 
     def _list_named(self) -> Iterator[tuple[str, Callback]]:
-        return zip(self._edges.names, self.callbacks, strict=True)
+        return zip(self._dispatcher.names, self.callbacks, strict=True)
 
     def __enter__(self) -> Run:
         """Begin: `on_train_begin`."""
         self._speed.restart(self)
         events.run_reports(self._facts)
-        self._edges.tell("on_train_begin", self)
+        self._dispatcher.call_all("on_train_begin", self)
         return self
 
     def begin_epoch(self) -> bool:
         """Begin the next epoch; return False, and begin none, after the last or once training was stopped."""
-        if self._edges.stops(self.step) or self.epoch >= self.epochs:
+        if self._dispatcher.should_stop(self.step) or self.epoch >= self.epochs:
             return False
         steps = self.loader.state_dict()["position"] // self.loader.global_batch
         self.batches = steps * batches_per_step()
-        self._edges.tell("on_epoch_begin", self)
+        self._dispatcher.call_all("on_epoch_begin", self)
         self.clock.begin()
         return True
 
@@ -253,15 +253,15 @@ class Run:
             self.samples += self._share.global_rows if self._share is not None else 0
         if updated:
             self.step += 1
-            self._edges.tell("on_update", self)
+            self._dispatcher.call_all("on_update", self)
         return updated
 
     def end_step(self) -> bool:
         """End a step or sink: `on_step_end`; return whether training stops here."""
         if self.loss is not None:
             events.report_run(self.step - 1, self.loss)
-        self._edges.tell("on_step_end", self)
-        return self._edges.stops(self.step)
+        self._dispatcher.call_all("on_step_end", self)
+        return self._dispatcher.should_stop(self.step)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -274,11 +274,11 @@ class Run:
     def end_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Tell callbacks the result of an evaluation: `on_eval_end`."""
         self.metrics = metrics
-        self._edges.tell("on_eval_end", self)
+        self._dispatcher.call_all("on_eval_end", self)
 
     def end_epoch(self) -> None:
         """End an epoch: `on_epoch_end`."""
-        self._edges.tell("on_epoch_end", self)
+        self._dispatcher.call_all("on_epoch_end", self)
         self.epoch += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
@@ -289,11 +289,11 @@ class Run:
         """
         try:
             if kind is None:
-                self._edges.tell("on_train_end", self)
-                self._edges.decide("end")
+                self._dispatcher.call_all("on_train_end", self)
+                self._dispatcher.decide("end")
         finally:
             events.run_reports(None)
-            self._edges.close()
+            self._dispatcher.close()
             with contextlib.ExitStack() as closing:  # all, also where one fails
                 for callback in self.callbacks:
                     closing.callback(callback.close)

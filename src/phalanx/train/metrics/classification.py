@@ -116,7 +116,7 @@ class ConfusionMatrix:
         return ranks.sum(mine).cpu()
 
 
-class _OfCounts(ConfusionMatrix):
+class _CountMetric(ConfusionMatrix):
     """A number from the counts of classes."""
 
     def __init__(self, average: Average | None = None, *, classes: int | None = None, threshold: float = 0.5) -> None:
@@ -151,7 +151,7 @@ class _OfCounts(ConfusionMatrix):
         raise NotImplementedError
 
 
-class Precision(_OfCounts):
+class Precision(_CountMetric):
     """Share of the samples predicted as a class that are of it; 0 where none was.
 
     Args:
@@ -167,7 +167,7 @@ class Precision(_OfCounts):
         return right / predicted if predicted else 0.0
 
 
-class Recall(_OfCounts):
+class Recall(_CountMetric):
     """Share of the samples of a class predicted as it; 0 where there are none. Arguments as for `Precision`."""
 
     @staticmethod
@@ -176,7 +176,7 @@ class Recall(_OfCounts):
         return right / true if true else 0.0
 
 
-class F1(_OfCounts):
+class F1(_CountMetric):
     """The harmonic mean of precision and recall; 0 where both are. Arguments as for `Precision`."""
 
     @staticmethod

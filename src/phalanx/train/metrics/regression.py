@@ -13,7 +13,7 @@ from phalanx.train.metrics.base import AllRanks
 from phalanx.train.metrics.exact_sum import ExactSum, quotient
 
 
-class _Errors:
+class _ErrorMetric:
     """Sums over predictions and targets; the same on any number of ranks, to the last bit."""
 
     sums = 1
@@ -55,7 +55,7 @@ class _Errors:
         return quotient(sums[0], numbers)
 
 
-class MAE(_Errors):
+class MAE(_ErrorMetric):
     """The mean absolute error."""
 
     def terms(self, prediction: Tensor, target_values: Tensor) -> tuple[Tensor, ...]:
@@ -63,7 +63,7 @@ class MAE(_Errors):
         return ((prediction - target_values).abs(),)
 
 
-class MSE(_Errors):
+class MSE(_ErrorMetric):
     """The mean squared error."""
 
     def terms(self, prediction: Tensor, target_values: Tensor) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ class RMSE(MSE):
         return math.sqrt(quotient(sums[0], numbers))
 
 
-class R2(_Errors):
+class R2(_ErrorMetric):
     """The share of the targets' variance that predictions explain: 1 - squared errors / squared distances to the mean.
 
     1 for perfect predictions of equal targets, and 0 for imperfect ones, as scikit-learn has it.

@@ -99,7 +99,7 @@ def _run_until_training(script: Path, arguments: Sequence[str], use: Callable[[T
     try:
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
-    except _Reached as reached:
+    except _TrainingReached as reached:
         session.planner = None
         return use(reached.training)
     except SystemExit as ended:
@@ -146,7 +146,7 @@ def _failed(script: Path, error: Exception) -> str:
     return f"{message}\n{lines.rstrip()}"
 
 
-class _Reached(BaseException):
+class _TrainingReached(BaseException):
     """The script is about to train a model; no handler of its own is to catch it."""
 
     def __init__(self, training: TrainingRequest) -> None:
@@ -155,7 +155,7 @@ class _Reached(BaseException):
 
 
 def _stop(training: TrainingRequest) -> NoReturn:
-    raise _Reached(training)
+    raise _TrainingReached(training)
 
 
 def _optimizer(training: TrainingRequest, options: Mapping[str, Any]) -> Any:

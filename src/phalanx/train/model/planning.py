@@ -1,4 +1,4 @@
-"""AUTO_PARALLEL of a `Model`: search the fastest Plan on rank 0, broadcast it."""
+"""`search_plan`: search the fastest Plan of a `Model` on rank 0 and broadcast it (AUTO_PARALLEL)."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ class GraphedStep:
         """
         self._calls += 1
         if self._calls == 1:
-            with refuse_waits():
-                return self._aside(inputs, target)
+            with forbid_host_syncs():
+                return self._run_on_side_stream(inputs, target)
         if self._calls <= WARMUP_STEPS:
-            return self._aside(inputs, target)
+            return self._run_on_side_stream(inputs, target)
         values, structure = tree_flatten((inputs, target))
         if self._graph is None:
             self._capture(values, structure)
@@ -69,7 +69,7 @@ class GraphedStep:
             return self._run(inputs, target)
         return self._replay(values)
 
-    def _aside(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _run_on_side_stream(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run on a side stream, as a capture will."""
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
@@ -114,7 +114,7 @@ def _shapes(values: list[Any]) -> list[Any]:
     return [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v for v in values]
 
 
-class refuse_waits(TorchDispatchMode):  # noqa: N801 -- used as a function
+class forbid_host_syncs(TorchDispatchMode):  # noqa: N801 -- used as a function
     """Within it, operations whose result the host has to wait for are an error that names them.
 
     Raises:
@@ -125,7 +125,7 @@ class refuse_waits(TorchDispatchMode):  # noqa: N801 -- used as a function
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker: Any = ModuleTracker()
 
-    def __enter__(self) -> refuse_waits:
+    def __enter__(self) -> forbid_host_syncs:
         self._tracker.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -135,7 +135,7 @@ class refuse_waits(TorchDispatchMode):  # noqa: N801 -- used as a function
         self._tracker.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _waits(func, args):
+        if _syncs_host(func, args):
             inside = max(self._tracker.parents - {"Global"}, key=len, default="")
             where = f" in {inside}" if inside else ""
             name = str(func).removeprefix("aten.").partition(".")[0]
@@ -148,7 +148,7 @@ class refuse_waits(TorchDispatchMode):  # noqa: N801 -- used as a function
         return func(*args, **(kwargs or {}))
 
 
-def _waits(func: Any, args: Any) -> bool:
+def _syncs_host(func: Any, args: Any) -> bool:
     """Return whether the host needs values before it can continue."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
