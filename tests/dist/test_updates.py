@@ -458,5 +458,5 @@ def test_gradients_of_several_dtypes_travel_in_one_order_on_all_ranks(monkeypatc
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda flat, **_: sent.append(flat.dtype))
     compressor = TopKCompressor(params, TopK(sparsity=(0.5,), dense_below=10), dict.fromkeys(params), 2)
-    compressor._exchange_whole([(param, param.detach()) for param in params.values()])
+    compressor._all_reduce_dense([(param, param.detach()) for param in params.values()])
     assert sent == [param.dtype for param in params.values()]

@@ -68,11 +68,11 @@ def write_full_tensors(
                 entry = layout[name]
                 mine = [item.chunk for item in entry.write_items if item.rank == ranks.rank]
                 for key in (name, *(alias for alias, of in aliases.items() if of == name)):
-                    whole = memory.tensor(entry, decision["begins"][key])
+                    full_tensor = memory.tensor(entry, decision["begins"][key])
                     for chunk in mine:
                         source = local.tensor[chunk.within(entry.chunk_of(local.part))]
-                        whole[chunk.within(TensorChunk.full(entry.shape))].copy_(source)
-                    del whole
+                        full_tensor[chunk.within(TensorChunk.full(entry.shape))].copy_(source)
+                    del full_tensor
 
     def finish(_: list[Any]) -> None:
         part.rename(target)

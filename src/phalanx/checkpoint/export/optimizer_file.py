@@ -178,12 +178,12 @@ class _OptimizerFileReader:
             chunk = entry.chunk_of(local.part).within(TensorChunk.full(entry.shape))
             for key, slot in slots.items():
                 if key.rpartition("/")[0] == saved:
-                    whole = self._file.tensor(slot)
+                    full_tensor = self._file.tensor(slot)
                     is_alike = slot.shape == entry.shape
                     state[name][key.rpartition("/")[2]] = (
-                        shard_like(view.tensors[name], whole[chunk].to(local.tensor.device, copy=True))
+                        shard_like(view.tensors[name], full_tensor[chunk].to(local.tensor.device, copy=True))
                         if is_alike
-                        else whole.clone()
+                        else full_tensor.clone()
                     )
         return {name: entries for name, entries in state.items() if entries}
 

@@ -90,7 +90,7 @@ def _run(forward: Forward, region: _Region, *inputs: Any, **named: Any) -> Any:
     """Run a module's forward pass with its operators placed; whole tensors go in and come out."""
     module = forward.__self__  # type: ignore[attr-defined]
     inputs, named = tree_map_only(Tensor, partial(_take_input, region), (inputs, named))
-    with _parameters_as(partial(_whole, region), module), implicit_replication(), ExitStack() as hooks:
+    with _parameters_as(partial(_replicate, region), module), implicit_replication(), ExitStack() as hooks:
         mode = _PlacementMode(region)
         for path, inner in module.named_modules(prefix=region.path):
             if inner is not module:
@@ -103,15 +103,15 @@ def _run(forward: Forward, region: _Region, *inputs: Any, **named: Any) -> Any:
     return tree_map(_put_together, outputs)
 
 
-def _whole(region: _Region, tensor: Tensor) -> DTensor:
+def _replicate(region: _Region, tensor: Tensor) -> DTensor:
     return DTensor.from_local(tensor, region.mesh, [Replicate()], run_check=False)
 
 
 def _take_input(region: _Region, tensor: Tensor) -> Tensor:
-    whole = _whole(region, tensor)
+    full_tensor = _replicate(region, tensor)
     if isinstance(region.taken, Shard) and region.taken.dim >= tensor.dim():
-        return whole
-    return whole.redistribute(placements=[region.taken])
+        return full_tensor
+    return full_tensor.redistribute(placements=[region.taken])
 
 
 def _put_together(value: Any) -> Any:
@@ -202,8 +202,8 @@ class _PlacementMode(TorchDispatchMode):
         """Return arguments that lie so that the outputs lie as wanted, if there is such a way to lie."""
         if len(set(placements)) != 1 or isinstance(placements[0], Replicate):
             return args, kwargs
-        whole = partial(_whole, self._region)
-        arguments = tree_map_only(Tensor, lambda t: t if isinstance(t, DTensor) else whole(t), (args, kwargs))
+        replicate = partial(_replicate, self._region)
+        arguments = tree_map_only(Tensor, lambda t: t if isinstance(t, DTensor) else replicate(t), (args, kwargs))
         lying, named = tree_map_only(DTensor, lambda tensor: tensor._spec, arguments)
         key = (func, str((lying, named)), placements)
         if key not in self._region.cached_inputs:

@@ -52,18 +52,18 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     if isinstance(settings.get("lr"), float | Tensor):
         settings["lr"] = _RATE
     value, gradients = torch.randn(4, 6), torch.randn(2, 4, 6)
-    whole, halves = nn.Parameter(value.clone()), [nn.Parameter(half.clone()) for half in value.split(2)]
+    full, halves = nn.Parameter(value.clone()), [nn.Parameter(half.clone()) for half in value.split(2)]
     try:
-        trials = [type(optimizer)([param], **settings) for param in (whole, *halves)]
+        trials = [type(optimizer)([param], **settings) for param in (full, *halves)]
         for gradient in gradients:
-            for param, part in zip((whole, *halves), (gradient, *gradient.split(2)), strict=True):
+            for param, part in zip((full, *halves), (gradient, *gradient.split(2)), strict=True):
                 param.grad = part.clone()
             for trial in trials:
                 trial.step()
     except Exception:  # noqa: BLE001 -- a constructor or step of a kind of its own
         return True
-    return _is_close(whole, torch.cat([half.detach() for half in halves]))
+    return _is_close(full, torch.cat([half.detach() for half in halves]))
 
 
-def _is_close(whole: Tensor, parts: Tensor) -> bool:
-    return bool(torch.allclose(whole.detach(), parts, rtol=1e-4, atol=1e-6))
+def _is_close(full: Tensor, parts: Tensor) -> bool:
+    return bool(torch.allclose(full.detach(), parts, rtol=1e-4, atol=1e-6))

@@ -27,7 +27,7 @@ from phalanx.plan.value import TopK
 
 logger = logging.getLogger("phalanx.parallel")
 
-_Moved = tuple[Tensor, Tensor]
+_Entry = tuple[Tensor, Tensor]
 """A parameter, and what this rank adds to its update."""
 
 
@@ -77,7 +77,7 @@ class TopKCompressor:
             )
         self._steps.setdefault(optimizer, self._resumed_at)
         add_action(optimizer, StepPhase.EXCHANGE_GRADIENTS, self._exchange, needs_gradients=True)
-        add_action(optimizer, StepPhase.RESTORE_MOMENTUM, self._give_back)
+        add_action(optimizer, StepPhase.RESTORE_MOMENTUM, self._restore_momentum)
 
     def observe(self, loss: Tensor) -> None:
         """Do nothing: what is sent does not depend on the loss."""
@@ -116,30 +116,30 @@ class TopKCompressor:
     @torch.no_grad()
     def _exchange(self, optimizer: Optimizer) -> None:
         """Put the exchanged gradients in the place of this rank's own. Collective."""
-        self._give_back(optimizer)  # the step before may have been interrupted
+        self._restore_momentum(optimizer)  # the step before may have been interrupted
         self._steps[optimizer] += 1
         sparsity = self._sparsity(self._steps[optimizer])
         members = [(p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         used = self._used_anywhere([param for param, _ in members])
-        whole: list[_Moved] = []
-        chosen: list[_Moved] = []
+        dense: list[_Entry] = []
+        compressed: list[_Entry] = []
         for (param, group), is_used in zip(members, used, strict=True):
             if not is_used:
                 continue
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
             if sparsity is None:
-                whole.append((param, gradient))
+                dense.append((param, gradient))
                 continue
-            moved = whole if param.numel() < self._update.dense_below else chosen
-            moved.append((param, self._with_momentum(param, gradient, group, optimizer)))
-        self._exchange_whole(whole)
+            entries = dense if param.numel() < self._update.dense_below else compressed
+            entries.append((param, self._with_momentum(param, gradient, group, optimizer)))
+        self._all_reduce_dense(dense)
         if sparsity is not None:
-            self._exchange_chosen(chosen, sparsity)
+            self._all_gather_top_k(compressed, sparsity)
             for group in {id(group): group for _, group in members}.values():
                 self._held.append((group, group["momentum"], group["weight_decay"]))
                 group["momentum"] = group["weight_decay"] = 0.0
 
-    def _give_back(self, _optimizer: Optimizer) -> None:
+    def _restore_momentum(self, _optimizer: Optimizer) -> None:
         """Give the optimizer its momentum back."""
         for group, momentum, decay in self._held:
             group["momentum"], group["weight_decay"] = momentum, decay
@@ -168,10 +168,10 @@ class TopKCompressor:
                 used[index] = bool(flag)
         return used
 
-    def _together(self, moved: Sequence[_Moved]) -> Iterator[tuple[Group, list[_Moved]]]:
+    def _by_group(self, entries: Sequence[_Entry]) -> Iterator[tuple[Group, list[_Entry]]]:
         """Yield what can travel together: gradients of one dtype that are added over the same ranks."""
-        for kind in dict.fromkeys((param.dtype, self._group_of(param)) for param, _ in moved):
-            yield kind[1], [entry for entry in moved if (entry[0].dtype, self._group_of(entry[0])) == kind]
+        for kind in dict.fromkeys((param.dtype, self._group_of(param)) for param, _ in entries):
+            yield kind[1], [entry for entry in entries if (entry[0].dtype, self._group_of(entry[0])) == kind]
 
     def _with_momentum(self, param: Tensor, gradient: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Tensor:
         """Return what this rank adds to a parameter's update: its gradient with decay, and its own velocity."""
@@ -192,54 +192,56 @@ class TopKCompressor:
         gathered = optimizer.state.get(param, {}).get("momentum_buffer")
         return torch.zeros_like(param) if gathered is None else self._part_of(param, gathered)
 
-    def _part_of(self, param: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's even part of what all ranks' exchange adds up to `whole`."""
-        return whole / (self._scale * dist.get_world_size(self._group_of(param)))
+    def _part_of(self, param: Tensor, total: Tensor) -> Tensor:
+        """Return this rank's even part of what all ranks' exchange adds up to `total`."""
+        return total / (self._scale * dist.get_world_size(self._group_of(param)))
 
-    def _exchange_whole(self, moved: Sequence[_Moved]) -> None:
-        for group, alike in self._together(moved):
-            flat = torch.cat([value.reshape(-1) for _, value in alike])
+    def _all_reduce_dense(self, entries: Sequence[_Entry]) -> None:
+        for group, same_group in self._by_group(entries):
+            flat = torch.cat([value.reshape(-1) for _, value in same_group])
             with peers_named("the exchange of gradients", group):
                 dist.all_reduce(flat, group=group)
-            _hand_back([param for param, _ in alike], flat.mul_(self._scale))
+            _set_gradients([param for param, _ in same_group], flat.mul_(self._scale))
 
-    def _exchange_chosen(self, moved: Sequence[_Moved], sparsity: float) -> None:
+    def _all_gather_top_k(self, entries: Sequence[_Entry], sparsity: float) -> None:
         self.sent = 0
-        for group, alike in self._together(moved):
-            places, values = self._choose(alike, sparsity)
-            flat = values.new_zeros(sum(param.numel() for param, _ in alike))
-            for where, what in zip(_gathered(places, group), _gathered(values, group), strict=True):
+        for group, same_group in self._by_group(entries):
+            all_indices, values = self._select_top_k(same_group, sparsity)
+            flat = values.new_zeros(sum(param.numel() for param, _ in same_group))
+            for indices_of_rank, values_of_rank in zip(
+                _all_gather(all_indices, group), _all_gather(values, group), strict=True
+            ):
                 # In rank order, so that the sum is the same to the bit on every rank.
-                flat.index_add_(0, where, what)
-            _hand_back([param for param, _ in alike], flat.mul_(self._scale))
+                flat.index_add_(0, indices_of_rank, values_of_rank)
+            _set_gradients([param for param, _ in same_group], flat.mul_(self._scale))
 
-    def _choose(self, moved: Sequence[_Moved], sparsity: float) -> tuple[Tensor, Tensor]:
-        """Take the largest entries of what waits, and let them go; places count through all of `moved`."""
-        places, values, start = [], [], 0
-        for param, value in moved:
+    def _select_top_k(self, entries: Sequence[_Entry], sparsity: float) -> tuple[Tensor, Tensor]:
+        """Take the largest values out of the residuals; indices count through all of `entries`."""
+        all_indices, values, start = [], [], 0
+        for param, value in entries:
             name = self._names[id(param)]
             if name not in self._residual:
                 self._residual[name] = torch.zeros_like(param)
             waiting = self._residual[name].add_(value).view(-1)
             count = max(1, round(param.numel() * (1.0 - sparsity)))
             indices = waiting.abs().topk(count, sorted=False).indices
-            places.append(indices + start)
+            all_indices.append(indices + start)
             values.append(waiting[indices])
             waiting[indices] = 0.0
             if name in self._velocity:
                 self._velocity[name].view(-1)[indices] = 0.0
             start += param.numel()
-        self.sent += sum(map(len, places))
-        return torch.cat(places), torch.cat(values)
+        self.sent += sum(map(len, all_indices))
+        return torch.cat(all_indices), torch.cat(values)
 
 
-def _gathered(mine: Tensor, group: Group) -> list[Tensor]:
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+def _all_gather(mine: Tensor, group: Group) -> list[Tensor]:
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with peers_named("the exchange of gradients", group):
-        dist.all_gather(everyone, mine, group=group)
-    return everyone
+        dist.all_gather(gathered, mine, group=group)
+    return gathered
 
 
-def _hand_back(params: Sequence[Tensor], flat: Tensor) -> None:
-    for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
-        param.grad = piece.view(param.shape)
+def _set_gradients(params: Sequence[Tensor], flat: Tensor) -> None:
+    for param, gradient in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = gradient.view(param.shape)
