@@ -1,4 +1,4 @@
-"""Logical replicas: the shares of a global batch that ranks hold, and the replica that computes now.
+"""`Replicas`: assignment of logical replicas (shares of a global batch) to ranks, and the replica being computed.
 
 A global batch is split over a fixed number of logical replicas, whatever the number of ranks; each rank holds a run of
 adjacent ones and computes them in turn. A replica's turn starts from the same parameters, buffers and random numbers on

@@ -1,4 +1,4 @@
-"""Let a model train by logical replicas: who holds which, what they cannot be combined with, when a round is complete.
+"""`use_replicas`, `ReplicaGate`: assign logical replicas to ranks, and hold optimizer steps until the last of them.
 
 A round is one global batch: every rank runs its replicas one after the other, each with a pass of the script's loop. A
 step of an optimizer holds back until the rank's last replica; then gradients are added up over all replicas.

@@ -1,4 +1,4 @@
-"""Give faster ranks more logical replicas: measure what a replica takes on each rank, and move replicas now and then.
+"""`ReplicaBalance`: load balancing of logical replicas: measure time per replica, move replicas to faster ranks.
 
 Which rank computes a replica does not change a bit of the result, so ranks of unequal speed can share a global batch by
 their speeds. Seconds are those from the beginning of a replica's turn to its first gradient: reading the batch, the

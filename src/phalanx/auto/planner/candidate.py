@@ -1,4 +1,4 @@
-"""The fastest Plan under one parallel config, and the seconds of its step by what takes them (pure)."""
+"""`Candidate`: the fastest Plan under one parallel config, with its step time by category (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated step in words, in the user's language (PHALANX_LANG): its time, and where each rank's seconds go."""
+"""Format a simulated step as a terminal table: step time, and time of each rank by category."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduce a pipeline problem: merge decisions of the same stage and drop dominated options (pure).
+"""`reduce_problem`: merge decisions of the same pipeline pieces into one and drop dominated options (pure).
 
 Of two picks of such decisions that look the same from outside, one that works, exchanges and holds no less than the
 other in every piece is never needed: times and memory only grow with each. What is left is few, and the best of it is

@@ -1,4 +1,4 @@
-"""A training step as a mixed-integer program, whose goal is its seconds, or the bytes of its peak rank (pure).
+"""`StepProgram`: a `StepProblem` as a mixed-integer program that minimises step time or peak memory (pure).
 
 Of one stage, the ends of the backward pass and the bytes at each node are rows. Of several, a piece's stage is a set of
 binary columns; stages rise by one at most from piece to piece, and none is empty. What a node costs in a stage is the

@@ -1,4 +1,4 @@
-"""What every request passes before its route: limits of rate and size, headers of security, and HEAD made of GET."""
+"""`add_middleware`: rate limits, request size limits, security headers and HEAD requests of the jobs API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Setup`: prepare a node: working copy, datasets, checkpoint folder."""
+"""`NodeSetup`: prepare a node: working copy, datasets, checkpoint folder."""
 
 from __future__ import annotations
 

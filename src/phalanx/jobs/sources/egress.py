@@ -1,4 +1,4 @@
-"""`Reach`: allowlist of hosts that the server may connect to (SSRF protection).
+"""`EgressPolicy`: allowlist of hosts that the server may connect to (SSRF protection).
 
 The server stands where members do not: beside services that trust its address, and beside the one at 169.254.169.254
 from which machines of a cloud learn their keys. A name is resolved once, what it resolves to is looked at, and that

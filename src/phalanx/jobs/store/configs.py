@@ -1,4 +1,4 @@
-"""Code sources and datasets of workspaces, by name: the table `configs`."""
+"""`ConfigRecords`: named code sources and datasets of workspaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LeaseRows`: leases in the database, for leader election of controllers."""
+"""`LeaseRecords`: leases in the database, for leader election of controllers."""
 
 from __future__ import annotations
 

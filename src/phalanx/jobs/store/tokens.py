@@ -1,4 +1,4 @@
-"""`TokenRows`: API tokens, stored as hashes."""
+"""`TokenRecords`: API tokens, stored as hashes."""
 
 from __future__ import annotations
 

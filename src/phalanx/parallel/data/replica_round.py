@@ -1,4 +1,4 @@
-"""One round of a model's logical replicas: their gradients are kept apart until the last, and added up in a fixed tree.
+"""`ReplicaRound`: accumulate the gradients of logical replicas over one global batch, reduced in a fixed tree.
 
 Each replica's backward pass fills the buckets as a rank's does. All but the last of a rank are put aside as partial
 sums, and the parameters' gradients and the model's buffers are again what they were when the round began. The last one

@@ -1,4 +1,4 @@
-"""The fixed tree in which the gradients of logical replicas are added up, whichever ranks computed them.
+"""`PartialSums`: deterministic tree reduction of the gradients of logical replicas, whichever ranks computed them.
 
 The tree over replicas [0, V) has the longest power of two below V on its left and the rest on its right, and so on down
 to single replicas. A rank adds up what lies inside its own run of replicas and sends at most 2 log2(V) partial sums;

@@ -1,4 +1,4 @@
-"""ZeRO over logical replicas: gradients of a unit are kept apart by replica, and reduce-scattered in the fixed tree."""
+"""`ReplicaReduceScatter`: ZeRO with logical replicas: reduce-scatter of their gradients in a fixed tree."""
 
 from __future__ import annotations
 

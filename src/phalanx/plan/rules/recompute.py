@@ -1,4 +1,4 @@
-"""Which modules of a model the rules of a Plan have computed again in the backward pass."""
+"""`recomputed_modules`: the modules that a Plan recomputes in the backward pass (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of tables: what a push carries, how it is sent and logged, and its check before anything is written."""
+"""`TableUpdate`: gradients, deltas or values for rows of a table, with validation and serialisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mean loss of what this rank computes of a global batch: of one batch, or of one for each logical replica."""
+"""`RoundLoss`: mean loss of this rank over a global batch, of one batch or of several logical replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx plan SCRIPT`: run a training script until it would train, then plan its model."""
+"""`phalanx plan SCRIPT`: run a training script until it would train, then plan its model or simulate a Plan."""
 
 from __future__ import annotations
 
