@@ -76,12 +76,32 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
+class Remembering(nn.Module):
+    """Assigns a buffer in every forward pass, which the loss depends on."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        self.seen = 0.9 * self.seen + 0.1 * out.detach().mean(0)
+        return out + self.seen
+
+
+def remembering() -> tuple[nn.Module, Dataset[Any]]:
+    net, data = images()
+    return Remembering(net), data
+
+
 CLIP = {"clip": True, "clip_configs": {"norm": 0.5}}
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "images": (images, sgd, {}),
     "text, clipped": (text, adamw, CLIP),
     "text, zero 1": (text, adamw, {"sharding": True, "sharding_configs": {"stage": 1}, **CLIP}),
     "images, zero 3": (images, sgd, {"sharding": True, "sharding_configs": {"stage": 3}, **CLIP}),
+    "assigned buffers": (remembering, sgd, {}),
     "text, bfloat16, ema": (text, adamw, {"amp": True, "ema": True}),
     "images, lamb": (images, adamw, {"lamb": True}),
     "images, accumulated": (images, sgd, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}}),
@@ -244,8 +264,9 @@ def train_on_unequal_ranks(replicas: int, *, zero: int, workers: int) -> tuple[s
     settings: dict[str, Any] = {"sharding": True, "sharding_configs": {"stage": zero}} if zero else {}
     strategy = DistributedStrategy(balance_replicas=True, **settings)
     slow = Slow(net)
+    loading: dict[str, Any] = {"persistent_workers": True} if workers else {}
     slow, optimizer, loader = px.distribute(
-        slow, sgd(slow), data, global_batch=GLOBAL, strategy=strategy, replicas=replicas, seed=5, num_workers=workers
+        slow, sgd(slow), data, global_batch=GLOBAL, strategy=strategy, replicas=replicas, seed=5, num_workers=workers, **loading
     )
     context = px.current()
     assert context.replicas is not None
@@ -270,12 +291,9 @@ def error_of(act: Callable[[], object]) -> str:
     return "no error"
 
 
-def loops_that_cannot_be_exact() -> dict[str, str]:
+def loop_that_cannot_be_exact(name: str) -> str:
     x, y = torch.randn(24, 5), torch.randint(0, 3, (24,))
-    errors = {}
-
     def loop(body: Callable[..., None], **settings: Any) -> str:
-        gc.collect()
         net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         optimizer = sgd(net)
 
@@ -317,14 +335,73 @@ def loops_that_cannot_be_exact() -> dict[str, str]:
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
 
+    def later_scheduled(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 12, 0.5)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+
+    def decayed(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * number
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+    def step_first(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        for x, y in loader:
+            optimizer.step()
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+
+    def every_other(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        for number, (x, y) in enumerate(loader):
+            if number % 2 == 0:
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+
+    def after_step(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            F.cross_entropy(net(x), y).backward()
+
+    def peeked(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        for x, _ in loader:
+            with torch.no_grad():
+                net(x)
+
+    def unsynced(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        with px.no_sync(net):
+            pass
+
+    def own_optimizer(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        other = sgd(net)
+        for x, y in loader:
+            F.cross_entropy(net(x), y).backward()
+            other.step()
+
+    def saved(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            px.save("not written", net, optimizer, loader)
+
     def weighted(net: nn.Module, optimizer: Any, loader: Any) -> None:
         step = px.train_step(net, nn.CrossEntropyLoss(ignore_index=0), optimizer)
         for x, y in loader:
             step(x, torch.zeros_like(y))
 
-    for body in (own_tensors, accumulating, two_passes, scheduled, kept_gradients, weighted):
-        errors[body.__name__] = loop(body)
-    return errors
+    bodies = (
+        *(own_tensors, accumulating, two_passes, scheduled, kept_gradients, later_scheduled, decayed, step_first),
+        *(every_other, after_step, unsynced, own_optimizer, saved, weighted, peeked),
+    )
+    return loop(next(body for body in bodies if body.__name__ == name))
 
 
 def distribute_with(settings: dict[str, Any]) -> str:
@@ -335,19 +412,29 @@ def distribute_with(settings: dict[str, Any]) -> str:
     )
 
 
-def test_what_cannot_be_exact_is_an_error_before_the_first_update() -> None:
-    outcomes = run_ranks(loops_that_cannot_be_exact, 2)
-    parts = {
-        "accumulating": "accumulate gradients use strategy.gradient_merge",
-        "two_passes": "Call backward once for each batch",
-        "scheduled": "px.follow_updates",
-        "own_tensors": "before a loader gave out a batch",
-        "kept_gradients": "zero_grad",
-        "weighted": "leaves out labels",
-    }
-    for errors in outcomes:
-        for name, part in parts.items():
-            assert part in errors[name], (name, errors[name])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("accumulating", "accumulate gradients use strategy.gradient_merge"),
+        ("two_passes", "Call backward once for each batch"),
+        ("scheduled", "px.follow_updates"),
+        ("own_tensors", "before a loader gave out a batch"),
+        ("kept_gradients", "zero_grad"),
+        ("weighted", "leaves out labels"),
+        ("later_scheduled", "px.follow_updates"),
+        ("decayed", "another setting"),
+        ("step_first", "before the backward pass"),
+        ("every_other", "goes on to the next global batch"),
+        ("after_step", "after an optimizer's step"),
+        ("peeked", "without a backward pass changed buffer"),
+        ("unsynced", "no_sync was called"),
+        ("own_optimizer", "not given to px.distribute"),
+        ("saved", "between two logical replicas"),
+    ],
+)
+def test_what_cannot_be_exact_is_an_error_before_the_first_update(name: str, part: str) -> None:
+    for error in run_ranks(loop_that_cannot_be_exact, 2, name):
+        assert part in error
 
 
 @pytest.mark.parametrize(
@@ -357,6 +444,8 @@ def test_what_cannot_be_exact_is_an_error_before_the_first_update() -> None:
         ({"localsgd": True}, "'average'"),
         ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}, "sharding": True}, "gradient_merge and sh"),
         ({"fp16_allreduce": True}, "round by rank"),
+        ({"parameter_broadcast": False}, "parameter_broadcast=False"),
+        ({"sync_buffers": False}, "sync_buffers=False"),
     ],
 )
 def test_settings_that_cannot_be_exact_are_an_error(settings: dict[str, Any], part: str) -> None:

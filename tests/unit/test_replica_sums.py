@@ -88,7 +88,7 @@ class Listener:
     def __init__(self) -> None:
         self.turns: list[int] = []
 
-    def hear(self, replica: int) -> None:
+    def hear(self, replica: int, _is_continued: bool) -> None:
         self.turns.append(replica)
 
 
@@ -100,9 +100,13 @@ def test_a_turn_starts_the_random_numbers_and_tells_listeners() -> None:
     first = torch.rand(3), random.random()
     replicas.begin(turn)  # the forward pass on the batch that began it
     assert not torch.equal(torch.rand(3), first[0])
+    replicas.begin_backward()
     replicas.begin(ReplicaTurn(2, seed=7))
     assert torch.equal(torch.rand(3), first[0])
     assert random.random() == first[1]
+    assert listener.turns == [2, 2]
+    replicas.begin(ReplicaTurn(2, seed=7))  # of another loader: the same turn
+    assert torch.equal(torch.rand(3), first[0])
     assert listener.turns == [2, 2]
     assert (replicas.current, replicas.is_last, list(replicas.local)) == (2, False, [2, 3])
     del listener

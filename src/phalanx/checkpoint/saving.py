@@ -27,6 +27,7 @@ from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.names import inner
 from phalanx.checkpoint.tensors.safetensors_file import write_tensors
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
+from phalanx.comm import context
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.files import sync_directory
 from phalanx.parallel.checks.consistency import make_consistent
@@ -104,6 +105,7 @@ def save_training(
 ) -> Path:
     """Save as `save` does, objects that were checked before. Collective."""
     step, keep = check_count("step", step, least=0), check_count("keep", keep, least=1)
+    _check_round()
     background_saves.wait()
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
@@ -121,6 +123,16 @@ def save_training(
     else:
         writing.run()
     return save.path
+
+
+def _check_round() -> None:
+    """Raise between two replicas of one global batch: the position would be that of its start, and the buffers not."""
+    replicas = context.current().replicas if context.is_initialized() else None
+    if replicas is not None and replicas.are_shared and replicas.is_round_open:
+        raise ConfigError(
+            "px.save was called between two logical replicas of one global batch. Save after an update: "
+            "if px.has_updated(optimizer): px.save(...)."
+        )
 
 
 def check_count(name: str, value: Any, *, least: int) -> int | None:

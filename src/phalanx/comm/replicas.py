@@ -48,6 +48,9 @@ class ReplicaTurn:
     seed: int
     """Where the random numbers of its computation start, 0 to 2**64 - 1."""
 
+    iteration: object = None
+    """The pass over a loader that it belongs to."""
+
 
 class Replicas:
     """The logical replicas of a job, those that this rank holds, and whose turn it is.
@@ -67,7 +70,17 @@ class Replicas:
         self._pins = 0
         self._uses_cuda = uses_cuda
         self._turn: ReplicaTurn | None = None
-        self._listeners: list[weakref.WeakMethod[Callable[[int], None]]] = []
+        self._is_over = False
+        self.has_gradients = False
+        """Whether a backward pass has run in this turn."""
+
+        self.has_stepped = False
+        """Whether an optimizer's step was called in this turn."""
+
+        self.is_round_open = False
+        """Whether gradients of the global batch at hand were computed and the parameters not updated."""
+
+        self._listeners: list[weakref.WeakMethod[Callable[[int, bool], None]]] = []
         self.on_gradients: Callable[[], None] | None = None
         """Called when the first gradient of a turn comes."""
 
@@ -112,21 +125,53 @@ class Replicas:
         """Whether the replica whose turn it is completes this rank's part of the global batch."""
         return self.current == self.local[-1]
 
-    def on_turn(self, listener: Callable[[int], None]) -> None:
-        """Call a method with the replica at the start of each turn, as long as its object lives."""
+    @property
+    def are_shared(self) -> bool:
+        """Whether some rank holds several replicas."""
+        return self.count > len(self.assignment)
+
+    def on_turn(self, listener: Callable[[int, bool], None]) -> None:
+        """Call a method at the start of each turn, as long as its object lives.
+
+        Args:
+            listener: Gets the replica, and whether the turn before belonged to the same pass over a loader.
+        """
         assert isinstance(listener, MethodType)
         self._listeners.append(weakref.WeakMethod(listener))
 
     def begin(self, turn: ReplicaTurn) -> None:
-        """Start a turn: tell the listeners, and start the random numbers of torch, NumPy and `random`."""
-        if turn is self._turn:
+        """Start a turn: tell the listeners, and start the random numbers of torch, NumPy and `random`.
+
+        A batch of another loader for the same replica, before any gradient, starts the random numbers only.
+        """
+        if turn is self._turn and not self._is_over:
             return
-        self._turn = turn
-        for reference in self._listeners:
-            if (listener := reference()) is not None:
-                listener(turn.replica)
-        torch.default_generator.manual_seed(turn.seed)
+        is_other = self._turn is None or self._is_over or self.has_gradients or self._turn.replica != turn.replica
+        before, self._turn = self._turn, turn
+        if is_other:
+            self.has_gradients = self.has_stepped = self._is_over = False
+            is_continued = before is not None and before.iteration is turn.iteration
+            for reference in self._listeners:
+                if (listener := reference()) is not None:
+                    listener(turn.replica, is_continued)
+        self._seed(turn.seed)
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass runs in this turn."""
+        self.has_gradients = self.is_round_open = True
+
+    def end_round(self) -> None:
+        """Note that the parameters are updated now: what is computed on the same batch again is another turn."""
+        self._is_over, self.is_round_open = True, False
+
+    def end_pass(self, seed: int) -> None:
+        """Note that a pass over a loader is over: no replica's turn is on, and all ranks draw the same numbers."""
+        self._turn, self._is_over = None, False
+        self._seed(seed)
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
         if self._uses_cuda:
-            torch.cuda.manual_seed(turn.seed)
-        random.seed(turn.seed)
-        np.random.seed(turn.seed & 0xFFFFFFFF)
+            torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)

@@ -18,6 +18,7 @@ import phalanx.comm.context as context_of
 from phalanx.cluster.env.environment import Environment
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
+from phalanx.comm.replicas import Replicas
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
@@ -39,7 +40,7 @@ from phalanx.parallel.session import (
     optimizer_record,
     session,
 )
-from phalanx.parallel.step.gate import follow_torch_scaler
+from phalanx.parallel.step.gate import follow_torch_scaler, refuse_torch_scaler
 from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step.shared_loss import share_losses
@@ -120,6 +121,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     model.register_forward_hook(record.forward_watch, with_kwargs=True)
     if context.is_distributed:
         model.register_forward_pre_hook(refuse_outer_wrapper)
+    if context.is_distributed or context.replicas is not None:
         watch_every_optimizer()
     return model
 
@@ -144,9 +146,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     context, loader = join("distributed_optimizer"), session.loader
     follow_torch_scaler(optimizer)
     if context.replicas is not None:
-        add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(context.replicas).admit)
-        if use_strategy(None).balance_replicas and context.is_distributed:
-            add_action(optimizer, StepPhase.MOVE_REPLICAS, ReplicaBalance(context).updated)
+        _wait_for_replicas(optimizer, context, context.replicas)
     add_action(optimizer, StepPhase.CHECK_PARAMETERS, StepWatch())
     if isinstance(optimizer, LBFGS) and context.is_distributed:
         share_losses(optimizer)
@@ -174,10 +174,19 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
+def _wait_for_replicas(optimizer: Optimizer, context: Context, replicas: Replicas) -> None:
+    """Let an optimizer update once for all logical replicas of this rank."""
+    add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas).admit)
+    if replicas.are_shared:
+        refuse_torch_scaler(optimizer, "ranks hold several logical replicas, and it cannot see that an update waits")
+    if use_strategy(None).balance_replicas and context.is_distributed:
+        add_action(optimizer, StepPhase.MOVE_REPLICAS, ReplicaBalance(context).updated)
+
+
 def _set_up_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     applied = applied_to(model)
     assert applied is not None
-    set_up_optimizer(optimizer, model, applied, use_strategy(None), partial(no_sync, model))
+    set_up_optimizer(optimizer, model, applied, use_strategy(None), partial(without_reduction, model))
 
 
 @contextmanager
@@ -190,6 +199,19 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: If the model is not distributed.
     """
+    replicas = context_of.current().replicas if context_of.is_initialized() else None
+    if replicas is not None and replicas.are_shared:
+        raise ConfigError(
+            "no_sync was called while ranks hold several logical replicas, each of which accumulates gradients of its "
+            "own. Use strategy.gradient_merge, or start as many ranks as there are replicas."
+        )
+    with without_reduction(model):
+        yield
+
+
+@contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """Do what `no_sync` does, for gradient accumulation of our own."""
     applied = applied_to(model)
     if applied is None:
         raise ConfigError("no_sync needs a distributed model. Call distribute or distributed_model first.")

@@ -6,10 +6,14 @@ step of an optimizer holds back until the rank's last replica; then gradients ar
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm.context import Context
 from phalanx.comm.replicas import Replicas, assign_replicas
@@ -64,6 +68,13 @@ def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
         plan: The Plan.
         is_shared: Whether some rank holds several replicas.
     """
+    other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in plan.step.batch_axes), None)
+    if other is not None:
+        return f"the mesh axis {other!r}: tensor, context and pipeline parallel have no replicas yet"
+    if not plan.step.broadcast:
+        return "parameter_broadcast=False, by which each rank begins with parameters of its own"
+    if not plan.step.sync_buffers and is_shared:
+        return "sync_buffers=False on fewer ranks than replicas"
     for rule in plan.params:
         if not isinstance(rule.update, AllReduce | ReduceScatter | Frozen):
             return f"the update {rule.update.kind!r}, which depends on the number of ranks"
@@ -87,37 +98,84 @@ class ReplicaGate:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._rates: list[object] = []
+        self._settings: list[dict[str, Any]] = []
+        self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
+        """Those of the optimizer that count every call, and how many steps they had made at the last held step."""
+
         self._replica: int | None = None
 
     def admit(self, optimizer: Optimizer) -> bool:
         """Return whether the step updates: at the last replica of the round.
 
         Raises:
-            ConfigError: If the loop does not make one step for each batch, or a scheduler counts replicas as steps.
+            ConfigError: If the loop does not make one step for each batch, after the backward pass, or something counts
+                replicas as steps.
         """
         replicas = self._replicas
-        current = replicas.current
-        if len(replicas.local) == 1:
-            return True
+        current, local = replicas.current, replicas.local
+        if replicas.are_shared:
+            self._check_turn(current, local)
+        replicas.has_stepped = True
+        if len(local) > 1:
+            self._check_settings(optimizer, is_first=current == local.start)
+        self._replica = None if replicas.is_last else current
+        is_update = len(local) == 1 or replicas.is_last
+        if is_update:
+            replicas.end_round()
+        return is_update
+
+    def _check_turn(self, current: int | None, local: range) -> None:
         if current is None:
             raise ConfigError(
                 "optimizer.step() was called before a loader gave out a batch, and each logical replica has a batch of "
                 "its own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
             )
-        before = None if current == replicas.local[0] else current - 1
+        before = None if current == local.start else current - 1
         if before is not None and self._replica != before:  # the first of a round may follow one that the loop left
             raise ConfigError(
                 f"optimizer.step() was called for replica {current} after replica {self._replica}, and this rank holds "
-                f"replicas {replicas.local.start} to {replicas.local.stop - 1} in turn. Call it once for every batch; "
-                "to accumulate gradients use strategy.gradient_merge."
+                f"replicas {local.start} to {local.stop - 1} in turn. Call it once for every batch; to accumulate "
+                "gradients use strategy.gradient_merge."
             )
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if before is not None and rates != self._rates:
+        if not self._replicas.has_gradients:
             raise ConfigError(
-                "a learning rate changed between two replicas of one global batch: a scheduler is stepped for every "
-                "batch. Wrap it, so that it counts updates: scheduler = px.follow_updates(scheduler)."
+                "optimizer.step() was called before the backward pass of a batch, while ranks hold several logical "
+                "replicas: the update waits for the last replica's gradients. Call backward(), then step()."
             )
-        self._rates = rates
-        self._replica = None if replicas.is_last else current
-        return replicas.is_last
+
+    def _check_settings(self, optimizer: Optimizer, *, is_first: bool) -> None:
+        """Raise if a setting changed between two replicas of a round, or a scheduler made a step there."""
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        if is_first:
+            self._schedulers = _schedulers_of(optimizer) if self._schedulers is None else self._schedulers
+        elif (
+            self._schedulers
+            and any(
+                scheduler is not None and scheduler.last_epoch != count
+                for scheduler, count in ((reference(), count) for reference, count in self._schedulers)
+            )
+        ) or repr(settings) != repr(self._settings):
+            raise ConfigError(_COUNTS_REPLICAS)
+        self._settings = settings
+        if self._schedulers is not None:
+            self._schedulers = [
+                (reference, scheduler.last_epoch)
+                for reference, _ in self._schedulers
+                if (scheduler := reference()) is not None
+            ]
+
+
+_COUNTS_REPLICAS = (
+    "a learning rate or another setting of an optimizer changed between two replicas of one global batch, or a "
+    "scheduler made a step there. Wrap schedulers, so that they count updates: "
+    "scheduler = px.follow_updates(scheduler); change settings yourself where px.has_updated(optimizer)."
+)
+
+
+def _schedulers_of(optimizer: Optimizer) -> list[tuple[weakref.ref[LRScheduler], int]]:
+    """Return the schedulers of an optimizer. Torch lists them nowhere."""
+    return [
+        (weakref.ref(scheduler), scheduler.last_epoch)
+        for scheduler in gc.get_objects()
+        if isinstance(scheduler, LRScheduler) and getattr(scheduler, "optimizer", None) is optimizer
+    ]

@@ -66,7 +66,7 @@ class ReplicaBalance:
         self._replicas.on_turn(self._begin_turn)
         self._replicas.on_gradients = self._computed
 
-    def _begin_turn(self, _replica: int) -> None:
+    def _begin_turn(self, _replica: int, _is_continued: bool) -> None:
         self._began = time.perf_counter()
 
     def _computed(self) -> None:

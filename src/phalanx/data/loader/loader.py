@@ -26,8 +26,8 @@ from phalanx.errors import ConfigError
 logger = logging.getLogger("phalanx.data")
 
 _LOOP = "for x, y in loader: ... (each loop is the next epoch; no EOFException, no reset)"
-_TURN = 1
-"""Tells the random numbers of a replica's computation from those of loading its batch."""
+_BETWEEN, _TURN = 0, 1
+"""Tell random numbers between two epochs, and of a replica's computation, from those of loading a batch."""
 
 _GENERATOR = "px.data.GeneratorDataset(function, columns) in place of the data; then for x, y in loader: ..."
 _OLD_WORDS = {
@@ -234,10 +234,12 @@ class ShardedLoader:
     def _iterate(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
         iteration, is_complete = self._begin_pass(), False
         try:
-            for turn, (batch, share, position) in self._turns(batches):
+            for turn, (batch, share, position) in self._turns(batches, iteration):
                 if turn is None or turn.replica == self._options.here().parts[-1]:
                     self._position = position
                 yield self._register(to_device(batch), share, iteration, turn)
+            if (replicas := self._options.here().replicas) is not None:
+                replicas.end_pass(mixed_seed(self.seed, self._epoch, _BETWEEN))
             self._epoch, self._position = self._epoch + 1, 0
             if self.training and context.is_initialized():
                 context.current().ended_with = self.share
@@ -247,7 +249,7 @@ class ShardedLoader:
                 context.current().batches.end(iteration, is_complete=is_complete)
 
     def _turns(
-        self, batches: Iterator[tuple[Any, BatchShare, int]]
+        self, batches: Iterator[tuple[Any, BatchShare, int]], iteration: Iteration
     ) -> Iterator[tuple[ReplicaTurn | None, tuple[Any, BatchShare, int]]]:
         """Yield batches with the turns of the logical replicas that compute on them, if there are such."""
         replicas = self._options.here().replicas
@@ -257,7 +259,8 @@ class ShardedLoader:
         with self._options.pinned(replicas):
             parts = chain.from_iterable(replicas.local for _ in repeat(None))  # looked up for each global batch
             for replica, loaded in zip(parts, batches, strict=False):
-                yield ReplicaTurn(replica, mixed_seed(self.seed, self._epoch, loaded[2], replica, _TURN)), loaded
+                seed = mixed_seed(self.seed, self._epoch, loaded[2], replica, _TURN)
+                yield ReplicaTurn(replica, seed, iteration), loaded
 
     def _begin_pass(self) -> Iteration:
         """Start a pass over the data, and return it."""

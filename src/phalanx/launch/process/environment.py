@@ -99,7 +99,7 @@ def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str 
         "PHALANX_ERROR_FILE": error_file(process, facts.log_dir),
         "PHALANX_EVENTS_FILE": events_file(process, facts.log_dir),
         "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
-        "PHALANX_REPLICAS": None if facts.replicas is None else str(facts.replicas),
+        **({} if facts.replicas is None else {"PHALANX_REPLICAS": str(facts.replicas)}),
         "PHALANX_ENDPOINT_FD": None,
         "PHALANX_JOB_SECRET": facts.secret or None,
     }

@@ -107,6 +107,13 @@ def watch_every_optimizer() -> None:
 def _check_foreign(optimizer: Optimizer, _args: object, _named: object) -> None:
     if torch.compiler.is_compiling() or is_distributed_optimizer(optimizer) or not context_of.is_initialized():
         return
+    if context_of.current().replicas is not None and list_applied():
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if any(param in session.parameters for param in params):
+            raise ConfigError(
+                "an optimizer that was not given to px.distribute trains a model with logical replicas: it would step "
+                "for each of them. Give it to px.distribute with the model, or to fleet.distributed_optimizer."
+            )
     if context_of.current().is_distributed and list_applied():
         record = optimizer_record(optimizer)
         record.watch = record.watch or StepWatch(is_handed_over=False)

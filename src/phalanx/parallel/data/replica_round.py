@@ -43,12 +43,18 @@ class ReplicaRound:
         self._buffers: _Buffers = []
         """The model's buffers, and what they local when the round began."""
 
+        self._of_first: _Buffers = []
+        """Buffers that are not averaged, as the first replica of the round left them."""
+
+        self._has_begun = False
+        """Whether a backward pass has run in this turn."""
+
         self._finished: list[int] = []
         self._accumulated: dict[int, _Accumulated] = {}
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
-        if replicas.count > len(replicas.assignment):
+        if replicas.are_shared:
             replicas.on_turn(self._begin_turn)
             for param in model.parameters():
                 if param.requires_grad:
@@ -77,8 +83,15 @@ class ReplicaRound:
         return self._replicas.current == 0
 
     @torch.no_grad()
-    def _begin_turn(self, replica: int) -> None:
+    def _begin_turn(self, replica: int, is_continued: bool) -> None:
+        self._check_buffers()
         if replica == self._replicas.local.start:
+            if self._finished and is_continued:
+                raise ConfigError(
+                    f"a loop computed gradients of {len(self._finished)} of this rank's {len(self._replicas.local)} "
+                    "logical replicas and goes on to the next global batch. Train on every batch, and call "
+                    "optimizer.step() for every batch."
+                )
             if self._finished:
                 logger.warning(
                     "the loop left a global batch after %d of this rank's %d replicas; their gradients are dropped",
@@ -89,6 +102,8 @@ class ReplicaRound:
         model = self._model()
         if model is None:
             return
+        if not self.is_shared:
+            return
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
         elif replica == self._replicas.local.start:
@@ -98,8 +113,35 @@ class ReplicaRound:
                 param.grad = None  # zeros, where torch shards: what counts is in the partial sums
             _write(self._buffers)
 
+    def _check_buffers(self) -> None:
+        """Raise if the turn that ends left buffers that depend on which rank computed it.
+
+        Raises:
+            ConfigError: Names the buffer.
+        """
+        if not self.is_shared or not self._buffers:
+            return
+        if not self._has_begun:
+            name = _differing(self._buffers, of_floats=True)
+            if name is not None:
+                raise ConfigError(
+                    f"a forward pass without a backward pass changed buffer {name}, while this rank holds several "
+                    "logical replicas, each of which begins with the same buffers. Call model.eval() before it."
+                )
+            return
+        self._has_begun = False
+        if not self._of_first:
+            self._of_first = [entry for entry in _copy_buffers_of(self._model()) if not entry[2].is_floating_point()]
+        elif (name := _differing(self._of_first, of_floats=False)) is not None:
+            raise ConfigError(
+                f"buffer {name} differs between the logical replicas of this rank, and only floating-point buffers are "
+                "averaged. Make it one, or start as many ranks as there are replicas."
+            )
+
     def accumulate(self) -> None:
         """Let what the backward pass that runs computes wait for the replica's next batch, not for the next replica."""
+        self._has_begun = True
+        self._replicas.begin_backward()
         if self.is_shared and not self._is_accumulating:
             self._is_accumulating = True
             torch.autograd.Variable._execution_engine.queue_callback(self._keep)
@@ -121,6 +163,15 @@ class ReplicaRound:
         """
         if self._replicas.on_gradients is not None:
             self._replicas.on_gradients()
+        replicas = self._replicas
+        if self.is_shared and replicas.has_stepped:
+            raise ConfigError(
+                "a backward pass ran after an optimizer's step in the pass of one logical replica, and this rank holds "
+                "several: the step waits for the last of them, so what was computed then had old parameters. Call all "
+                "backward passes before the steps, or start as many ranks as there are replicas."
+            )
+        replicas.begin_backward()
+        self._has_begun = True
         if not self.is_shared:
             return
         local, current = self._replicas.local, self._replicas.current
@@ -164,6 +215,7 @@ class ReplicaRound:
     def end_backward(self, buckets: list[Bucket]) -> None:
         """Put a replica's gradients aside, or finish the round."""
         if self.is_last:
+            self._check_buffers()
             self._clear()
             self._accumulated.clear()
             return
@@ -179,19 +231,43 @@ class ReplicaRound:
         self._finished.clear()
         self._sums.clear()
         self._buffers.clear()
+        self._of_first.clear()
+        self._has_begun = False
 
 
-_Buffers = list[tuple[Tensor, Tensor]]
-"""Buffers, and what they are to hold."""
+_Buffers = list[tuple[nn.Module, str, Tensor]]
+"""Buffers by module and name, which may get another tensor in each forward pass, and what they are to hold."""
 
 
 def _copy_buffers(model: nn.Module) -> _Buffers:
-    return [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    return [
+        (module, name, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
+
+
+def _copy_buffers_of(model: nn.Module | None) -> _Buffers:
+    return [] if model is None else _copy_buffers(model)
 
 
 def _write(buffers: _Buffers) -> None:
-    for buffer, value in buffers:
-        buffer.data.copy_(value)  # .data leaves the version counter alone: a graph may have saved the buffer
+    for module, name, value in buffers:
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            buffer.data.copy_(value)  # .data leaves the version counter alone: a graph may have saved the buffer
+        else:
+            module._buffers[name] = value.clone()
+
+
+def _differing(buffers: _Buffers, *, of_floats: bool) -> str | None:
+    """Return the name of a buffer that does not hold its value."""
+    for module, name, value in buffers:
+        buffer = module._buffers.get(name)
+        if (of_floats or not value.is_floating_point()) and (buffer is None or not torch.equal(buffer, value)):
+            return f"{name!r} of {type(module).__name__}"
+    return None
 
 
 @dataclass(slots=True)

@@ -76,8 +76,8 @@ def replace_step(optimizer: Optimizer) -> OptimizerRecord:
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
         if closure is not None and record.gates:
             raise ConfigError(
-                "optimizer.step(closure) was called, and a setting (gradient_merge, or amp with float16) may hold its "
-                "update back, which a closure cannot know. Call backward() yourself, then step()."
+                "optimizer.step(closure) was called, and a setting (gradient_merge, replicas, or amp with float16) may "
+                "hold its update back, which a closure cannot know. Call backward() yourself, then step()."
             )
         record.has_updated = admit_scaled(self) and all(decide(self) for decide in record.gates)
         if not record.has_updated:

@@ -13,6 +13,7 @@ from torch import Tensor
 import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.comm.groups import Group
+from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import held_over, is_module_held
 
 if TYPE_CHECKING:  # slow to import, and a job without it has no such tensor
@@ -76,6 +77,12 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
         Shape (number of tensors,), float32, or float64 if a tensor is; on the first tensor's device.
     """
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    has_replicas = context_of.is_initialized() and context_of.current().replicas is not None
+    if has_replicas and order not in (2.0, math.inf) and any(groups):
+        raise ConfigError(
+            f"a norm of order {order:g} of sharded tensors has other bits on other numbers of ranks, and logical "
+            "replicas were asked for. Use norm_type 2 or inf."
+        )
     if order == 2.0 and context_of.is_initialized() and context_of.current().replicas is not None:
         return _norms_of_any_split(tensors, groups, dtype)
     norms = _local_norms(tensors, order, dtype)

@@ -91,7 +91,7 @@ class _GatherOnce:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
-    def begin_turn(self, _replica: int) -> None:
+    def begin_turn(self, _replica: int, _is_continued: bool) -> None:
         model = self._model()
         for module in () if model is None else model.modules():
             if isinstance(module, FSDPModule):
