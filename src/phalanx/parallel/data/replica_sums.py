@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -79,7 +80,8 @@ def wide(value: Tensor) -> Tensor:
     return value.to(dtype, copy=True)
 
 
-def is_one_branch_each(assignment: Sequence[range]) -> bool:
+@cache
+def is_one_branch_each(assignment: tuple[range, ...]) -> bool:
     """Return whether the tree over ranks, each with its branch, is the tree over replicas."""
     count = assignment[-1].stop
 
