@@ -319,13 +319,16 @@ def loop_that_cannot_be_exact(name: str) -> str:
             net(x).square().mean().backward()
             optimizer.step()
 
-    def scheduled(net: nn.Module, optimizer: Any, loader: Any) -> None:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    def train_scheduled(net: nn.Module, optimizer: Any, loader: Any, every: int) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
         for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
             scheduler.step()
+
+    def scheduled(net: nn.Module, optimizer: Any, loader: Any) -> None:
+        train_scheduled(net, optimizer, loader, every=1)
 
     def own_tensors(net: nn.Module, optimizer: Any, loader: Any) -> None:
         F.cross_entropy(net(x[:3]), y[:3]).backward()
@@ -336,12 +339,7 @@ def loop_that_cannot_be_exact(name: str) -> str:
             optimizer.step()
 
     def later_scheduled(net: nn.Module, optimizer: Any, loader: Any) -> None:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 12, 0.5)
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            scheduler.step()
+        train_scheduled(net, optimizer, loader, every=12)  # the rate itself does not change within a round
 
     def decayed(net: nn.Module, optimizer: Any, loader: Any) -> None:
         for number, (x, y) in enumerate(loader):

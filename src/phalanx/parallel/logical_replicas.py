@@ -44,8 +44,8 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
     if context.rank == 0:
         most = max(map(len, assignment))
         logger.info(
-            "%d logical replicas on %d ranks, at most %d each, %d threads a replica: the weights have the same bits on "
-            "any number of ranks%s",
+            "logical replicas: %d, ranks: %d, replicas per rank: at most %d, threads per replica: %d; the weights have "
+            "the same bits on any number of ranks%s",
             plan.step.replicas,
             len(assignment),
             most,

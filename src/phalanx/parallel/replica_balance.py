@@ -1,8 +1,8 @@
 """`ReplicaBalance`: load balancing of logical replicas: measure time per replica, move replicas to faster ranks.
 
 Which rank computes a replica does not change a bit of the result, so ranks of unequal speed can share a global batch by
-their speeds. Seconds are those from the beginning of a replica's turn to its first gradient: reading the batch, the
-forward pass and the loss, and no wait for other ranks.
+their speeds. Seconds are those from the beginning of a replica's turn, when its batch has been read, to its first
+gradient: the forward pass and the loss, and no wait for other ranks.
 """
 
 from __future__ import annotations

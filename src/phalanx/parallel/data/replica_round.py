@@ -41,7 +41,7 @@ class ReplicaRound:
         """By bucket."""
 
         self._buffers: _Buffers = []
-        """The model's buffers, and what they local when the round began."""
+        """The model's buffers, and their values when the round began."""
 
         self._of_first: _Buffers = []
         """Buffers that are not averaged, as the first replica of the round left them."""
@@ -100,9 +100,7 @@ class ReplicaRound:
                 )
             self._clear()
         model = self._model()
-        if model is None:
-            return
-        if not self.is_shared:
+        if model is None or not self.is_shared:
             return
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
@@ -130,8 +128,9 @@ class ReplicaRound:
                 )
             return
         self._has_begun = False
-        if not self._of_first:
-            self._of_first = [entry for entry in _copy_buffers_of(self._model()) if not entry[2].is_floating_point()]
+        model = self._model()
+        if model is not None and not self._of_first:
+            self._of_first = [entry for entry in _copy_buffers(model) if not entry[2].is_floating_point()]
         elif (name := _differing(self._of_first, of_floats=False)) is not None:
             raise ConfigError(
                 f"buffer {name} differs between the logical replicas of this rank, and only floating-point buffers are "
@@ -248,10 +247,6 @@ def _copy_buffers(model: nn.Module) -> _Buffers:
     ]
 
 
-def _copy_buffers_of(model: nn.Module | None) -> _Buffers:
-    return [] if model is None else _copy_buffers(model)
-
-
 def _write(buffers: _Buffers) -> None:
     for module, name, value in buffers:
         buffer = module._buffers.get(name)
@@ -301,8 +296,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
     if bool(gradient.any()):
         raise ConfigError(
             "a backward pass added to gradients that were there before, while this rank holds several logical "
-            "replicas. Call optimizer.zero_grad() for every batch; to accumulate gradients start as many ranks as "
-            "there are replicas."
+            "replicas. Call optimizer.zero_grad() for every batch; to accumulate, use strategy.gradient_merge."
         )
 
 
