@@ -104,6 +104,7 @@ void bind_shm(nb::module_& module) {
       .def("wait", &Group::wait, nb::arg("operation"), nb::arg("timeout_s") = 0.0, Free())
       .def("ends_within", &Group::ends_within, nb::arg("operation"), nb::arg("patience_s"), Free())
       .def("missing_from", &Group::missing_from, Free())
+      .def("missing_ranks", &Group::missing_ranks, Free())
       .def("waited_for", &Group::waited_for, Free())
       .def("disagree", &Group::disagree, nb::arg("text"), Free())
       .def("progress", &Group::progress, Free())

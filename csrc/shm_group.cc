@@ -352,17 +352,29 @@ bool Group::ends_within(const Op& op, double patience_s) {
   return true;
 }
 
+std::vector<int> Group::missing_ranks(const Op& op) {
+  const std::lock_guard guard(lock_);
+  return missing_ranks_locked(op);
+}
+
+std::vector<int> Group::missing_ranks_locked(const Op& op) {
+  std::vector<int> ranks;
+  if (op->is_done.load(std::memory_order_acquire)) return ranks;
+  const bool is_message = op->kind >= Kind::kSend;
+  if (!is_message && calls_.empty()) return ranks;
+  const Op& first = is_message ? op : calls_.front();  // collectives end in order
+  for (int r = 0; r < region_.size(); ++r)
+    if (r != region_.rank() && (is_message ? may_come_from(*op, r) : !first->task.condition().holds_for(r))) ranks.push_back(r);
+  return ranks;
+}
+
 std::string Group::missing_from(const Op& op) {
   const std::lock_guard guard(lock_);
-  if (op->is_done.load(std::memory_order_acquire)) return "";
-  const bool is_message = op->kind >= Kind::kSend;
-  const Op& first = is_message ? op : calls_.front();  // collectives end in order
+  const std::vector<int> ranks = missing_ranks_locked(op);
+  if (ranks.empty()) return "";
   std::string names;
-  for (int r = 0; r < region_.size(); ++r) {
-    if (r == region_.rank() || (is_message ? !may_come_from(*op, r) : first->task.condition().holds_for(r))) continue;
-    names += (names.empty() ? "" : ", ") + region_.name_of(r);
-  }
-  if (names.empty()) return "";
+  for (const int r : ranks) names += (names.empty() ? "" : ", ") + region_.name_of(r);
+  const Op& first = op->kind >= Kind::kSend ? op : calls_.front();
   return described(first) + " on " + region_.name_of(region_.rank()) + " waits for " + names;
 }
 

@@ -72,6 +72,8 @@ class Group {
   // What an operation waits for, in words that name the call and the ranks that are missing from it; empty where nothing
   // is known to be missing.
   std::string missing_from(const Op& op);
+  // The ranks of which it says that.
+  std::vector<int> missing_ranks(const Op& op);
   // A collective that the main thread of another rank waits in and this rank has not called, in words that name both;
   // empty where there is none. A rank whose main thread waits for that one elsewhere waits for ever.
   std::string waited_for();
@@ -113,6 +115,7 @@ class Group {
   Op post(Kind kind, std::byte* memory, std::size_t bytes, int peer, int tag);
   void require_own_process() const;
   Clock::time_point deadline() const;
+  std::vector<int> missing_ranks_locked(const Op& op);
 
   // REQUIRES of these: the lock is held.
   void advance();

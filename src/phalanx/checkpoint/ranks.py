@@ -7,7 +7,6 @@ rank that does not arrive is an error that names it, not a collective that hangs
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ logger = logging.getLogger("phalanx.checkpoint")
 _KINDS: dict[str, type[PhalanxError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, PeerLostError, PlanError)
 }
-_calls = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,8 @@ class Ranks:
                 "fleet.save_persistables, or start the whole job again."
             )
         agree(call, terms, timeout_s=process_group.rendezvous_timeout_s() if timeout_s is None else timeout_s)
-        return cls(context.rank, context.world_size, process_group.meeting().store, f"checkpoint/{next(_calls)}")
+        meeting = process_group.meeting()  # its calls are counted alike on all ranks, also where one joined later
+        return cls(context.rank, context.world_size, meeting.store, f"checkpoint/{meeting.calls}")
 
     def decide(
         self,

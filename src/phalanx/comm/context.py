@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from phalanx.cluster.env.settings import warn_unsupported
 from phalanx.cluster.role.role import Role
-from phalanx.comm import agreement, process_group, threads
+from phalanx.comm import agreement, membership, process_group, threads
 from phalanx.comm.batches import Batches
 from phalanx.comm.batches import BatchShare as BatchShare
 from phalanx.comm.logging_setup import speak
+from phalanx.comm.membership import Membership, View
 from phalanx.comm.passes import Passes
 from phalanx.comm.replicas import Replicas
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, InternalError
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -83,11 +84,45 @@ class Context:
     replicas: Replicas | None = field(default=None, repr=False)
     """The logical replicas over which the Plan in use splits training batches; None when it asks for none."""
 
+    recovery: Any = field(default=None, repr=False)
+    """In an elastic job with logical replicas, the `parallel.elastic.recovery.Recovery` of this rank."""
+
     passes: Passes = field(init=False, repr=False)
     """Forward and backward passes of distributed models, and the batch each is of."""
 
     def __post_init__(self) -> None:
         self.passes = Passes(self.batches)
+
+    def take_view(self, view: View) -> None:
+        """Become a member of another membership epoch of an elastic job. Collective over its members.
+
+        Raises:
+            PeerLostError: If a member does not come; a later view tells who is left.
+        """
+        own = self._membership()
+        own.use(view)
+        rank, size = view.ids.index(own.id), len(view.members)
+        node = view.members[rank].node
+        local = [index for index, member in enumerate(view.members) if member.node == node]
+        self.role = replace(
+            self.role,
+            rank=rank,
+            world_size=size,
+            local_rank=local.index(rank),
+            local_world_size=len(local),
+            worker_endpoints=(),
+        )
+        self.mesh_readers = DataParallelRank(rank, size, None, None if self.replicas is None else self.replicas.count)
+        # Whoever joins waits until the others have finished a global batch; they are there, or lost.
+        patience_s = process_group.rendezvous_timeout_s() if own.is_joining else process_group.REFORM_TIMEOUT_S
+        process_group.reform(self.role, view, patience_s)
+        self.owns_group = size > 1
+
+    def _membership(self) -> Membership:
+        own = membership.current()
+        if own is None:
+            raise InternalError("a process outside of an elastic job cannot take up a view")
+        return own
 
     def use_replicas(self, replicas: Replicas | None) -> None:
         """Split training batches over logical replicas from now on, or over ranks."""
@@ -154,6 +189,7 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     if role.is_worker:
         _keep_freed_memory()
     device = process_group.pick_device(role)
+    membership.connect()
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
     threads.share_cores(role)
     if outsider := process_group.outsider():
@@ -236,4 +272,5 @@ def shutdown() -> None:
     if _current.owns_group:
         agreement.leave()
         process_group.stop()
+    membership.forget()
     _current = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import socket
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,12 +18,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from phalanx import __version__
 from phalanx.cluster import network
+from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
 from phalanx.cluster.role.role import Role
 from phalanx.comm import shared_memory
-from phalanx.comm.store import JobStore, addresses_of, open_store, probe
+from phalanx.comm.membership import View
+from phalanx.comm.store import JobStore, addresses_of, connect_store, open_store, probe
 from phalanx.comm.timeouts import collective_timeout
-from phalanx.errors import ConfigError, RoleError, did_you_mean
+from phalanx.errors import ConfigError, PeerLostError, RoleError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -47,6 +51,13 @@ _outsider: Role | None = None
 """This worker, if it was started again beside servers: the others' group goes on, or fails, without it."""
 
 _starts = 0
+_backend: str | None = None
+"""What carries the tensors of the group in use, for the groups of later membership epochs."""
+
+_generation = 0
+
+REFORM_TIMEOUT_S = 20.0
+"""Seconds to wait for the members of a membership epoch, which are alive when it begins."""
 
 FIRST_PREFIX = "phalanx/0/0"
 """Where the store keeps what workers beside servers tell each other: they all met in their first life."""
@@ -95,7 +106,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
             backend.
         PeerLostError: If a rank or the store did not come in time; names them.
     """
-    global _meeting, _outsider, _starts
+    global _meeting, _outsider, _starts, _backend
     _log_card()
     if dist.is_initialized():
         _adopt(role)
@@ -109,7 +120,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         )
         _outsider = role
         return False
-    backend = _choose_backend(backend)
+    backend = _backend = _choose_backend(backend)
     timeout_s = rendezvous_timeout_s() if timeout_s is None else timeout_s
     prefix = f"phalanx/{role.attempt}/{_starts}"
     _choose_interface(role)
@@ -123,6 +134,46 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     _meeting = JobMembership(role, store, peers)
     log_group(backend, role.local_rank, ring=0)
     return True
+
+
+def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
+    """End the process group, and make that of the members of another membership epoch, in the same processes.
+
+    Collective over the members of the view. Groups of the script's own end too.
+
+    Args:
+        role: Who this process is in the view.
+        view: The members.
+        timeout_s: Seconds to wait for them.
+
+    Raises:
+        PeerLostError: If a member does not come, or the launcher says meanwhile that it is lost.
+    """
+    global _meeting, _generation, _backend
+    stop()
+    _generation += 1
+    if role.world_size == 1:
+        return
+    _backend = _backend or _choose_backend(None)
+    host, port = split_endpoint(view.store, "the store of a membership epoch")
+    # A view without its joiners and the view with them are different groups.
+    members = hashlib.sha256(" ".join(view.ids).encode()).hexdigest()[:12]
+    store = JobStore(connect_store(host, port, timeout_s), view.store, f"phalanx/members/{view.epoch}/{members}")
+    store.set(f"here/{role.rank}", _announcement(role).to_json())
+    keys = [f"here/{rank}" for rank in range(role.world_size)]
+    if not store.wait(keys, timeout_s):
+        absent = [view.members[rank].id for rank, key in enumerate(keys) if not store.has([key])]
+        raise PeerLostError(f"membership epoch {view.epoch}: {', '.join(absent)} did not come within {timeout_s:g} s")
+    try:
+        _make_group(role, store, _backend, timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise PeerLostError(f"membership epoch {view.epoch}: its process group was not formed: {error}") from error
+    _meeting = JobMembership(role, store, [Announcement.from_json(store.get(key)) for key in keys])
+
+
+def generation() -> int:
+    """Return how often `reform` was called in this process."""
+    return _generation
 
 
 def outsider() -> Role | None:
@@ -259,8 +310,10 @@ def _log_file(role: Role, rank: int) -> str:
     return str(Path(role.log_dir) / f"workerlog.{rank}") if role.log_dir else ""
 
 
-def _make_group(role: Role, store: JobStore, backend: str) -> None:
+def _make_group(role: Role, store: JobStore, backend: str, meeting_timeout: timedelta | None = None) -> None:
     torch_store = PrefixStore("group", store.torch_store)
+    if meeting_timeout is not None:
+        torch_store.set_timeout(meeting_timeout)  # a member may be lost while the group is made
     dist.init_process_group(
         backend, store=torch_store, rank=role.rank, world_size=role.world_size, timeout=collective_timeout()
     )

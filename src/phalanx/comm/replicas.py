@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 
@@ -48,6 +48,9 @@ class ReplicaTurn:
     seed: int
     """Where the random numbers of its computation start, 0 to 2**64 - 1."""
 
+    index: int = 0
+    """Which of this rank's turns of the global batch it is. A replica may have two, where a rank was lost."""
+
     iteration: object = None
     """The pass over a loader that it belongs to."""
 
@@ -59,12 +62,20 @@ class Replicas:
         assignment: The replicas of each rank, in the order of the ranks.
         rank: Which of them is this one.
         uses_cuda: Whether random numbers are drawn on a GPU too.
+        is_elastic: Whether ranks may leave and join, so that any rank may come to hold several replicas.
     """
 
-    def __init__(self, assignment: tuple[range, ...], rank: int, *, uses_cuda: bool = False) -> None:
+    def __init__(
+        self, assignment: tuple[range, ...], rank: int, *, uses_cuda: bool = False, is_elastic: bool = False
+    ) -> None:
         self.assignment = assignment
         """The replicas of each rank now."""
 
+        self.is_elastic = is_elastic
+        self.revision = 0
+        """How often the replicas of this rank changed because ranks left or joined."""
+
+        self._taken_over: tuple[Sequence[int], ...] | None = None
         self._rank = rank
         self._next: tuple[range, ...] | None = None
         self._pins = 0
@@ -81,13 +92,42 @@ class Replicas:
         """Whether gradients of the global batch at hand were computed and the parameters not updated."""
 
         self._listeners: list[weakref.WeakMethod[Callable[[int, bool], None]]] = []
+        self.on_round_start: Callable[[], None] | None = None
+        """Called on every rank before its first batch of each global batch."""
+
         self.on_gradients: Callable[[], None] | None = None
         """Called when the first gradient of a turn comes."""
 
     @property
-    def local(self) -> range:
-        """The replicas of this rank, in the order of their turns."""
-        return self.assignment[self._rank]
+    def local(self) -> Sequence[int]:
+        """The replicas of this rank in the global batch at hand, in the order of their turns."""
+        return self.by_rank[self._rank]
+
+    @property
+    def by_rank(self) -> tuple[Sequence[int], ...]:
+        """The replicas of each rank in the global batch at hand: the assignment, or more where a rank was lost."""
+        return self._taken_over or self.assignment
+
+    def take_over(self, by_rank: tuple[Sequence[int], ...], rank: int) -> None:
+        """Let the ranks that are left compute the lost ranks' replicas of the global batch at hand.
+
+        Args:
+            by_rank: The replicas of each rank that is left, those that it has computed first.
+            rank: Which of them is this one.
+        """
+        self._taken_over, self._rank = by_rank, rank
+        self.revision += 1
+
+    def reassign(self, assignment: tuple[range, ...], rank: int) -> None:
+        """Assign replicas to other ranks, from the next global batch on: ranks left or joined."""
+        self.assignment, self._rank = assignment, rank
+        self._taken_over = self._next = None
+        self.revision += 1
+
+    def start_round(self) -> None:
+        """Begin a global batch: before its first batch is loaded."""
+        if self.on_round_start is not None:
+            self.on_round_start()
 
     def move(self, assignment: tuple[range, ...]) -> None:
         """Give the ranks other replicas: before the next global batch, or the next epoch while batches are read ahead.
@@ -121,14 +161,24 @@ class Replicas:
         return None if self._turn is None else self._turn.replica
 
     @property
+    def turn_index(self) -> int | None:
+        """Which of this rank's turns of the global batch it is; None before the first batch."""
+        return None if self._turn is None else self._turn.index
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first turn of this rank in the global batch."""
+        return self._turn is not None and self._turn.index == 0
+
+    @property
     def is_last(self) -> bool:
-        """Whether the replica whose turn it is completes this rank's part of the global batch."""
-        return self.current == self.local[-1]
+        """Whether the turn completes this rank's part of the global batch."""
+        return self._turn is not None and self._turn.index == len(self.local) - 1
 
     @property
     def are_shared(self) -> bool:
-        """Whether some rank holds several replicas."""
-        return self.count > len(self.assignment)
+        """Whether some rank holds several replicas, or may come to."""
+        return self.is_elastic or self.count > len(self.assignment)
 
     def on_turn(self, listener: Callable[[int, bool], None]) -> None:
         """Call a method at the start of each turn, as long as its object lives.
@@ -146,7 +196,7 @@ class Replicas:
         """
         if turn is self._turn and not self._is_over:
             return
-        is_other = self._turn is None or self._is_over or self.has_gradients or self._turn.replica != turn.replica
+        is_other = self._turn is None or self._is_over or self.has_gradients or self._turn.index != turn.index
         before, self._turn = self._turn, turn
         if is_other:
             self.has_gradients = self.has_stepped = self._is_over = False

@@ -16,6 +16,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from phalanx.cluster import network
 from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.role.role import Role
+from phalanx.comm.membership import check_members
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 from phalanx.i18n import tr
 
@@ -56,13 +57,18 @@ class JobStore:
         return bool(self._call("check", list(keys)))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait until all `keys` are set, at most `seconds`; return whether they are."""
+        """Wait until all `keys` are set, at most `seconds`; return whether they are.
+
+        Raises:
+            PeerLostError: If a member of an elastic job is lost meanwhile.
+        """
         # Asking again and again, because torch's own wait writes two lines of warning for every wait that ends early.
         deadline = time.monotonic() + seconds
         pause_s = FIRST_PAUSE_S
         while not self.has(keys):
             if time.monotonic() >= deadline:
                 return False
+            check_members()
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return True
@@ -108,7 +114,7 @@ def open_store(role: Role, prefix: str, timeout_s: float, env: Mapping[str, str]
     address = f"{host}:{port}"
     if has_agent or role.rank != 0:
         _await_listener(host, port, timeout_s)
-        return JobStore(_connect(host, port, timeout_s), address, prefix)
+        return JobStore(connect_store(host, port, timeout_s), address, prefix)
     return JobStore(_listen(host, port, timeout_s), address, prefix)
 
 
@@ -201,7 +207,8 @@ def _whose(host: str) -> str:
     return f" ({host} resolves to {', '.join(addresses)} here)"
 
 
-def _connect(host: str, port: int, timeout_s: float) -> Store:
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """Connect to a store that listens."""
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 

@@ -113,7 +113,8 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     set_applied(model, applied)
     _schedule_comparisons(model, applied)
     # Of several models the first one's: who looks at a run wants one answer.
-    if context.role.log_dir and context.rank == 0 and len(list_applied()) == 1:
+    is_joining = context.recovery is not None and context.recovery.membership.is_joining
+    if context.role.log_dir and context.rank == 0 and len(list_applied()) == 1 and not is_joining:
         write_run_plan(plan, shape, Path(context.role.log_dir))
     return model
 

@@ -26,6 +26,7 @@ from phalanx.parallel.apply import apply, check_model
 from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, refuse_outer_wrapper
 from phalanx.parallel.checks.same_samples_check import SampleWatch
 from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
+from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
 from phalanx.parallel.logical_replicas import ReplicaGate
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.replica_balance import ReplicaBalance
@@ -115,15 +116,22 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     apply(plan, model, is_derived=is_derived)
     for optimizer in distributed_optimizers():
         _set_up_optimizer(optimizer, model)
+    if context.recovery is not None:
+        ModelState(model)
     record = model_record(model)
     record.expects_optimizer = expects_optimizer
-    record.forward_watch = ForwardWatch(SampleWatch())
+    # One that joins comes to its first forward passes when the others are long past theirs.
+    record.forward_watch = ForwardWatch(SampleWatch() if context.recovery is None else _look_at_nothing)
     model.register_forward_hook(record.forward_watch, with_kwargs=True)
     if context.is_distributed:
         model.register_forward_pre_hook(refuse_outer_wrapper)
     if context.is_distributed or context.replicas is not None:
         watch_every_optimizer()
     return model
+
+
+def _look_at_nothing(_inputs: tuple[Any, ...]) -> None:
+    pass
 
 
 def _with_replicas(strategy: DistributedStrategy) -> DistributedStrategy:
@@ -152,7 +160,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         share_losses(optimizer)
     factor = factor_for(
         use_strategy(None),
-        context.world_size,
+        context.readers.shares if context.replicas is not None else context.world_size,
         None if loader is None else loader.global_batch,
         _steps_per_epoch(loader),
     )
@@ -167,6 +175,8 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         add_action(optimizer, StepPhase.PUSH_TABLES, tables.before_step)
         add_action(optimizer, StepPhase.PULL_TABLES, tables.after_step)
     optimizer_record(optimizer).is_distributed = True
+    if context.recovery is not None:
+        OptimizerState(optimizer)
     for model in distributed_models():
         _set_up_optimizer(optimizer, model)
     for word in ("minimize", "clear_grad", "clear_gradients"):
@@ -176,10 +186,12 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 def _wait_for_replicas(optimizer: Optimizer, context: Context, replicas: Replicas) -> None:
     """Let an optimizer update once for all logical replicas of this rank."""
-    add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas).admit)
+    add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas, context.recovery).admit)
     if replicas.are_shared:
         refuse_torch_scaler(optimizer, "ranks hold several logical replicas, and it cannot see that an update waits")
-    if use_strategy(None).balance_replicas and context.is_distributed:
+    if use_strategy(None).balance_replicas and context.recovery is not None:
+        logger.warning("balance_replicas has no effect where ranks may leave and join")
+    elif use_strategy(None).balance_replicas and context.is_distributed:
         add_action(optimizer, StepPhase.MOVE_REPLICAS, ReplicaBalance(context).updated)
 
 

@@ -6,18 +6,21 @@ step of an optimizer holds back until the rank's last replica; then gradients ar
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from phalanx.comm import membership as members
 from phalanx.comm.context import Context
 from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.elastic.peer_state import schedulers_of
+from phalanx.parallel.elastic.recovery import Recovery
 from phalanx.parallel.mesh import Mesh
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
@@ -31,15 +34,27 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
         PlanError: If the Plan has something that replicas cannot be exact with.
         ConfigError: If there are fewer replicas than ranks.
     """
+    membership = members.current()
     if plan.step.replicas is None:
+        if membership is not None:
+            raise ConfigError(
+                "ranks of this job may leave and join, which needs a number of logical replicas that stays, and none "
+                "was asked for. Start it with --replicas N, or give px.distribute replicas=N."
+            )
         context.use_replicas(None)
         return
     assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes))
-    if (reason := _inexact(plan, is_shared=len(assignment) < plan.step.replicas)) is not None:
+    is_shared = membership is not None or len(assignment) < plan.step.replicas
+    reason = _inexact(plan, is_shared=is_shared) or (None if membership is None else _inelastic(plan))
+    if reason is not None:
         raise PlanError(f"logical replicas cannot be combined with {reason}.")
     if context.replicas is None or context.replicas.assignment != assignment:
         index = mesh.index(mesh.batch_axes)
-        context.use_replicas(Replicas(assignment, index, uses_cuda=context.device.type == "cuda"))
+        replicas = Replicas(
+            assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None
+        )
+        context.use_replicas(replicas)
+        context.recovery = None if membership is None else Recovery(context, membership, replicas)
     torch.set_num_threads(plan.step.replica_threads)
     if context.rank == 0:
         most = max(map(len, assignment))
@@ -93,16 +108,28 @@ def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
     return None
 
 
+def _inelastic(plan: Plan) -> str | None:
+    """Return what of a Plan is lost with a rank; None if nothing is."""
+    if any(isinstance(rule.update, ReduceScatter) for rule in plan.params):
+        return (
+            "sharding where ranks may leave and join (-n a:b): the shards of a lost rank have no other copy. Give one "
+            "number of ranks, and the job resumes from its newest checkpoint when one is lost"
+        )
+    if plan.step.accumulate > 1:
+        return "gradient_merge where ranks may leave and join (-n a:b): what a lost rank accumulated is gone"
+    return None
+
+
 class ReplicaGate:
     """Holds an optimizer's step back until this rank's last replica has made its pass."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, replicas: Replicas, recovery: Recovery | None = None) -> None:
+        self._replicas, self._recovery = replicas, recovery
         self._settings: list[dict[str, Any]] = []
         self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
         """Those of the optimizer that count every call, and how many steps they had made at the last held step."""
 
-        self._replica: int | None = None
+        self._turn: int | None = None
 
     def admit(self, optimizer: Optimizer) -> bool:
         """Return whether the step updates: at the last replica of the round.
@@ -116,25 +143,28 @@ class ReplicaGate:
         if replicas.are_shared:
             self._check_turn(current, local)
         replicas.has_stepped = True
-        if len(local) > 1:
-            self._check_settings(optimizer, is_first=current == local.start)
-        self._replica = None if replicas.is_last else current
+        if replicas.are_shared:
+            self._check_settings(optimizer, is_first=replicas.is_first)
+        self._turn = replicas.turn_index
         is_update = len(local) == 1 or replicas.is_last
+        if is_update and self._recovery is not None and replicas.is_round_open:  # of several optimizers, the first
+            is_update = self._recovery.complete()
         if is_update:
             replicas.end_round()
         return is_update
 
-    def _check_turn(self, current: int | None, local: range) -> None:
+    def _check_turn(self, current: int | None, local: Sequence[int]) -> None:
         if current is None:
             raise ConfigError(
                 "optimizer.step() was called before a loader gave out a batch, and each logical replica has a batch of "
                 "its own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
             )
-        before = None if current == local.start else current - 1
-        if before is not None and self._replica != before:  # the first of a round may follow one that the loop left
+        index = self._replicas.turn_index or 0
+        if index and self._turn != index - 1:  # the first of a round may follow one that the loop left
+            before = None if self._turn is None else local[self._turn]
             raise ConfigError(
-                f"optimizer.step() was called for replica {current} after replica {self._replica}, and this rank holds "
-                f"replicas {local.start} to {local.stop - 1} in turn. Call it once for every batch; to accumulate "
+                f"optimizer.step() was called for replica {current} after replica {before}, and this rank computes "
+                f"replicas {', '.join(map(str, local))} in turn. Call it once for every batch; to accumulate "
                 "gradients use strategy.gradient_merge."
             )
         if not self._replicas.has_gradients:
@@ -147,7 +177,8 @@ class ReplicaGate:
         """Raise if a setting changed between two replicas of a round, or a scheduler made a step there."""
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         if is_first:
-            self._schedulers = _schedulers_of(optimizer) if self._schedulers is None else self._schedulers
+            if self._schedulers is None:
+                self._schedulers = [(weakref.ref(each), each.last_epoch) for each in schedulers_of(optimizer)]
         elif (
             self._schedulers
             and any(
@@ -170,12 +201,3 @@ _COUNTS_REPLICAS = (
     "scheduler made a step there. Wrap schedulers, so that they count updates: "
     "scheduler = px.follow_updates(scheduler); change settings yourself where px.has_updated(optimizer)."
 )
-
-
-def _schedulers_of(optimizer: Optimizer) -> list[tuple[weakref.ref[LRScheduler], int]]:
-    """Return the schedulers of an optimizer. Torch lists them nowhere."""
-    return [
-        (weakref.ref(scheduler), scheduler.last_epoch)
-        for scheduler in gc.get_objects()
-        if isinstance(scheduler, LRScheduler) and getattr(scheduler, "optimizer", None) is optimizer
-    ]

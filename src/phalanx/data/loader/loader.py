@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
 from phalanx.comm.batches import Iteration
 from phalanx.comm.context import BatchShare
 from phalanx.comm.replicas import ReplicaTurn
+from phalanx.comm.shared_state import share_with_joiners
 from phalanx.data.loader.options import LoaderOptions
+from phalanx.data.loader.replica_turns import Loaded, elastic_turns, replica_turns
 from phalanx.data.samples.batch import to_device
 from phalanx.data.sampling.shuffle import mixed_seed
 from phalanx.data.stream.generator_dataset import GeneratorDataset
@@ -26,8 +27,8 @@ from phalanx.errors import ConfigError
 logger = logging.getLogger("phalanx.data")
 
 _LOOP = "for x, y in loader: ... (each loop is the next epoch; no EOFException, no reset)"
-_BETWEEN, _TURN = 0, 1
-"""Tell random numbers between two epochs, and of a replica's computation, from those of loading a batch."""
+_BETWEEN = 0
+"""Tells random numbers between two epochs from those of loading a batch."""
 
 _GENERATOR = "px.data.GeneratorDataset(function, columns) in place of the data; then for x, y in loader: ..."
 _OLD_WORDS = {
@@ -110,7 +111,11 @@ class ShardedLoader:
         self.share: BatchShare | None = None
         """Share of the batch yielded last; None before the first and after the last of an epoch."""
         self._next_epoch, self._next_position = 0, 0
-        self._epoch, self._position = 0, 0
+        self._epoch, self.position = 0, 0
+        self._passes_over = 0
+        """Passes of the script's loop that the other ranks have made before this one joined."""
+
+        self._is_shared = False
 
     if not TYPE_CHECKING:  # a type checker would believe every name
 
@@ -205,6 +210,8 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`, from its start. Never needed: iterating advances the epoch."""
+        if self._is_shared and epoch <= self._next_epoch:
+            return  # a rank that has joined goes on where the others are
         self._next_epoch, self._next_position = epoch, 0
 
     def peek(self) -> tuple[Any, BatchShare]:
@@ -227,20 +234,26 @@ class ShardedLoader:
         self._options.keep_global_batch(ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        self._epoch, self._position = self._next_epoch, self._next_position
+        if self._passes_over:
+            self._passes_over -= 1
+            return iter(())
+        self._epoch, self.position = self._next_epoch, self._next_position
         self._next_epoch, self._next_position = self._epoch + 1, 0
-        return self._iterate(self._options.batches(self._epoch, self._position))
+        return self._iterate(self._options.batches(self._epoch, self.position))
 
-    def _iterate(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
-        iteration, is_complete = self._begin_pass(), False
+    def _iterate(self, batches: Iterator[Loaded]) -> Iterator[Any]:
+        epoch, iteration, is_complete = self._epoch, self._begin_pass(), False
         try:
             for turn, (batch, share, position) in self._turns(batches, iteration):
-                if turn is None or turn.replica == self._options.here().parts[-1]:
-                    self._position = position
+                if turn is None or turn.index == len(self._options.here().parts) - 1:
+                    self.position = position
                 yield self._register(to_device(batch), share, iteration, turn)
+            if self._epoch != epoch:  # this rank has joined others, who are in a later epoch: passes before it are over
+                self._passes_over = self._epoch - epoch - 1
+                return
             if (replicas := self._options.here().replicas) is not None:
                 replicas.end_pass(mixed_seed(self.seed, self._epoch, _BETWEEN))
-            self._epoch, self._position = self._epoch + 1, 0
+            self._epoch, self.position = self._epoch + 1, 0
             if self.training and context.is_initialized():
                 context.current().ended_with = self.share
             self.share, is_complete = None, True
@@ -248,26 +261,28 @@ class ShardedLoader:
             if context.is_initialized():
                 context.current().batches.end(iteration, is_complete=is_complete)
 
-    def _turns(
-        self, batches: Iterator[tuple[Any, BatchShare, int]], iteration: Iteration
-    ) -> Iterator[tuple[ReplicaTurn | None, tuple[Any, BatchShare, int]]]:
-        """Yield batches with the turns of the logical replicas that compute on them, if there are such."""
+    def _turns(self, batches: Iterator[Loaded], iteration: Iteration) -> Iterator[tuple[ReplicaTurn | None, Loaded]]:
+        """Return batches with the turns of the logical replicas that compute on them, if there are such."""
         replicas = self._options.here().replicas
         if replicas is None:
-            yield from ((None, loaded) for loaded in batches)
-            return
-        with self._options.pinned(replicas):
-            parts = chain.from_iterable(replicas.local for _ in repeat(None))  # looked up for each global batch
-            for replica, loaded in zip(parts, batches, strict=False):
-                seed = mixed_seed(self.seed, self._epoch, loaded[2], replica, _TURN)
-                yield ReplicaTurn(replica, seed, iteration), loaded
+            return ((None, loaded) for loaded in batches)
+        if replicas.is_elastic:
+            self.share_state()
+            return elastic_turns(self, self._options, replicas, iteration)
+        return replica_turns(batches, self._options, replicas, self._epoch, iteration)
+
+    def share_state(self) -> None:
+        """Let ranks that join an elastic job begin at the position of this loader. Again is no matter."""
+        if not self._is_shared:
+            self._is_shared = True
+            share_with_joiners("loader", self)
 
     def _begin_pass(self) -> Iteration:
         """Start a pass over the data, and return it."""
         if not context.is_initialized():
             return Iteration(self.training)
         return context.current().batches.begin(
-            is_training=self.training, shares=self._options.shares(), is_resumed=self._position > 0
+            is_training=self.training, shares=self._options.shares(), is_resumed=self.position > 0
         )
 
     def _register(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None) -> Any:
@@ -291,7 +306,7 @@ class ShardedLoader:
         return {
             "version": 1,
             "epoch": self._epoch,
-            "position": self._position,
+            "position": self.position,
             "seed": self.seed,
             "global_batch": self.global_batch,
             **({} if rows is None else {"rows": rows}),
@@ -354,4 +369,4 @@ class ShardedLoader:
             )
         self._options.seed.restore(int(state["seed"]))
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
-        self._epoch, self._position = self._next_epoch, self._next_position
+        self._epoch, self.position = self._next_epoch, self._next_position

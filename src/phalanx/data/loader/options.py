@@ -146,8 +146,11 @@ class LoaderOptions:
 
     @contextlib.contextmanager
     def pinned(self, replicas: Replicas) -> Iterator[None]:
-        """Keep replicas on their ranks inside the block if workers request batches ahead of their turns."""
-        if not self.source.num_workers:
+        """Keep replicas on their ranks inside the block if workers request batches ahead of their turns.
+
+        In an elastic job they move all the same, and the batches are requested anew.
+        """
+        if not self.source.num_workers or replicas.is_elastic:
             yield
             return
         replicas.pin()
@@ -173,6 +176,30 @@ class LoaderOptions:
                 for batch, work in self._request_loader.load(order.requests(epoch, shard, 0), {"num_workers": 0}):
                     return batch, work.share
         raise ConfigError("Asked for the first batch of data that has no sample. Give data with samples.")
+
+    def batch_of(self, epoch: int, first: int, replica: int, count: int) -> tuple[Any, BatchShare, int]:
+        """Return a logical replica's batch of the global batch at a position, its share, and the position after it.
+
+        Loaded in this process. Not collective.
+
+        Args:
+            epoch: Which epoch.
+            first: Where the global batch begins.
+            replica: The replica, of `count`.
+            count: All replicas.
+
+        Raises:
+            ConfigError: If the data is a stream.
+        """
+        order = self.order
+        if order is None:
+            raise ConfigError(
+                "a rank was lost, and its part of a stream cannot be read again. Give a dataset with a length where "
+                "ranks may leave and join."
+            )
+        requests = order.requests(epoch, DataShard(replica, count, is_checked=False), first)
+        batch, request = next(self._request_loader.load(requests, {"num_workers": 0}))
+        return batch, request.share, request.position
 
     def rows(self) -> int | None:
         """Return the samples of one pass; None for streams and where a sampler decides."""

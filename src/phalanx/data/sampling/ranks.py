@@ -28,7 +28,7 @@ class DataShard:
     """The logical replicas whose parts this process loads one after the other, where there are such; they may move."""
 
     @property
-    def parts(self) -> range:
+    def parts(self) -> Sequence[int]:
         """Every part of the next global batch that this process loads, in order."""
         return range(self.index, self.index + 1) if self.replicas is None else self.replicas.local
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.comm import membership
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.compare import ReplicatedTensors, broadcast_first, difference, may_differ
 from phalanx.parallel.model_shape import is_handle, is_module_held
@@ -227,8 +228,8 @@ def explain_desync(*, has_sharded_layers: bool = False, has_tables: bool = False
 def watch(plan: Plan, model: nn.Module, device: torch.device) -> ReplicaComparison | None:
     """Return what compares the copies of a model's parameters; None when nothing is to be compared."""
     every = compare_every()
-    if not every or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
+    if not every or not dist.is_initialized() or dist.get_world_size() == 1 or membership.current() is not None:
+        return None  # in an elastic job one that joins counts its steps anew
     updates = [plan.rule_for(name).update for name, param in model.named_parameters() if param.requires_grad]
     if all(isinstance(update, Push) for update in updates):
         return None  # workers of servers meet nowhere, and one of them may be started again alone

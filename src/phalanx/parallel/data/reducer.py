@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.context import Context
+from phalanx.comm.groups import Group, group_of
 from phalanx.comm.labels import label_calls
 from phalanx.errors import ConfigError, PeerLostError, PlanError
 from phalanx.parallel.data.bucket_buffers import (
@@ -104,6 +105,11 @@ def check_no_graph() -> None:
         )
 
 
+def gradient_group(context: Context) -> Group:
+    """Return the group of all ranks for gradients, as `Mesh.gradient_group` made it."""
+    return group_of([tuple(range(context.world_size))], "gradients")
+
+
 def _check_axes(buckets: Sequence[GradientBucket], mesh: Mesh) -> None:
     """Raise if gradients are added up over other ranks than those that hold replicas."""
     along = {axis for axis in mesh.batch_axes if mesh.size((axis,)) > 1}
@@ -167,7 +173,11 @@ class Reducer:
         self._round: ReplicaRound | None = None
         if context.replicas is not None:
             _check_axes(buckets, mesh)
-            self._round = ReplicaRound(model, context.replicas, mesh.gradient_group(mesh.batch_axes))
+            mesh.gradient_group(mesh.batch_axes)  # made now, in the order of the models
+            self._round = ReplicaRound(model, context.replicas, partial(gradient_group, context))
+            if context.recovery is not None:
+                self._round.recovery = context.recovery
+                context.recovery.add(self)
         routed = [(bucket.names, reduction_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
         self._buckets = allocate(
             model, routed, FlatAllReduce(mesh.gradient_group(mesh.batch_axes)), sync_buffers, self.number
@@ -299,7 +309,7 @@ class Reducer:
                     bucket.wire.send(bucket.flat) if self._round is None else self._round.send(self._next, bucket)
                 )
         except RuntimeError as error:
-            raise self._lost(error) from error
+            self._raise_unless_elastic(error)
         self.collectives_issued += 1
         self._next += 1
 
@@ -325,8 +335,8 @@ class Reducer:
             return
         unused: list[str] = []
         for bucket in self._buckets:
-            self._wait(bucket)
-            unused += self._hand_back(bucket)
+            if self._wait(bucket):
+                unused += self._hand_back(bucket)
         if self._round is not None:
             self._round.end_backward(self._buckets)
         self._running = False
@@ -351,15 +361,35 @@ class Reducer:
             names = ", ".join(self.unused[:8]) + (f" and {len(self.unused) - 8} more" if len(self.unused) > 8 else "")
             logger.warning("no rank used these parameters in the first step; they keep grad=None: %s", names)
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, bucket: Bucket) -> bool:
+        """Wait for the sums of a bucket; False where a rank was lost and an elastic job adds them up again."""
         work, bucket.work = bucket.work, None
-        assert work is not None
+        if work is None:
+            return False
         try:
             work.wait()
         except WireOverflow as overflow:
             self._overflowed(bucket, overflow)
         except RuntimeError as error:
+            self._raise_unless_elastic(error)
+            return False
+        return True
+
+    def _raise_unless_elastic(self, error: RuntimeError) -> None:
+        if self._round is None or not self._round.lose(error):
             raise self._lost(error) from error
+
+    # -- elastic jobs, see `elastic.recovery.ReplicaSums` --------------------------------------------------------
+
+    def roll_back(self, finished: Sequence[int]) -> None:
+        """Be as after a replica that is not the last."""
+        assert self._round is not None
+        self._round.roll_back(finished)
+
+    def finish(self) -> None:
+        """Forget the partial sums."""
+        assert self._round is not None
+        self._round.finish()
 
     def _overflowed(self, bucket: Bucket, overflow: WireOverflow) -> None:
         """Raise for a gradient that the wire cannot hold, unless a loss scale skips such steps. On all ranks alike."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,9 @@ from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction
 from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
 
+if TYPE_CHECKING:
+    from phalanx.parallel.elastic.recovery import Recovery
+
 logger = logging.getLogger("phalanx.parallel")
 
 
@@ -31,10 +36,10 @@ class ReplicaRound:
     Args:
         model: The model, whose buffers every replica of a round finds alike.
         replicas: Those of the job.
-        group: The ranks that hold them.
+        group: Returns the ranks that hold them now.
     """
 
-    def __init__(self, model: nn.Module, replicas: Replicas, group: Group) -> None:
+    def __init__(self, model: nn.Module, replicas: Replicas, group: Callable[[], Group]) -> None:
         self._model = weakref.ref(model)
         self._replicas, self._group = replicas, group
         self._sums: dict[int, PartialSums] = {}
@@ -54,6 +59,9 @@ class ReplicaRound:
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
+        self.recovery: Recovery | None = None
+        """What goes on with the round when a rank is lost, in an elastic job."""
+
         if replicas.are_shared:
             replicas.on_turn(self._begin_turn)
             for param in model.parameters():
@@ -79,13 +87,13 @@ class ReplicaRound:
     def is_first_replica(self) -> bool:
         """Whether it is of the first replica of the job."""
         if self._replicas.current is None:
-            return self._replicas.local.start == 0
+            return self._replicas.local[0] == 0
         return self._replicas.current == 0
 
     @torch.no_grad()
     def _begin_turn(self, replica: int, is_continued: bool) -> None:
         self._check_buffers()
-        if replica == self._replicas.local.start:
+        if self._replicas.is_first:
             if self._finished and is_continued:
                 raise ConfigError(
                     f"a loop computed gradients of {len(self._finished)} of this rank's {len(self._replicas.local)} "
@@ -100,11 +108,11 @@ class ReplicaRound:
                 )
             self._clear()
         model = self._model()
-        if model is None or not self.is_shared:
+        if model is None or not (self.is_shared or self._replicas.is_elastic):
             return
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
-        elif replica == self._replicas.local.start:
+        elif self._replicas.is_first:
             self._buffers = _copy_buffers(model)
         else:
             for param in model.parameters():
@@ -174,9 +182,9 @@ class ReplicaRound:
         if not self.is_shared:
             return
         local, current = self._replicas.local, self._replicas.current
-        following = local.start + len(self._finished)
+        following = local[len(self._finished)] if len(self._finished) < len(local) else None
         model = self._model()
-        if model is not None and current == local.start:
+        if model is not None and replicas.is_first:
             for param in model.parameters():
                 if hasattr(param.grad, "placements"):  # torch adds to what it shards without a hook
                     _refuse_gradient(param.grad.to_local())  # type: ignore[union-attr]
@@ -189,7 +197,7 @@ class ReplicaRound:
             )
         raise ConfigError(
             f"a backward pass is of replica {current}, and that of replica {following} comes next: this rank holds "
-            f"replicas {local.start} to {local.stop - 1} in turn. Call backward once for each batch (add losses "
+            f"replicas {', '.join(map(str, local))} in turn. Call backward once for each batch (add losses "
             "first), or start as many ranks as there are replicas."
         )
 
@@ -197,26 +205,68 @@ class ReplicaRound:
         """Begin to add up a bucket over all replicas; None if it is put aside. Collective for the last replica."""
         replicas, flat = self._replicas, bucket.flat
         current = replicas.local[0] if replicas.current is None else replicas.current
+        if not replicas.is_elastic and len(replicas.local) == 1 and self._adds_up_in_place(flat):
+            return _all_reduce(flat, self._group())
         sums = self._sums.setdefault(index, PartialSums(replicas.count))
-        ranks = len(replicas.assignment)
-        is_tree = ranks > 1 and is_one_branch_each(replicas.assignment) and adds_up_in_tree(self._group, flat)
-        if is_tree and len(replicas.local) == 1 and replicas.count == ranks:
-            return _all_reduce(flat, self._group)
-        sums.add(range(current, current + 1), wide(flat))
-        if not self.is_last:
+        if not sums.has(current):  # else computed again, where a rank was lost
+            sums.add(range(current, current + 1), wide(flat))
+        if not self.is_last or self._has_lost_rank:
             return None
-        del self._sums[index]
-        if is_tree:
-            total = sums.sums[0][1]
-            return _Taken(flat, total, _all_reduce(total, self._group))
-        return _Taken(flat, exchange_sums(sums, replicas.assignment, self._group), None)
+        return self._reduce(index, flat)
+
+    def _adds_up_in_place(self, flat: Tensor) -> bool:
+        """Return whether an all-reduce of the ranks' own sums adds up the tree: each rank has one branch of it."""
+        ranks = len(self._replicas.by_rank)
+        is_tree = ranks > 1 and is_one_branch_each(self._replicas.by_rank)
+        return is_tree and adds_up_in_tree(self._group(), flat)
+
+    def _reduce(self, index: int, flat: Tensor) -> PendingReduction:
+        """Add up this rank's partial sums over all ranks, into a bucket. Those of elastic jobs stay as they are."""
+        sums, is_elastic = self._sums[index], self._replicas.is_elastic
+        if not is_elastic:
+            del self._sums[index]
+        if not self._adds_up_in_place(flat):
+            return _Taken(flat, exchange_sums(sums, self._replicas.by_rank, self._group()), None)
+        total = sums.sums[0][1]
+        if total.dtype is flat.dtype:
+            flat.copy_(total)
+            return _all_reduce(flat, self._group())
+        total = total.clone() if is_elastic else total
+        return _Taken(flat, total, _all_reduce(total, self._group()))
+
+    # -- elastic jobs ------------------------------------------------------------------------------------------
+
+    @property
+    def _has_lost_rank(self) -> bool:
+        return self.recovery is not None and self.recovery.failure is not None
+
+    def lose(self, error: RuntimeError) -> bool:
+        """Note that a reduction failed; return whether the job goes on without the rank that was lost."""
+        return self.recovery is not None and self.recovery.lose(error)
+
+    @torch.no_grad()
+    def roll_back(self, finished: Sequence[int]) -> None:
+        """Be as after the backward pass of a replica that is not the last: further ones come."""
+        if self._has_begun:  # it held one replica, and had nothing to compare
+            self._check_buffers()
+        self._finished = list(finished)
+        model = self._model()
+        if model is not None:
+            for param in model.parameters():
+                param.grad = None
+            _write(self._buffers)
+
+    def finish(self) -> None:
+        """Forget the partial sums: the parameters change now."""
+        self._clear()
+        self._accumulated.clear()
 
     def end_backward(self, buckets: list[Bucket]) -> None:
         """Put a replica's gradients aside, or finish the round."""
         if self.is_last:
             self._check_buffers()
-            self._clear()
-            self._accumulated.clear()
+            if not self._replicas.is_elastic:
+                self.finish()
             return
         assert self._replicas.current is not None
         self._accumulated.pop(self._replicas.current, None)

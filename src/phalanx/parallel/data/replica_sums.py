@@ -10,6 +10,7 @@ Sums of 16-bit numbers are kept in float32 and rounded once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,23 +32,30 @@ def split_of(run: range) -> int:
     return run.start + (1 << (len(run) - 1).bit_length() - 1)
 
 
-def branches(run: range, count: int) -> list[range]:
-    """Return the largest complete branches of the tree over `count` replicas that lie in a run, in order."""
+def branches(replicas: Sequence[int], count: int) -> list[range]:
+    """Return the largest complete branches of the tree over `count` replicas that some of them fill, in order."""
+    members = frozenset(replicas)
 
     def within(branch: range) -> list[range]:
-        if branch.stop <= run.start or run.stop <= branch.start:
-            return []
-        if run.start <= branch.start and branch.stop <= run.stop:
-            return [branch]
+        inside = members.intersection(branch)
+        if len(inside) in (0, len(branch)):
+            return [branch] if inside else []
         middle = split_of(branch)
         return within(range(branch.start, middle)) + within(range(middle, branch.stop))
 
     return within(range(count))
 
 
+@cache
+def _are_halves(left: range, right: range, count: int) -> bool:
+    """Return whether two adjacent branches of the tree over `count` replicas are the halves of one."""
+    both = range(left.start, right.stop)
+    return branches(both, count) == [both] and split_of(both) == right.start
+
+
 @dataclass(slots=True)
 class PartialSums:
-    """Sums over the largest branches of the tree that adjacent replicas fill so far."""
+    """Sums over the largest branches of the tree that some replicas fill so far, in the order of the replicas."""
 
     count: int
     """Replicas of the tree."""
@@ -55,19 +63,32 @@ class PartialSums:
     sums: list[tuple[range, Tensor]] = field(default_factory=list)
 
     def add(self, run: range, value: Tensor) -> None:
-        """Add the sum over the branch that follows; its memory is used from now on.
+        """Add the sum over a further branch; its memory is used from now on.
 
         Args:
             run: The branch; a single replica, or several.
             value: Its sum, in float32 or float64.
         """
-        self.sums.append((run, value))
-        while len(self.sums) > 1:
-            (left, first), (right, second) = self.sums[-2:]
-            both = range(left.start, right.stop)
-            if branches(both, self.count) != [both] or split_of(both) != right.start:
-                return
-            self.sums[-2:] = [(both, first.add_(second))]
+        at = bisect_left(self.sums, run.start, key=lambda entry: entry[0].start)
+        self.sums.insert(at, (run, value))
+        while (left := self._pair_at(at)) is not None:
+            (first_run, first), (second_run, second) = self.sums[left : left + 2]
+            self.sums[left : left + 2] = [(range(first_run.start, second_run.stop), first.add_(second))]
+            at = left
+
+    def has(self, replica: int) -> bool:
+        """Return whether a replica is in one of the sums."""
+        return any(replica in run for run, _ in self.sums)
+
+    def _pair_at(self, at: int) -> int | None:
+        """Return where two sums lie that are the halves of one branch, one of them at this place; None if neither."""
+        for left in (at - 1, at):
+            if left < 0 or left + 2 > len(self.sums):
+                continue
+            (first, _), (second, _) = self.sums[left : left + 2]
+            if first.stop == second.start and _are_halves(first, second, self.count):
+                return left
+        return None
 
     def clear(self) -> None:
         """Forget all."""
@@ -80,9 +101,15 @@ def wide(value: Tensor) -> Tensor:
     return value.to(dtype, copy=True)
 
 
-@cache
-def is_one_branch_each(assignment: tuple[range, ...]) -> bool:
+def is_one_branch_each(assignment: tuple[Sequence[int], ...]) -> bool:
     """Return whether the tree over ranks, each with its branch, is the tree over replicas."""
+    if not all(isinstance(local, range) for local in assignment):
+        return False
+    return _is_one_branch_each(tuple(range(local[0], local[-1] + 1) for local in assignment))
+
+
+@cache
+def _is_one_branch_each(assignment: tuple[range, ...]) -> bool:
     count = assignment[-1].stop
 
     def fits(ranks: range) -> bool:
@@ -107,7 +134,7 @@ def adds_up_in_tree(group: Group, tensor: Tensor) -> bool:
     return getattr(backend, "carrier", "") == "shm"
 
 
-def scatter_sums(own: PartialSums, assignment: Sequence[range], group: Group) -> Tensor:
+def scatter_sums(own: PartialSums, assignment: Sequence[Sequence[int]], group: Group) -> Tensor:
     """Return this rank's slice of the sum over all replicas. Collective.
 
     Args:
@@ -128,7 +155,7 @@ def scatter_sums(own: PartialSums, assignment: Sequence[range], group: Group) ->
     return total.sums[0][1]
 
 
-def exchange_sums(own: PartialSums, assignment: Sequence[range], group: Group) -> Tensor:
+def exchange_sums(own: PartialSums, assignment: Sequence[Sequence[int]], group: Group) -> Tensor:
     """Return the sum over all replicas, the same bits on every rank. Collective over several ranks.
 
     Each rank adds up one slice of the numbers and hands out the result.

@@ -56,8 +56,8 @@ class ReplicaReduceScatter:
         replicas = self._replicas
         assignment, current = replicas.assignment, replicas.current
         if current is None:
-            current = replicas.local.start
-        if current == replicas.local.start:
+            current = replicas.local[0]
+        if replicas.is_first:
             self._sums.clear()  # of a round that the loop left
         in_tree = is_one_branch_each(assignment) and adds_up_in_tree(group, input_tensor)
         if in_tree and replicas.count == len(assignment):

@@ -1,0 +1,123 @@
+"""Elastic jobs: ranks are lost, leave and join, and the trained weights have the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import phalanx as px
+from elastic_job import ElasticJob, tell
+from phalanx.comm import membership
+from phalanx.parallel.step.gate import has_updated
+
+pytestmark = pytest.mark.dist
+
+REPLICAS, SAMPLES, GLOBAL, EPOCHS = 4, 96, 24, 3
+
+
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SAMPLES, 3, 6, 6, generator=generator), torch.randint(0, 4, (SAMPLES,), generator=generator)
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, and a point where a rank may be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3))
+        self.head = nn.Linear(8 * 16, 4)
+        self.fault: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.fault == "forward":
+            end(self.fault)
+        if self.fault == "backward" and hidden.requires_grad:
+            hidden.register_hook(lambda _: end("backward"))
+        return self.head(hidden)
+
+
+def end(_where: str) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP if os.environ.get("FREEZE") else signal.SIGKILL)
+
+
+def digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        found.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leaves: tuple[str, int] = ("", 0)) -> Any:
+    """Train; a member ends at (updates done, where) of its id."""
+    own = os.environ.get("PHALANX_MEMBER_ID", "")
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, optimizer, loader = px.distribute(net, optimizer, TensorDataset(*images()), global_batch=GLOBAL, seed=5)
+    scheduler = px.follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
+    at, where = faults.get(own, (-1, ""))
+    updates, seen = 0, []
+    for _ in range(loader.epoch, EPOCHS):
+        for x, y in loader:
+            context = px.init()
+            if context.recovery is not None:
+                updates = context.recovery.committed
+            net.fault = where if updates == at else None
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+            if net.fault == "step":
+                end("step")
+            optimizer.step()
+            scheduler.step()
+            if has_updated(optimizer):
+                updates += 1
+                seen.append((loader.epoch, updates))
+                if net.fault == "after":
+                    end("after")
+                if own == "n0.0" and updates in spawns:
+                    tell("spawn")
+                if (own, updates) == leaves:
+                    tell("leave", reason="asked to")
+    current = membership.current()
+    epoch = -1 if current is None or current.view is None else current.view.epoch
+    return digest(model), updates, epoch, context.world_size
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The weights of one process with as many replicas."""
+    from ranks import run_ranks
+
+    ((weights, updates, _, _),) = run_ranks(train, 1, {}, env={"PHALANX_REPLICAS": str(REPLICAS)})
+    assert updates == EPOCHS * SAMPLES // GLOBAL
+    return weights
+
+
+def job(*args: Any, members: int, **options: Any) -> ElasticJob:
+    return ElasticJob(train, *args, members=members, env={"PHALANX_REPLICAS": str(REPLICAS), **options.pop("env", {})}, **options)
+
+
+def test_without_a_loss_an_elastic_job_trains_as_any_other(undisturbed: str) -> None:
+    values = job({}, members=3).run()
+    assert {value[0] for value in values.values()} == {undisturbed}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "after"])
+@pytest.mark.parametrize(("members", "lost"), [(2, 1), (3, 0), (4, 2)])
+def test_survivors_finish_the_step_of_a_killed_rank(undisturbed: str, members: int, lost: int, where: str) -> None:
+    values = job({f"n0.{lost}": (4, where)}, members=members).run()
+    assert len(values) == members - 1
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert {value[3] for value in values.values()} == {members - 1}
