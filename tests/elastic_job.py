@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,11 @@ class ElasticJob:
                 for member in self.members.values():
                     member.socket.close()
                 self.outputs = {id: member.rank.outcome.output for id, member in self.members.items()}
-        failed = [m for m in self.members.values() if m.rank.outcome.failed and m.rank.outcome.error_type != "Killed"]
+        failed = [
+            m
+            for m in self.members.values()
+            if m.rank.outcome.failed and m.rank.outcome.error_type not in ("Killed", "SystemExit")
+        ]
         if failed:
             raise ranks.RankFailedError(ranks._report([m.rank.outcome for m in self.members.values()]))
         return {id: m.rank.outcome.value for id, m in self.members.items() if not m.rank.outcome.failed}
@@ -104,7 +108,7 @@ class ElasticJob:
                     member.rank.outcome.error_type, member.rank.outcome.message = "Timeout", "still running"
                     member.rank.is_done = True
                 return
-            ready, _, _ = select.select([m.socket for m in waiting] + [m.rank.pipe for m in waiting], [], [], 0.2)
+            ready = wait([m.socket for m in waiting] + [m.rank.pipe for m in waiting], 0.2)
             for member in waiting:
                 if member.socket in ready:
                     self._take(member)
@@ -115,7 +119,7 @@ class ElasticJob:
 
     def _ended(self, member: Member) -> None:
         was_member, member.is_member = member.is_member, False
-        if was_member and member.rank.outcome.failed:
+        if was_member and member.rank.outcome.failed and member.rank.outcome.error_type != "SystemExit":
             self._send_view(planned=False, reason=f"{member.id} ended: {member.rank.outcome.error_type}")
             if self._replaces:
                 self._start(0, 1, is_joining=True)

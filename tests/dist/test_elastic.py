@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -73,6 +74,8 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
             if context.recovery is not None:
                 updates = context.recovery.committed
             net.fault = where if updates == at else None
+            if own == "n0.0" and os.environ.get("SLOW"):
+                time.sleep(0.2)  # until a joiner is there
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -121,3 +124,46 @@ def test_survivors_finish_the_step_of_a_killed_rank(undisturbed: str, members: i
     assert len(values) == members - 1
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert {value[3] for value in values.values()} == {members - 1}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "after"])
+def test_two_ranks_lost_in_one_step(undisturbed: str, where: str) -> None:
+    values = job({"n0.0": (5, where), "n0.3": (5, "backward")}, members=4).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert len(values) == 2
+
+
+def test_a_rank_lost_while_its_peers_replicas_are_computed_again(undisturbed: str) -> None:
+    values = job({"n0.2": (3, "backward"), "n0.1": (4, "forward"), "n0.3": (4, "forward")}, members=4).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert set(values) == {"n0.0"}
+
+
+def test_a_frozen_rank_is_fenced(undisturbed: str) -> None:
+    env = {"FREEZE": "1", "PHALANX_PATIENCE_S": "0.5"}
+    frozen = job({"n0.1": (6, "backward")}, members=3, env=env)
+    values = frozen.run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert len(values) == 2
+    assert frozen.events("suspect")
+
+
+def test_a_joiner_takes_part_with_the_same_result(undisturbed: str) -> None:
+    joined = job({}, (2,), members=2, env={"SLOW": "1"})
+    values = joined.run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert len(values) == 3
+    assert values["n0.0"][3] == 3
+
+
+def test_a_lost_rank_is_replaced(undisturbed: str) -> None:
+    replaced = job({"n0.1": (2, "backward")}, members=2, replaces=True, env={"SLOW": "1"})
+    values = replaced.run()
+    assert {value[0] for value in values.values()} == {undisturbed}
+    assert set(values) == {"n0.0", "n0.2"}
+
+
+def test_a_rank_leaves_between_two_steps(undisturbed: str) -> None:
+    values = job({}, (), ("n0.2", 5), members=3).run()
+    assert values["n0.0"][:2] == (undisturbed, 12)
+    assert values["n0.0"][3] == 2

@@ -110,5 +110,5 @@ def test_a_turn_starts_the_random_numbers_and_tells_listeners() -> None:
     assert listener.turns == [2, 2]
     assert (replicas.current, replicas.is_last, list(replicas.local)) == (2, False, [2, 3])
     del listener
-    replicas.begin(ReplicaTurn(3, seed=8))
+    replicas.begin(ReplicaTurn(3, seed=8, index=1))
     assert replicas.is_last

@@ -111,6 +111,8 @@ class Membership:
         """Whether this process was started beside a job that runs, and is not a member yet."""
 
         self._socket = connection
+        self._poll = select.poll()  # numbers of descriptors may be large
+        self._poll.register(connection, select.POLLIN)
         self._views: dict[int, View] = {}
         self._received = b""
         self._lock = threading.RLock()
@@ -132,7 +134,7 @@ class Membership:
             PeerLostError: If the launcher says that the job is over for this rank.
         """
         with self._lock:
-            while select.select([self._socket], [], [], timeout_s)[0]:
+            while self._poll.poll(timeout_s * 1e3):
                 timeout_s = 0.0
                 data = self._socket.recv(1 << 16)
                 if not data:

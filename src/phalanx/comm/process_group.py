@@ -167,6 +167,7 @@ def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
     try:
         _make_group(role, store, _backend, timedelta(seconds=timeout_s))
     except dist.DistError as error:
+        stop()
         raise PeerLostError(f"membership epoch {view.epoch}: its process group was not formed: {error}") from error
     _meeting = JobMembership(role, store, [Announcement.from_json(store.get(key)) for key in keys])
 

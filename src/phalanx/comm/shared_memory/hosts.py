@@ -57,11 +57,12 @@ def meet(store: Any, rank: int, size: int, name: str, timeout: timedelta) -> Met
     """
     identity = region.host_identity()
     store.set(f"host/{rank}", identity)
-    hosts = [store.get(f"host/{r}").decode() for r in range(size)]
+    hosts = [region.await_key(store, f"host/{r}") for r in range(size)]
     local = [r for r in range(size) if hosts[r] == identity]
     core, refusal = region.join(store, rank, local, name, timeout.total_seconds())
     store.set(f"joined/{rank}", json.dumps(refusal))
-    refusals = [f"rank {r}: {text}" for r in range(size) if (text := json.loads(store.get(f"joined/{r}")))]
+    answers = [json.loads(region.await_key(store, f"joined/{r}")) for r in range(size)]
+    refusals = [f"rank {r}: {text}" for r, text in enumerate(answers) if text]
     if refusals:
         return Met(refusal=refusals[0])
     if len(local) == size:

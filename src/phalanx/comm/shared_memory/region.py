@@ -11,14 +11,22 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from phalanx.comm.membership import check_members
+from phalanx.errors import PeerLostError
+
 if TYPE_CHECKING:
     from phalanx._core import SharedGroup
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
+"""Pause between two looks for a key, doubled from the first to the longest."""
 
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 """2 where the kernel promises no more memory than it has."""
@@ -70,9 +78,27 @@ def join(store: Store, rank: int, local: Sequence[int], name: str, timeout_s: fl
         store.set(f"region/{rank}", "")  # the others must not wait for it
     store.set(f"entered/{rank}", "")
     if descriptor >= 0:
-        store.wait([f"entered/{r}" for r in local])  # until then they open it through this descriptor
+        for r in local:
+            await_key(store, f"entered/{r}")  # until then they open it through this descriptor
         os.close(descriptor)
     return core, refusal
+
+
+def await_key(store: Store, key: str) -> str:
+    """Return the value of a key of a group that is being formed, once it is set.
+
+    Raises:
+        PeerLostError: If the store's timeout passes, or a member of an elastic job is lost meanwhile.
+    """
+    limit: timedelta = store.timeout  # type: ignore[attr-defined]
+    deadline, pause_s = time.monotonic() + limit.total_seconds(), FIRST_PAUSE_S
+    while not store.check([key]):
+        check_members()
+        if time.monotonic() > deadline:
+            raise PeerLostError(f"a group of ranks was not formed: {key!r} did not come. See the other ranks' logs.")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return store.get(key).decode()
 
 
 def _make(store: Store, rank: int, size: int) -> int:
@@ -92,7 +118,7 @@ def _make(store: Store, rank: int, size: int) -> int:
 
 @contextlib.contextmanager
 def _open_region(store: Store, maker: int, size: int) -> Iterator[int]:
-    location = store.get(f"region/{maker}").decode().split()
+    location = await_key(store, f"region/{maker}").split()
     if not location:
         raise OSError("the first rank could not make it")
     pid, number, word = location

@@ -46,10 +46,13 @@ def elastic_turns(loader: ShardedLoader, options: LoaderOptions, replicas: Repli
     epoch, revision = loader.epoch, -1
     batches: Iterator[Loaded] = iter(())
     while True:
+        before = loader.position
         replicas.start_round()
         if loader.epoch != epoch:  # this rank has joined, in a later epoch
             return
         first = loader.position
+        if first != before:  # it has joined, in this epoch
+            loader.set_epoch(epoch + 1)
         if revision != replicas.revision:
             revision, batches = replicas.revision, options.batches(epoch, first)
         own = len(replicas.local)

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.context import Context
-from phalanx.comm.groups import Group, group_of
 from phalanx.comm.labels import label_calls
 from phalanx.errors import ConfigError, PeerLostError, PlanError
 from phalanx.parallel.data.bucket_buffers import (
@@ -47,7 +46,7 @@ from phalanx.parallel.data.bucket_buffers import (
     require_still_frozen,
 )
 from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, reduction_for
-from phalanx.parallel.data.replica_round import ReplicaRound
+from phalanx.parallel.data.replica_round import ReplicaRound, gradient_group
 from phalanx.parallel.data.sample_weights import sample_weight_hook
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import session
@@ -103,11 +102,6 @@ def check_no_graph() -> None:
             "of the gradients of inputs use torch.autograd.grad(output, inputs, create_graph=True), and no "
             "sharding."
         )
-
-
-def gradient_group(context: Context) -> Group:
-    """Return the group of all ranks for gradients, as `Mesh.gradient_group` made it."""
-    return group_of([tuple(range(context.world_size))], "gradients")
 
 
 def _check_axes(buckets: Sequence[GradientBucket], mesh: Mesh) -> None:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.comm.groups import Group
+from phalanx.comm.context import Context
+from phalanx.comm.groups import Group, group_of
 from phalanx.comm.replicas import Replicas
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.bucket_buffers import Bucket
@@ -282,6 +283,11 @@ class ReplicaRound:
         self._buffers.clear()
         self._of_first.clear()
         self._has_begun = False
+
+
+def gradient_group(context: Context) -> Group:
+    """Return the group of all ranks for gradients, as `Mesh.gradient_group` made it."""
+    return group_of([tuple(range(context.world_size))], "gradients")
 
 
 _Buffers = list[tuple[nn.Module, str, Tensor]]

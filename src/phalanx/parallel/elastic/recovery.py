@@ -25,6 +25,7 @@ from phalanx.comm.groups import name_axes
 from phalanx.comm.membership import Membership, View
 from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.errors import PeerLostError
+from phalanx.parallel.data.replica_round import gradient_group
 from phalanx.parallel.elastic.peer_state import receive_state, send_state
 from phalanx.parallel.session import session
 from phalanx.plan.value import Axis
@@ -222,6 +223,8 @@ class Recovery:
             try:
                 self.context.take_view(view)
                 use_mesh_of(self.context)
+                if len(view.members) > 1:
+                    gradient_group(self.context)
                 everyone = self._exchange(mine, len(view.members))
                 self._take_in(view, everyone, is_joining=is_joining)
                 break

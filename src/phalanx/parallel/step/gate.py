@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -84,11 +83,12 @@ def follow_updates(scheduler: LRScheduler) -> LRScheduler:
     Returns:
         The same scheduler.
     """
-    optimizer, step = scheduler.optimizer, type(scheduler).step
+    optimizer, kind = scheduler.optimizer, type(scheduler)
 
     def step_after_update(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         if has_updated(optimizer):
-            step(scheduler, *args, **kwargs)
+            kind.step(scheduler, *args, **kwargs)
 
-    scheduler.step = MethodType(step_after_update, scheduler)  # type: ignore[method-assign]
+    # A class, for what is set on the object would be in its state_dict.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step_after_update})
     return scheduler
