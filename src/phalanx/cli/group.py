@@ -16,6 +16,11 @@ _COMMANDS = {
         "Launch a training script on this node (one process per GPU by default).",
     ),
     "ps": ("phalanx.launch.job.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
+    "scale": (
+        "phalanx.launch.cli.scale_command",
+        "command",
+        "Change how many ranks a running elastic job has.",
+    ),
     "rank-table": ("phalanx.launch.cli.rank_table_commands", "command", "Make, check or convert a rank table."),
     "predict": (
         "phalanx.auto.commands",

@@ -57,7 +57,11 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
 def _files(folder: Path) -> list[Path]:
     # Jobs write here: what is no file would not be read to its end, and what is no text could not be sent.
     candidates = paths.logs(folder).glob("events.*.jsonl")
-    return [path for path in candidates if path.is_file() and path.name.isprintable()]
+    return [
+        path
+        for path in candidates
+        if path.is_file() and path.name.isprintable() and not path.name.startswith("events.launcher.")
+    ]
 
 
 def _number(name: str) -> int:

@@ -48,6 +48,33 @@ class _Count(click.ParamType[int]):
         return int(text)
 
 
+class _CountOrRange(click.ParamType["int | range"]):
+    """A whole number, or a range a:b of an elastic job, whose stop is b + 1."""
+
+    name = "N[:N]"
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._count = _Count(what, instead=", or a range as 1:4")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | range:
+        """Return the number or the range, or fail with what was asked for and what would do."""
+        least_text, colon, most_text = str(value).partition(":")
+        if not colon:
+            return self._count.convert(value, param, ctx)
+        least, most = (self._count.convert(text, param, ctx) for text in (least_text, most_text))
+        if least > most:
+            self.fail(f"'{value}' is no range: it ends before it starts. Write {most}:{least}.", param, ctx)
+        return most if least == most else range(least, most + 1)
+
+
+def _split_ranges(values: dict[str, Any]) -> None:
+    """Give the ends of -n a:b and --nnodes a:b fields of their own."""
+    for name, least in (("nproc_per_node", "least_nproc"), ("nnodes", "least_nnodes")):
+        if isinstance(values[name], range):
+            values[least], values[name] = values[name].start, values[name].stop - 1
+
+
 class _Seconds(click.ParamType[float]):
     """A time that ends."""
 
@@ -121,8 +148,8 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "-n",
     "--nproc_per_node",
-    type=_Count("number of processes"),
-    help="Processes on this host. Default: one per GPU; on CPU 1, as one process uses every core.",
+    type=_CountOrRange("number of processes"),
+    help="Processes on this host; 1:4 for an elastic job. Default: one per GPU; on CPU 1, as it uses every core.",
 )
 @click.option(
     "--gpus",
@@ -132,7 +159,11 @@ _CONTEXT: dict[str, Any] = {
     help="GPUs to use, e.g. 0,1, or all. Default: every visible GPU; with servers, none.",
 )
 @click.option("--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2.")
-@click.option("--nnodes", type=_Count("number of hosts"), help="Number of hosts, instead of --ips.")
+@click.option(
+    "--nnodes",
+    type=_CountOrRange("number of hosts"),
+    help="Number of hosts, instead of --ips; 1:4 for an elastic job.",
+)
 @click.option(
     "--node_rank", type=_Count("host number", 0), help="This host's place; found by address unless ambiguous."
 )
@@ -182,9 +213,8 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "--max_restarts",
     type=_Count("number of restarts", 0),
-    default=0,
-    show_default=True,
-    help="How often a failed job is started again; with servers: a failed process, alone.",
+    help="How often a failed job is started again (default 0); with servers: a failed process, alone; "
+    "elastic: a lost rank is replaced (default 3 in 10 minutes).",
 )
 @click.option(
     "--replicas",
@@ -239,6 +269,9 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     run_as = ctx.obj
     if values.pop("is_module"):
         values["training_script"] = f"-m {values['training_script']}"
+    _split_ranges(values)
+    values["replacements"] = values["max_restarts"]
+    values["max_restarts"] = values["max_restarts"] or 0
     options = Options(**values, wants_servers=run_as["wants_servers"])
     console = Console()
     log_format.configure_launcher(options.log_format or "default", console)

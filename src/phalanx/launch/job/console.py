@@ -9,6 +9,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from phalanx.i18n import tr
+
 _ALARM = re.compile(
     r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4} \d\d:\d\d|^\[[WEF]\d+|\w+Warning: "
     r"|^([A-Za-z_][\w.]*)?(Error|Exception|Interrupt)\b|^Fatal Python error|^terminate called"
@@ -161,6 +163,28 @@ class Console:
         """
         self._live = _Tail(live) if live else None
         self._others = [(title, _Tail(path), AlarmFilter()) for title, path in others]
+
+    def follow_another(self, title: str, path: str) -> None:
+        """Follow one more log file, of which alarms are shown."""
+        self._others.append((title, _Tail(path), AlarmFilter()))
+
+    def show_live(self, path: str) -> None:
+        """Show a file that is followed as it grows, in place of the one that was: its process has ended."""
+        for entry in self._others:
+            title, tail, _ = entry
+            if tail.path == path:
+                self._others.remove(entry)
+                if self._live is not None:
+                    self._write(self._live.read())
+                    self._live.close()
+                self._live = tail
+                self.write(tr("from here on this is {title}", title=title) + "\n")
+                return
+
+    @property
+    def live_path(self) -> str:
+        """The file that is shown as it grows; empty for none."""
+        return "" if self._live is None else self._live.path
 
     def poll(self) -> None:
         """Show what is new."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import shutil
 import signal
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.i18n import language, tr
+from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.job import attempt_resources, registry, report
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
@@ -27,11 +31,15 @@ from phalanx.launch.process import environment, wire
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler
+from phalanx.launch.request.elastic import ElasticRange
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import ROLES, LaunchRequest, check_script, resolve
 from phalanx.launch.request.topology import NodeOffer, Topology, build_topology
 from phalanx.versions import require_torch
+
+if TYPE_CHECKING:
+    from phalanx.launch.elastic.control import ControlSocket
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -47,6 +55,8 @@ class Launcher:
         self._job_id = uuid.uuid4().hex[:12]
         self._link: NodeLinkHandle | None = None
         self._restarts = options.max_restarts
+        self._budget = RestartBudget(None)
+        self._control: ControlSocket | None = None
 
     def run(self) -> int:
         """Run the job to its end.
@@ -64,6 +74,8 @@ class Launcher:
         self._options = options_from_scheduler.fill(self._options, self._inherited)
         self._options = options_from_rank_table.fill(self._options, self._inherited, host)
         request = resolve(self._options, host)
+        if request.elastic is not None and self._options.replicas is None:
+            self._options = replace(self._options, replicas=request.elastic.most_ranks)
         self._secret = attempt_resources.job_secret(request, self._inherited)
         self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
         threads = self._fix_threads(request, host)
@@ -81,7 +93,14 @@ class Launcher:
         self._logs = LogFolder(self._options.log_dir)
         runtime = self._runtime_folder()
         self._gloo_path = str(runtime / f"gloo-{self._job_id}")
-        with registry.RegistryEntry(runtime, self._job_id, self._options.training_script, request.mode) as self._entry:
+        script = self._options.training_script
+        with contextlib.ExitStack() as stack:
+            if request.elastic is not None:
+                self._control = stack.enter_context(self._open_control(runtime))
+            control = self._control.path if self._control is not None else None
+            self._entry = stack.enter_context(
+                registry.RegistryEntry(runtime, self._job_id, script, request.mode, control)
+            )
             try:
                 return self._run_attempts(request)
             except PhalanxError as error:
@@ -89,6 +108,11 @@ class Launcher:
                 raise
             finally:
                 shutil.rmtree(self._gloo_path, ignore_errors=True)
+
+    def _open_control(self, runtime: Path) -> ControlSocket:
+        from phalanx.launch.elastic.control import ControlSocket
+
+        return ControlSocket(runtime / f"{self._job_id}.sock")
 
     def _runtime_folder(self) -> Path:
         """This user's run-time folder, or the log folder in its place, where `phalanx ps` does not look."""
@@ -196,7 +220,8 @@ class Launcher:
             layout, facts = starter.layout, starter.facts
             with self._logs.tolerating(attempt_resources.ENDPOINTS):
                 attempt_resources.write_endpoints(layout, facts.log_dir)
-            trial = LocalAttempt(
+            start = LocalAttempt if request.elastic is None else self._elastic_attempt(request.elastic)
+            trial = start(
                 starter=starter,
                 console=self._console,
                 stops=self._stops,
@@ -214,6 +239,23 @@ class Launcher:
                 return trial.wait()
             finally:
                 self._restarts -= restarts - trial.restarts
+                if request.elastic is not None and self._budget.total is not None:
+                    self._restarts = self._budget.total
+
+    def _elastic_attempt(self, limits: ElasticRange) -> Callable[..., LocalAttempt]:
+        """Return how to make an attempt whose ranks may change; whole restarts and replaced ranks share a budget."""
+        from phalanx.launch.job.elastic_attempt import ElasticAttempt
+
+        self._budget.total = None if self._options.replacements is None else self._restarts
+        assert self._control is not None
+        return partial(
+            ElasticAttempt,
+            limits=limits,
+            budget=self._budget,
+            per_rank_dir=self._options.per_rank_dir,
+            control=self._control,
+            publish=self._entry.write,
+        )
 
     def _starter(self, stage: attempt_resources.AttemptResources, attempt: int) -> Starter:
         log_dir = str(self._logs.path)
@@ -249,6 +291,7 @@ class Launcher:
             log_dir,
             ranks=request.ranks,
             per_rank_dir=self._options.per_rank_dir,
+            is_elastic=request.elastic is not None,
         )
 
     def _exchange(self, link: NodeLinkHandle, attempt: int, offer: NodeOffer) -> list[NodeOffer]:

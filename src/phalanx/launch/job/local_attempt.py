@@ -110,7 +110,7 @@ class LocalAttempt:
         if store is not None:
             self.starter.start_store(store)
         for process in self.layout.local:
-            _make_log(process)
+            make_log(process)
         self._follow_logs()
         for process in self.layout.local:
             self._start(process)
@@ -119,6 +119,9 @@ class LocalAttempt:
         attempt = self._starts.get(process.id, self.facts.attempt)
         self._starts[process.id] = attempt + 1
         self._alive[process.id] = process
+        self._spawn(process, attempt)
+
+    def _spawn(self, process: Process, attempt: int) -> None:
         self.starter.start(process, attempt)
 
     def _follow_logs(self) -> None:
@@ -159,7 +162,7 @@ class LocalAttempt:
             causes = [e for e in self._exits if e.failed and not is_consequence(e)]
             settle = 0.0 if causes or self._remote_exits else SETTLE_S
             return time.monotonic() >= self._failed_at + settle
-        if any(p.role == "worker" for p in self._alive.values()):
+        if self._is_training():
             return False
         if self.link is None:
             return True
@@ -168,13 +171,14 @@ class LocalAttempt:
             self.link.report_done(self.facts.attempt)
         return self.link.all_done
 
+    def _is_training(self) -> bool:
+        """Whether the end of some process is waited for."""
+        return any(p.role == "worker" for p in self._alive.values())
+
     def _poll(self, timeout_s: float) -> None:
         """Take what has happened, waiting for it at most `timeout_s`."""
         with selectors.DefaultSelector() as ready:
-            ready.register(self.server.socket, selectors.EVENT_READ, self._server_event)
-            ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
-            if self.link is not None:
-                ready.register(self.link.socket, selectors.EVENT_READ, self._link_event)
+            self._register(ready)
             for key, _ in ready.select(timeout_s):
                 key.data()
         self.console.poll()
@@ -182,6 +186,13 @@ class LocalAttempt:
         if time.monotonic() > self._next_disk_check:
             self._next_disk_check = time.monotonic() + DISK_CHECK_S
             self.check_disk_space()
+
+    def _register(self, ready: selectors.BaseSelector) -> None:
+        """Add what to wait for, each with the function that takes it."""
+        ready.register(self.server.socket, selectors.EVENT_READ, self._server_event)
+        ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
+        if self.link is not None:
+            ready.register(self.link.socket, selectors.EVENT_READ, self._link_event)
 
     def _note_lingering(self) -> None:
         """Warn once that some workers exited with 0 long ago while others still run: often those wait for them."""
@@ -199,11 +210,14 @@ class LocalAttempt:
     def _server_event(self) -> None:
         event = self.server.receive()
         if "spawned" in event:
-            self._pids[event["spawned"]] = event["pid"]
-            if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
-                self.on_started(self._pids)
+            self._on_spawned(event["spawned"], event["pid"])
         if "exited" in event:
             self._on_exit(event["exited"], os.waitstatus_to_exitcode(event["status"]), event["time"])
+
+    def _on_spawned(self, name: str, pid: int) -> None:
+        self._pids[name] = pid
+        if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
+            self.on_started(self._pids)
 
     def _on_exit(self, name: str, code: int, at: float) -> None:
         if name == self.starter.store_id and not self._stopping:
@@ -212,13 +226,17 @@ class LocalAttempt:
         if process is None:
             return
         process_exit = self._process_exit(process, code, at)
-        is_news = process_exit.failed and self._failed_at is None and not self._stopping
+        is_news = not self._stopping and self._failed_at is None and self._fails_attempt(process, process_exit)
         if is_news and self.restarts:
             self._restart_process(process, process_exit)
             return
         self._exits.append(process_exit)
         if is_news:
             self._failed_at = time.monotonic()
+
+    def _fails_attempt(self, _process: Process, process_exit: ProcessExit) -> bool:
+        """Whether the attempt fails with the end of a process."""
+        return process_exit.failed
 
     def _restart_process(self, process: Process, process_exit: ProcessExit) -> None:
         self.restarts -= 1
@@ -228,7 +246,7 @@ class LocalAttempt:
             describe_exit(process_exit),
             self.restarts,
         )
-        _make_log(process)
+        make_log(process)
         self._start(process)
 
     def _process_exit(self, process: Process, code: int, at: float) -> ProcessExit:
@@ -317,7 +335,7 @@ class LocalAttempt:
         )
 
 
-def _make_log(process: Process) -> None:
+def make_log(process: Process) -> None:
     """Make the log of a process and its folder: one of its own (--per_rank_dir), or deleted while the job ran."""
     path = Path(process.log_file)
     path.parent.mkdir(parents=True, exist_ok=True)

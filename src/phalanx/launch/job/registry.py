@@ -25,7 +25,7 @@ logger = logging.getLogger("phalanx.launch")
 class RegistryEntry:
     """The entry of one running job; a context that removes it at the end. Without room for it there is a warning."""
 
-    def __init__(self, folder: Path, job_id: str, script: str, mode: str) -> None:
+    def __init__(self, folder: Path, job_id: str, script: str, mode: str, control: Path | None = None) -> None:
         self._path = folder / f"{os.getpid()}.json"
         self._was_warned = False
         self._job: dict[str, Any] = {
@@ -36,11 +36,14 @@ class RegistryEntry:
             "script": script,
             "mode": mode,
             "processes": [],
+            "control": None if control is None else str(control),
+            "elastic": {},
         }
 
-    def write(self, listed: list[dict[str, Any]]) -> None:
-        """Publish the processes of the current attempt."""
+    def write(self, listed: list[dict[str, Any]], elastic: dict[str, Any] | None = None) -> None:
+        """Publish the processes of the current attempt, and the members of an elastic one."""
         self._job["processes"] = listed
+        self._job["elastic"] = elastic or {}
         record = json.dumps(self._job)
         try:
             with named_errors(temporary_path(self._path), len(record)):
@@ -118,14 +121,31 @@ def render(listed: list[dict[str, Any]]) -> str:
         )
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}  log")
         lines += [_row(process) for process in job["processes"]] or ["  starting"]
+        lines += _elastic_lines(job.get("elastic") or {})
     return "\n".join(lines) + "\n"
+
+
+def _elastic_lines(elastic: dict[str, Any]) -> list[str]:
+    """Return who the members of an elastic job are, and what changed them last."""
+    if not elastic:
+        return []
+    members = ", ".join(f"{member['rank']} is {member['id']}" for member in elastic["members"])
+    size = f"{len(elastic['members'])} of {elastic['least']} to {elastic['most']} ranks, {elastic['wanted']} wanted"
+    lines = [f"  membership epoch {elastic['epoch']}: {size}; {members}"]
+    for event in elastic["events"]:
+        stall = f", stood still for {max(event['seconds'].values()):.2f} s" if event["seconds"] else ""
+        redone = f", {event['redone']} samples computed again" if event["redone"] else ""
+        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        lines.append(f"    {at}  epoch {event['epoch']}: {event['reason']}{stall}{redone}")
+    return lines
 
 
 def _row(process: dict[str, Any]) -> str:
     step = "-" if process["step"] is None else str(process["step"])
     loss = "-" if process["loss"] is None else f"{float(process['loss']):.5g}"
     speed = "-" if process["samples_per_s"] is None else f"{float(process['samples_per_s']):.5g}"
-    numbers = f"{process['rank']:>4}{process['pid']:>9}{step:>9}{loss:>12}{speed:>11}"
+    rank = "-" if process["rank"] is None else process["rank"]  # a member that joins or leaves has none
+    numbers = f"{rank:>4}{process['pid']:>9}{step:>9}{loss:>12}{speed:>11}"
     return f"  {process['role']:<13}{numbers}  {process['log']}{'' if process['alive'] else ' (ended)'}"
 
 

@@ -82,8 +82,13 @@ def fork_server_lost(pid: int, code: int) -> str:
     )
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or ? for one without."""
+    return signal.Signals(number).name if number in set(signal.Signals) else "?"
+
+
 def _signal(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else "?"
+    name = signal_name(number)
     message = tr("ended by signal {number} ({name})", number=number, name=name)
     return f"{message}: {tr(_SIGNALS[name])}" if name in _SIGNALS else message
 

@@ -48,19 +48,23 @@ class Starter:
             cwd=os.getcwd(),
         )
 
-    def start(self, process: Process, attempt: int) -> None:
+    def start(self, process: Process, attempt: int, channel: socket.socket | None = None) -> None:
         """Ask for one process of the job; it adds to its log file.
 
         Args:
             process: Which one.
             attempt: How often it, or the whole job, was started before.
+            channel: Its end of the channel to the agent, in an elastic job.
         """
+        fds = [self.endpoints[process.id].fileno()]
+        if channel is not None:
+            fds.append(channel.fileno())
         record = environment.error_file(process, self.facts.log_dir)
         Path(record).unlink(missing_ok=True)
         self.server.spawn(
             process.id,
             "script",
-            [self.endpoints[process.id].fileno()],
+            fds,
             env=environment.build(process, self.layout, replace(self.facts, attempt=attempt), self.inherited),
             log=process.log_file,
             env_file=process.env_file,

@@ -53,7 +53,8 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
         message: `target` ("script", "store" or "link"), `env` (changes; None removes), `env_file` (where to write the
             environment, or empty), `cwd`, `log` (file for both output streams), `log_format`, and for a script
             `script`, `args`, `error_file`, `rank`; for others `config`.
-        fds: Descriptors that came with the message; a script's endpoint socket is announced to it in the environment.
+        fds: Descriptors that came with the message; a script's endpoint socket, and in an elastic job the channel to
+            its agent, are announced to it in the environment.
     """
     code = 1
     try:
@@ -94,8 +95,9 @@ def _reset_process(message: dict[str, Any], fds: list[int]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    if message["target"] == "script" and fds:
-        os.environ["PHALANX_ENDPOINT_FD"] = str(fds[0])
+    if message["target"] == "script":
+        for name, fd in zip(("PHALANX_ENDPOINT_FD", "PHALANX_MEMBERSHIP_FD"), fds, strict=False):
+            os.environ[name] = str(fd)
     os.chdir(message["cwd"])
     if path := message.get("env_file"):
         try:

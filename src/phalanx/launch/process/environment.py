@@ -101,6 +101,9 @@ def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str 
         "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
         **({} if facts.replicas is None else {"PHALANX_REPLICAS": str(facts.replicas)}),
         "PHALANX_ENDPOINT_FD": None,
+        "PHALANX_MEMBERSHIP_FD": None,
+        "PHALANX_MEMBER_ID": process.member or None,
+        "PHALANX_JOINING": "1" if process.is_joiner else None,
         "PHALANX_JOB_SECRET": facts.secret or None,
     }
 

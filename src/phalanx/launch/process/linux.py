@@ -58,6 +58,22 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
+def state(pid: int) -> str | None:
+    """Return the state letter of `pid` (`R` runs, `T` is stopped, `Z` has ended, ...), or None when it is gone."""
+    fields = _stat(pid)
+    return None if fields is None else fields[0]
+
+
+def io_bytes(pid: int) -> int:
+    """Return the bytes that `pid` has read and written, sockets and pipes included; 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            counters = dict(line.split() for line in file)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return int(counters.get(b"rchar:", 0)) + int(counters.get(b"wchar:", 0))
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of `pid` and of children that it collected; 0 when it is gone."""
     fields = _stat(pid)

@@ -19,6 +19,9 @@ def ranks_per_node(options: Options, machine: Machine) -> int:
     gpus = select_gpus(options, machine)
     if options.nproc_per_node is None:
         return len(gpus) or 1
+    if options.least_nproc is not None and gpus:
+        _check_enough(f"-n {options.least_nproc}:{options.nproc_per_node}", options.least_nproc, gpus)
+        return min(options.nproc_per_node, len(gpus))
     _check_enough(options.describe_option("nproc_per_node"), options.nproc_per_node, gpus)
     return options.nproc_per_node
 

@@ -21,8 +21,14 @@ class Options:
     training_script_args: tuple[str, ...] = ()
     gpus: str | None = None
     nproc_per_node: int | None = None
+    least_nproc: int | None = None
+    """The smaller number of -n a:b; `nproc_per_node` is the larger."""
+
     ips: str | None = None
     nnodes: int | None = None
+    least_nnodes: int | None = None
+    """The smaller number of --nnodes a:b; `nnodes` is the larger."""
+
     node_rank: int | None = None
     master_addr: str | None = None
     http_port: int | None = None
@@ -37,6 +43,9 @@ class Options:
     per_rank_dir: bool = False
     log_format: str | None = None
     max_restarts: int = 0
+    replacements: int | None = None
+    """Ranks of an elastic job that may be replaced in all; None where --max_restarts was not given."""
+
     replicas: int | None = None
     server_dir: str | None = None
     timeout_s: float = 60.0
@@ -69,6 +78,8 @@ class Options:
         """Return the 13 settings of the banner, sorted by name, as (name, shown value with its source)."""
         shown = {f.name: str(getattr(self, f.name)) + self._source(f.name) for f in fields(self) if f.name in _BANNER}
         shown["ips"] = f"{self.ips}{self._source('ips')}" if self.ips else self._hosts()
+        if self.least_nproc is not None:
+            shown["nproc_per_node"] = f"{self.least_nproc}:{self.nproc_per_node}"
         shown["training_script_args"] = str(list(self.training_script_args))
         return sorted(shown.items())
 

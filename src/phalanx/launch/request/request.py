@@ -10,6 +10,7 @@ from phalanx.cluster.env.environment import split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.i18n import tr
 from phalanx.launch.request.devices import assign_gpus, ranks_per_node
+from phalanx.launch.request.elastic import ElasticRange, elastic_range
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.nodes import Nodes, collective_nodes, listed_nodes
 from phalanx.launch.request.options import DEFAULT_PORT, Options
@@ -43,6 +44,9 @@ class LaunchRequest:
 
     gpus: tuple[tuple[str, ...], ...] = ()
     """GPUs of each local worker; empty on CPU."""
+
+    elastic: ElasticRange | None = None
+    """How many ranks the job may have where that can change."""
 
     mode_flags: tuple[str, ...] = ()
     """The flags that decided the mode, for the log."""
@@ -89,6 +93,7 @@ def resolve(options: Options, machine: Machine) -> LaunchRequest:
         counts=counts,
         endpoints=endpoints,
         ranks=options.table.ranks_by_server if options.table else (),
+        elastic=elastic_range(options, counts["worker"]),
         gpus=assign_gpus(options, machine, counts["worker"], only_if_asked=mode == "ps"),
         mode_flags=mode_flags,
     )

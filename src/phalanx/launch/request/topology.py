@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from phalanx.errors import LaunchError
 from phalanx.launch.request.request import ROLES, RoleName
@@ -49,14 +49,22 @@ class Process:
     env_file: str = ""
     """Where the process writes the environment it starts with; empty for nowhere."""
 
+    member: str = ""
+    """Member id in an elastic job, whose ranks change; empty in others."""
+
+    is_joiner: bool = False
+    """Whether it starts alone, as rank 0, to become a rank of a job that runs."""
+
     @property
     def id(self) -> str:
         """Name of the process between launcher and fork server."""
-        return f"{self.role}.{self.rank}"
+        return f"{self.role}.{self.member if self.is_joiner else self.rank}"
 
     @property
     def title(self) -> str:
-        """How messages call it: `rank 1` for workers, `server 0`, `heter worker 0`."""
+        """How messages call it: `rank 1` for workers, `member n0.1` in elastic jobs, `server 0`, `heter worker 0`."""
+        if self.member:
+            return f"member {self.member}"
         return f"rank {self.rank}" if self.role == "worker" else f"{self.role.replace('_', ' ')} {self.rank}"
 
 
@@ -97,6 +105,21 @@ def check_terms(offers: Sequence[NodeOffer]) -> None:
                 )
 
 
+class OutputFiles(TypedDict):
+    """Where a process writes."""
+
+    log_file: str
+    env_file: str
+
+
+def output_files(role: RoleName, name: str, log_dir: str, *, per_rank_dir: bool) -> OutputFiles:
+    """Return where a process writes: files in one folder, or a folder for each process."""
+    if not per_rank_dir:
+        return {"log_file": f"{log_dir}/{LOG_STEMS[role]}.{name}", "env_file": ""}
+    own = f"{log_dir}/{'rank' if role == 'worker' else role}_{name}"
+    return {"log_file": f"{own}/train.log", "env_file": f"{own}/env.log"}
+
+
 def build_topology(
     offers: Sequence[NodeOffer],
     node_rank: int,
@@ -105,6 +128,7 @@ def build_topology(
     *,
     ranks: Sequence[Sequence[int]] = (),
     per_rank_dir: bool = False,
+    is_elastic: bool = False,
 ) -> Topology:
     """Give every process its rank.
 
@@ -117,6 +141,7 @@ def build_topology(
         log_dir: Folder of the log files on this node.
         ranks: Ranks of each node's workers, where a rank table says them.
         per_rank_dir: Whether each process has a folder of its own there.
+        is_elastic: Whether ranks may change, so that processes are known by member ids.
     """
     endpoints: dict[RoleName, tuple[str, ...]] = {}
     local: list[Process] = []
@@ -128,7 +153,6 @@ def build_topology(
         endpoints[role] = listed.get(role) or tuple(offered)
         for local_rank, endpoint in enumerate(offers[node_rank].endpoints.get(role, [])):
             rank = endpoints[role].index(endpoint)
-            own = f"{log_dir}/{'rank' if role == 'worker' else role}_{rank}"
             local.append(
                 Process(
                     role=role,
@@ -136,8 +160,8 @@ def build_topology(
                     local_rank=local_rank,
                     node_rank=node_rank,
                     endpoint=endpoint,
-                    log_file=f"{log_dir}/{LOG_STEMS[role]}.{rank}" if not per_rank_dir else f"{own}/train.log",
-                    env_file="" if not per_rank_dir else f"{own}/env.log",
+                    **output_files(role, str(rank), log_dir, per_rank_dir=per_rank_dir),
+                    member=f"n{node_rank}.{local_rank}" if is_elastic else "",
                 )
             )
     return Topology(

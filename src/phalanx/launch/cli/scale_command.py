@@ -1,0 +1,45 @@
+"""`phalanx scale`: change how many ranks a running elastic job has."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from phalanx.errors import LaunchError, NotFoundError
+from phalanx.launch.elastic.control import ask
+from phalanx.launch.job import registry
+
+
+@click.command(name="scale")
+@click.argument("job", metavar="JOB")
+@click.argument("ranks", metavar="N", type=click.IntRange(min=1))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(job: str, ranks: int, as_json: bool) -> None:
+    """Have the elastic job JOB, as `phalanx ps` lists it, go on with N ranks.
+
+    JOB is the beginning of its name or the pid of its launcher. Ranks that are added take the state from others; ranks
+    that are taken away end after the step they compute. N lies in the range that the job was started with.
+    """
+    done = ask(_control_of(job), {"scale": ranks})
+    sys.stdout.write(json.dumps({"done": done}) + "\n" if as_json else f"{done}\n")
+
+
+def _control_of(name: str) -> str:
+    """Return the socket of the one running job that `name` means."""
+    running = registry.jobs()
+    matches = [job for job in running if job["job_id"].startswith(name) or str(job["pid"]) == name]
+    if len(matches) != 1:
+        names = ", ".join(job["job_id"] for job in running) or "none"
+        raise NotFoundError(
+            f"{'Several jobs are' if matches else 'No job is'} called {name} on this host; running: {names}. "
+            "Give the name or the pid that phalanx ps shows."
+        )
+    control: str | None = matches[0].get("control")
+    if control is None:
+        raise LaunchError(
+            f"Job {matches[0]['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
+            "-n 1:4 ..."
+        )
+    return control
