@@ -121,7 +121,7 @@ def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
         (
             each
             for each in gc.get_objects()
-            if isinstance(each, LRScheduler) and getattr(each, "optimizer", None) is optimizer
+            if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer
         ),
         key=lambda each: type(each).__name__,
     )
