@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from elastic_job import ElasticJob, tell
+from phalanx.checkpoint import saving
 from phalanx.comm import membership
 from phalanx.parallel.step.gate import has_updated
+from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -101,8 +104,6 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
     """The weights of one process with as many replicas."""
-    from ranks import run_ranks
-
     ((weights, updates, _, _),) = run_ranks(train, 1, {}, env={"PHALANX_REPLICAS": str(REPLICAS)})
     assert updates == EPOCHS * SAMPLES // GLOBAL
     return weights
@@ -167,3 +168,86 @@ def test_a_rank_leaves_between_two_steps(undisturbed: str) -> None:
     values = job({}, (), ("n0.2", 5), members=3).run()
     assert values["n0.0"][:2] == (undisturbed, 12)
     assert values["n0.0"][3] == 2
+
+
+def train_with_checkpoints(folder: str, faults: dict[str, int], spawn_at: int) -> Any:
+    """Train with a Checkpointer; a member ends at its update, inside a save where one is due."""
+    own = os.environ.get("PHALANX_MEMBER_ID", "")
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader = px.distribute(net, optimizer, TensorDataset(*images()), global_batch=GLOBAL, seed=5)
+    checkpointer = px.Checkpointer(folder, model, optimizer, loader, every=3, background=False)
+    checkpointer.resume()
+    if own in faults:
+        saving.clean = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # a save is complete on disk before this
+    for _ in range(loader.epoch, EPOCHS):
+        for x, y in loader:
+            if own == "n0.0" and os.environ.get("SLOW"):
+                time.sleep(0.2)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if has_updated(optimizer):
+                checkpointer.step()
+                if own == "n0.0" and checkpointer.steps == spawn_at:
+                    tell("spawn")
+    checkpointer.close()
+    return digest(model), checkpointer.steps
+
+
+def test_a_rank_lost_while_it_saves(tmp_path: Path) -> None:
+    env = {"PHALANX_REPLICAS": str(REPLICAS)}
+    ((expected, _),) = run_ranks(train_with_checkpoints, 1, str(tmp_path / "one"), {}, 0, env=env)
+    folder = tmp_path / "elastic"
+    values = ElasticJob(train_with_checkpoints, str(folder), {"n0.0": 6}, 0, members=3, env=env).run()
+    assert {value for value in values.values()} == {(expected, 12)}
+    assert len(values) == 2
+    assert (folder / "step-12").exists()
+
+
+def test_a_joiner_resumes_from_a_peer_and_not_from_the_checkpoint(tmp_path: Path) -> None:
+    env = {"PHALANX_REPLICAS": str(REPLICAS)}
+    ((expected, _),) = run_ranks(train_with_checkpoints, 1, str(tmp_path / "one"), {}, 0, env=env)
+    job = ElasticJob(train_with_checkpoints, str(tmp_path / "elastic"), {}, 4, members=2, env={**env, "SLOW": "1"})
+    values = job.run()
+    assert list(values.values()) == [(expected, 12)] * 3
+
+
+class Loses(px.Callback):
+    """Ends a member at one of its steps."""
+
+    def __init__(self, member: str, step: int) -> None:
+        self.is_meant, self.step = os.environ.get("PHALANX_MEMBER_ID") == member, step
+
+    def on_step_end(self, run: px.Run) -> None:
+        if self.is_meant and run.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Spawns(px.Callback):
+    def on_update(self, run: px.Run) -> None:
+        if os.environ.get("PHALANX_MEMBER_ID") == "n0.0" and os.environ.get("SLOW"):
+            if run.step == 2:
+                tell("spawn")
+            time.sleep(0.2)
+
+
+def train_model(member: str, step: int) -> Any:
+    torch.manual_seed(3)
+    net = Net()
+    model = px.Model(net, nn.CrossEntropyLoss(), torch.optim.AdamW(net.parameters(), lr=0.01), metrics={"acc1"})
+    data = TensorDataset(*images())
+    model.train(
+        EPOCHS, data, callbacks=[Loses(member, step), Spawns()], global_batch=GLOBAL, seed=5
+    )
+    return digest(net), model.eval(data)["acc1"]
+
+
+def test_a_model_goes_on_without_a_lost_rank() -> None:
+    env = {"PHALANX_REPLICAS": str(REPLICAS)}
+    ((expected, accuracy),) = run_ranks(train_model, 1, "", 0, env=env)
+    values = ElasticJob(train_model, "n0.1", 6, members=3, env=env).run()
+    assert list(values.values()) == [(expected, accuracy)] * 2
+    values = ElasticJob(train_model, "", 0, members=2, env={**env, "SLOW": "1"}).run()
+    assert list(values.values()) == [(expected, accuracy)] * 3

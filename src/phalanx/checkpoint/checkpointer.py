@@ -10,9 +10,10 @@ from typing import Any
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.graceful_stop import GracefulStop
 from phalanx.checkpoint.loading import Loaded, load_newest
-from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.ranks import Ranks, is_elastic
 from phalanx.checkpoint.saving import check_count, save_training
 from phalanx.checkpoint.state.capture import TrainingState
+from phalanx.comm.shared_state import share_with_joiners
 from phalanx.parallel.optim.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -73,11 +74,21 @@ class Checkpointer:
         ranks = Ranks.meet("px.Checkpointer", {"folder": str(folder), "every": every, "keep": keep})
         self._stop = GracefulStop(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
         self._stop.listen()
+        if is_elastic():
+            share_with_joiners("checkpointer", self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that joins an elastic job takes over."""
+        return {"steps": self.steps, "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of a peer."""
+        self.steps, self.extra = state["steps"], state["extra"]
 
     def resume(self) -> Loaded | None:
         """Resume from the newest complete checkpoint of the folder; return what was loaded, None if there is none."""
         loaded = load_newest(self.folder, self._training)
-        if loaded is not None:
+        if loaded is not None and not loaded.is_from_peer:
             self.steps = self._saved_at = loaded.step
             self.extra = dict(loaded.extra or {})
         return loaded

@@ -17,6 +17,8 @@ import time
 from types import FrameType
 from typing import Any
 
+import phalanx.comm.context as context_of
+from phalanx.checkpoint.ranks import is_elastic
 from phalanx.comm.store import JobStore
 from phalanx.errors import PeerLostError
 
@@ -47,7 +49,10 @@ class GracefulStop:
         self._closed = threading.Event()
         self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
-        if store is not None:
+        self._is_elastic = is_elastic()
+        """Whether ranks agree where they agree that an update is complete, by `Recovery.is_stopping`."""
+
+        if store is not None and not self._is_elastic:
             self._thread = threading.Thread(target=self._watch, name="phalanx stop edge", daemon=True)
             self._thread.start()
 
@@ -69,6 +74,8 @@ class GracefulStop:
     def ask(self) -> None:
         """Ask all ranks to stop at a step boundary."""
         self._requested.set()
+        if self._is_elastic:
+            context_of.current().recovery.is_stop_requested = True
 
     def is_at(self, edge: int) -> bool:
         """Return whether all ranks stop at this step boundary; every rank calls it at every boundary.
@@ -81,6 +88,8 @@ class GracefulStop:
         Raises:
             PeerLostError: If a rank has not announced its boundary in time.
         """
+        if self._is_elastic:
+            return bool(context_of.current().recovery.is_stopping)
         if self._store is None:
             return self._requested.is_set()
         with self._lock:
@@ -108,7 +117,7 @@ class GracefulStop:
         self._before = {}
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._requested.set()
+        self.ask()
 
     def _watch(self) -> None:
         assert self._store is not None

@@ -17,12 +17,13 @@ from phalanx.checkpoint.export.weights import load_weights
 from phalanx.checkpoint.find_newest import find_newest_complete, no_checkpoint_error
 from phalanx.checkpoint.folder.manifest import CheckpointManifest
 from phalanx.checkpoint.folder.reader import CheckpointReader
-from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.ranks import Ranks, is_elastic
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.checkpoint.state.restore import Restorer, agree_on_layout
 from phalanx.checkpoint.state.tables import has_tables, load_tables
 from phalanx.checkpoint.tensors.local_tensors import ModelView
 from phalanx.checkpoint.tensors.names import inner
+from phalanx.comm import context
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA, kept_average
 
@@ -41,6 +42,9 @@ class Loaded:
 
     extra: Mapping[str, Any] | None = None
     """The saved `extra`; rank 0's at another number of ranks."""
+
+    is_from_peer: bool = False
+    """Whether nothing was read: this rank joined an elastic job that runs, and has the state of a peer."""
 
 
 def load(
@@ -105,6 +109,11 @@ def _load_optimizer(source: str | Path | Mapping[str, Tensor], optimizer: Optimi
 def load_newest(source: str | Path | Mapping[str, Tensor], training: TrainingState) -> Loaded | None:
     """Load as `load` does, or return None if the folder has no checkpoint. Collective."""
     background_saves.wait()
+    if is_elastic() and (isinstance(source, Mapping) or not Path(source).is_file()):
+        recovery = context.current().recovery
+        if recovery.has_joined or recovery.membership.is_joining:
+            recovery.join()
+            return Loaded(Path(str(source)), recovery.committed, is_from_peer=True)
     if isinstance(source, Mapping) or Path(source).is_file():
         names = [word for word in training.words if word != "model"]
         if names:

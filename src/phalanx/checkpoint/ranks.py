@@ -28,6 +28,11 @@ _KINDS: dict[str, type[PhalanxError]] = {
 }
 
 
+def is_elastic() -> bool:
+    """Return whether ranks of this job may leave and join, each with all of the state."""
+    return context_of.is_initialized() and context_of.current().recovery is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of this job that take part in one call."""
@@ -39,6 +44,11 @@ class Ranks:
 
     prefix: str
     """Prefix of the store keys of this call."""
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return this rank by itself."""
+        return cls(0, 1, None, "")
 
     @classmethod
     def meet(cls, call: str, terms: Any, *, timeout_s: float | None = None) -> Ranks:
@@ -57,7 +67,7 @@ class Ranks:
         """
         context = context_of.init()
         if not context.is_distributed:
-            return cls(0, 1, None, "")
+            return cls.alone()
         if not dist.is_initialized():
             raise ConfigError(
                 f"{call} needs all workers, and worker {context.rank} was started again alone. Save tables with "

@@ -20,7 +20,7 @@ from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.background import copy_to_host
 from phalanx.checkpoint.folder.checkpoint_folder import clean, next_numbers, prune, step_folder, sweep
 from phalanx.checkpoint.folder.manifest import write_manifest
-from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.ranks import Ranks, is_elastic
 from phalanx.checkpoint.state.capture import RankState, TrainingState, capture
 from phalanx.checkpoint.state.tables import save_tables
 from phalanx.checkpoint.tensors.chunk import TensorChunk
@@ -76,8 +76,11 @@ def save(
             waits for it and raises its error, as `px.checkpoint.wait()` does.
         keep: How many checkpoints to keep in the folder; all when omitted.
 
+    In an elastic job every rank has all of the state, and rank 0 writes it alone: a rank that is lost during a save
+    costs at most that save.
+
     Returns:
-        The folder of the checkpoint.
+        The folder of the checkpoint. In an elastic job, on ranks other than 0 and without `step`, the folder of all.
 
     Raises:
         ConfigError: If something cannot be saved, or ranks differ in parameters or arguments; on all ranks.
@@ -108,9 +111,14 @@ def save_training(
     _check_round()
     background_saves.wait()
     started = time.perf_counter()
-    terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
-    ranks = Ranks.meet("px.save", terms)
-    make_consistent(training.model, "px.save", training.optimizer)
+    if is_elastic():
+        if context.current().rank != 0:
+            return Path(folder) if step is None else step_folder(Path(folder), step)
+        ranks = Ranks.alone()
+    else:
+        terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
+        ranks = Ranks.meet("px.save", terms)
+        make_consistent(training.model, "px.save", training.optimizer)
     if training.ema is None:
         training = replace(training, ema=kept_average(inner(training.model)))
     save = _begin(ranks, Path(folder), step, training, extra)

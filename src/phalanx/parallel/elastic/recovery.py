@@ -12,9 +12,9 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from phalanx.parallel.session import session
 from phalanx.plan.value import Axis
 
 logger = logging.getLogger("phalanx.parallel")
+
+ResultT = TypeVar("ResultT")
 
 
 class ReplicaSums(Protocol):
@@ -60,6 +62,12 @@ class Progress:
     """The replicas of that which each member computes or has computed, as this one knows; empty for one that joins."""
 
     is_joining: bool = False
+
+    calls: int = 0
+    """Repeatable calls that are complete on all members."""
+
+    is_call_complete: bool = False
+    """Whether it has the result of the next one."""
 
     @classmethod
     def from_json(cls, text: str) -> Progress:
@@ -113,6 +121,18 @@ class Recovery:
     committed: int = 0
     """Global batches whose gradients were complete on all members."""
 
+    is_stop_requested: bool = False
+    """Whether this rank was asked to end the job, or a part of it failed here."""
+
+    is_stopping: bool = False
+    """Whether any rank was, by the update at hand: the same on all ranks."""
+
+    calls: int = 0
+    """Repeatable calls that were complete on all members."""
+
+    has_joined: bool = False
+    """Whether this rank took the state of a peer."""
+
     _models: list[weakref.ref[ReplicaSums]] = field(default_factory=list)
     _agreed: int = -1
     """The newest planned view that all members have."""
@@ -151,7 +171,7 @@ class Recovery:
                 self._commit()
             except PeerLostError as error:
                 self.failure = error
-        if self.failure is not None and not self._recover(is_open=True):
+        if self.failure is not None and not self._recover(is_open=True)[0]:
             return False
         self.committed += 1
         for model in self._live():
@@ -165,15 +185,35 @@ class Recovery:
         assert newest is not None
         assert view is not None
         epoch = newest.epoch if newest.is_planned and newest.ids != view.ids else -1
+        agreed = torch.tensor([epoch, -int(self.is_stop_requested)], dtype=torch.int64)
         if len(view.members) > 1:
-            agreed = torch.tensor([epoch], dtype=torch.int64)
             dist.all_reduce(agreed, dist.ReduceOp.MIN)
-            epoch = int(agreed)
-        self._agreed = epoch
+        self._agreed, self.is_stopping = int(agreed[0]), bool(agreed[1])
         now = time.monotonic()
         if self._commit_at is not None:
             self.membership.count_step(now - self._commit_at)
         self._commit_at = now
+
+    def repeat(self, call: Callable[[], ResultT]) -> ResultT:
+        """Return what a collective call returns, made again by the ranks that are left where one was lost in it.
+
+        For calls that change nothing, such as an evaluation, between two global batches. Collective.
+        """
+        if self.membership.is_joining:
+            return call()
+        while True:
+            is_complete, self._commit_at = False, None
+            try:
+                result = call()
+                is_complete = True
+                self._commit()
+            except PeerLostError:
+                _, members = self._recover(is_call_complete=is_complete)
+                is_passed = any(progress.calls > self.calls for progress in members)
+                if not is_passed and not all(progress.is_call_complete for progress in members):
+                    continue
+            self.calls += 1
+            return result
 
     def _live(self) -> list[ReplicaSums]:
         return [model for reference in self._models if (model := reference()) is not None]
@@ -187,7 +227,7 @@ class Recovery:
         if self._agreed >= 0:
             view, self._agreed = self.membership.view_of(self._agreed), -1
             self._leave_unless_in(view)
-            self._recover(is_open=False, view=view)
+            self._recover(view=view)
         elif self._is_moved and self.committed > self._took_over:
             self._reassign()
 
@@ -200,24 +240,34 @@ class Recovery:
                 self.membership.receive(0.5)
                 continue
             try:
-                self._recover(is_open=False, view=view, is_joining=True)
+                self._recover(view=view, is_joining=True)
             except PeerLostError as error:
                 if self.membership.newest is view:
                     raise
                 logger.info("joining again: %s", error)
                 continue
             self.membership.is_joining = False
+            self.has_joined = True
 
-    def _recover(self, *, is_open: bool, view: View | None = None, is_joining: bool = False) -> bool:
+    def _recover(
+        self,
+        *,
+        is_open: bool = False,
+        view: View | None = None,
+        is_joining: bool = False,
+        is_call_complete: bool = False,
+    ) -> tuple[bool, list[Progress]]:
         """Form the groups of the next membership epoch and agree on what is left to do. Collective over its members.
 
         Returns:
-            Whether the sums of the global batch at hand are whole on all members.
+            Whether the sums of the global batch at hand are whole on all members, and the members' progress.
         """
         started, failure = time.monotonic(), self.failure
         before = None if is_joining else self.membership.view
         assignment = {} if before is None else dict(zip(before.ids, map(tuple, self.replicas.by_rank), strict=True))
-        mine = Progress(self.committed, is_open, is_open and failure is None, assignment, is_joining)
+        mine = Progress(
+            self.committed, is_open, is_open and failure is None, assignment, is_joining, self.calls, is_call_complete
+        )
         while True:
             view = view or self._next_view(failure)
             try:
@@ -236,7 +286,7 @@ class Recovery:
         is_whole = self._continue(mine, everyone, view)
         lost = () if before is None else tuple(id for id in before.ids if id not in view.ids)
         self._report(view, lost, time.monotonic() - started, everyone)
-        return is_whole
+        return is_whole, [progress for progress in everyone if not progress.is_joining]
 
     def _next_view(self, failure: PeerLostError | None) -> View:
         """Return the view of those that are left, without such as join: they do so between two global batches.
@@ -276,7 +326,7 @@ class Recovery:
             raise PeerLostError("nobody is left who has the state of the job")
         if is_joining:
             receive_state(first)
-            self.committed = everyone[first].committed
+            self.committed, self.calls = everyone[first].committed, everyone[first].calls
         elif self.context.rank == first:
             for rank in joiners:
                 send_state(rank)

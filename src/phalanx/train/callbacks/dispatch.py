@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.graceful_stop import GracefulStop
 from phalanx.checkpoint.ranks import Ranks
+from phalanx.comm import process_group
 from phalanx.comm.agreement import DEFAULT_TIMEOUT_S
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.train.callbacks.base import Callback, names_of
@@ -36,7 +37,9 @@ class CallbackDispatcher:
         self.stop_reason: str | None = None
         """Why all ranks stop, once they have agreed to."""
 
-        self._ranks = ranks = Ranks.meet("training", {**terms, "callbacks": self.names}, timeout_s=DEFAULT_TIMEOUT_S)
+        self._terms = {**terms, "callbacks": self.names}
+        self._generation = process_group.generation()
+        self._ranks = ranks = Ranks.meet("training", self._terms, timeout_s=DEFAULT_TIMEOUT_S)
         self._stop = GracefulStop(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
         self._failure: tuple[str, Exception] | None = None
         self._reason: str | None = None
@@ -85,6 +88,9 @@ class CallbackDispatcher:
         def first(reasons: list[str | None]) -> str:
             return next(filter(None, reasons), SIGNALLED)
 
+        if self._generation != process_group.generation():  # ranks have left or joined
+            self._generation = process_group.generation()
+            self._ranks = Ranks.meet("training", self._terms, timeout_s=DEFAULT_TIMEOUT_S)
         reason: str = self._ranks.decide(topic, self._reason_or_failure, first, timeout_s=DEFAULT_TIMEOUT_S)
         return reason
 

@@ -33,7 +33,8 @@ from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
-from phalanx.errors import ConfigError
+from phalanx.comm.shared_state import share_with_joiners
+from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.step.gate import has_updated
 from phalanx.train import events
@@ -114,7 +115,6 @@ class Run:
         self.callbacks = read_callbacks(callbacks)
         _check_sinks(self.callbacks, steps_in_sink)
         current = context.init()
-        self.rank, self.world_size = current.rank, current.world_size
         self.steps_per_epoch = _length(loader)
         """Batches of one epoch; None when the data has no length."""
 
@@ -124,6 +124,10 @@ class Run:
         self._global_loss: tuple[int, float] | None = None
         self._speed = Throughput()
         self._device = current.device
+        self._recovery = current.recovery
+        if self._recovery is not None:
+            loader.share_state()
+            share_with_joiners("run", self)
         self._dispatcher = CallbackDispatcher(self.callbacks, {"epochs": epochs, "sink": steps_in_sink})
         try:
             self._dispatcher.call_all("setup", self)
@@ -137,6 +141,16 @@ class Run:
         parts = [f"epoch {self.epoch} of {self.epochs}", f"{self.step} steps", metrics, self.stop_reason or ""]
         return f"Run({', '.join(filter(None, parts))})"
 
+    @property
+    def rank(self) -> int:
+        """This rank, 0 to `world_size` - 1; another one once ranks of an elastic job have left."""
+        return context.current().rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks now."""
+        return context.current().world_size
+
     # -- for callbacks ---------------------------------------------------------------------------------------------
 
     def global_loss(self) -> float:
@@ -144,8 +158,16 @@ class Run:
         if self.loss is None:
             raise ConfigError("run.global_loss() was called before the first step. Call it in on_step_end or later.")
         if self._global_loss is None or self._global_loss[0] != self.samples:
-            self._global_loss = self.samples, float(mean_over_ranks(self.loss, self._share))
+            self._global_loss = self.samples, self._mean_over_ranks(self.loss)
         return self._global_loss[1]
+
+    def _mean_over_ranks(self, loss: Tensor) -> float:
+        try:
+            return float(mean_over_ranks(loss, self._share))
+        except PeerLostError:
+            if self._recovery is None:
+                raise
+            return float(loss)  # the next global batch goes on without the lost rank
 
     def stop(self, reason: str) -> None:
         """Stop training on all ranks.
@@ -191,6 +213,8 @@ class Run:
 
         Collective. The loader resumes inside its epoch; `begin_epoch` continues the pass it was in.
         """
+        if self._is_joining:
+            return None  # it takes the state of a peer, at its first epoch
         self.resumed_from = loaded = load_newest(folder, self.training)
         if loaded is not None:
             state = (loaded.extra or {}).get("run")
@@ -201,6 +225,14 @@ class Run:
                 )
             self._take_over(state)
         return loaded
+
+    @property
+    def _is_joining(self) -> bool:
+        return self._recovery is not None and self._recovery.membership.is_joining
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a peer of an elastic job is."""
+        self._take_over(state)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.step, self.samples, self._first_epoch = state["step"], state["samples"], state["first_epoch"]
@@ -230,6 +262,8 @@ class Run:
 
     def begin_epoch(self) -> bool:
         """Begin the next epoch; return False, and begin none, after the last or once training was stopped."""
+        if self._is_joining:
+            self._recovery.join()
         if self._dispatcher.should_stop(self.step) or self.epoch >= self.epochs:
             return False
         steps = self.loader.state_dict()["position"] // self.loader.global_batch

@@ -7,6 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,19 @@ def evaluate(
             different calls.
         PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
+    recovery = context.current().recovery if context.is_initialized() else None
+    evaluation = partial(_evaluate, model, data, metrics, loss_fn, batch_size, forward)
+    return evaluation() if recovery is None else recovery.repeat(evaluation)
+
+
+def _evaluate(
+    model: nn.Module,
+    data: Any,
+    metrics: Iterable[str | Metric] | Mapping[str, str | Metric] | str | Metric,
+    loss_fn: RowMetric | None,
+    batch_size: int | None,
+    forward: Callable[[nn.Module, Any], tuple[Tensor, Any]] | None,
+) -> dict[str, Any]:
     loss_fn = None if loss_fn is None else on_logits(loss_fn)
     chosen = read_metrics(metrics, loss_fn)
     loader = evaluation_loader(data, batch_size)
