@@ -47,11 +47,12 @@ class ElasticJob:
         members: int,
         env: Mapping[str, str | None] | None = None,
         replaces: bool = False,
+        hosts: int = 1,
         timeout_s: float = 60.0,
     ) -> None:
         self._fn, self._args, self._timeout_s = fn, args, timeout_s
         self._env = dict(env or {})
-        self._first, self._replaces = members, replaces
+        self._first, self._replaces, self._hosts = members, replaces, hosts
         self._epoch = 0
         self._reason = ""
         self.members: dict[str, Member] = {}
@@ -93,6 +94,8 @@ class ElasticJob:
         ours, theirs = socket.socketpair()
         env = ranks.rank_environment(rank, size, self._store.port, self._folder) | self._env
         env["PHALANX_MEMBER_ID"] = id
+        if self._hosts > 1:
+            env["PHALANX_HOST_ID"] = f"host {len(self.members) % self._hosts}"
         started = ranks._start(
             _member_main, (theirs, self._fn, self._args), len(self.members), env, self._folder, self._timeout_s
         )
@@ -164,7 +167,9 @@ class ElasticJob:
             self._epoch += 1
         view = {
             "epoch": self._epoch,
-            "members": [{"id": m.id, "host": "h", "pid": m.rank.process.pid, "log": "", "node": 0} for m in current],
+            "members": [
+                {"id": m.id, "host": "h", "pid": m.rank.process.pid, "log": "", "node": self._node(m)} for m in current
+            ],
             "store": f"127.0.0.1:{self._store.port}",
             "reason": reason,
             "planned": planned,
@@ -173,6 +178,9 @@ class ElasticJob:
         self.views.append(view)
         for member in [*current, *([to] if to else [])]:
             self._send(member, {"view": view})
+
+    def _node(self, member: Member) -> int:
+        return int(member.id.partition(".")[2]) % self._hosts
 
     def _send(self, member: Member, message: dict[str, Any]) -> None:
         try:

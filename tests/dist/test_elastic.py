@@ -149,6 +149,20 @@ def test_a_frozen_rank_is_fenced(undisturbed: str) -> None:
     assert frozen.events("suspect")
 
 
+@pytest.mark.parametrize(("members", "lost", "where"), [(2, 1, "backward"), (3, 1, "forward"), (4, 3, "step")])
+def test_hosts_go_on_without_a_lost_rank(undisturbed: str, members: int, lost: int, where: str) -> None:
+    values = job({f"n0.{lost}": (4, where)}, members=members, hosts=2).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert len(values) == members - 1
+
+
+def test_a_frozen_rank_that_is_alone_on_its_host_is_fenced(undisturbed: str) -> None:
+    env = {"FREEZE": "1", "PHALANX_PATIENCE_S": "0.5"}
+    values = job({"n0.1": (6, "backward")}, members=3, hosts=2, env=env).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert len(values) == 2
+
+
 def test_a_joiner_takes_part_with_the_same_result(undisturbed: str) -> None:
     joined = job({}, (2,), members=2, env={"SLOW": "1"})
     values = joined.run()

@@ -35,6 +35,9 @@ FIRST_PATIENCE_S = 30.0
 VIEW_TIMEOUT_S = 30.0
 """Longest wait for the launcher's next view after a collective failed."""
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 0.01
+"""Pause between two looks at a collective of another backend, doubled from the first to the longest."""
+
 _USUAL_OF, _FEWEST = 16, 3
 """Steps whose median is usual, and how many are needed."""
 
@@ -230,6 +233,12 @@ class Membership:
         ids = [self.view.members[rank].id for rank in ranks if rank < len(self.view.members)]
         self.send("suspect", epoch=self.view.epoch, ids=ids, waited_s=round(waited_s, 3))
 
+    def suspect_other_nodes(self, waited_s: float) -> None:
+        """Ask about the ranks of all other nodes, where it cannot be told which of them is late."""
+        if self.view is not None:
+            own = next(member.node for member in self.view.members if member.id == self.id)
+            self.suspect([rank for rank, member in enumerate(self.view.members) if member.node != own], waited_s)
+
 
 _membership: Membership | None = None
 
@@ -268,6 +277,24 @@ def check_members() -> None:
     """
     if _membership is not None:
         _membership.check()
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective of any backend; in an elastic job, at most until a member is lost.
+
+    Raises:
+        PeerLostError: If one is.
+    """
+    if _membership is None or getattr(work, "watches_members", False):
+        work.wait()
+        return
+    began, pause_s = time.monotonic(), FIRST_PAUSE_S
+    while not work.is_completed():
+        _membership.check()
+        _membership.suspect_other_nodes(time.monotonic() - began)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    work.wait()
 
 
 def forget() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from phalanx.comm.labels import current_label, label_calls
+from phalanx.comm.membership import current as current_membership
 from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, to_reduce
-from phalanx.comm.shared_memory.native import Native
+from phalanx.comm.shared_memory.native import MEMBERS_S, Native
 from phalanx.errors import PeerLostError
 
 
@@ -102,7 +104,12 @@ class Between:
         return Errand(self._thread.submit(self._carry_or_leave, tensor, how, current_label()))
 
     def wait(self, errand: Errand, timeout_s: float) -> None:
-        """Wait for an errand; raises what ended it."""
+        """Wait for an errand; raises what ended it, or that a member of an elastic job is lost."""
+        membership, began = current_membership(), time.monotonic()
+        while membership is not None and not timeout_s and not errand.is_done:
+            wait([errand.outcome], MEMBERS_S)
+            membership.check()
+            membership.suspect_other_nodes(time.monotonic() - began)
         try:
             errand.outcome.result(timeout_s or None)
         except CancelledError:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx.comm import crossed
+from phalanx.comm import crossed, membership
 from phalanx.comm.shared_memory import hosts
 from phalanx.comm.shared_memory.buffers import (
     BufferView,
@@ -78,7 +78,8 @@ class SharedMemoryGroup(NamedGroup):
             self._core.close()
         if self._between is not None:
             self._between.close()
-        self._keeper.stop()
+        # A message between hosts ends when the other side closes its connection, which may wait for this one.
+        self._keeper.stop(None if membership.current() is None else 0.1)
         # Torch, meshes and caches may keep this object until the interpreter has ended, and the memory must not stay.
         if self._core is not None:
             self._core = self._carrier = hosts.Ended()

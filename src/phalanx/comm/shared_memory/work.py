@@ -102,6 +102,9 @@ class SharedWork(dist.Work):
         then: What is left to do once they are, such as copying into a tensor with gaps.
     """
 
+    watches_members = True
+    """Whether waiting for it ends when a member of an elastic job is lost."""
+
     def __init__(
         self,
         carrier: Carrier,
@@ -236,12 +239,14 @@ class CompletionThread:
             self._thread.start()
         self._works.put(work)
 
-    def stop(self) -> None:
-        """End the thread once the works it holds are done."""
+    def stop(self, within_s: float | None = None) -> None:
+        """End the thread once the works it holds are done, which is waited for at most `within_s`."""
         if self._thread is not None:
             self._works.put(None)
-            self._thread.join()
-            self._thread = None
+            self._thread.join(within_s)
+            is_ended, self._thread = not self._thread.is_alive(), None
+            if not is_ended:
+                return
         self._callbacks.stop()
 
     def _run(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group, group_of
+from phalanx.comm.membership import wait_for
 from phalanx.comm.replicas import Replicas
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.bucket_buffers import Bucket
@@ -357,8 +358,18 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 def _all_reduce(flat: Tensor, group: Group) -> PendingReduction:
-    work: PendingReduction = dist.all_reduce(flat, group=group, async_op=True)
-    return work
+    return _Pending(dist.all_reduce(flat, group=group, async_op=True))
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A collective under way, in place."""
+
+    work: Any
+
+    def wait(self) -> None:
+        """Wait for it, at most until a member of an elastic job is lost."""
+        wait_for(self.work)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.groups import Group
+from phalanx.comm.membership import wait_for
 
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch 2.13 renames it, and warns at the old name."""
@@ -148,7 +149,8 @@ def scatter_sums(own: PartialSums, assignment: Sequence[Sequence[int]], group: G
     sent = values[0] if len(values) == 1 else torch.stack([value.view(ranks, share) for value in values], 1).flatten()
     runs = [branches(local, own.count) for local in assignment]
     received = sent.new_empty(share * sum(map(len, runs)))
-    dist.all_to_all_single(received, sent, [share * len(r) for r in runs], [share * len(values)] * ranks, group=group)
+    arriving, leaving = [share * len(run) for run in runs], [share * len(values)] * ranks
+    wait_for(dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True))
     total = PartialSums(own.count)
     for run, part in zip(chain.from_iterable(runs), received.split(share), strict=True):
         total.add(run, part)
@@ -174,5 +176,5 @@ def exchange_sums(own: PartialSums, assignment: Sequence[Sequence[int]], group: 
         own = PartialSums(own.count, [(run, nn.functional.pad(value, (0, padding))) for run, value in own.sums])
     mine = scatter_sums(own, assignment, group)
     result = mine.new_empty(size + padding)
-    _gather(result, mine, group=group)
+    wait_for(_gather(result, mine, group=group, async_op=True))
     return result[:size]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from phalanx.comm import process_group
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
-from phalanx.comm.membership import Membership, View
+from phalanx.comm.membership import Membership, View, wait_for
 from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.errors import PeerLostError
 from phalanx.parallel.data.replica_round import gradient_group
@@ -33,6 +33,9 @@ from phalanx.plan.value import Axis
 logger = logging.getLogger("phalanx.parallel")
 
 ResultT = TypeVar("ResultT")
+
+LOSS_S = 5.0
+"""How long after an error of another backend the launcher may take to say that a member is lost."""
 
 
 class ReplicaSums(Protocol):
@@ -154,10 +157,19 @@ class Recovery:
 
     def lose(self, error: BaseException) -> bool:
         """Note that a reduction failed; return whether this job goes on without the rank that was lost."""
-        if isinstance(error, PeerLostError):
-            self.failure = self.failure or error
-            return True
-        return False
+        if not isinstance(error, PeerLostError):
+            if not self._is_of_loss():
+                return False
+            error = PeerLostError(str(error))
+        self.failure = self.failure or error
+        return True
+
+    def _is_of_loss(self) -> bool:
+        """Return whether the launcher says, now or soon, that a member is lost; gloo has no error of its own for it."""
+        view = self.membership.view
+        assert view is not None
+        newest = self.membership.await_newer(view.epoch, LOSS_S)
+        return newest is not None and not set(view.ids) <= set(newest.ids)
 
     # -- a global batch ----------------------------------------------------------------------------------------
 
@@ -169,8 +181,9 @@ class Recovery:
         if self.failure is None:
             try:
                 self._commit()
-            except PeerLostError as error:
-                self.failure = error
+            except RuntimeError as error:
+                if not self.lose(error):
+                    raise
         if self.failure is not None and not self._recover(is_open=True)[0]:
             return False
         self.committed += 1
@@ -187,7 +200,7 @@ class Recovery:
         epoch = newest.epoch if newest.is_planned and newest.ids != view.ids else -1
         agreed = torch.tensor([epoch, -int(self.is_stop_requested)], dtype=torch.int64)
         if len(view.members) > 1:
-            dist.all_reduce(agreed, dist.ReduceOp.MIN)
+            wait_for(dist.all_reduce(agreed, dist.ReduceOp.MIN, async_op=True))
         self._agreed, self.is_stopping = int(agreed[0]), bool(agreed[1])
         now = time.monotonic()
         if self._commit_at is not None:
@@ -207,7 +220,9 @@ class Recovery:
                 result = call()
                 is_complete = True
                 self._commit()
-            except PeerLostError:
+            except RuntimeError as error:
+                if not self.lose(error):
+                    raise
                 _, members = self._recover(is_call_complete=is_complete)
                 is_passed = any(progress.calls > self.calls for progress in members)
                 if not is_passed and not all(progress.is_call_complete for progress in members):
@@ -278,10 +293,10 @@ class Recovery:
                 everyone = self._exchange(mine, len(view.members))
                 self._take_in(view, everyone, is_joining=is_joining)
                 break
-            except PeerLostError as error:
-                if is_joining:
+            except RuntimeError as error:
+                if is_joining or not self.lose(error):
                     raise
-                failure, view = error, None
+                failure, view = self.failure, None
         self.failure = None
         is_whole = self._continue(mine, everyone, view)
         lost = () if before is None else tuple(id for id in before.ids if id not in view.ids)
