@@ -112,6 +112,8 @@ def load_newest(source: str | Path | Mapping[str, Tensor], training: TrainingSta
     if is_elastic() and (isinstance(source, Mapping) or not Path(source).is_file()):
         recovery = context.current().recovery
         if recovery.has_joined or recovery.membership.is_joining:
+            if training.loader is not None:
+                training.loader.share_state()
             recovery.join()
             return Loaded(Path(str(source)), recovery.committed, is_from_peer=True)
     if isinstance(source, Mapping) or Path(source).is_file():

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.comm.context import current
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.misuse import ACTS_AT_UPDATES, check_trains
@@ -80,6 +81,8 @@ def distribute(
     check_batch_norms(model, loader)
     if optimizer is not None:
         add_optimizer(optimizer)
+    if loader is not None and current().recovery is not None:
+        loader.share_state()
     announce(optimizer, loader)
     return model, optimizer, loader
 

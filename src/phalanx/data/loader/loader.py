@@ -234,6 +234,8 @@ class ShardedLoader:
         self._options.keep_global_batch(ranks)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.training and context.is_initialized() and context.current().recovery is not None:
+            self.share_state()
         if self._passes_over:
             self._passes_over -= 1
             return iter(())
@@ -267,7 +269,6 @@ class ShardedLoader:
         if replicas is None:
             return ((None, loaded) for loaded in batches)
         if replicas.is_elastic:
-            self.share_state()
             return elastic_turns(self, self._options, replicas, iteration)
         return replica_turns(batches, self._options, replicas, self._epoch, iteration)
 
