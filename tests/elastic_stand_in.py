@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launching import Launch
+import pytest
+
+from launching import RUN, Launch
 
 JOB = """
 import json, os, select, socket, sys, time
@@ -78,11 +80,41 @@ send({"done": {}})
 """
 
 
+_started: list[Launch] = []
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_left() -> Iterator[None]:
+    """End what a test that failed has left running."""
+    yield
+    while _started:
+        process = _started.pop().process
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        if process.stdout is not None and not process.stdout.closed:
+            process.communicate()
+
+
 @dataclass
 class ElasticJob:
-    """A launcher that runs the stand-in, and its members."""
+    """A launcher that runs the stand-in, and its members; with several nodes, that of the first, and the others."""
 
     launcher: Launch
+    nodes: list[Launch] = field(default_factory=list)
+    hosts: tuple[str, ...] = ()
+    """Flags that all nodes have the same."""
+
+    def __post_init__(self) -> None:
+        _started.append(self.launcher)
+
+    def start_node(self, node: int, **more: Any) -> Launch:
+        """Start the launcher of a node, again or for the first time."""
+        arguments = ("--node_rank", str(node), "--log_dir", f"log{node}", *self.hosts, "job.py")
+        started = Launch(arguments, self.folder, **more)
+        self.nodes.append(started)
+        _started.append(started)
+        return started
 
     @property
     def folder(self) -> Path:
@@ -117,13 +149,21 @@ class ElasticJob:
         """Wait until `look` returns something; fails with all the launcher said where that does not come."""
         deadline = time.monotonic() + timeout_s
         while not (value := look()):
-            if self.launcher.process.poll() is not None or time.monotonic() > deadline:
-                self.launcher.process.kill()
-                out, err = self.launcher.process.communicate()
-                seen = {path.name: path.read_text() for path in self.folder.glob("seen.*")}
-                raise AssertionError(f"it did not come:\n{out}\n{err}\n{seen}")
+            is_alive = any(launcher.process.poll() is None for launcher in (self.launcher, *self.nodes))
+            if not is_alive or time.monotonic() > deadline:
+                raise AssertionError(f"it did not come:\n{self.describe()}")
             time.sleep(0.01)
         return value
+
+    def describe(self) -> str:
+        """Kill the launchers; returns all they said, and what members have seen."""
+        texts = []
+        for launcher in dict.fromkeys(map(id, (self.launcher, *self.nodes))):
+            process = next(one.process for one in (self.launcher, *self.nodes) if id(one) == launcher)
+            process.kill()
+            if process.stdout is not None and not process.stdout.closed:
+                texts += process.communicate()
+        return "\n".join(texts + [f"{path.name}: {path.read_text()}" for path in self.folder.glob("seen.*")])
 
     def kill(self, member: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to a member; returns its pid."""
@@ -134,9 +174,50 @@ class ElasticJob:
     def end(self) -> Launch:
         """Let every member end well, and see that no process is left."""
         (self.folder / "end").touch()
-        self.launcher.wait()
-        self.launcher.gone_within(0.5)
+        self.end_nodes()
         return self.launcher
+
+    def end_nodes(self) -> None:
+        """Wait for the end of launchers that still run, and see that no process is left."""
+        for launcher in self.nodes or [self.launcher]:
+            if launcher.process.stdout is not None and not launcher.process.stdout.closed:
+                launcher.wait()
+            launcher.gone_within(0.5)
+
+
+def start_nodes(
+    folder: Path,
+    count: int,
+    port: str,
+    *arguments: str,
+    nodes: Sequence[int] | None = None,
+    ips: Sequence[str] = (),
+    enter: Callable[[int], tuple[str, ...]] = lambda _: (),
+) -> ElasticJob:
+    """Start launchers with loopback addresses that stand for hosts.
+
+    Args:
+        folder: Where all run.
+        count: Nodes in the list.
+        port: Where the launchers meet.
+        arguments: Further flags.
+        nodes: Those that are started at once; all when omitted.
+        ips: Other addresses than loopback's.
+        enter: Returns what to write before the command of a node.
+    """
+    (folder / "job.py").write_text(JOB)
+    addresses = ips or [f"127.0.0.{node + 2}" for node in range(count)]
+    hosts = ("--ips", ",".join(addresses), "--http_port", port, *arguments)
+    job: ElasticJob | None = None
+    for node in range(count) if nodes is None else nodes:
+        if job is None:
+            flags = ("--node_rank", str(node), "--log_dir", f"log{node}", *hosts, "job.py")
+            first = Launch(flags, folder, program=(*enter(node), *RUN))
+            job = ElasticJob(first, [first], hosts)
+        else:
+            job.start_node(node, program=(*enter(node), *RUN))
+    assert job is not None
+    return job
 
 
 def ids(view: dict[str, Any]) -> list[str]:

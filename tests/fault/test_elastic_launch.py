@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_stand_in import ids, start
+from elastic_stand_in import ids, no_launcher_left, start
 from launching import BIN, Launch, launch
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.usefixtures(no_launcher_left.__name__)]
 
 
 def test_a_killed_rank_is_left_out_and_replaced_while_the_others_go_on(tmp_path: Path) -> None:

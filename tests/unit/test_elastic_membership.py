@@ -28,7 +28,7 @@ def started(count: int, *, least: int = 1, most: int | None = None) -> Membershi
 
 
 def next_view(membership: Membership) -> View | None:
-    view = membership.next_view(STORE)
+    view = membership.next_view({0: STORE})
     if view is not None:
         membership.adopt(view)
     return view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from phalanx.units import parse_bytes
 
@@ -45,3 +46,23 @@ def to_seconds(text: str | float) -> float:
     if "".join(number + unit for number, unit in parts) != words or not 0 < seconds <= _MOST_SECONDS:
         raise ValueError(f"{text!r} is no length of time; write it as 90s, 30m, 2h or 1h30m")
     return seconds
+
+
+def split_ranges(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return `fields` where ranges as `1:4` are two numbers: `nodes: 4` and `least_nodes: 1`.
+
+    Args:
+        fields: As the user wrote them.
+        names: Those that may be ranges.
+    """
+    split = dict(fields)
+    for name in names:
+        if not isinstance(split.get(name), str) or ":" not in split[name]:
+            continue
+        least, _, most = (part.strip() for part in split[name].partition(":"))
+        if not least.isdigit() or not most.isdigit():
+            raise ValueError(f"{name} {split[name]!r} is no range; write it as 1:4")
+        split[name] = int(most)
+        if least != most:
+            split[f"least_{name}"] = int(least)
+    return split

@@ -33,7 +33,7 @@ from phalanx.jobs.addresses import (
 from phalanx.jobs.backend_registry import BackendName
 from phalanx.jobs.command import parse_command
 from phalanx.jobs.models import Cause
-from phalanx.jobs.quantities import to_bytes, to_seconds
+from phalanx.jobs.quantities import split_ranges, to_bytes, to_seconds
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 """A name that Kubernetes, Slurm, a folder and an address all take: small letters, digits and dashes, 40 at most."""
@@ -49,6 +49,7 @@ Source = Annotated[str, Field(pattern=r"^(secret|configmap)/[a-z0-9][a-z0-9.-]*$
 Cores = Annotated[float, Field(gt=0, le=100_000)]
 Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, WithJsonSchema({"type": ["integer", "string"], "examples": [2, "1:4"]})]
 Bytes = Annotated[
     int, BeforeValidator(to_bytes), WithJsonSchema({"type": ["string", "integer"], "examples": ["8Gi", "500M"]})
 ]
@@ -182,16 +183,38 @@ _ONLY_FOR = {"file_system": ("nas",), "sha256": ("http",), "endpoint": ("s3", "o
 class Resources(_Model):
     """What one job needs. `cpu`, `memory` and `gpu` are for each node."""
 
-    nodes: int = Field(default=1, ge=1, le=10_000)
-    """How many machines."""
-    procs_per_node: int = Field(default=1, ge=1, le=1000)
-    """Ranks on each."""
+    nodes: Count = Field(default=1, ge=1, le=10_000)
+    """How many machines; a range as 1:4 for an elastic job."""
+    least_nodes: int | None = Field(default=None, ge=1)
+    """The smaller number of a range of machines; filled from it."""
+    procs_per_node: Count = Field(default=1, ge=1, le=1000)
+    """Ranks on each; a range as 1:4 for an elastic job."""
+    least_procs_per_node: int | None = Field(default=None, ge=1)
+    """The smaller number of a range of ranks; filled from it."""
     cpu: Cores | None = None
     """Cores; fractions are allowed."""
     memory: Bytes | None = None
     """As 8Gi or 500M."""
     gpu: int = Field(default=0, ge=0, le=1000)
     """Accelerators."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_ranges(cls, value: Any) -> Any:
+        return split_ranges(value, ("nodes", "procs_per_node")) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _is_range(self) -> Self:
+        for name in ("nodes", "procs_per_node"):
+            least, most = getattr(self, f"least_{name}"), getattr(self, name)
+            if least is not None and least > most:
+                raise ValueError(f"{name} {least}:{most} ends before it starts; write {most}:{least}")
+        return self
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of ranks may change while the job runs."""
+        return self.least_nodes is not None or self.least_procs_per_node is not None
 
 
 class ServerRole(_Model):
@@ -330,6 +353,9 @@ class TrainingJob(_Model):
         wrong = [*_wrong_variables(self), *_wrong_datasets(self.datasets)]
         if self.servers is not None and self.launch != "phalanx":
             wrong.append(f"servers are started by launch phalanx, not {self.launch}; leave one of them out")
+        if self.resources.is_elastic and (self.launch != "phalanx" or self.servers is not None):
+            what = "servers" if self.launch == "phalanx" else f"launch {self.launch}"
+            wrong.append(f"a range of nodes or procs_per_node needs launch phalanx without servers; found {what}")
         if wrong:
             raise ValueError("; ".join(wrong))
         return self

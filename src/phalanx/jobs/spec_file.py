@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -67,8 +68,12 @@ def validate(model: type[ModelT], fields: Mapping[str, Any] | str) -> ModelT:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+_NUMBER = re.compile(r"[-+]?(0b[0-1_]+|0[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
+"""A whole number. YAML 1.1 also reads 1:4 as one, of base 60."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML where `on`, `off`, `yes` and `no` are words, and no key is there twice."""
+    """YAML where `on`, `off`, `yes` and `no` are words, `1:4` is a range, and no key is there twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -80,7 +85,11 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or letter in "tTfF"]
+    letter: [
+        (tag, _NUMBER if tag == "tag:yaml.org,2002:int" else pattern)
+        for tag, pattern in resolvers
+        if tag != "tag:yaml.org,2002:bool" or letter in "tTfF"
+    ]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 

@@ -24,6 +24,9 @@ PageNumber = Annotated[int, Query(ge=1, le=10_000)]
 AttemptNumber = Annotated[int | None, Query(ge=1, le=2**31)]
 
 _ROWS = 50
+_EPOCHS, _EPOCH_NODES = 10, 16
+"""Changes of the members that are shown, and nodes whose launchers are asked for them."""
+
 _COLUMNS = 30
 """Most values of a report that are shown: a script may report as many as it likes."""
 _LIVE = tuple(state for state in JobState if not state.is_terminal)
@@ -99,9 +102,23 @@ def _head(session: ConsoleSession, job: Job) -> dict[str, Any]:
         "states": list(JobState),
         "phases": formatting.phases(events, job.ended),
         "reports": reports,
+        "epochs": _epochs(session, job) if job.attempt else [],
         "columns": _columns(event for _, event in reports),
         "grace": formatting.length(float(job.spec.get("grace", 30))),
     }
+
+
+def _epochs(session: ConsoleSession, job: Job) -> list[dict[str, Any]]:
+    """The last changes of the members of an elastic job, newest first; every launcher writes them."""
+    resources = job.spec.get("resources", {})
+    if not (resources.get("least_nodes") or resources.get("least_procs_per_node")):
+        return []
+    by_epoch: dict[int, dict[str, Any]] = {}
+    for node in range(min(resources["nodes"], _EPOCH_NODES)):
+        for event in session.jobs.reports(job.id, rank=f"launcher.{node}", offset=-32768).events:
+            if event.get("kind") == "epoch" and isinstance(event.get("epoch"), int):
+                by_epoch.setdefault(event["epoch"], event)
+    return [by_epoch[epoch] for epoch in sorted(by_epoch, reverse=True)][:_EPOCHS]
 
 
 def _last_reports(session: ConsoleSession, job: Job) -> list[tuple[str, dict[str, Any]]]:

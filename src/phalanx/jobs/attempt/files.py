@@ -65,6 +65,21 @@ def all_succeeded(records: Iterable[ExitRecord | None]) -> bool:
     return all(record is not None and record.outcome == "succeeded" for record in records)
 
 
+def deciding_records(records: dict[int, ExitRecord | None], *, has_ended: bool) -> dict[int, ExitRecord | None]:
+    """Return the exit records that say how an elastic attempt ends: those of success, or all where it has ended.
+
+    Args:
+        records: What each node wrote about its end; None where it wrote nothing.
+        has_ended: Whether no node runs any more.
+    """
+    succeeded: dict[int, ExitRecord | None] = {
+        node: record for node, record in records.items() if record is not None and record.outcome == "succeeded"
+    }
+    if succeeded or has_ended:
+        return succeeded or records
+    return dict.fromkeys(records)
+
+
 def any_failed(records: Iterable[ExitRecord | None]) -> bool:
     """Return whether a node left the exit record of a failure."""
     return any(record is not None and record.outcome == "failed" for record in records)

@@ -203,7 +203,8 @@ def _phalanx(
 
 
 def _workers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
-    count = ("-n", str(spec.resources.procs_per_node))
+    resources = spec.resources
+    count = ("-n", _range(resources.least_procs_per_node, resources.procs_per_node))
     if len(rendezvous.hosts) == 1:
         return ("--nnodes", "1", *count)
     rendezvous_flags = (
@@ -214,7 +215,15 @@ def _workers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
         "--http_port",
         str(rendezvous.port),
     )
-    return (*count, *rendezvous_flags)
+    if resources.least_nodes is None:
+        return (*count, *rendezvous_flags)
+    # A scheduler may have given fewer than the most.
+    nodes = len(rendezvous.hosts)
+    return (*count, "--nnodes", _range(min(resources.least_nodes, nodes), nodes), *rendezvous_flags)
+
+
+def _range(least: int | None, most: int) -> str:
+    return str(most) if least is None else f"{least}:{most}"
 
 
 def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:

@@ -14,6 +14,10 @@ _LIMIT = 1 << 20
 """Most bytes read from one rank's file at once."""
 
 
+LAUNCHER = "launcher."
+"""How the name of a launcher's events begins."""
+
+
 @dataclass(frozen=True)
 class Reports:
     """Events of one rank, and where to read on.
@@ -31,7 +35,7 @@ class Reports:
 
 def ranks(folder: Path) -> list[str]:
     """Return the ranks of the attempt in `folder` that have a file of run events, in order."""
-    names = [path.name.removeprefix("events.").removesuffix(".jsonl") for path in _files(folder)]
+    names = [name for name in _names(folder) if not name.startswith(LAUNCHER)]
     return sorted(names, key=lambda name: (name.rpartition(".")[0], _number(name)))
 
 
@@ -40,10 +44,11 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
 
     Args:
         folder: The attempt's folder.
-        rank: One of `ranks(folder)`; anything else has no events.
+        rank: One of `ranks(folder)`, or `launcher.N`, which has the changes of the members of an elastic job; anything
+            else has no events.
         offset: Where an earlier call ended; a negative one counts from the end, and the event it cuts is left out.
     """
-    if rank not in ranks(folder):
+    if rank not in _names(folder):
         return Reports(rank, [], 0)
     with (paths.logs(folder) / f"events.{rank}.jsonl").open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -57,11 +62,11 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
 def _files(folder: Path) -> list[Path]:
     # Jobs write here: what is no file would not be read to its end, and what is no text could not be sent.
     candidates = paths.logs(folder).glob("events.*.jsonl")
-    return [
-        path
-        for path in candidates
-        if path.is_file() and path.name.isprintable() and not path.name.startswith("events.launcher.")
-    ]
+    return [path for path in candidates if path.is_file() and path.name.isprintable()]
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name.removeprefix("events.").removesuffix(".jsonl") for path in _files(folder)]
 
 
 def _number(name: str) -> int:

@@ -117,7 +117,8 @@ class Local:
         if not started and not alive:
             return Status(Phase.GONE, "was not started")
         records = {node: attempt_files.read_exit_record(folder, node) for node in nodes}
-        lost = next((node for node in started if node not in alive and records[node] is None), None)
+        may_lose = alive and submission.spec.resources.least_nodes is not None
+        lost = None if may_lose else next((n for n in started if n not in alive and records[n] is None), None)
         failure = None if lost is None else _lost_failure(folder, lost)
         if not alive and failure is None:
             failure = next(filter(None, (_oom_failure(folder, node) for node in nodes)), None)

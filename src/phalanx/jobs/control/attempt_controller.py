@@ -116,8 +116,11 @@ class AttemptController:
         submission = self._submission({})
         status = self._backend.status(submission, self._handle)
         self._backend.collect(submission, self._handle)
+        has_ended = status.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
         records = self._exit_records()
-        if status.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE):
+        if self.spec.resources.least_nodes is not None:
+            records = attempt_files.deciding_records(records, has_ended=has_ended)
+        if has_ended:
             return self._finish(submission, status, records)
         if stopping:
             self._backend.stop(submission, self._handle, self.spec.grace)

@@ -269,9 +269,11 @@ class NodeAgent:
             self._stop = stop
 
     def _check_others(self) -> None:
-        """End when all are asked to, or with another: none can train without a node that failed or is lost."""
+        """End when all are asked to, or with another: no job of fixed size trains without a node that is lost."""
         if paths.stop(self.folder).exists():
             self._stop_for(StopReason("stopped", "asked to end"))
+        if self.spec.resources.least_nodes is not None:
+            return  # the launchers go on without nodes that are lost
         for node in range(len(self.rendezvous.hosts)):
             path = paths.heartbeat(self.folder, node)
             if node == self.rendezvous.node or not path.exists():

@@ -11,7 +11,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,27 +19,40 @@ from phalanx.errors import LaunchError
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.channel import MemberChannel
 from phalanx.launch.elastic.history import EpochEvent, History
-from phalanx.launch.elastic.membership import Membership, distribute_ranks
-from phalanx.launch.elastic.suspects import Suspects, Verdict
+from phalanx.launch.elastic.membership import distribute_ranks
+from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
+from phalanx.launch.elastic.suspicion import Suspicion
 from phalanx.launch.elastic.view import Member, View
 
 logger = logging.getLogger("phalanx.launch")
-
-FENCE_S = 0.5
-"""How long a process may take to die of SIGKILL before the others go on without it."""
 
 SAME_ERROR_S = 60.0
 """Within which the same exception on a second rank is a mistake of the program rather than the loss of a rank."""
 
 
 class RankHost(Protocol):
-    """Who starts and ends processes for the agent."""
+    """Who starts and ends processes for the agent, and is told what happened."""
 
     def start_joiner(self, member_id: str) -> None:
         """Start a process that will join."""
 
     def signal_members(self, member_ids: Sequence[str], number: int) -> None:
-        """Send a signal to the process groups of members."""
+        """Send a signal to the process groups of members of this node."""
+
+    def on_view(self, view: View) -> None:
+        """Take notice of a view that the ranks were told."""
+
+    def on_settled(self, view: View) -> None:
+        """Take notice that every member computes in the view."""
+
+    def on_event(self, event: EpochEvent) -> None:
+        """Take notice of a change of the members that is over."""
+
+    def on_remote_exit(self, member_id: str, process_exit: dict[str, Any]) -> None:
+        """Take notice of a failure on another node."""
+
+    def on_remote_stop(self, node: int) -> None:
+        """Take notice that a person or a scheduler ends the job on another node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,53 +70,35 @@ class MemberExit:
     error: str = ""
 
 
-@dataclass(slots=True)
-class _Fence:
-    reason: str
-    deadline: float
-    is_lost: bool = False
-
-
 @dataclass(kw_only=True)
 class ElasticAgent:
     """The agent of one node."""
 
-    membership: Membership
+    group: NodeGroup
     budget: RestartBudget
     rank_host: RankHost
-    node: int
-    store: str
-    """`host:port` of this node's store."""
-
     initial: tuple[str, ...]
-    """Members that the job starts with, by rank."""
-
-    on_view: Callable[[View], None]
-    """Called with each view that the ranks are told."""
-
-    on_settled: Callable[[View], None]
-    """Called when every member computes in the view."""
-
-    on_event: Callable[[EpochEvent], None]
-    """Called with each change of the members once it is over."""
+    """Members that the job starts with, by rank; empty on a node that comes later."""
 
     history: History = field(default_factory=lambda: History(time.time()))
-
     _channels: dict[str, MemberChannel] = field(default_factory=dict)
     _connected: set[str] = field(default_factory=set)
     _done: set[str] = field(default_factory=set)
-    _fenced: dict[str, _Fence] = field(default_factory=dict)
     _errors: dict[str, float] = field(default_factory=dict)
-    _suspects: Suspects = field(default_factory=Suspects)
-    _ended_early: list[str] = field(default_factory=list)
+    _dismissed: set[str] = field(default_factory=set)
     _next_id: int = 0
     _owed: int = 0
     _was_used: bool = False
     _is_closed: bool = False
-    _dismissed: set[str] = field(default_factory=set)
+    _is_outcast: bool = False
+    _last_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._next_id = sum(self._is_local(member_id) for member_id in self.initial)
+        self.node, self.membership = self.group.node, self.group.membership
+        self._next_id = sum(member_id.startswith(f"n{self.node}.") for member_id in self.initial)
+        self._suspicion = Suspicion(self.group, fence=self._fence, answer=self._answer, lose=self._lose)
+        self.group.on_view = self._announce
+        self.group.on_other = self.take
 
     # What the attempt tells.
 
@@ -115,86 +110,86 @@ class ElasticAgent:
 
     def note_start(self, member: Member) -> None:
         """Take notice of a process that runs now."""
-        self.membership.add(member)
+        self.group.record("add", member.to_json())
         if member.id not in self.initial:
             self._send(member.id, {"joining": {"epoch": self._view.epoch, "store": self._view.store, "id": member.id}})
-        elif all(member_id in self.membership.members for member_id in self.initial):
-            self._announce(self.membership.start(self.initial, self.store))
-            for member_id in self._ended_early:
-                self.membership.finish(member_id)
 
     def note_exit(self, ended: MemberExit) -> bool:
         """Take notice of the end of a process; returns False where it fails the job."""
         member_id = ended.member_id
         self._read(member_id)
-        self._suspects.close(member_id)
         self._channels.pop(member_id).close()
-        fence = self._fenced.pop(member_id, None)
-        if self.membership.view is None:
-            self._ended_early.append(member_id)
-            return ended.code == 0
-        if fence is not None and fence.is_lost:
-            return True
+        fence = self._suspicion.close(member_id)
         if ended.code == 0 or (member_id in self._done and ended.code < 0):
-            self.membership.finish(member_id)
-            return True
-        if member_id in self._dismissed:
-            self.membership.lose(member_id, "not needed")
-            return True
-        if self._is_fatal(ended):
+            self.group.record("finish", member_id)
+        elif member_id in self._dismissed:
+            self.group.record("lose", member_id, "not needed")
+        elif fence is not None:
+            self._lose(member_id, fence)
+        elif self._is_fatal(ended):
+            self.group.tell({"refuse": f"{self.title(member_id)} {ended.said}"})
             return False
-        self._lose(member_id, fence.reason if fence else f"{self._title(member_id)} {ended.said}")
+        else:
+            self._lose(member_id, f"{self.title(member_id)} {ended.said}")
         return True
 
     def _is_fatal(self, ended: MemberExit) -> bool:
         """Whether the program is at fault, or nobody would follow a new view."""
+        view = self.membership.view
+        if view is None:
+            return True
+        if ended.member_id not in view.ids:
+            return False
         if ended.member_id in self._done or not self._connected:
             return True
         if ended.kind != "exception":
             return False
         now = time.monotonic()
         is_repeated = now - self._errors.get(ended.error, -SAME_ERROR_S) < SAME_ERROR_S
-        self._errors[ended.error] = now
+        self._note_error(ended.error)
+        self.group.tell({"error": ended.error})
         return is_repeated or not self._was_used
 
+    def _note_error(self, error: str) -> None:
+        self._errors[error] = time.monotonic()
+
     def _lose(self, member_id: str, reason: str) -> None:
+        """Count a process as gone, once."""
+        if member_id in self.membership.gone:
+            return
         self._owed += 1
-        if not self.membership.lose(member_id, reason):
+        if not self.group.record("lose", member_id, reason):
             logger.warning("%s; it was no rank yet, or not any more", reason)
 
     # The loop.
 
     def register(self, ready: selectors.BaseSelector) -> None:
-        """Add the channels to what is waited for."""
+        """Add the channels and connections to what is waited for."""
+        self.group.mesh.register(ready)
         for member_id, channel in self._channels.items():
             if channel.socket is not None:
                 ready.register(channel.socket, channel.events, lambda member_id=member_id: self._serve(member_id))
 
-    def update(self) -> None:
-        """Do what is due: judge suspects, tell a new view, start joiners."""
-        if self._is_closed or self.membership.view is None:
-            return
+    def update(self, *, is_stopping: bool) -> None:
+        """Do what is due: judge suspects, agree on a view, start joiners; nothing of it while the job is ended here."""
         now = time.monotonic()
-        if not self._suspects.is_empty:
-            for verdict in self._suspects.verdicts(now):
-                self._act_on(verdict, now)
-        for member_id, fence in self._fenced.items():
-            if now > fence.deadline and not fence.is_lost:  # the kernel cannot end it yet, but it runs no more
-                fence.is_lost = True
-                self._lose(member_id, fence.reason)
-        if view := self.membership.next_view(self.store):
-            self.membership.adopt(view)
-            self._announce(view)
-        elif self.membership.refusal:
+        self.group.mesh.update(now)
+        if self._is_closed or is_stopping:
+            return
+        if self.membership.view is None:
+            self.group.start(self.initial)
+        else:
+            self._suspicion.update(now)
+            self.group.update(now)
+            if self.membership.view is not None and not self.membership.refusal:
+                self._start_joiners(now)
+                self._dismiss(self.membership.surplus_joiners(self.node))
+        if self.membership.refusal:
             self._refuse()
-        self._start_joiners(now)
-
-    def stop(self) -> None:
-        """Make no more views: the job is being ended."""
-        self._is_closed = True
 
     def close(self) -> None:
-        """Close the channels."""
+        """Leave the other nodes and close the channels."""
+        self.group.mesh.close()
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -228,69 +223,96 @@ class ElasticAgent:
         if "pid" in message:
             self._connected.add(member_id)
         elif "ready" in message:
-            self.membership.admit(member_id)
+            self.group.record("admit", member_id)
         elif "suspect" in message:
-            self._suspect(member_id, message["suspect"])
+            self._suspicion.take(member_id, message["suspect"])
         elif "leave" in message:
             self._leave(member_id, str(message["leave"].get("reason", "")))
         elif "joined" in message:
             self._take_up(member_id, message["joined"])
+            self.group.tell({"took_up": {"id": member_id, **message["joined"]}})
         elif "done" in message:
             self._done.add(member_id)
 
-    def _suspect(self, reporter: str, details: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self._suspects.note_speaker(reporter, now)
-        waited_s = float(details["waited_s"])
-        for suspected in details["ids"]:
-            if suspected in self.membership.finished and details["epoch"] == self._view.epoch:
-                self._lose(suspected, f"{self._title(suspected)} ended with exit code 0 while others waited for it")
-            elif suspected != reporter and suspected not in self._fenced and self.membership.is_awaited(suspected):
-                self._suspects.suspect(self.membership.members[suspected], reporter, waited_s, now)
-
     def _leave(self, member_id: str, reason: str) -> None:
-        targets = self.membership.targets
+        targets = dict(self.membership.targets)
         if sum(targets.values()) > self.membership.limits.least:
             targets[self.node] -= 1
-        self.membership.depart([member_id], reason or "by its own wish")
+        self.group.record("depart", [member_id], reason or "by its own wish")
+        self._scale(targets, "as before")
 
     def _take_up(self, member_id: str, details: dict[str, Any]) -> None:
         self._was_used = True
         self.history.add_report(member_id, details, time.time())
         if self.membership.take_up(member_id, int(details["epoch"])):
             for event in self.history.settle():
-                self.on_event(event)
-            self.on_settled(self._view)
+                self.rank_host.on_event(event)
+            self.rank_host.on_settled(self._view)
+
+    # Messages of other nodes that are not about membership itself.
+
+    def take(self, node: int, message: dict[str, Any]) -> None:
+        """Take a message of another node's agent."""
+        if "took_up" in message:
+            details = message["took_up"]
+            self._take_up(details["id"], details)
+        elif "error" in message:
+            self._note_error(message["error"])
+        elif "wait" in message:
+            self._send(message["to"], {"wait": message["wait"]})
+        elif "exit" in message:
+            self.rank_host.on_remote_exit(message["exit"]["id"], message["exit"]["how"])
+        elif "stop" in message:
+            self.rank_host.on_remote_stop(node)
+        elif "arrive" in message:
+            self._welcome(node, int(message["arrive"]["capacity"]), str(message["arrive"]["store"]))
+        else:
+            self._suspicion.take_from_node(node, message)
 
     # Decisions.
 
-    def _act_on(self, verdict: Verdict, now: float) -> None:
-        member_id = verdict.member.id
-        if not verdict.is_frozen:
-            for reporter in verdict.reporters:
-                self._send(reporter, {"wait": {"id": member_id, "why": verdict.why}})
-            return
-        reason = f"{self._title(member_id)} {verdict.why}"
+    def _fence(self, member_id: str, reason: str) -> str:
+        reason = f"{self.title(member_id)} {reason}"
         logger.warning("%s. It is killed, so that it cannot come back.", reason)
-        self._fenced[member_id] = _Fence(reason, now + FENCE_S)
         self.rank_host.signal_members([member_id], signal.SIGKILL)
+        return reason
+
+    def _answer(self, reporter: str, suspect: str, why: str) -> None:
+        answer = {"wait": {"id": suspect, "why": why}}
+        if reporter in self._channels:
+            self._send(reporter, answer)
+        else:
+            self.group.mesh.send(self.membership.members[reporter].node, {**answer, "to": reporter})
 
     def _announce(self, view: View) -> None:
         if view.epoch > 0:
             log = logger.info if view.planned else logger.warning
             log("view %d: %s. %d ranks go on", view.epoch, view.reason, len(view.members))
         for event in self.history.add_view(view, time.time()):
-            self.on_event(event)
-        self.on_view(view)
+            self.rank_host.on_event(event)
+        self.rank_host.on_view(view)
+        if not view.planned and any(self._is_left_out(member_id, view) for member_id in self._channels):
+            self._is_outcast = True
+            self.membership.refusal = f"the other nodes went on without node {self.node}: {view.reason}"
+            return
+        self._last_ids = view.ids
         for member_id in {*view.ids, *self.membership.leaving}:
             self._send(member_id, {"view": view.to_json()})
 
+    def _is_left_out(self, member_id: str, view: View) -> bool:
+        """Whether the others lost a rank of this node that runs here and was in the last view."""
+        if member_id not in self._last_ids or member_id in view.ids:
+            return False
+        return member_id not in self.membership.departures and not self._suspicion.is_fenced(member_id)
+
     def _refuse(self) -> None:
-        """Tell the ranks that the job ends."""
+        """Tell the ranks, and the other nodes, that the job ends."""
         self._is_closed = True
-        refusal = {"epoch": self._view.epoch, "why": self.membership.refusal}
+        if not self._is_outcast:
+            self.group.tell({"refuse": self.membership.refusal})
+        epoch = -1 if self.membership.view is None else self._view.epoch
         for member_id in self._channels:
-            self._send(member_id, {"refused": refusal})
+            self._send(member_id, {"refused": {"epoch": epoch, "why": self.membership.refusal}})
 
     def _start_joiners(self, now: float) -> None:
         starting = [i for i in self._channels if i not in self.membership.members]
@@ -298,13 +320,58 @@ class ElasticAgent:
         for _ in range(missing):
             if self._owed > 0:
                 if self.budget.remaining(now) <= 0:
-                    self.membership.targets[self.node] -= missing
                     logger.warning("lost ranks are not replaced any more: the restart budget is used up")
+                    targets = dict(self.membership.targets)
+                    self._scale({**targets, self.node: targets[self.node] - missing}, "the restart budget is used up")
                     return
                 self.budget.spend(now)
                 self._owed -= 1
             self.rank_host.start_joiner(f"n{self.node}.{self._next_id}")
             self._next_id += 1
+
+    def _dismiss(self, member_ids: Sequence[str]) -> None:
+        """End joiners that are not needed any more."""
+        unneeded = [i for i in member_ids if i not in self._dismissed and i in self._channels]
+        if unneeded:
+            self._dismissed.update(unneeded)
+            self.rank_host.signal_members(unneeded, signal.SIGKILL)
+
+    def _scale(self, targets: dict[int, int], reason: str) -> None:
+        self.group.record("scale", [list(item) for item in targets.items()], reason)
+
+    # Nodes that come and go.
+
+    def join(self, picture: dict[str, Any]) -> None:
+        """Join a job that runs on other nodes, with as many ranks as this node may have."""
+        self._next_id = 1 + max((int(i.partition(".")[2]) for i in _ids_of(self.node, picture)), default=-1)
+        self.group.adopt_picture(picture)
+        own = self.group.places[self.node]
+        self.group.tell({"arrive": {"capacity": own.capacity, "store": own.store}})
+
+    def _welcome(self, node: int, capacity: int, store: str) -> None:
+        self.group.places[node] = NodePlace(capacity, store)
+        if self.group.is_coordinator and not self._is_closed:
+            size = min(self.membership.limits.most, sum(self.membership.targets.values()) + capacity)
+            self._scale(distribute_ranks(size, self.live_capacity), f"node {node} is there")
+
+    @property
+    def may_drain(self) -> bool:
+        """Whether the other nodes can go on without this one."""
+        members = self.membership.members
+        others = [i for i in self.membership.active if members[i].node != self.node]
+        stay = [i for i in others if i not in self.membership.departures]
+        return bool(stay) and len(stay) >= self.membership.limits.least and not self.membership.has_finished
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether every rank of the job is to leave."""
+        active = self.membership.active
+        return bool(active) and all(i in self.membership.departures for i in active)
+
+    def drain(self) -> None:
+        """Have the ranks of this node leave: it is about to be taken away."""
+        targets = {**self.membership.targets, self.node: 0}
+        self._scale(targets, f"node {self.node} is about to be taken away")
 
     # Commands.
 
@@ -324,11 +391,14 @@ class ElasticAgent:
             raise LaunchError("The job is starting or about to end, so its ranks stay as they are.")
         before = sum(self.membership.targets.values())
         self._owed = 0
-        self.membership.scale(distribute_ranks(size, {self.node: limits.most}), f"scaled to {size} ranks")
-        unneeded = self.membership.surplus_joiners(self.node)
-        self._dismissed.update(unneeded)
-        self.rank_host.signal_members(unneeded, signal.SIGKILL)
+        self._scale(distribute_ranks(size, self.live_capacity), f"scaled to {size} ranks")
         return f"{before} ranks -> {size} ranks" if before != size else f"the job has {size} ranks already"
+
+    @property
+    def live_capacity(self) -> dict[int, int]:
+        """Most ranks of each node that can be reached."""
+        live = self.group.mesh.connected | {self.node}
+        return {node: brought.capacity for node, brought in self.group.places.items() if node in live}
 
     def status(self) -> dict[str, Any]:
         """Return what `phalanx ps` shows of the members."""
@@ -356,11 +426,14 @@ class ElasticAgent:
         assert self.membership.view is not None
         return self.membership.view
 
-    def _is_local(self, member_id: str) -> bool:
-        return member_id.startswith(f"n{self.node}.")
-
-    def _title(self, member_id: str) -> str:
-        view, pid = self._view, self.membership.members[member_id].pid
-        if member_id not in view.ids:
+    def title(self, member_id: str) -> str:
+        """Return what to call a member in a message."""
+        view, pid = self.membership.view, self.membership.members[member_id].pid
+        if view is None or member_id not in view.ids:
             return f"{member_id} (pid {pid})"
         return f"rank {view.rank(member_id)} ({member_id}, pid {pid})"
+
+
+def _ids_of(node: int, picture: dict[str, Any]) -> list[str]:
+    """Return every member id that a node has had, as far as others know."""
+    return [member["id"] for member in picture["members"] if member["node"] == node]

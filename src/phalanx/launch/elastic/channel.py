@@ -78,6 +78,13 @@ class MemberChannel:
         logger.warning("%s sent a membership message that is no JSON object: %.80r; it is ignored", self._title, line)
         return None
 
+    def end(self) -> None:
+        """Send what is queued, as far as the socket takes it, and nothing after it."""
+        self.flush()
+        if self.socket is not None:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close this end; the rank sees that no agent is left."""
         if self.socket is not None:

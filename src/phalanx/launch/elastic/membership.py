@@ -212,22 +212,22 @@ class Membership:
     def _joiners_on(self, node: int) -> list[str]:
         return [i for i in self.joiners if self.members[i].node == node]
 
-    def next_view(self, store: str) -> View | None:
+    def next_view(self, stores: Mapping[int, str]) -> View | None:
         """Return the view that is due, to be adopted; None where nothing has changed, or where `refusal` says why not.
 
         Args:
-            store: `host:port` of the store in which its ranks will meet.
+            stores: `host:port` of the store on each node; its ranks will meet in that of the lowest node among them.
         """
         if self.view is None or self.refusal:
             return None
         if self._losses:
-            return self._next_unplanned(self.view, store)
+            return self._next_unplanned(self.view, stores)
         if self.is_settled and not self.has_finished:
-            return self._next_planned(self.view, store)
+            return self._next_planned(self.view, stores)
         return None
 
-    def _next_unplanned(self, view: View, store: str) -> View | None:
-        reason = "; ".join(self._losses.values())
+    def _next_unplanned(self, view: View, stores: Mapping[int, str]) -> View | None:
+        reason = "; ".join(dict.fromkeys(self._losses.values()))
         # Those who have finished did their part.
         left = len(self.active) + len(self.finished.intersection(view.ids))
         if not self.active:
@@ -237,9 +237,9 @@ class Membership:
             self.refusal = f"{reason}: {left} of at least {self.limits.least} ranks are left"
             return None
         members = [m for m in view.members if m.id in self.active]
-        return _view_after(view, members, store, reason, planned=False)
+        return _view_after(view, members, stores, reason, planned=False)
 
-    def _next_planned(self, view: View, store: str) -> View | None:
+    def _next_planned(self, view: View, stores: Mapping[int, str]) -> View | None:
         departures = {i: why for i, why in self.departures.items() if i in self.active}
         stay = [m for m in view.members if m.id not in departures]
         joiners = self.joiners
@@ -249,8 +249,11 @@ class Membership:
         if not stay or len(stay) + len(new) < self.limits.least or not (new or departures):
             return None
         reasons = [f"{i} leaves ({why})" for i, why in departures.items()] + [f"{m.id} joins" for m in new]
-        return _view_after(view, [*stay, *new], store, "; ".join(reasons), planned=True)
+        return _view_after(view, [*stay, *new], stores, "; ".join(reasons), planned=True)
 
 
-def _view_after(before: View, members: Sequence[Member], store: str, reason: str, *, planned: bool) -> View:
+def _view_after(
+    before: View, members: Sequence[Member], stores: Mapping[int, str], reason: str, *, planned: bool
+) -> View:
+    store = stores[min(member.node for member in members)]
     return View(epoch=before.epoch + 1, members=tuple(members), store=store, reason=reason, planned=planned)

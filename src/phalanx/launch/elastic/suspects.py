@@ -41,11 +41,6 @@ class Suspects:
         self._cases: dict[str, _Case] = {}
         self._spoke_at: dict[str, float] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nobody to watch."""
-        return not self._cases
-
     def note_speaker(self, member_id: str, now: float) -> None:
         """Note that a member said something, so that it is not frozen."""
         self._spoke_at[member_id] = now

@@ -33,7 +33,7 @@ class AttemptResources:
 
     request: LaunchRequest
     store: socket.socket | None = None
-    """Listening socket of the job's store; None on hosts other than the first."""
+    """Listening socket of the job's store; None on hosts other than the first, unless the job is elastic."""
 
     endpoints: dict[RoleName, list[socket.socket]] = field(default_factory=dict)
     _open: ExitStack = field(default_factory=ExitStack)
@@ -41,7 +41,8 @@ class AttemptResources:
     def __enter__(self) -> AttemptResources:
         nodes = self.request.nodes
         try:
-            if nodes.rank == 0:
+            # Any node of an elastic job may come to hold the store of a view.
+            if nodes.rank == 0 or self.request.elastic is not None:
                 # With several hosts the user's port is where the launchers meet.
                 port = 0 if nodes.is_multi_node else (self.request.port or 0)
                 self.store = self._bind(port, "--http_port", listen=True)
@@ -87,6 +88,9 @@ class AttemptResources:
         for name in ("ips", "servers", "workers", "heter_workers"):
             if listed := getattr(options, name):
                 terms[f"--{name}"] = listed.replace(" ", "")
+        if self.request.elastic is not None:
+            terms["-n"] = f"{options.least_nproc or options.nproc_per_node}:{options.nproc_per_node}"
+            terms["--nnodes"] = f"{options.least_nnodes or options.nnodes}:{options.nnodes}"
         if options.table is not None:
             terms["--rank_table"] = f"(sha256 {options.table.digest})"
         if secret:

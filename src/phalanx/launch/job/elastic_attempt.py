@@ -8,6 +8,8 @@ import logging
 import os
 import select
 import selectors
+import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +20,13 @@ from phalanx.launch.elastic.agent import ElasticAgent, MemberExit
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
-from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.view import Member, View
+from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.local_attempt import LocalAttempt, Outcome, make_log
 from phalanx.launch.job.report import signal_name
 from phalanx.launch.job.root_cause import ProcessExit
 from phalanx.launch.process import environment
 from phalanx.launch.request import machine
-from phalanx.launch.request.elastic import ElasticRange
 from phalanx.launch.request.topology import Process, Topology, output_files
 
 logger = logging.getLogger("phalanx.launch")
@@ -39,7 +40,7 @@ REFUSED_S = 1.0
 class ElasticAttempt(LocalAttempt):
     """Processes of one elastic attempt on this host."""
 
-    limits: ElasticRange
+    place: ElasticStart
     budget: RestartBudget
     per_rank_dir: bool
     control: ControlSocket
@@ -47,24 +48,29 @@ class ElasticAttempt(LocalAttempt):
     """Called with the processes and the state of the members whenever either changes."""
 
     agent: ElasticAgent = field(init=False)
+    _drain_until: float | None = None
+    _must_stop: bool = False
+    _refused_at: float = 0.0
     _processes: dict[str, Process] = field(default_factory=dict)
     _exit_of: dict[str, ProcessExit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        host, port = self.layout.master
+        self.group = self.place.group
         self.agent = ElasticAgent(
-            membership=Membership(SizeLimits(self.limits.least_ranks, self.limits.most_ranks)),
+            group=self.group,
             budget=self.budget,
             rank_host=self,
-            node=self.layout.node_rank,
-            store=f"{host}:{port}",
-            initial=tuple(process.member for process in self.layout.local),
-            on_view=self._on_view,
-            on_settled=self._on_settled,
-            on_event=self._on_event,
+            initial=self.place.initial,
         )
+        self.place.replay()
         self.control.answer = self._answer
+
+    def start(self, store: socket.socket | None) -> None:
+        """As of every attempt; on a node that comes later the ranks are started once the others know of it."""
+        super().start(store)
+        if self.place.picture:
+            self.agent.join(self.place.picture)
 
     # What the agent asks for.
 
@@ -100,8 +106,7 @@ class ElasticAttempt(LocalAttempt):
             if not process.is_joiner:
                 self.starter.start(process, attempt, channel)
                 return
-            address = self.layout.local[0].endpoint.rpartition(":")[0]
-            with machine.bind(address, 0, flag="-n") as bound:
+            with machine.bind(self.place.offer.address, 0, flag="-n") as bound:
                 endpoint = "{}:{}".format(*bound.getsockname())
                 alone = replace(process, endpoint=endpoint, local_rank=0, node_rank=0)
                 starter = replace(
@@ -122,12 +127,27 @@ class ElasticAttempt(LocalAttempt):
         # Processes that ended together make one view.
         while select.select([self.server.socket], [], [], 0)[0]:
             self._server_event()
-        if not self._stopping and not self.stops.pending and self._failed_at is None:
-            self.agent.update()
-            if self.agent.refusal:
-                self._failed_at = time.monotonic()
+        is_stopping = self._stopping or bool(self.stops.pending) or self._failed_at is not None
+        self.agent.update(is_stopping=is_stopping)
+        if not is_stopping and self.agent.refusal:
+            self._failed_at, self._refused_at = time.monotonic(), time.time()
 
     def _is_over(self) -> bool:
+        may_drain = self._failed_at is None and not self._must_stop and self.agent.may_drain
+        if self.stops.pending[:1] == [signal.SIGTERM] and may_drain:
+            # The other nodes go on; here ranks end after the step they compute.
+            self.stops.take()
+            logger.warning("asked to end by SIGTERM: the ranks of this node leave, the others go on")
+            self._drain_until = time.monotonic() + self.stop_grace_s
+            self.agent.drain()
+        if self._drain_until is not None and self.agent.is_deserted:
+            # All nodes are about to be taken away: nobody is left to go on.
+            self._drain_until = None
+            self.stops.pending.append(signal.SIGTERM)
+            return True
+        if self._drain_until is not None and time.monotonic() > self._drain_until:
+            logger.warning("%s did not leave in time", self._alive_titles())
+            return True
         may_speak = self._failed_at is not None and time.monotonic() < self._failed_at + REFUSED_S
         if self.agent.refusal and self._alive and may_speak:
             return bool(self.stops.pending)
@@ -143,13 +163,15 @@ class ElasticAttempt(LocalAttempt):
                     host=self.layout.hostnames[process.node_rank],
                     pid=pid,
                     log=os.path.relpath(process.log_file),
-                    node=process.node_rank,
+                    node=self.group.node,
                 )
             )
             self._publish()
 
     def _fails_attempt(self, process: Process, process_exit: ProcessExit) -> bool:
         self._exit_of[process.member] = process_exit
+        if process_exit.failed:
+            self.group.tell({"exit": {"id": process.member, "how": process_exit.to_json()}})
         return not self.agent.note_exit(
             MemberExit(
                 member_id=process.member,
@@ -160,8 +182,13 @@ class ElasticAttempt(LocalAttempt):
             )
         )
 
+    def _end_all(self, number: int, *, may_save: bool) -> None:
+        if may_save:
+            self.group.tell({"stop": int(number)})
+        super()._end_all(number, may_save=may_save)
+
     def _is_training(self) -> bool:
-        return not self.agent.is_over
+        return bool(self._alive) if self._drain_until is not None else not self.agent.is_over
 
     def _note_lingering(self) -> None:
         """Nothing: members that leave end long before the others."""
@@ -178,6 +205,10 @@ class ElasticAttempt(LocalAttempt):
         """As of every attempt; says at the end what was made of the time."""
         try:
             outcome = super().wait()
+            if self.agent.refusal:
+                # Ranks that end because of it are not the cause.
+                outcome.exits = [e for e in outcome.exits if e.time < self._refused_at]
+                outcome.refusal = self.agent.refusal
         finally:
             self.control.answer = None
             self.agent.close()
@@ -185,21 +216,35 @@ class ElasticAttempt(LocalAttempt):
             self.console.write(goodput + "\n")
         return outcome
 
-    def _on_view(self, view: View) -> None:
+    def on_remote_exit(self, member_id: str, process_exit: dict[str, Any]) -> None:
+        """Remember how a process of another node failed."""
+        self._exit_of[member_id] = ProcessExit.from_json(process_exit)
+        self._remote_exits.append(self._exit_of[member_id])
+
+    def on_remote_stop(self, node: int) -> None:
+        """End the ranks here too, who save with the others."""
+        if not self.stops.pending and not self._stopping:
+            logger.warning("the launcher of node %d was asked to end the job", node)
+            self._must_stop = True
+            self.stops.pending.append(signal.SIGTERM)
+
+    def on_view(self, view: View) -> None:
+        """Show the log of rank 0 as it grows, where that is here."""
         first = self._processes.get(view.ids[0])
         if first is not None and self.console.live_path != first.log_file:
             self.console.show_live(first.log_file)
         self._publish()
 
-    def _on_settled(self, view: View) -> None:
+    def on_settled(self, view: View) -> None:
         """Leave out ends that the job survived, should it fail later of something else."""
         survived = [self._exit_of[i] for i in self._exit_of if i not in view.ids]
         self._exits = [process_exit for process_exit in self._exits if process_exit not in survived]
+        self._remote_exits = [process_exit for process_exit in self._remote_exits if process_exit not in survived]
         self._publish()
 
-    def _on_event(self, event: EpochEvent) -> None:
+    def on_event(self, event: EpochEvent) -> None:
         """Append to the run's events. A full disk is no reason to stop."""
-        path = f"{self.facts.log_dir}/events.launcher.{self.layout.node_rank}.jsonl"
+        path = f"{self.facts.log_dir}/events.launcher.{self.group.node}.jsonl"
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event.to_json()) + "\n")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.runtime_folder import runtime_folder
-from phalanx.errors import LaunchError, PhalanxError
+from phalanx.errors import LaunchError, PeerLostError, PhalanxError
 from phalanx.i18n import language, tr
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.job import attempt_resources, registry, report
@@ -31,7 +31,6 @@ from phalanx.launch.process import environment, wire
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler
-from phalanx.launch.request.elastic import ElasticRange
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import ROLES, LaunchRequest, check_script, resolve
@@ -40,6 +39,7 @@ from phalanx.versions import require_torch
 
 if TYPE_CHECKING:
     from phalanx.launch.elastic.control import ControlSocket
+    from phalanx.launch.job.elastic_start import ElasticStart
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -152,7 +152,7 @@ class Launcher:
             logger.info("this is node %d of %d (from %s)", request.nodes.rank, request.nodes.count, sources)
 
     def _run_attempts(self, request: LaunchRequest) -> int:
-        if request.nodes.is_multi_node:
+        if request.nodes.is_multi_node and request.elastic is None:
             self._link = self._join_link(request)
         attempt = 0
         while True:
@@ -160,14 +160,16 @@ class Launcher:
                 outcome = self._run_attempt(request, attempt)
             except ForkServerLostError as lost:
                 # Other hosts count this one as lost: its link to them was a child of that server too.
-                if not self._restarts or self._link is not None:
+                if not self._restarts or request.nodes.is_multi_node:
                     raise
                 self._console.finish(failed=True)
                 self._log_restart(str(lost), request, attempt)
                 self._server.restart()
             else:
                 # With servers, single processes were started again as long as they might.
-                is_last = request.mode == "ps" or not self._restarts
+                # Nodes of an elastic job replace what is lost, and part when it fails.
+                has_parted = request.elastic is not None and request.nodes.is_multi_node
+                is_last = request.mode == "ps" or not self._restarts or has_parted
                 if not outcome.failed or outcome.stopped_by or is_last:
                     return self._end(outcome)
                 first = first_failure(outcome.exits)
@@ -194,7 +196,8 @@ class Launcher:
             self._logs.record_end(code=0)
             return 0
         first = first_failure(outcome.exits)
-        assert first is not None
+        if first is None:
+            raise PeerLostError(outcome.refusal)
         others = [e for e in outcome.exits if e is not first]
         self._console.write(report.render(first, others))
         self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.describe_exit(first))
@@ -220,7 +223,7 @@ class Launcher:
             layout, facts = starter.layout, starter.facts
             with self._logs.tolerating(attempt_resources.ENDPOINTS):
                 attempt_resources.write_endpoints(layout, facts.log_dir)
-            start = LocalAttempt if request.elastic is None else self._elastic_attempt(request.elastic)
+            start = LocalAttempt if request.elastic is None else self._elastic_attempt()
             trial = start(
                 starter=starter,
                 console=self._console,
@@ -234,7 +237,7 @@ class Launcher:
             try:
                 trial.start(stage.store)
                 stage.release_sockets(keep_endpoints=restarts > 0)
-                if attempt == 0:
+                if attempt == 0 and layout.local:
                     self._log_topology(layout, facts)
                 return trial.wait()
             finally:
@@ -242,7 +245,7 @@ class Launcher:
                 if request.elastic is not None and self._budget.total is not None:
                     self._restarts = self._budget.total
 
-    def _elastic_attempt(self, limits: ElasticRange) -> Callable[..., LocalAttempt]:
+    def _elastic_attempt(self) -> Callable[..., LocalAttempt]:
         """Return how to make an attempt whose ranks may change; whole restarts and replaced ranks share a budget."""
         from phalanx.launch.job.elastic_attempt import ElasticAttempt
 
@@ -250,7 +253,7 @@ class Launcher:
         assert self._control is not None
         return partial(
             ElasticAttempt,
-            limits=limits,
+            place=self._place,
             budget=self._budget,
             per_rank_dir=self._options.per_rank_dir,
             control=self._control,
@@ -283,6 +286,9 @@ class Launcher:
     def _build_topology(self, stage: attempt_resources.AttemptResources, attempt: int, log_dir: str) -> Topology:
         request = stage.request
         offer = stage.offer(self._job_id, self._options, self._secret)
+        if request.elastic is not None:
+            self._place = self._meet(request, offer)
+            return self._place.topology(log_dir, per_rank_dir=self._options.per_rank_dir)
         offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
         return build_topology(
             offers,
@@ -291,8 +297,24 @@ class Launcher:
             log_dir,
             ranks=request.ranks,
             per_rank_dir=self._options.per_rank_dir,
-            is_elastic=request.elastic is not None,
         )
+
+    def _meet(self, request: LaunchRequest, offer: NodeOffer) -> ElasticStart:
+        """Return this node's place in an elastic job; waits for other nodes where there may be some."""
+        from phalanx.launch.job.elastic_meeting import ElasticMeeting, meeting_key
+        from phalanx.launch.job.elastic_start import ElasticStart
+
+        if not request.nodes.is_multi_node:
+            return ElasticStart(request=request, offer=offer)
+        meeting = ElasticMeeting(
+            request=request,
+            timeout_s=self._options.timeout_s,
+            offer=offer,
+            key=meeting_key(request.nodes, self._inherited),
+        )
+        if number := meeting.run(self._stops, self._server):
+            raise InterruptedJobError(number)
+        return ElasticStart(request=request, offer=offer, meeting=meeting)
 
     def _exchange(self, link: NodeLinkHandle, attempt: int, offer: NodeOffer) -> list[NodeOffer]:
         """Meet the other hosts; returns what each brings."""

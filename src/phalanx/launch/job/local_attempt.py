@@ -66,6 +66,9 @@ class Outcome:
     stopped_by: int = 0
     """The signal that ended the launcher's job, or 0."""
 
+    refusal: str = ""
+    """Why an elastic job could not go on."""
+
 
 @dataclass(kw_only=True)
 class LocalAttempt:

@@ -37,7 +37,7 @@ class Starter:
 
     def start_store(self, listening: socket.socket) -> None:
         """Ask for the process that holds the job's store."""
-        host, port = self.layout.master
+        host, port = listening.getsockname()
         self.server.spawn(
             self.store_id,
             "store",

@@ -41,6 +41,9 @@ def fill(options: Options, environment: Mapping[str, str]) -> Options:
     if detect_mode(options)[0] == "ps":
         _check_one_node(allocation)
         return options
+    if options.least_nnodes is not None and options.least_nnodes <= allocation.node_count <= (options.nnodes or 0):
+        # A scheduler may have given fewer nodes than the most.
+        options = replace(options, nnodes=allocation.node_count)
     if options.nnodes is not None and options.nnodes != allocation.node_count:
         return options
     return _fill_from(options, allocation)

@@ -161,7 +161,7 @@ def build_topology(
                     node_rank=node_rank,
                     endpoint=endpoint,
                     **output_files(role, str(rank), log_dir, per_rank_dir=per_rank_dir),
-                    member=f"n{node_rank}.{local_rank}" if is_elastic else "",
+                    member=f"n{offers[node_rank].node_rank}.{local_rank}" if is_elastic else "",
                 )
             )
     return Topology(

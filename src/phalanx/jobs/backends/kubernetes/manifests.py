@@ -29,6 +29,9 @@ HIDDEN = "(hidden)"
 CODE_BYTES = 900_000
 """Most bytes of packed code that go with the order; a ConfigMap holds 1 MiB."""
 
+_POD_FAILURES = 10
+"""How often the pod of each node of an elastic job may fail by itself before the job does."""
+
 JOB_LABEL, ATTEMPT_LABEL = "phalanx.dev/job", "phalanx.dev/attempt"
 
 
@@ -69,6 +72,11 @@ def check(spec: TrainingJob) -> None:
         raise SpecError(
             f"kubernetes.dialect {settings.dialect} has no role for parameter servers. Set kubernetes.dialect to "
             "jobset, where servers are a replicated job of their own."
+        )
+    if spec.resources.least_nodes is not None and settings.dialect != "jobset":
+        raise SpecError(
+            f"kubernetes.dialect {settings.dialect} ends a job whose pod is lost, and resources.nodes is a range. Set "
+            "kubernetes.dialect to jobset, where pods come back, or give one number of nodes."
         )
     options.check(spec)
 
@@ -238,7 +246,12 @@ def _jobset(submission: Submission, has_code: bool) -> Manifest:
     spec, index = submission.spec, "JOB_COMPLETION_INDEX"
     nodes = spec.resources.nodes
     pod = _pod(submission, "node", _command(submission, variable=index), has_code)
-    jobs = [{"name": "node", "replicas": 1, "template": _indexed_job(submission, nodes, pod)}]
+    template = _indexed_job(submission, nodes, pod)
+    if spec.resources.least_nodes is not None:
+        # Pods that are evicted or preempted come back under their number, and their launcher joins the others.
+        ignored = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+        template["spec"] |= {"backoffLimit": _POD_FAILURES * nodes, "podFailurePolicy": {"rules": [ignored]}}
+    jobs = [{"name": "node", "replicas": 1, "template": template}]
     if spec.servers:
         command = _command(submission, variable=index, first=nodes)
         pod = _pod(submission, "server", command, has_code, server=True)

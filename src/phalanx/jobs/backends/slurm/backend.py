@@ -77,7 +77,7 @@ class Slurm:
         options = [
             f"--job-name={_job_name(submission)}",
             f"--comment=phalanx job {submission.job}, attempt {submission.attempt}",
-            f"--nodes={spec.resources.nodes}",
+            *_node_options(spec),
             "--ntasks-per-node=1",
             "--no-requeue",
             f"--output={paths.logs(folder)}/slurm.log",
@@ -87,6 +87,7 @@ class Slurm:
         ]
         values = {
             "options": "\n".join(f"#SBATCH {_quote(option)}" for option in options),
+            "no_kill": " --no-kill" if spec.resources.least_nodes is not None else "",
             "folder": shlex.quote(str(folder)),
             "python": shlex.quote(sys.executable),
             "port": f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORT_BLOCKS} * {launch_command.PORTS}))",
@@ -203,7 +204,7 @@ echo "$SLURM_JOB_ID" > "$folder/slurm.id"
 # Addresses of the nodes in Slurm's order; names need not mean anything to them.
 hosts=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p' | paste -sd,)
 
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 {python} -m phalanx.jobs.node "$folder" \\
+srun --ntasks-per-node=1 --kill-on-bad-exit=0{no_kill} {python} -m phalanx.jobs.node "$folder" \\
     --node SLURM_NODEID --signals-reach-all --hosts "$hosts" --port "{port}"
 """
 
@@ -226,6 +227,14 @@ def _resources(spec: TrainingJob) -> list[str]:
         options.append(f"--time={int((spec.max_runtime + spec.grace) // 60) + 2}")
     chosen = {"partition": spec.slurm.partition, "account": spec.slurm.account, "qos": spec.slurm.qos}
     return options + [f"--{option}={value}" for option, value in chosen.items() if value]
+
+
+def _node_options(spec: TrainingJob) -> list[str]:
+    """How many nodes; an elastic job begins with fewer, and goes on when one fails."""
+    resources = spec.resources
+    if resources.least_nodes is None:
+        return [f"--nodes={resources.nodes}"]
+    return [f"--nodes={resources.least_nodes}-{resources.nodes}", "--no-kill"]
 
 
 def _quote(option: str) -> str:

@@ -131,11 +131,12 @@ def check_fits(spec: TrainingJob, rows: list[SinfoRow]) -> None:
     large = [
         row for row in inside if row.cpus >= (cpu or 0) and row.memory_mib >= memory_mib and row.gpus >= resources.gpu
     ]
-    if len(large) >= resources.nodes:
+    least = resources.least_nodes or resources.nodes
+    if len(large) >= least:
         return
     best, name = max(inside, key=lambda row: (row.gpus, row.cpus, row.memory_mib)), inside[0].partition
     raise SpecError(
-        f"resources ask for {resources.nodes} nodes with {_amounts(cpu, memory_mib, resources.gpu)} each, but "
+        f"resources ask for {least} nodes with {_amounts(cpu, memory_mib, resources.gpu)} each, but "
         f"partition '{name}' has {len(inside)} nodes, {len(large)} of them large enough; {best.name} has "
         f"{_amounts(best.cpus, best.memory_mib, best.gpus)}. Ask for less, or choose another partition."
     )
