@@ -50,7 +50,7 @@ def test_two_ranks_that_die_together_make_one_view(tmp_path: Path) -> None:
     assert view["epoch"] <= 2
     done = job.end()
     assert done.code == 0
-    assert "restart budget is used up" in done.out
+    assert "the restart budget is used up (--max_restarts says how often)" in done.out
 
 
 @pytest.mark.parametrize("frozen", ["stopped", "asleep"])

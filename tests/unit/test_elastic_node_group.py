@@ -181,3 +181,22 @@ def test_a_node_that_comes_later_learns_everything(nodes: Callable[..., Nodes]) 
     three.run_until(lambda: late_views)
     assert late.membership.view == three.groups[0].membership.view
     assert late.membership.gone == {"n1.0": "killed"}
+
+
+def test_a_launcher_that_takes_the_place_of_another_has_none_of_its_members(nodes: Callable[..., Nodes]) -> None:
+    two = nodes(2)
+    two.start()
+    old = two.groups[1]
+    # Killed and started again before the other could notice: something listens at its port all the time.
+    fresh = nodes(2)
+    mesh = fresh.groups[1].mesh
+    mesh.addresses = {0: two.groups[0].mesh.addresses[0], 1: mesh.addresses[1]}
+    mesh.__post_init__()
+    for channel in [peer.channel for peer in old.mesh._nodes.values()]:
+        channel.close()
+    two.groups[1], two.views[1] = fresh.groups[1], fresh.views[1]
+    two.run_until(lambda: two.views[1])
+    two.run_until(lambda: len(two.views[0]) == 2)
+    assert two.views[0][1].reason == "host1 (node 1) was started again"
+    assert two.ids(0)[-1] == (1, ("n0.0",))
+    old.mesh.close()

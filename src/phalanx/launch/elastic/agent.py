@@ -88,6 +88,9 @@ class ElasticAgent:
     _dismissed: set[str] = field(default_factory=set)
     _next_id: int = 0
     _owed: int = 0
+    """Lost ranks that were not replaced yet."""
+
+    _owed_at_warning: int = 0
     _was_used: bool = False
     _is_closed: bool = False
     _is_outcast: bool = False
@@ -316,18 +319,21 @@ class ElasticAgent:
 
     def _start_joiners(self, now: float) -> None:
         starting = [i for i in self._channels if i not in self.membership.members]
-        missing = self.membership.missing(self.node) - len(starting)
-        for _ in range(missing):
+        for _ in range(self.membership.missing(self.node) - len(starting)):
             if self._owed > 0:
                 if self.budget.remaining(now) <= 0:
-                    logger.warning("lost ranks are not replaced any more: the restart budget is used up")
-                    targets = dict(self.membership.targets)
-                    self._scale({**targets, self.node: targets[self.node] - missing}, "the restart budget is used up")
+                    self._note_spent_budget()
                     return
                 self.budget.spend(now)
                 self._owed -= 1
             self.rank_host.start_joiner(f"n{self.node}.{self._next_id}")
             self._next_id += 1
+
+    def _note_spent_budget(self) -> None:
+        """Say once that ranks are missing, until one could be replaced again."""
+        if self._owed != self._owed_at_warning:
+            self._owed_at_warning = self._owed
+            logger.warning("lost ranks are not replaced now: the restart budget is used up (%s)", self.budget.limit)
 
     def _dismiss(self, member_ids: Sequence[str]) -> None:
         """End joiners that are not needed any more."""

@@ -31,8 +31,9 @@ class RestartBudget:
             self.total -= 1
         self._times.append(now)
 
-    def describe(self) -> str:
-        """Return the budget in words."""
+    @property
+    def limit(self) -> str:
+        """The limit in words."""
         if self.total is not None:
-            return f"{self.total} more (--max_restarts)"
+            return "--max_restarts says how often"
         return f"{DEFAULT_IN_WINDOW} in {WINDOW_S / 60:g} minutes; --max_restarts changes it"

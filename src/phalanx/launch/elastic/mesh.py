@@ -73,6 +73,7 @@ class _Node:
     channel: MemberChannel | None = None
     heard_at: float = 0.0
     why: str = ""
+    launch: str = ""
     next_dial: float = 0.0
 
 
@@ -96,8 +97,14 @@ class NodeMesh:
 
     on_connect: Callable[[int, dict[str, Any]], None] = lambda _node, _hello: None
     on_message: Callable[[int, dict[str, Any]], None] = lambda _node, _message: None
+    on_restart: Callable[[int], None] = lambda _node: None
+    """Called when another launcher has taken the place of one of a node."""
+
     on_lost: Callable[[int], None] = lambda _node: None
     """Called when a node is found to be gone or silent."""
+
+    _launch: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells this launcher from one that is started later on the same node."""
 
     _nodes: dict[int, _Node] = field(default_factory=dict)
     _dials: list[_Dial] = field(default_factory=list)
@@ -313,7 +320,7 @@ class NodeMesh:
 
     @property
     def _place(self) -> dict[str, Any]:
-        return {"node": self.node, "listens": self.addresses[self.node]}
+        return {"node": self.node, "listens": self.addresses[self.node], "launch": self._launch}
 
     def _proof(self, side: str, first: str, second: str) -> str:
         return hmac.new(self.key, f"{side} {first} {second}".encode(), hashlib.sha256).hexdigest()
@@ -336,9 +343,13 @@ class NodeMesh:
         self.add_node(node, (str(address), int(port)))
         peer = self._nodes[node]
         peer.address = self.addresses[node] = (address, port)  # a pod that comes back has another
+        launch = str(handshake.hello["launch"])
+        was_restarted, peer.launch = peer.launch not in ("", launch), launch
         if peer.channel is not None:
             peer.channel.close()  # the other end has opened a new one, so the old one is dead
         peer.channel, peer.status, peer.heard_at = handshake.channel, "connected", time.monotonic()
+        if was_restarted:
+            self.on_restart(node)
         self.on_connect(node, handshake.hello)
         for message in more:
             self._take(node, message)

@@ -66,6 +66,7 @@ class NodeGroup:
         self.mesh.on_message = self.take
         self.mesh.on_connect = self._on_connect
         self.mesh.on_lost = self._on_lost
+        self.mesh.on_restart = lambda node: self._lose_members(node, "was started again")
 
     # What happens here.
 
@@ -116,16 +117,24 @@ class NodeGroup:
 
     def _lose_nodes(self) -> None:
         """Count the members of lost nodes as gone."""
-        membership = self.membership
-        alive = {*membership.active, *membership.joiners, *membership.leaving}
-        for node in {membership.members[i].node for i in alive} - {self.node} - self.mesh.connected:
+        nodes = {self.membership.members[member_id].node for member_id in self._alive}
+        for node in nodes - {self.node} - self.mesh.connected:
             why = self.mesh.why(node)
             if not why:
                 continue  # not clear yet
-            for member_id in sorted(i for i in alive if membership.members[i].node == node):
-                self.record("lose", member_id, f"{self.names[node]} (node {node}) {why}")
-            targets = [[n, 0 if n == node else count] for n, count in membership.targets.items()]
-            self.record("scale", targets, "as before")
+            self._lose_members(node, why)
+
+    @property
+    def _alive(self) -> set[str]:
+        return {*self.membership.active, *self.membership.joiners, *self.membership.leaving}
+
+    def _lose_members(self, node: int, why: str) -> None:
+        for member_id in sorted(i for i in self._alive if self.membership.members[i].node == node):
+            self.record("lose", member_id, f"{self.names[node]} (node {node}) {why}")
+        if self.membership.view is None:
+            return
+        targets = [[n, 0 if n == node else count] for n, count in self.membership.targets.items()]
+        self.record("scale", targets, "as before")
 
     def _on_lost(self, node: int) -> None:
         logger.warning("%s (node %d): connection %s", self.names[node], node, self.mesh.status(node))

@@ -11,6 +11,8 @@ LONGEST_WATCH_S = 2.0
 """How long a process that could run is watched before it counts as frozen, where others waited as long."""
 
 SHORTEST_WATCH_S = 0.3
+LOOK_S = 0.25
+"""Between two looks at what a process and its children did: each reads much of /proc."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class _Case:
     until: float
     waited_s: float
     before: ProcessActivity
+    next_look: float
     reporters: set[str] = field(default_factory=set)
 
 
@@ -50,7 +53,8 @@ class Suspects:
         case = self._cases.get(member.id)
         if case is None:
             watch_s = min(max(waited_s, SHORTEST_WATCH_S), LONGEST_WATCH_S)
-            case = _Case(member, now, now + watch_s, waited_s, ProcessActivity.measure(member.pid))
+            activity = ProcessActivity.measure(member.pid)
+            case = _Case(member, now, now + watch_s, waited_s, activity, now + SHORTEST_WATCH_S)
             self._cases[member.id] = case
         case.reporters.add(reporter)
 
@@ -74,9 +78,9 @@ class Suspects:
             return True, f"is frozen: {state}, while others waited {case.waited_s:.1f} s for it"
         if self._spoke_at.get(case.member.id, 0.0) >= case.since - LONGEST_WATCH_S:
             return False, "waits for another itself"
-        watched_s = now - case.since
-        if watched_s < SHORTEST_WATCH_S:
+        if now < case.next_look:
             return None
+        watched_s, case.next_look = now - case.since, now + LOOK_S
         if work := ProcessActivity.measure(case.member.pid).describe_since(case.before, watched_s):
             return False, work
         if now < case.until:
