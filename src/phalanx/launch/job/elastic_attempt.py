@@ -50,7 +50,7 @@ class ElasticAttempt(LocalAttempt):
     agent: ElasticAgent = field(init=False)
     _drain_until: float | None = None
     _must_stop: bool = False
-    _refused_at: float = 0.0
+    _causes: list[ProcessExit] | None = None
     _processes: dict[str, Process] = field(default_factory=dict)
     _exit_of: dict[str, ProcessExit] = field(default_factory=dict)
 
@@ -130,7 +130,8 @@ class ElasticAttempt(LocalAttempt):
         is_stopping = self._stopping or bool(self.stops.pending) or self._failed_at is not None
         self.agent.update(is_stopping=is_stopping)
         if not is_stopping and self.agent.refusal:
-            self._failed_at, self._refused_at = time.monotonic(), time.time()
+            # Ranks that end because of it are not the cause.
+            self._failed_at, self._causes = time.monotonic(), [*self._exits, *self._remote_exits]
 
     def _is_over(self) -> bool:
         may_drain = self._failed_at is None and not self._must_stop and self.agent.may_drain
@@ -205,10 +206,8 @@ class ElasticAttempt(LocalAttempt):
         """As of every attempt; says at the end what was made of the time."""
         try:
             outcome = super().wait()
-            if self.agent.refusal:
-                # Ranks that end because of it are not the cause.
-                outcome.exits = [e for e in outcome.exits if e.time < self._refused_at]
-                outcome.refusal = self.agent.refusal
+            if self._causes is not None:
+                outcome.exits, outcome.refusal = self._causes, self.agent.refusal
         finally:
             self.control.answer = None
             self.agent.close()
@@ -229,8 +228,8 @@ class ElasticAttempt(LocalAttempt):
             self.stops.pending.append(signal.SIGTERM)
 
     def on_view(self, view: View) -> None:
-        """Show the log of rank 0 as it grows, where that is here."""
-        first = self._processes.get(view.ids[0])
+        """Show the log of the first rank of this node as it grows."""
+        first = next((self._processes[i] for i in view.ids if i in self._processes), None)
         if first is not None and self.console.live_path != first.log_file:
             self.console.show_live(first.log_file)
         self._publish()
