@@ -481,3 +481,39 @@ def test_models_of_one_process_have_the_same_replicas() -> None:
     for ranks in (1, 2):
         assert "no logical replicas, the Plan of the model before 4" in run_ranks(another_model, ranks, None)[0]
         assert run_ranks(another_model, ranks, 4)[0] == "no error"
+
+
+class Blocks(nn.Module):
+    """What tensor parallel shards: a vocabulary, two linear layers with dropout between, and what it leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.first(self.embed(x))), 0.2, self.training)
+        return self.head(F.dropout(self.norm(self.second(hidden)), 0.1, self.training)).transpose(1, 2)
+
+
+def train_sharded(settings: dict[str, Any]) -> tuple[int, str]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 24, (SAMPLES, 5), generator=generator)
+    torch.manual_seed(1)
+    net = Blocks()
+    px.shard(net, {"embed": "vocab", "first": "column", "second": "row"})
+    strategy = DistributedStrategy(tensor_parallel=True, hybrid_configs={"mp_degree": 2}, **settings)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    net, optimizer, loader = px.distribute(
+        net, optimizer, TensorDataset(x, x % 8), global_batch=GLOBAL, strategy=strategy, replicas=REPLICAS, seed=5
+    )
+    train(net, optimizer, loader, STEPS)
+    return px.init().rank % 2, digest(net)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": True, "clip_configs": {"norm": 0.5}}, {"amp": True}])
+def test_a_tensor_parallel_group_counts_as_one_rank(settings: dict[str, Any]) -> None:
+    few, many = (set(run_ranks(train_sharded, ranks, settings)) for ranks in (2, 4))
+    assert len(few) == 2
+    assert few == many

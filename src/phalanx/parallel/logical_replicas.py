@@ -22,6 +22,7 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.elastic.peer_state import schedulers_of
 from phalanx.parallel.elastic.recovery import Recovery
 from phalanx.parallel.mesh import Mesh
+from phalanx.plan.rules.mesh import MODEL_AXIS
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
 logger = logging.getLogger("phalanx.parallel")
@@ -83,9 +84,10 @@ def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
         plan: The Plan.
         is_shared: Whether some rank holds several replicas.
     """
-    other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in plan.step.batch_axes), None)
+    groups = {*plan.step.batch_axes, MODEL_AXIS}
+    other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in groups), None)
     if other is not None:
-        return f"the mesh axis {other!r}: tensor, context and pipeline parallel have no replicas yet"
+        return f"the mesh axis {other!r}: context and pipeline parallel have no replicas yet"
     if not plan.step.broadcast:
         return "parameter_broadcast=False, by which each rank begins with parameters of its own"
     if not plan.step.sync_buffers and is_shared:
@@ -115,6 +117,8 @@ def _inelastic(plan: Plan) -> str | None:
             "sharding where ranks may leave and join (-n a:b): the shards of a lost rank have no other copy. Give one "
             "number of ranks, and the job resumes from its newest checkpoint when one is lost"
         )
+    if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
+        return "tensor parallel where ranks may leave and join (-n a:b): the slices of a lost rank have no other copy"
     if plan.step.accumulate > 1:
         return "gradient_merge where ranks may leave and join (-n a:b): what a lost rank accumulated is gone"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,12 +72,14 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
     Parameters with different all-reduce settings, or reduced along different axes, never share a bucket.
     """
     alike: dict[tuple[AllReduce, tuple[str, ...]], list[ParamShape]] = {}
+    readers = math.prod(axis.size for axis in plan.mesh if axis.name in plan.step.batch_axes)
+    has_all_replicas = plan.step.replicas is not None and readers == 1  # then they are added up all the same
     for param in shape.trainable:
         rule = plan.rule_for(param.name)
         axes, update = reduced_along(plan, rule), _all_reduce_of(rule.update)
-        if update is None and plan.world_size == 1 and plan.step.replicas and isinstance(rule.update, ReduceScatter):
-            update = AllReduce(reduce=rule.update.reduce)  # nothing is sharded, and replicas are added up all the same
-        if update is not None and (axes or (plan.step.replicas and plan.world_size == 1)):
+        if update is None and has_all_replicas and plan.world_size == 1 and isinstance(rule.update, ReduceScatter):
+            update = AllReduce(reduce=rule.update.reduce)  # nothing is sharded
+        if update is not None and (axes or has_all_replicas):
             alike.setdefault((update, axes), []).append(param)
     return [
         GradientBucket(tuple(params[i] for i in bucket), axes, update)
