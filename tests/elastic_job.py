@@ -173,7 +173,6 @@ class ElasticJob:
             "store": f"127.0.0.1:{self._store.port}",
             "reason": reason,
             "planned": planned,
-            "joining": [m.id for m in current if m.is_joining],
         }
         self.views.append(view)
         for member in [*current, *([to] if to else [])]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.cluster.view import View
 from phalanx.launch.elastic.consensus import ViewBallot, ViewVote, is_quorum
-from phalanx.launch.elastic.view import View
 
 
 @pytest.mark.parametrize(

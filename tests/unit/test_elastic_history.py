@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic.history import History
 from phalanx.launch.elastic.membership import distribute_ranks
-from phalanx.launch.elastic.view import Member, View
 
 
 def view(epoch: int, *ids: str, planned: bool = False, reason: str = "") -> View:

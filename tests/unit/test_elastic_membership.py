@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic.budget import WINDOW_S, RestartBudget
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.view import Member, View
 
 STORE = "127.0.0.1:1"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.view import View
 from phalanx.launch.elastic import mesh as mesh_module
 from phalanx.launch.elastic import node_group
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
-from phalanx.launch.elastic.view import View
 
 
 class Nodes:

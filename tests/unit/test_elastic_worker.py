@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.membership import Membership, View
+from phalanx.cluster.view import View
+from phalanx.comm.membership import MembershipClient
 from phalanx.comm.replicas import Replicas, ReplicaTurn, assign_replicas
 from phalanx.comm.shared_state import collect_state, load_state, share_with_joiners
 from phalanx.errors import PeerLostError
@@ -20,7 +21,7 @@ from phalanx.parallel.data.replica_sums import PartialSums
 from phalanx.parallel.elastic.recovery import share_out
 
 
-def view(epoch: int, *ids: str, planned: bool = False, joining: tuple[str, ...] = ()) -> dict[str, object]:
+def view(epoch: int, *ids: str, planned: bool = False) -> dict[str, object]:
     members = [{"id": id, "host": "h", "pid": 1, "log": "", "node": 0} for id in ids]
     return {
         "epoch": epoch,
@@ -28,15 +29,14 @@ def view(epoch: int, *ids: str, planned: bool = False, joining: tuple[str, ...] 
         "store": "h:1",
         "reason": "r",
         "planned": planned,
-        "joining": [*joining],
     }
 
 
 @pytest.fixture
-def connected() -> Iterator[tuple[Membership, socket.socket]]:
+def connected() -> Iterator[tuple[MembershipClient, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Membership(ours, "n0.1", patience_s=0.1), theirs
+        yield MembershipClient(ours, "n0.1", patience_s=0.1), theirs
 
 
 def tell(launcher: socket.socket, **message: object) -> None:
@@ -73,19 +73,19 @@ def test_partial_sums_have_the_same_bits_in_any_order(count: int, order: object)
     assert torch.equal(*results)
 
 
-def test_a_view_without_those_that_join_is_of_those_that_were_there() -> None:
-    read = View.from_json(view(4, "a", "b", "c", joining=("b",)))
+def test_a_view_of_those_that_were_there() -> None:
+    read = View.from_json(view(4, "a", "b", "c"))
     assert read.ids == ("a", "b", "c")
-    assert read.without_joining().ids == ("a", "c")
-    assert read.without_joining().epoch == 4
+    assert read.only({"a", "c", "d"}).ids == ("a", "c")
+    assert read.only({"a"}).epoch == 4
 
 
-def test_a_loss_is_an_error_and_a_planned_change_is_not(connected: tuple[Membership, socket.socket]) -> None:
+def test_a_loss_is_an_error_and_a_planned_change_is_not(connected: tuple[MembershipClient, socket.socket]) -> None:
     membership, launcher = connected
     tell(launcher, view=view(0, "n0.0", "n0.1", "n0.2"))
     membership.await_start()
     assert membership.view is not None
-    tell(launcher, view=view(1, "n0.0", "n0.1", "n0.2", "n0.3", planned=True, joining=("n0.3",)))
+    tell(launcher, view=view(1, "n0.0", "n0.1", "n0.2", "n0.3", planned=True))
     membership.check()
     tell(launcher, view=view(2, "n0.0", "n0.1"))
     with pytest.raises(PeerLostError, match="goes on without it"):
@@ -97,7 +97,7 @@ def test_a_loss_is_an_error_and_a_planned_change_is_not(connected: tuple[Members
     membership.check()
 
 
-def test_messages_may_come_in_pieces(connected: tuple[Membership, socket.socket]) -> None:
+def test_messages_may_come_in_pieces(connected: tuple[MembershipClient, socket.socket]) -> None:
     membership, launcher = connected
     text = json.dumps({"view": view(0, "n0.1")}).encode() + b"\n"
     launcher.sendall(text[:20])
@@ -108,7 +108,9 @@ def test_messages_may_come_in_pieces(connected: tuple[Membership, socket.socket]
     assert membership.view is not None
 
 
-def test_a_rank_is_suspected_after_a_usual_step_and_the_patience(connected: tuple[Membership, socket.socket]) -> None:
+def test_a_rank_is_suspected_after_a_usual_step_and_the_patience(
+    connected: tuple[MembershipClient, socket.socket],
+) -> None:
     membership, launcher = connected
     tell(launcher, view=view(0, "n0.0", "n0.1"))
     membership.await_start()
@@ -122,7 +124,7 @@ def test_a_rank_is_suspected_after_a_usual_step_and_the_patience(connected: tupl
     assert json.loads(launcher.recv(4096)) == {"suspect": {"epoch": 0, "ids": ["n0.0"], "waited_s": 0.35}}
 
 
-def test_a_launcher_that_is_gone_or_refuses_is_an_error(connected: tuple[Membership, socket.socket]) -> None:
+def test_a_launcher_that_is_gone_or_refuses_is_an_error(connected: tuple[MembershipClient, socket.socket]) -> None:
     membership, launcher = connected
     tell(launcher, refused={"why": "fewer ranks than the minimum"})
     with pytest.raises(PeerLostError, match="minimum"):

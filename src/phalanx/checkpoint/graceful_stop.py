@@ -50,7 +50,7 @@ class GracefulStop:
         self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._is_elastic = is_elastic()
-        """Whether ranks agree where they agree that an update is complete, by `Recovery.is_stopping`."""
+        """Whether ranks agree where they agree that an update is complete, by `ElasticRecovery.is_stopping`."""
 
         if store is not None and not self._is_elastic:
             self._thread = threading.Thread(target=self._watch, name="phalanx stop edge", daemon=True)

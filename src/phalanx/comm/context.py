@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from phalanx.cluster.env.settings import warn_unsupported
 from phalanx.cluster.role.role import Role
+from phalanx.cluster.view import View
 from phalanx.comm import agreement, membership, process_group, threads
 from phalanx.comm.batches import Batches
 from phalanx.comm.batches import BatchShare as BatchShare
 from phalanx.comm.logging_setup import speak
-from phalanx.comm.membership import Membership, View
+from phalanx.comm.membership import MembershipClient
 from phalanx.comm.passes import Passes
 from phalanx.comm.replicas import Replicas
 from phalanx.errors import ConfigError, InternalError
@@ -85,7 +86,7 @@ class Context:
     """The logical replicas over which the Plan in use splits training batches; None when it asks for none."""
 
     recovery: Any = field(default=None, repr=False)
-    """In an elastic job with logical replicas, the `parallel.elastic.recovery.Recovery` of this rank."""
+    """In an elastic job with logical replicas, the `parallel.elastic.recovery.ElasticRecovery` of this rank."""
 
     passes: Passes = field(init=False, repr=False)
     """Forward and backward passes of distributed models, and the batch each is of."""
@@ -118,7 +119,7 @@ class Context:
         process_group.reform(self.role, view, patience_s)
         self.owns_group = size > 1
 
-    def _membership(self) -> Membership:
+    def _membership(self) -> MembershipClient:
         own = membership.current()
         if own is None:
             raise InternalError("a process outside of an elastic job cannot take up a view")

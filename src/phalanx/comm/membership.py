@@ -1,4 +1,4 @@
-"""`Membership`: who the members of an elastic job are, as the launcher of this node tells this rank.
+"""`MembershipClient`: who the members of an elastic job are, as the launcher of this node tells this rank.
 
 The launcher decides which processes belong to the job and numbers its decisions: a `View` for each membership epoch.
 Ranks take a new view up where they can: after a loss when a collective fails, else between two updates. Messages are
@@ -19,9 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cluster.view import View
 from phalanx.errors import InternalError, PeerLostError
 
 logger = logging.getLogger("phalanx.comm")
@@ -42,57 +42,7 @@ _USUAL_OF, _FEWEST = 16, 3
 """Steps whose median is usual, and how many are needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One process of the job."""
-
-    id: str
-    host: str = ""
-    pid: int = 0
-    log: str = ""
-    node: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The members of the job in one membership epoch, in the order of their ranks."""
-
-    epoch: int
-    members: tuple[Member, ...]
-    store: str
-    """`host:port` of the key-value store of this epoch."""
-
-    reason: str = ""
-    is_planned: bool = False
-    """Whether nobody was lost: members join or leave, and the others take it up together between two updates."""
-
-    joining: frozenset[str] = frozenset()
-    """Members that have not been taken in by the others yet."""
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> View:
-        """Read a view of the launcher."""
-        return cls(
-            int(value["epoch"]),
-            tuple(Member(**member) for member in value["members"]),
-            str(value["store"]),
-            str(value.get("reason", "")),
-            bool(value.get("planned", False)),
-            frozenset(value.get("joining", ())),
-        )
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Ids of the members."""
-        return tuple(member.id for member in self.members)
-
-    def without_joining(self) -> View:
-        """Return the view of those that were members before."""
-        members = tuple(member for member in self.members if member.id not in self.joining)
-        return View(self.epoch, members, self.store, self.reason, self.is_planned)
-
-
-class Membership:
+class MembershipClient:
     """This rank's connection to its launcher.
 
     Args:
@@ -208,7 +158,7 @@ class Membership:
             return
         if self.is_joining:
             raise PeerLostError(f"membership changed before this rank was taken in: {self.newest.reason}")
-        if not self.newest.is_planned and set(self.view.ids) - set(self.newest.ids):
+        if not self.newest.planned and set(self.view.ids) - set(self.newest.ids):
             raise PeerLostError(f"{self.newest.reason}; membership epoch {self.newest.epoch} goes on without it")
 
     def count_step(self, seconds: float) -> None:
@@ -240,10 +190,10 @@ class Membership:
             self.suspect([rank for rank, member in enumerate(self.view.members) if member.node != own], waited_s)
 
 
-_membership: Membership | None = None
+_membership: MembershipClient | None = None
 
 
-def connect(env: Mapping[str, str] | None = None) -> Membership | None:
+def connect(env: Mapping[str, str] | None = None) -> MembershipClient | None:
     """Return this process's membership of an elastic job, connected at the first call; None in any other job.
 
     Raises:
@@ -258,13 +208,13 @@ def connect(env: Mapping[str, str] | None = None) -> Membership | None:
         if not own_id:
             raise InternalError("PHALANX_MEMBERSHIP_FD is set without PHALANX_MEMBER_ID")
         patience_s = float(env.get("PHALANX_PATIENCE_S", "") or PATIENCE_S)
-        _membership = Membership(socket.socket(fileno=int(number)), own_id, patience_s)
+        _membership = MembershipClient(socket.socket(fileno=int(number)), own_id, patience_s)
         _membership.send("pid", pid=os.getpid())
         _membership.await_start()
     return _membership
 
 
-def current() -> Membership | None:
+def current() -> MembershipClient | None:
     """Return this process's membership of an elastic job; None in any other job."""
     return _membership
 

@@ -20,7 +20,7 @@ from phalanx.comm.context import Context
 from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.elastic.peer_state import schedulers_of
-from phalanx.parallel.elastic.recovery import Recovery
+from phalanx.parallel.elastic.recovery import ElasticRecovery
 from phalanx.parallel.mesh import Mesh
 from phalanx.plan.rules.mesh import MODEL_AXIS
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
@@ -55,7 +55,7 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
             assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None
         )
         context.use_replicas(replicas)
-        context.recovery = None if membership is None else Recovery(context, membership, replicas)
+        context.recovery = None if membership is None else ElasticRecovery(context, membership, replicas)
     torch.set_num_threads(plan.step.replica_threads)
     if context.rank == 0:
         most = max(map(len, assignment))
@@ -127,7 +127,7 @@ def _inelastic(plan: Plan) -> str | None:
 class ReplicaGate:
     """Holds an optimizer's step back until this rank's last replica has made its pass."""
 
-    def __init__(self, replicas: Replicas, recovery: Recovery | None = None) -> None:
+    def __init__(self, replicas: Replicas, recovery: ElasticRecovery | None = None) -> None:
         self._replicas, self._recovery = replicas, recovery
         self._settings: list[dict[str, Any]] = []
         self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None

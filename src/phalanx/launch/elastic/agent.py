@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from phalanx.cluster.view import Member, View
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.channel import MemberChannel
@@ -22,7 +23,6 @@ from phalanx.launch.elastic.history import EpochEvent, History
 from phalanx.launch.elastic.membership import distribute_ranks
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
 from phalanx.launch.elastic.suspicion import Suspicion
-from phalanx.launch.elastic.view import Member, View
 
 logger = logging.getLogger("phalanx.launch")
 

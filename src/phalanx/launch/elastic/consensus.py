@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.launch.elastic.view import View
+from phalanx.cluster.view import View
 
 BallotNumber = tuple[int, int]
 """Round and node of the proposer; of two ballots the greater one counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.elastic.view import View
+from phalanx.cluster.view import View
 
 SHOWN_LOSSES = 6
 """How many causes of lost time the last line names."""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.launch.elastic.view import Member, View
+from phalanx.cluster.view import Member, View
 
 
 @dataclass(frozen=True, slots=True)

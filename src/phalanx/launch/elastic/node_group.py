@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.cluster.view import View
 from phalanx.launch.elastic import picture
 from phalanx.launch.elastic.consensus import BallotNumber, ViewBallot, ViewVote, is_quorum
 from phalanx.launch.elastic.membership import Membership
 from phalanx.launch.elastic.mesh import NodeMesh
-from phalanx.launch.elastic.view import View
 
 logger = logging.getLogger("phalanx.launch")
 

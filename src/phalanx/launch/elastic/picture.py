@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic.membership import Membership
-from phalanx.launch.elastic.view import Member, View
 
 
 def record_fact(membership: Membership, fact: list[Any]) -> bool:

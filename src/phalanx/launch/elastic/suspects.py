@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phalanx.cluster.view import Member
 from phalanx.launch.elastic.process_activity import ProcessActivity, stopped_state
-from phalanx.launch.elastic.view import Member
 
 LONGEST_WATCH_S = 2.0
 """How long a process that could run is watched before it counts as frozen, where others waited as long."""

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.cluster.view import Member, View
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.agent import ElasticAgent, MemberExit
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
-from phalanx.launch.elastic.view import Member, View
 from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.local_attempt import LocalAttempt, Outcome, make_log
 from phalanx.launch.job.report import signal_name

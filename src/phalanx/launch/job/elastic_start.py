@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.cluster.view import View
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
-from phalanx.launch.elastic.view import View
 from phalanx.launch.job.elastic_meeting import ElasticMeeting
 from phalanx.launch.request.request import LaunchRequest
 from phalanx.launch.request.topology import NodeOffer, Topology, build_topology

@@ -27,7 +27,7 @@ from phalanx.parallel.data.grad_reduction import PendingReduction
 from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
 
 if TYPE_CHECKING:
-    from phalanx.parallel.elastic.recovery import Recovery
+    from phalanx.parallel.elastic.recovery import ElasticRecovery
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -61,7 +61,7 @@ class ReplicaRound:
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
-        self.recovery: Recovery | None = None
+        self.recovery: ElasticRecovery | None = None
         """What goes on with the round when a rank is lost, in an elastic job."""
 
         if replicas.are_shared:

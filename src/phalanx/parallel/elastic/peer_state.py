@@ -68,7 +68,7 @@ class ModelState:
         """See `PeerState`."""
         model = self._model()
         assert model is not None
-        return {"tensors": _tensors_of(model), "kept": _kept_by(model)}
+        return {"tensors": _tensors_of(model), "extra": _extra_state(model)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class ModelState:
         tensors = _tensors_of(model)
         for name, value in state["tensors"].items():
             tensors[name].copy_(value)
-        _load_kept(model, state["kept"])
+        _load_extra_state(model, state["extra"])
 
 
 class OptimizerState:
@@ -97,13 +97,13 @@ class OptimizerState:
         optimizer = self._optimizer()
         assert optimizer is not None
         schedulers = [[type(each).__name__, each.state_dict()] for each in schedulers_of(optimizer)]
-        return {**optimizer.state_dict(), "kept": _kept_by(optimizer), "schedulers": schedulers}
+        return {**optimizer.state_dict(), "extra": _extra_state(optimizer), "schedulers": schedulers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `PeerState`."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        kept, schedulers = state.pop("kept"), state.pop("schedulers")
+        extra, schedulers = state.pop("extra"), state.pop("schedulers")
         optimizer.load_state_dict(state)
         _load_schedulers(optimizer, schedulers)
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -112,7 +112,7 @@ class OptimizerState:
                 key: value.to(params[index].device) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in entries.items()
             }
-        _load_kept(optimizer, kept)
+        _load_extra_state(optimizer, extra)
 
 
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
@@ -143,11 +143,11 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _kept_by(owner: nn.Module | Optimizer) -> dict[str, Any]:
+def _extra_state(owner: nn.Module | Optimizer) -> dict[str, Any]:
     return {name: dict(entry.source.state_dict()) for name, entry in saved_state_of(owner).items()}
 
 
-def _load_kept(owner: nn.Module | Optimizer, states: dict[str, Any]) -> None:
+def _load_extra_state(owner: nn.Module | Optimizer, states: dict[str, Any]) -> None:
     entries = saved_state_of(owner)
     for name, state in states.items():
         if name in entries:

@@ -1,4 +1,4 @@
-"""`Recovery`: complete every global batch of an elastic job while ranks leave and join.
+"""`ElasticRecovery`: complete every global batch of an elastic job while ranks leave and join.
 
 Parameters change only after all members have said that their reductions are whole (`_commit`). When a member is lost
 before that, the others form the groups of the next membership epoch, tell each other how far they are, and share out
@@ -19,10 +19,11 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.cluster.view import View
 from phalanx.comm import process_group
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
-from phalanx.comm.membership import Membership, View, wait_for
+from phalanx.comm.membership import MembershipClient, wait_for
 from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.errors import PeerLostError
 from phalanx.parallel.data.replica_round import gradient_group
@@ -49,7 +50,7 @@ class ReplicaSums(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MemberProgress:
     """How far one member is when a membership epoch begins."""
 
     committed: int
@@ -73,7 +74,7 @@ class Progress:
     """Whether it has the result of the next one."""
 
     @classmethod
-    def from_json(cls, text: str) -> Progress:
+    def from_json(cls, text: str) -> MemberProgress:
         """Read what `to_json` wrote."""
         value = json.loads(text)
         return cls(**{**value, "assignment": {id: tuple(local) for id, local in value["assignment"].items()}})
@@ -112,11 +113,11 @@ def use_mesh_of(context: Context) -> None:
 
 
 @dataclass
-class Recovery:
+class ElasticRecovery:
     """The part of this rank in an elastic job."""
 
     context: Context
-    membership: Membership
+    membership: MembershipClient
     replicas: Replicas
     failure: PeerLostError | None = None
     """What a reduction of the global batch at hand failed with."""
@@ -197,7 +198,9 @@ class Recovery:
         newest, view = self.membership.newest, self.membership.view
         assert newest is not None
         assert view is not None
-        epoch = newest.epoch if newest.is_planned and newest.ids != view.ids else -1
+        # A view that came after a loss may have some that were to join before, and did not yet.
+        is_to_take = newest.ids != view.ids and (newest.planned or set(view.ids) <= set(newest.ids))
+        epoch = newest.epoch if is_to_take else -1
         agreed = torch.tensor([epoch, -int(self.is_stop_requested)], dtype=torch.int64)
         if len(view.members) > 1:
             wait_for(dist.all_reduce(agreed, dist.ReduceOp.MIN, async_op=True))
@@ -271,7 +274,7 @@ class Recovery:
         view: View | None = None,
         is_joining: bool = False,
         is_call_complete: bool = False,
-    ) -> tuple[bool, list[Progress]]:
+    ) -> tuple[bool, list[MemberProgress]]:
         """Form the groups of the next membership epoch and agree on what is left to do. Collective over its members.
 
         Returns:
@@ -280,7 +283,7 @@ class Recovery:
         started, failure = time.monotonic(), self.failure
         before = None if is_joining else self.membership.view
         assignment = {} if before is None else dict(zip(before.ids, map(tuple, self.replicas.by_rank), strict=True))
-        mine = Progress(
+        mine = MemberProgress(
             self.committed, is_open, is_open and failure is None, assignment, is_joining, self.calls, is_call_complete
         )
         while True:
@@ -315,14 +318,14 @@ class Recovery:
         if view is None:
             raise failure or PeerLostError("the launcher sent no view of the members that are left")
         self._leave_unless_in(view)
-        return view.without_joining()
+        return view.only(self.membership.view.ids)
 
     def _leave_unless_in(self, view: View) -> None:
         if self.membership.id not in view.ids:
             logger.info("this rank leaves the job: %s", view.reason)
             raise SystemExit(0)
 
-    def _exchange(self, mine: Progress, size: int) -> list[Progress]:
+    def _exchange(self, mine: MemberProgress, size: int) -> list[MemberProgress]:
         """Return the progress of every member, in the order of their ranks. Collective."""
         if size == 1:
             return [mine]
@@ -331,9 +334,9 @@ class Recovery:
         keys = [f"progress/{rank}" for rank in range(size)]
         if not store.wait(keys, process_group.REFORM_TIMEOUT_S):
             raise PeerLostError("a member of the new membership epoch did not say how far it is")
-        return [Progress.from_json(store.get(key)) for key in keys]
+        return [MemberProgress.from_json(store.get(key)) for key in keys]
 
-    def _take_in(self, view: View, everyone: list[Progress], *, is_joining: bool) -> None:
+    def _take_in(self, view: View, everyone: list[MemberProgress], *, is_joining: bool) -> None:
         """Give those that join the state of the first of the others."""
         joiners = [rank for rank, progress in enumerate(everyone) if progress.is_joining]
         first = next((rank for rank, progress in enumerate(everyone) if not progress.is_joining), None)
@@ -346,7 +349,7 @@ class Recovery:
             for rank in joiners:
                 send_state(rank)
 
-    def _continue(self, mine: Progress, everyone: list[Progress], view: View) -> bool:
+    def _continue(self, mine: MemberProgress, everyone: list[MemberProgress], view: View) -> bool:
         """Decide what becomes of the open global batch, alike on all members; see `_recover` for what is returned."""
         members = [progress for progress in everyone if not progress.is_joining]
         ahead = max(progress.committed for progress in members)
@@ -370,7 +373,7 @@ class Recovery:
         self._is_moved = False
         self.replicas.reassign(assign_replicas(self.replicas.count, self.context.world_size), self.context.rank)
 
-    def _report(self, view: View, lost: Sequence[str], seconds: float, everyone: list[Progress]) -> None:
+    def _report(self, view: View, lost: Sequence[str], seconds: float, everyone: list[MemberProgress]) -> None:
         new = [view.members[rank].id for rank, progress in enumerate(everyone) if progress.is_joining]
         self._commit_at = None
         self.membership.send(

@@ -1,8 +1,9 @@
-"""`View`: the members of a job in rank order from one membership epoch on (pure)."""
+"""`View`: the members of an elastic job in rank order from one membership epoch on (pure)."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -46,6 +47,10 @@ class View:
     def rank(self, member_id: str) -> int:
         """Return the rank of a member."""
         return self.ids.index(member_id)
+
+    def only(self, ids: Collection[str]) -> View:
+        """Return the view of those of its members that have these ids."""
+        return replace(self, members=tuple(member for member in self.members if member.id in ids))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
