@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from phalanx.comm.backward_end import at_backward_end
 from phalanx.comm.batches import Batches, Shares, row_weight_of, weigh_alike
 from phalanx.errors import ConfigError
 
@@ -165,6 +166,12 @@ class Passes:
             )
         return own / at_params
 
+    def abandon_backward(self) -> None:
+        """Let go of a backward pass that raised, whose forward passes are repeated now."""
+        running, self._running = self._running, None
+        for forward in running.arrived if running is not None else ():
+            forward.is_over = True
+
     def of_backward(self, ranks: int) -> Shares:
         """Return what the gradients of parameters in the backward pass that runs are of."""
         return (self._running or self._begin(None, ranks)).shares
@@ -186,8 +193,7 @@ class Passes:
 
     def _begin(self, first: ForwardPass | None, ranks: int) -> _Backward:
         self._running = running = _Backward(self._shares_for(first, ranks))
-        # Runs in the thread that called backward, once its last gradient has been accumulated.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        at_backward_end(self._end)
         return running
 
     def _shares_for(self, first: ForwardPass | None, ranks: int) -> Shares:

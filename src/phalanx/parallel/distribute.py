@@ -28,6 +28,7 @@ from phalanx.parallel.checks.same_samples_check import SampleWatch
 from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
 from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
 from phalanx.parallel.logical_replicas import ReplicaGate
+from phalanx.parallel.memory.guarded_model import guard_memory
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.replica_balance import ReplicaBalance
 from phalanx.parallel.session import (
@@ -118,6 +119,9 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         _set_up_optimizer(optimizer, model)
     if context.recovery is not None:
         ModelState(model)
+    applied = applied_to(model)
+    if applied is not None and use_strategy(None).out_of_memory == "recompute":
+        guard_memory(model, applied, context)
     record = model_record(model)
     record.expects_optimizer = expects_optimizer
     # One that joins comes to its first forward passes when the others are long past theirs.

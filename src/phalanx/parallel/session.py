@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.checks.replica_check import ReplicaComparison
     from phalanx.parallel.checks.step_check import StepWatch
     from phalanx.parallel.data.reducer import Reducer
+    from phalanx.parallel.memory.guard import MemoryGuard
     from phalanx.parallel.optim.ema import EMA
     from phalanx.parallel.pipeline.engine import PipelineEngine
     from phalanx.parallel.stateful import SavedState
@@ -76,6 +77,9 @@ class ModelRecord:
 
     saved_state: dict[str, SavedState] = field(default_factory=dict)
     """State beside the model's own that checkpoints hold, by name."""
+
+    memory_guard: MemoryGuard | None = None
+    """Repeats its passes that run out of memory, if that can be done."""
 
     forward_watch: ForwardWatch | None = None
     expects_optimizer: bool = False

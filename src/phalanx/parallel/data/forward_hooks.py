@@ -27,6 +27,19 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) 
     module.forward = update_wrapper(wrapped, inner, assigned=("__doc__",), updated=())
 
 
+def wrap_innermost_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) -> None:
+    """Do what `wrap_forward` does, but inside all wraps that are there: `around` is called in the module's own place."""
+    innermost = module.__dict__.get("forward")
+    while isinstance(innermost, partial) and isinstance(innermost.args[0], partial):
+        innermost = innermost.args[0]
+    if not isinstance(innermost, partial):
+        wrap_forward(module, around, *settings)
+        return
+    own, *others = innermost.args
+    wrapped: Any = partial(around, own, *settings)
+    innermost.__setstate__((innermost.func, (wrapped, *others), innermost.keywords, innermost.__dict__))
+
+
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Give a module its buffers back as they were before the block, also those that its forward pass assigns anew."""

@@ -33,6 +33,7 @@ from itertools import accumulate, count
 import torch
 from torch import Tensor, nn
 
+from phalanx.comm.backward_end import at_backward_end, is_repeated
 from phalanx.comm.context import Context
 from phalanx.comm.labels import label_calls
 from phalanx.errors import ConfigError, PeerLostError, PlanError
@@ -68,8 +69,9 @@ class _Running:
     def join(self, reducer: Reducer) -> None:
         """Add one whose gradients have begun to come."""
         now = torch._C._current_graph_task_id()
-        if now != self._pass:  # else a pass that raised an error has left its own
-            self._pass, self._reducers = now, []
+        if now != self._pass and not is_repeated():  # else a pass that raised an error has left its own
+            self._reducers = []
+        self._pass = now
         self._reducers.append(reducer)
 
     def is_first(self, reducer: Reducer) -> bool:
@@ -232,8 +234,7 @@ class Reducer:
         check_no_graph()
         self._open()
         _running.join(self)
-        # Runs in the thread that called backward, once its last gradient has been accumulated.
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+        at_backward_end(self._on_end)
 
     def reduce(self) -> None:
         """Reduce what several backward passes have accumulated. Collective, as a backward pass is."""

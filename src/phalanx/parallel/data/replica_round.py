@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.comm.backward_end import at_backward_end
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group, group_of
 from phalanx.comm.membership import wait_for
@@ -153,7 +154,7 @@ class ReplicaRound:
         self._replicas.begin_backward()
         if self.is_shared and not self._is_accumulating:
             self._is_accumulating = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._keep)
+            at_backward_end(self._keep)
 
     def _keep(self) -> None:
         self._is_accumulating = False

@@ -68,13 +68,13 @@ def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str,
     chosen = recomputed_modules(rules, modules)
     for name, rule in chosen.items():
         module = model.get_submodule(name)
-        wrap_forward(module, _recomputed, module, rule)
+        wrap_forward(module, recomputed, module, rule)
     if any(rule.offload for rule in chosen.values()) and all(p.device.type == "cpu" for p in model.parameters()):
         logger.warning("offload of recomputed modules does not act: the model computes in host memory already.")
     return tuple(chosen)
 
 
-def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any, **kwargs: Any) -> Any:
+def recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     keep = save_on_cpu(pin_memory=torch.cuda.is_available()) if rule.offload else nullcontext()

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -15,6 +14,7 @@ import phalanx.comm.context as context_of
 from phalanx.data.loader.binding import Inputs
 from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import activation_bytes, as_trained, computes_elsewhere, is_averaged, state_of
+from phalanx.parallel.memory.failures import is_out_of_memory
 from phalanx.parallel.session import Applied, applied_to, distributed_models, distributed_optimizers
 from phalanx.plan.memory import StateOf, memory_of, memory_table
 from phalanx.plan.rules.mesh import STAGE_AXIS
@@ -51,12 +51,6 @@ def explain_memory(error: BaseException) -> None:
     if is_out_of_memory(error) and not any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
         models = [(model, applied) for model in distributed_models() if (applied := applied_to(model)) is not None]
         _add_note(error, [_account(applied, model, None) for model, applied in models])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that host or device memory ran out."""
-    is_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _add_note(error: BaseException, accounts: list[str]) -> None:

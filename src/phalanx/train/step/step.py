@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from phalanx.parallel.checks.step_check import is_managed
 from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
 from phalanx.parallel.distribute import add_model
 from phalanx.parallel.memory.out_of_memory import memory_explained
-from phalanx.parallel.session import applied_to, is_distributed_optimizer
+from phalanx.parallel.session import applied_to, is_distributed_optimizer, model_record
 from phalanx.parallel.step.gate import keep_update_out_of_graph
 from phalanx.parallel.step.hooks import keep_out_of_graph
 from phalanx.train.events import report_step, tell_loss
@@ -199,14 +200,23 @@ class TrainStep:
                 self._loss_fn if weight is None or not len(target) else self._of_microbatches(inputs, target, weight)
             )
             return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scale_loss)
-        loss_fn = self._loss_fn if weight is None or self._counted is None else self._counted.total
-        loss, fetched = self._forward(inputs, target, loss_fn)
+        loss, fetched = self._loss(inputs, target, weight is not None)
         if weight is not None:
             loss = weighted_mean(loss, weight)
         elif self._own is not None and context.current().replicas is None:
             loss = self._own.mean(loss, target)
         self._scale_loss(loss).backward()
         return loss, fetched
+
+    def _loss(self, inputs: Any, target: Any, is_counted: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and fetches; model and loss are one pass, repeated if memory runs out."""
+        guard = None if self.compiled else model_record(self._model).memory_guard
+        if guard is None or not guard.can_run():
+            return self._forward(inputs, target, self._loss_of(is_counted))
+        return guard.run(partial(_loss_again, weakref.ref(self), inputs, target, is_counted), (inputs, target))
+
+    def _loss_of(self, is_counted: bool) -> LossFunction:
+        return self._loss_fn if not is_counted or self._counted is None else self._counted.total
 
     def _compute(self, inputs: Any, target: Any, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
         output = call(self._model, inputs)
@@ -308,6 +318,15 @@ def train_step(
         raise ConfigError("'loss' is always fetched; give the fetch another name.")
     warn_without_optimizer(model, optimizer)
     return TrainStep(model, loss_of if loss_fn is None else loss_fn, optimizer, fetch or {}, compiled)
+
+
+def _loss_again(
+    step: weakref.ref[TrainStep], inputs: Any, target: Any, is_counted: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute a step's loss; a graph refers to this, so it lets go of the step and its model."""
+    mine = step()
+    assert mine is not None
+    return mine._compute(inputs, target, mine._loss_of(is_counted))
 
 
 class _GraphCounter:

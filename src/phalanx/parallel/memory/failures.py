@@ -1,0 +1,89 @@
+"""`Failure`: an error that says that memory ran out, without what it holds in memory."""
+
+from __future__ import annotations
+
+import errno
+import re
+import resource
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)")
+_HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory")
+_PAGE_BYTES = resource.getpagesize()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that host or device memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an error said of memory, once its frames, which hold activations, are gone."""
+
+    error: BaseException
+    phase: str
+    asked: str
+    """How much was asked for, in the words of the allocator; empty if it does not say."""
+
+    free_bytes: int
+    """Memory that was left then, as far as the device or the process's limits tell."""
+
+    @classmethod
+    def of(cls, error: BaseException, phase: str, device: torch.device, handled: BaseException | None) -> Failure:
+        """Return what an error says, and clear the frames that it came through.
+
+        Args:
+            error: The error.
+            phase: Of which pass it is.
+            device: Whose memory ran out.
+            handled: The exception that the script was handling before, which stays as it is.
+        """
+        asked = _ASKED.search(str(error))
+        failure = cls(error, phase, asked[1] if asked else "", free_bytes(device))
+        at: BaseException | None = error
+        while at is not None and at is not handled:
+            traceback.clear_frames(at.__traceback__)
+            at.__traceback__ = None
+            inner, at = at, at.__context__
+            inner.__context__ = None
+        return failure
+
+    @property
+    def amounts(self) -> str:
+        """Return what was asked for and what was free."""
+        asked = f"{self.asked} asked for, " if self.asked else ""
+        return f"{asked}{self.free_bytes:,} bytes free"
+
+    def error_because(self, why: str) -> BaseException:
+        """Return the error, with why no remedy was applied."""
+        self.error.add_note(f"The pass was not repeated with less memory: {why}.")
+        return self.error
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is left: of the device, or of this host and this process's limits."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    left = [_host_free()]
+    used = [int(pages) * _PAGE_BYTES for pages in Path("/proc/self/statm").read_text(encoding="ascii").split()]
+    for limit, size in ((resource.RLIMIT_AS, used[0]), (resource.RLIMIT_DATA, used[5])):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            left.append(max(most - size, 0))
+    return min(left)
+
+
+def _host_free() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

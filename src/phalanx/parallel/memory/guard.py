@@ -1,0 +1,203 @@
+"""`MemoryGuard`: repeat a forward or backward pass that ran out of memory, in the same call, under the next remedy.
+
+A rank repeats its own pass, so no other rank has anything to undo: they wait. Nothing is changed while memory suffices:
+the graph that a script sees is the one that its model makes. What a repetition needs is noted at every pass: inputs,
+random numbers, changing buffers, and, while a backward pass runs, the gradients that arrive at the outputs.
+
+    model(x) ──> MemoryGuard.run: note the state; out of memory: remedy, state back, the same call again
+    loss.backward() ──> backward_guarded: out of memory in the model's part of the graph: let go of that graph, remedy,
+                        the forward pass again, and backward from the noted gradients into what has none yet
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import phalanx.comm.context as context_of
+from phalanx.comm.run_events import record_event
+from phalanx.parallel.memory.failures import Failure, is_out_of_memory
+from phalanx.parallel.memory.graphs import Node
+from phalanx.parallel.memory.pass_state import CannotRepeatError, PassState, StateKeeper
+from phalanx.parallel.memory.remedies import Remedies
+
+logger = logging.getLogger("phalanx.parallel")
+
+T = TypeVar("T")
+_numbers = count()
+MARK = "phalanx.guarded_pass"
+"""Key of a node's metadata under which its pass is found."""
+
+
+class GuardedPass:
+    """A forward pass whose backward pass is to come. Lives as long as its graph, to which it does not refer."""
+
+    __slots__ = ("arrived", "compute", "guard", "number", "outputs", "state")
+
+    def __init__(self, guard: MemoryGuard, compute: Callable[[], Any], state: PassState) -> None:
+        self.guard, self.compute, self.state = guard, compute, state
+        self.number = next(_numbers)
+        self.arrived: dict[int, tuple[Tensor | None, ...]] = {}
+        """By number of the node: what it was called with in the backward pass that runs."""
+
+        self.outputs: list[tuple[weakref.ref[Tensor], int]] = []
+        """The tensors that it returned, with their version counters."""
+
+    def mark(self, outputs: Any) -> None:
+        """Let the nodes at the end of the graph tell what arrives."""
+        for number, (node, tensors) in enumerate(last_nodes(outputs)):
+            node.metadata[MARK] = self, number
+            node.register_prehook(_Arrival(self, number))
+            self.outputs += [(weakref.ref(tensor), tensor._version) for tensor in tensors]
+
+
+class _Arrival:
+    """Notes the gradients with which a node is called."""
+
+    __slots__ = ("_number", "_pass")
+
+    def __init__(self, guarded: GuardedPass, number: int) -> None:
+        self._pass, self._number = guarded, number
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if running.is_backward:
+            self._pass.arrived[self._number] = gradients
+            running.passes.append(self._pass)
+
+
+class _Running:
+    """What the guards of this process do now."""
+
+    def __init__(self) -> None:
+        self.is_forward = False
+        """Whether a guarded forward pass runs; those within it are part of it."""
+
+        self.is_backward = False
+        self.passes: list[GuardedPass] = []
+        """Passes that gradients have arrived at in the backward pass that runs."""
+
+
+running = _Running()
+
+
+def last_nodes(outputs: Any) -> list[tuple[Node, list[Tensor]]]:
+    """Return the nodes that made outputs, each with its tensors, in the order of the outputs."""
+    found: dict[Node, list[Tensor]] = {}
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            found.setdefault(tensor.grad_fn, []).append(tensor)
+    return list(found.items())
+
+
+class MemoryGuard:
+    """What repeats the passes of one model.
+
+    Args:
+        model: The model, distributed.
+        remedies: What there is to apply.
+        device: Where it computes.
+        before_repeating: Called before a forward pass is repeated, to undo what stands in its way.
+        why_backward_cannot: Why its backward pass cannot be repeated; None if it can.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        remedies: Remedies,
+        device: torch.device,
+        *,
+        before_repeating: Callable[[nn.Module], None] | None = None,
+        why_backward_cannot: str | None = None,
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.remedies, self.device = remedies, device
+        self.keeper = StateKeeper(model, device)
+        self.why_backward_cannot = why_backward_cannot
+        self._before_repeating = before_repeating
+        self._parameters: tuple[nn.Parameter, ...] | None = None
+
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Return the model's parameters, as they were at the first call."""
+        if self._parameters is None:
+            model = self.model()
+            self._parameters = () if model is None else tuple(model.parameters())
+        return self._parameters
+
+    def can_run(self) -> bool:
+        """Return whether a pass that begins now would be guarded: one with a graph, by itself."""
+        if running.is_forward or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+    def run(self, compute: Callable[[], T], inputs: Any) -> T:
+        """Return what a forward pass computes, repeated if memory runs out.
+
+        Args:
+            compute: The pass. It may be called again as long as its graph lives, so it should not keep the model alive.
+            inputs: All tensors that it reads beside parameters and buffers.
+        """
+        state = self.keeper.keep(inputs)
+        running.is_forward = True
+        try:
+            outputs = self._compute(compute, state)
+        finally:
+            running.is_forward = False
+        self.keeper.end(state)
+        GuardedPass(self, compute, state).mark(outputs)
+        return outputs
+
+    def _compute(self, compute: Callable[[], T], state: PassState) -> T:
+        handled = sys.exception()
+        while True:
+            started = time.perf_counter()
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or not self.remedies.remain():
+                    raise
+                failure = Failure.of(error, "forward", self.device, handled)
+            self.remedy(failure, time.perf_counter() - started)
+            self._restore(state, failure)
+
+    def _restore(self, state: PassState, failure: Failure) -> None:
+        model = self.model()
+        if model is not None and self._before_repeating is not None:
+            self._before_repeating(model)
+        try:
+            state.restore()
+        except CannotRepeatError as why:
+            raise failure.error_because(str(why)) from None
+
+    def remedy(self, failure: Failure, lost_s: float) -> None:
+        """Apply the next remedy, and say so."""
+        remedy = self.remedies.apply_next()
+        context = context_of.current()
+        model = self.model()
+        logger.warning(
+            "rank %d ran out of memory in a %s pass of %s (%s). It %s, and repeats the pass; results keep their "
+            "bits.%s",
+            context.rank,
+            failure.phase,
+            type(model).__name__,
+            failure.amounts,
+            remedy.effect,
+            f" To begin with it: {remedy.setting}." if remedy.setting else "",
+        )
+        record_event(
+            "out_of_memory",
+            rank=context.rank,
+            phase=failure.phase,
+            remedy=remedy.name,
+            asked=failure.asked,
+            free_bytes=failure.free_bytes,
+            lost_s=round(lost_s, 4),
+        )

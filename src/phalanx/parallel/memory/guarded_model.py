@@ -1,0 +1,82 @@
+"""`guard_memory`: let a distributed model repeat passes that run out of memory, where that can be done exactly."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.comm.context import Context
+from phalanx.parallel.memory.guard import MemoryGuard
+from phalanx.parallel.memory.guarded_backward import guard_backward
+from phalanx.parallel.memory.remedies import Remedies
+from phalanx.parallel.session import Applied, model_record
+from phalanx.plan.rules.mesh import STAGE_AXIS
+from phalanx.plan.value import Plan, ReduceScatter
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+def guard_memory(model: nn.Module, applied: Applied, context: Context) -> None:
+    """Guard a model against running out of memory. Models that this cannot do are left as they are, which is logged.
+
+    Args:
+        model: The model, distributed.
+        applied: What was made of it.
+        context: Tells the device.
+    """
+    why = why_unguarded(model, applied.plan, context)
+    if why is not None:
+        logger.info("a pass of %s that runs out of memory is not repeated: %s", type(model).__name__, why)
+        return
+    reset = None
+    if applied.is_sharded:
+        from phalanx.parallel.zero.interrupted import reset_forward  # a job that shards nothing does not wait for this
+
+        reset = reset_forward
+    guard = MemoryGuard(
+        model, Remedies(model, applied.plan.modules, context.device), context.device, before_repeating=reset
+    )
+    # Torch calls this in the place of the forward pass with its hooks, copies and pickles leave it out, and it can
+    # hold the model weakly: unlike a wrapped forward it makes no ring.
+    model._compiled_call_impl = partial(_call, weakref.ref(model), guard)
+    model_record(model).memory_guard = guard
+    if not applied.is_sharded:
+        guard_backward(guard)
+
+
+def why_unguarded(model: nn.Module, plan: Plan, context: Context) -> str | None:
+    """Return why a rank cannot repeat a forward pass of a model alone, without changing a result; None if it can."""
+    other_axes = [axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in plan.step.batch_axes]
+    is_gathered_anew = any(isinstance(rule.update, ReduceScatter) and _regathers(rule.update) for rule in plan.params)
+    reasons = {
+        "its step is compiled": plan.step.compiled or model._compiled_call_impl is not None,
+        "it is split into stages": STAGE_AXIS in other_axes,
+        "its ranks exchange parts of activations": bool(other_axes) or bool(plan.ops),
+        "it reads tables": bool(plan.tables),
+        "its batch norms are synchronised": plan.step.sync_bn and context.readers.count > 1,
+        "ZeRO 3 gathers parameters in every pass": is_gathered_anew,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _regathers(update: ReduceScatter) -> bool:
+    return update.zero == 3 and update.reshard
+
+
+def _call(model: weakref.ref[nn.Module], guard: MemoryGuard, *inputs: Any, **named: Any) -> Any:
+    module = model()
+    assert module is not None
+    if torch.compiler.is_compiling() or not guard.can_run():
+        return module._call_impl(*inputs, **named)
+    return guard.run(partial(_call_again, model, inputs, named), (inputs, named))
+
+
+def _call_again(model: weakref.ref[nn.Module], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    module = model()
+    assert module is not None
+    return module._call_impl(*inputs, **named)

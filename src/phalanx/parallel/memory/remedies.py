@@ -1,0 +1,157 @@
+"""`Remedies`: what a rank does in turn when its memory runs out; each changes no bit of a result, and stays.
+
+First it frees what nothing refers to, then it recomputes the first half of the model's blocks in the backward pass
+(whose activations are kept for longest, and in convolutional networks are the largest), all blocks, and the modules in
+them too; on a GPU it then moves to host memory what recomputed blocks keep.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+from phalanx.parallel.data.forward_hooks import Forward, wrap_forward, wrap_innermost_forward
+from phalanx.parallel.memory.activation_checkpointing import recomputed
+from phalanx.parallel.memory.blocks import Block, find_blocks, inner_blocks
+from phalanx.plan.rules.recompute import recomputed_modules
+from phalanx.plan.value import ModuleRule
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One of them, applied."""
+
+    name: str
+    """What the event file calls it."""
+
+    effect: str
+    """What a rank does from now on, for the log."""
+
+    setting: str
+    """What a strategy has to say to begin with it; empty where none does."""
+
+
+Step = tuple[Remedy, Callable[[], None]]
+
+
+class Remedies:
+    """The remedies that a model's rank has not applied yet.
+
+    Args:
+        model: The model, as it is trained.
+        rules: Of its Plan: what they recompute already is left alone.
+        device: Where it computes.
+    """
+
+    def __init__(self, model: nn.Module, rules: Sequence[ModuleRule], device: torch.device) -> None:
+        self._model, self._rules, self._device = weakref.ref(model), rules, device
+        self._steps: list[Step] | None = None
+
+    def remain(self) -> bool:
+        """Return whether there is one to apply."""
+        return bool(self._to_come())
+
+    def apply_next(self) -> Remedy:
+        """Apply the next one; what the model's passes compute is the same with it."""
+        remedy, apply = self._to_come().pop(0)
+        apply()
+        free_caches(self._device)
+        return remedy
+
+    def _to_come(self) -> list[Step]:
+        if self._steps is None:  # looked for when memory has run out, not before
+            model = self._model()
+            self._steps = [] if model is None else list(self._list(model))
+        return self._steps
+
+    def _list(self, model: nn.Module) -> Iterator[Step]:
+        yield Remedy("free_caches", "frees what nothing refers to", ""), lambda: free_caches(self._device)
+        names = ((name, isinstance(module, (nn.ModuleList, nn.ModuleDict))) for name, module in model.named_modules())
+        done = recomputed_modules(self._rules, names)
+        is_done = [name + "." for name in done]
+        blocks = [b for b in find_blocks(model) if not (b.name + ".").startswith(tuple(is_done) or ("\0",))]
+        half, cut = len(blocks) // 2, dict[nn.Module, SegmentedRun]()
+        for part, amount in ((blocks[:half], f"{half} of its {len(blocks)} blocks"), (blocks[half:], "all its blocks")):
+            if part:
+                setting = _setting([*blocks[:half], *part])
+                yield (
+                    Remedy("recompute", f"recomputes {amount} in backward from now on", setting),
+                    partial(_recompute, part, cut),
+                )
+        inner = [within for block in blocks for within in inner_blocks(block)]
+        if inner:
+            effect = "recomputes the modules in its blocks one by one from now on"
+            yield Remedy("recompute_inner", effect, _setting(blocks)), partial(_recompute, inner, cut)
+        whole = [block for block in blocks if block.run is None]
+        if whole and self._device.type != "cpu":
+            setting = _setting(whole).removesuffix("}") + ', "enable_offload": True}'
+            yield (
+                Remedy("offload", "keeps the inputs of its blocks in host memory from now on", setting),
+                partial(_offload, whole),
+            )
+
+
+def free_caches(device: torch.device) -> None:
+    """Free what nothing refers to, and what the device's allocator keeps for later."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _recompute(blocks: Sequence[Block], cut: dict[nn.Module, SegmentedRun]) -> None:
+    for block in blocks:
+        if block.run is None:
+            wrap_forward(block.module, recomputed, block.module, ModuleRule(match=block.name, recompute="full"))
+        elif block.module in cut:
+            cut[block.module].runs.append(block.run)
+        else:
+            cut[block.module] = SegmentedRun([block.run])
+            wrap_innermost_forward(block.module, _in_segments, block.module, cut[block.module])
+
+
+@dataclass(slots=True)
+class SegmentedRun:
+    """The parts of a sequence of layers that are recomputed."""
+
+    runs: list[tuple[int, int]]
+
+
+def _in_segments(_forward: Forward, sequence: nn.Sequential, segments: SegmentedRun, x: Any) -> Any:
+    layers, at = list(sequence), 0
+    for start, end in segments.runs:
+        for layer in layers[at:start]:
+            x = layer(x)
+        part = nn.Sequential(*layers[start:end])
+        x = recomputed(part.forward, part, ModuleRule(match="*", recompute="full"), x)
+        at = end
+    for layer in layers[at:]:
+        x = layer(x)
+    return x
+
+
+def _offload(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        wrap_forward(block.module, _kept_on_host)
+
+
+def _kept_on_host(forward: Forward, *inputs: Any, **named: Any) -> Any:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return forward(*inputs, **named)
+
+
+def _setting(blocks: Sequence[Block]) -> str:
+    """Return what a strategy says to recompute blocks; empty where they are no modules of their own."""
+    if not blocks or any(block.run is not None for block in blocks):
+        return ""
+    patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", block.name) for block in blocks)
+    names = ", ".join(f'"{pattern}"' for pattern in patterns)
+    return f'strategy.recompute = True and strategy.recompute_configs = {{"checkpoints": [{names}]}}'
