@@ -49,7 +49,10 @@ def test_a_step_tells_parameters_activations_and_settings() -> None:
     kept = int(told.split()[-4].replace(",", ""))
     assert 64 * 32 * 4 <= kept <= 64 * 68 * 4  # what tanh gives, and at most what the layers give too
     assert lines[-2:] == [
-        f"- recompute, which keeps no more of most modules than their inputs: saves about {kept:,} bytes",
+        (
+            "- strategy.recompute = True, which keeps no more of most modules than their inputs: saves about "
+            f"{kept:,} bytes"
+        ),
         f"- half the rows in a batch, with gradient_merge over 2 batches: saves about {kept // 2:,} bytes",
     ]
 
@@ -64,9 +67,14 @@ def test_sharding_is_named_with_its_bytes_where_there_are_ranks() -> None:
         step=Step(batch_axes=("data",)),
     )
     set_applied(model, replace(applied_to(model), plan=plan))
-    told = lines_with("sharding at stage 3", failed(model, optimizer))
+    told = lines_with("strategy.sharding = True", failed(model, optimizer))
     # Half of parameters and gradients, and the flags and marks that travel with buckets.
-    assert told == [f"- sharding at stage 3: saves about {420 * 4 + 4 * 4 + 2 * MARK_BITS * 4:,} bytes"]
+    assert told == [
+        (
+            '- strategy.sharding = True with strategy.sharding_configs = {"stage": 3}: saves about '
+            f"{420 * 4 + 4 * 4 + 2 * MARK_BITS * 4:,} bytes"
+        )
+    ]
 
 
 def test_without_inputs_it_says_who_tells_and_one_note_is_enough() -> None:

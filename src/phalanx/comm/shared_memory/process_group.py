@@ -50,6 +50,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
+        self.calls_issued = 0
         self._coalesced: list[SharedWork] | None = None
         self._keeper = CompletionThread(f"phalanx shm {options.group_id}")
         ranks = list(options.global_ranks_in_group) or list(range(self._size))
@@ -398,6 +399,7 @@ class SharedMemoryGroup(NamedGroup):
         then: Callable[[], None] | None,
         carrier: Any = None,
     ) -> SharedWork:
+        self.calls_issued += 1
         work = SharedWork(carrier or self._carrier, operations, result, keep_alive, then)
         try:
             if opts is not None and not opts.asyncOp and self._coalesced is None:

@@ -28,7 +28,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) 
 
 
 def wrap_innermost_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) -> None:
-    """Do what `wrap_forward` does, but inside all wraps that are there: `around` is called in the module's own place."""
+    """Do what `wrap_forward` does, but inside all wraps that are there, in the place of the module's own forward."""
     innermost = module.__dict__.get("forward")
     while isinstance(innermost, partial) and isinstance(innermost.args[0], partial):
         innermost = innermost.args[0]

@@ -75,6 +75,7 @@ def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str,
 
 
 def recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any, **kwargs: Any) -> Any:
+    """Compute a module's forward pass, and again in backward, as a rule says."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     keep = save_on_cpu(pin_memory=torch.cuda.is_available()) if rule.offload else nullcontext()
@@ -82,11 +83,36 @@ def recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any
     with keep:
         if not torch.compiler.is_compiling():
             contexts = partial(_contexts, module, selective)
+            forward, args, kwargs = _each_once(forward, args, kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if selective:
             contexts = partial(create_selective_checkpoint_contexts, _saved_operators())
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # a graph moves buffers once by itself
+
+
+def _each_once(
+    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
+    """Return a call that is given no tensor twice.
+
+    Torch saves each argument by itself, so what was one tensor would be several when the call is repeated, and a module
+    that asks for it computes otherwise: `nn.MultiheadAttention` of a query that is its key.
+    """
+    names = [*range(len(args)), *kwargs]
+    values = dict(zip(names, (*args, *kwargs.values()), strict=True))
+    first = {id(value): name for name, value in reversed(values.items()) if isinstance(value, torch.Tensor)}
+    same = {name: first[id(value)] for name, value in values.items() if first.get(id(value), name) != name}
+    if not same:
+        return forward, args, kwargs
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        by_name = {**dict(enumerate(args)), **kwargs}
+        again = {name: by_name[same.get(name, name)] for name in names}
+        return forward(*(again[at] for at in range(len(args))), **{name: again[name] for name in kwargs})
+
+    once = {name: None if name in same else value for name, value in values.items()}
+    return call, tuple(once[at] for at in range(len(args))), {name: once[name] for name in kwargs}
 
 
 def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:

@@ -40,11 +40,11 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def inner_blocks(block: Block) -> list[Block]:
-    """Return the modules within a block that are made of others in turn."""
+    """Return the blocks within a block."""
     if block.run is not None:
         return []
     children = [(f"{block.name}.{name}", child) for name, child in block.module.named_children()]
-    return [Block(name, child) for name, child in children if _is_composed(child) and not isinstance(child, _LISTS)]
+    return [inner for name, child in children for inner in _walk(name, child)]
 
 
 def _walk(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[Block]:
@@ -63,7 +63,7 @@ def _is_composed(module: nn.Module) -> bool:
 
 def _holds_blocks(module: nn.Module) -> bool:
     lists = (part for part in module.modules() if isinstance(part, _LISTS))
-    return any(sum(_is_composed(member) for member in one.children()) > 1 for one in lists)
+    return any(sum(_is_composed(member) for member in parent.children()) > 1 for parent in lists)
 
 
 def _segments(name: str, sequence: nn.Sequential) -> Iterator[Block]:

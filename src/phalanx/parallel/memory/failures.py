@@ -1,4 +1,4 @@
-"""`Failure`: an error that says that memory ran out, without what it holds in memory."""
+"""`MemoryFailure`: an error that says that memory ran out, without what it holds in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from pathlib import Path
 
 import torch
 
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)")
-_HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)")
+_WORDS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_DNN_WORDS = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
+"""What oneDNN says whatever the reason was."""
+
+_LITTLE_BYTES = 64 * 2**20
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -22,23 +33,27 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)
+    if not isinstance(error, RuntimeError):
+        return False
+    words = str(error)
+    is_certain = any(part in words for part in _WORDS)
+    return is_certain or (words in _DNN_WORDS and free_bytes(torch.device("cpu")) < _LITTLE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class MemoryFailure:
     """What an error said of memory, once its frames, which hold activations, are gone."""
 
     error: BaseException
     phase: str
-    asked: str
+    requested: str
     """How much was asked for, in the words of the allocator; empty if it does not say."""
 
     free_bytes: int
     """Memory that was left then, as far as the device or the process's limits tell."""
 
     @classmethod
-    def of(cls, error: BaseException, phase: str, device: torch.device, handled: BaseException | None) -> Failure:
+    def of(cls, error: BaseException, phase: str, device: torch.device, handled: BaseException | None) -> MemoryFailure:
         """Return what an error says, and clear the frames that it came through.
 
         Args:
@@ -47,8 +62,8 @@ class Failure:
             device: Whose memory ran out.
             handled: The exception that the script was handling before, which stays as it is.
         """
-        asked = _ASKED.search(str(error))
-        failure = cls(error, phase, asked[1] if asked else "", free_bytes(device))
+        match = _REQUESTED.search(str(error))
+        failure = cls(error, phase, match[1] if match else "", free_bytes(device))
         at: BaseException | None = error
         while at is not None and at is not handled:
             traceback.clear_frames(at.__traceback__)
@@ -60,8 +75,8 @@ class Failure:
     @property
     def amounts(self) -> str:
         """Return what was asked for and what was free."""
-        asked = f"{self.asked} asked for, " if self.asked else ""
-        return f"{asked}{self.free_bytes:,} bytes free"
+        requested = f"{self.requested} asked for, " if self.requested else ""
+        return f"{requested}{self.free_bytes:,} bytes free"
 
     def error_because(self, why: str) -> BaseException:
         """Return the error, with why no remedy was applied."""

@@ -58,9 +58,9 @@ def _release_saved(node: Node, name: str) -> None:
         saved = getattr(node, name)
     except RuntimeError:  # freed already
         return
-    for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+    for tensor in saved if isinstance(saved, (tuple, list)) else (saved,):
         try:
-            one.register_hooks(_drop, _refuse)
+            tensor.register_hooks(_drop, _refuse)
         except (RuntimeError, AttributeError):  # freed, None, or packed by someone else, as in activation checkpointing
             continue
 

@@ -16,6 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import phalanx.comm.context as context_of
+from phalanx.comm.call_count import calls_issued
 from phalanx.comm.run_events import record_event
-from phalanx.parallel.memory.failures import Failure, is_out_of_memory
+from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
 from phalanx.parallel.memory.graphs import Node
 from phalanx.parallel.memory.pass_state import CannotRepeatError, PassState, StateKeeper
 from phalanx.parallel.memory.remedies import Remedies
@@ -41,16 +43,26 @@ MARK = "phalanx.guarded_pass"
 class GuardedPass:
     """A forward pass whose backward pass is to come. Lives as long as its graph, to which it does not refer."""
 
-    __slots__ = ("arrived", "compute", "guard", "number", "outputs", "state")
+    __slots__ = ("arrived", "compute", "exchanges", "guard", "is_over", "number", "outputs", "state")
 
-    def __init__(self, guard: MemoryGuard, compute: Callable[[], Any], state: PassState) -> None:
-        self.guard, self.compute, self.state = guard, compute, state
+    def __init__(
+        self, guard: MemoryGuard, compute: Callable[[], Any], state: PassState, *, exchanges: bool = False
+    ) -> None:
+        self.guard, self.compute, self.state, self.exchanges = guard, compute, state, exchanges
         self.number = next(_numbers)
+        self.is_over = False
         self.arrived: dict[int, tuple[Tensor | None, ...]] = {}
         """By number of the node: what it was called with in the backward pass that runs."""
 
         self.outputs: list[tuple[weakref.ref[Tensor], int]] = []
         """The tensors that it returned, with their version counters."""
+
+    def close(self) -> None:
+        """Let go of what a repetition needs: the graph is used up, and a script may hold it for longer."""
+        self.is_over = True
+        self.arrived.clear()
+        self.outputs.clear()
+        del self.compute, self.state
 
     def mark(self, outputs: Any) -> None:
         """Let the nodes at the end of the graph tell what arrives."""
@@ -69,9 +81,9 @@ class _Arrival:
         self._pass, self._number = guarded, number
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        if running.is_backward:
+        if running.is_backward and not self._pass.is_over:
             self._pass.arrived[self._number] = gradients
-            running.passes.append(self._pass)
+            running.passes.add(self._pass)
 
 
 class _Running:
@@ -82,7 +94,7 @@ class _Running:
         """Whether a guarded forward pass runs; those within it are part of it."""
 
         self.is_backward = False
-        self.passes: list[GuardedPass] = []
+        self.passes: set[GuardedPass] = set()
         """Passes that gradients have arrived at in the backward pass that runs."""
 
 
@@ -91,11 +103,21 @@ running = _Running()
 
 def last_nodes(outputs: Any) -> list[tuple[Node, list[Tensor]]]:
     """Return the nodes that made outputs, each with its tensors, in the order of the outputs."""
-    found: dict[Node, list[Tensor]] = {}
+    nodes: dict[Node, list[Tensor]] = {}
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            found.setdefault(tensor.grad_fn, []).append(tensor)
-    return list(found.items())
+            nodes.setdefault(tensor.grad_fn, []).append(tensor)
+    return list(nodes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What `parallel.zero` knows of a sharded model's passes."""
+
+    reset: Callable[[nn.Module], None]
+    """Forgets how far a pass has come."""
+
+    is_all_gathered: Callable[[nn.Module], bool]
 
 
 class MemoryGuard:
@@ -105,8 +127,7 @@ class MemoryGuard:
         model: The model, distributed.
         remedies: What there is to apply.
         device: Where it computes.
-        before_repeating: Called before a forward pass is repeated, to undo what stands in its way.
-        why_backward_cannot: Why its backward pass cannot be repeated; None if it can.
+        sharding: How to repeat passes of a model that ZeRO shards; None for any other.
     """
 
     def __init__(
@@ -114,28 +135,44 @@ class MemoryGuard:
         model: nn.Module,
         remedies: Remedies,
         device: torch.device,
-        *,
-        before_repeating: Callable[[nn.Module], None] | None = None,
-        why_backward_cannot: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.remedies, self.device = remedies, device
         self.keeper = StateKeeper(model, device)
-        self.why_backward_cannot = why_backward_cannot
-        self._before_repeating = before_repeating
+        self._sharding = sharding
         self._parameters: tuple[nn.Parameter, ...] | None = None
 
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return the model's parameters, as they were at the first call."""
-        if self._parameters is None:
-            model = self.model()
-            self._parameters = () if model is None else tuple(model.parameters())
-        return self._parameters
+        """Return the parameters that get gradients: of a sharded model the gathered ones, of others always the same."""
+        if self._parameters is not None:
+            return self._parameters
+        model = self.model()
+        params = () if model is None else tuple(model.parameters())
+        if self._sharding is None:
+            self._parameters = params
+        return params
+
+    def why_backward_cannot(self) -> str | None:
+        """Return why the backward pass that failed cannot be repeated; None if it can."""
+        model = self.model()
+        if model is None:
+            return "the model is gone"
+        is_whole = self._sharding is None or self._sharding.is_all_gathered(model)
+        return None if is_whole else "ZeRO has let go of parameters that it gathered"
+
+    def forget_pass(self) -> None:
+        """Undo what stands in the way of a repetition."""
+        model = self.model()
+        if model is not None and self._sharding is not None:
+            self._sharding.reset(model)
 
     def can_run(self) -> bool:
         """Return whether a pass that begins now would be guarded: one with a graph, by itself."""
         if running.is_forward or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
+        if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+            return False  # who looks at what operators do must not see ours
         return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def run(self, compute: Callable[[], T], inputs: Any) -> T:
@@ -145,17 +182,21 @@ class MemoryGuard:
             compute: The pass. It may be called again as long as its graph lives, so it should not keep the model alive.
             inputs: All tensors that it reads beside parameters and buffers.
         """
-        state = self.keeper.keep(inputs)
+        state, calls = self.keeper.keep(inputs), calls_issued()
         running.is_forward = True
         try:
-            outputs = self._compute(compute, state)
+            outputs = self._compute(compute, state, calls)
         finally:
             running.is_forward = False
         self.keeper.end(state)
-        GuardedPass(self, compute, state).mark(outputs)
+        GuardedPass(self, compute, state, exchanges=self._exchanges_since(calls)).mark(outputs)
         return outputs
 
-    def _compute(self, compute: Callable[[], T], state: PassState) -> T:
+    def _exchanges_since(self, calls: int) -> bool:
+        """Return whether the script's own code called collectives, which one rank alone must not call again."""
+        return self._sharding is None and calls_issued() != calls
+
+    def _compute(self, compute: Callable[[], T], state: PassState, calls: int) -> T:
         handled = sys.exception()
         while True:
             started = time.perf_counter()
@@ -164,20 +205,21 @@ class MemoryGuard:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or not self.remedies.remain():
                     raise
-                failure = Failure.of(error, "forward", self.device, handled)
+                if self._exchanges_since(calls):
+                    error.add_note("The forward pass was not repeated with less memory: it calls collectives itself.")
+                    raise
+                failure = MemoryFailure.of(error, "forward", self.device, handled)
             self.remedy(failure, time.perf_counter() - started)
             self._restore(state, failure)
 
-    def _restore(self, state: PassState, failure: Failure) -> None:
-        model = self.model()
-        if model is not None and self._before_repeating is not None:
-            self._before_repeating(model)
+    def _restore(self, state: PassState, failure: MemoryFailure) -> None:
+        self.forget_pass()
         try:
             state.restore()
         except CannotRepeatError as why:
             raise failure.error_because(str(why)) from None
 
-    def remedy(self, failure: Failure, lost_s: float) -> None:
+    def remedy(self, failure: MemoryFailure, lost_s: float) -> None:
         """Apply the next remedy, and say so."""
         remedy = self.remedies.apply_next()
         context = context_of.current()
@@ -197,7 +239,7 @@ class MemoryGuard:
             rank=context.rank,
             phase=failure.phase,
             remedy=remedy.name,
-            asked=failure.asked,
+            requested=failure.requested,
             free_bytes=failure.free_bytes,
             lost_s=round(lost_s, 4),
         )

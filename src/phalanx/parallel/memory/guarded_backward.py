@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import phalanx.comm.context as context_of
 from phalanx.comm.backward_end import forget_interrupted, repeated_pass
-from phalanx.parallel.memory.failures import Failure, is_out_of_memory
+from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
 from phalanx.parallel.memory.graphs import Node, leaves_of, reach, release
 from phalanx.parallel.memory.guard import MARK, GuardedPass, MemoryGuard, last_nodes, running
 from phalanx.parallel.memory.pass_state import CannotRepeatError
@@ -72,9 +72,8 @@ def _guarded(backward: Backward) -> Backward:
             _attempt(backward, tensors, grad_tensors, grad_variables)
         finally:
             running.is_backward = False
-            for guarded in running.passes:
-                guarded.arrived.clear()
-            running.passes.clear()
+            while running.passes:
+                running.passes.pop().close()
 
     backward_guarded._phalanx_guarded = True  # type: ignore[attr-defined]
     return backward_guarded
@@ -96,10 +95,10 @@ def _attempt(backward: Backward, tensors: Any, *gradients: Any) -> None:
             raise
         repetition = _plan_repetition(tensors, before, error)
         if isinstance(repetition, str):
-            error.add_note(f"The backward pass was not repeated with less memory: {repetition}.")
+            error.add_note(f"The backward pass was not repeated with less memory: {repetition}.{_advice()}")
             raise
         device = repetition.passes[0].guard.device
-        failure = Failure.of(error, "backward", device, handled)
+        failure = MemoryFailure.of(error, "backward", device, handled)
     del tensors
     while True:
         for guard in dict.fromkeys(guarded.guard for guarded in repetition.passes):
@@ -113,7 +112,7 @@ def _attempt(backward: Backward, tensors: Any, *gradients: Any) -> None:
             can_go_on = is_out_of_memory(error) and error is not failure.error and repetition.can_go_on()
             if not can_go_on or _is_in_reduction(error):
                 raise
-            failure = Failure.of(error, "backward", device, handled)
+            failure = MemoryFailure.of(error, "backward", device, handled)
 
 
 def _gradients_now() -> Gradients:
@@ -135,11 +134,12 @@ class _Repetition:
         """Return whether a further remedy remains."""
         return any(guarded.guard.remedies.remain() for guarded in self.passes)
 
-    def run(self, backward: Backward, failure: Failure) -> None:
+    def run(self, backward: Backward, failure: MemoryFailure) -> None:
         """Compute the forward passes again, and the gradients that parameters have not got yet."""
         context_of.current().passes.abandon_backward()
         with ExitStack() as stack:
             for guard in dict.fromkeys(guarded.guard for guarded in self.passes):
+                guard.forget_pass()
                 stack.enter_context(guard.keeper.elsewhere())
             outputs = [_forward_again(guarded, failure) for guarded in self.passes]
         roots: list[tuple[Tensor, Tensor]] = []
@@ -156,7 +156,7 @@ def _is_untouched(param: Tensor, grad: Tensor | None, version: int) -> bool:
     return param.requires_grad and param.grad is grad and (grad is None or grad._version == version)
 
 
-def _forward_again(guarded: GuardedPass, failure: Failure) -> Any:
+def _forward_again(guarded: GuardedPass, failure: MemoryFailure) -> Any:
     try:
         guarded.state.restore()
     except CannotRepeatError as why:
@@ -213,31 +213,45 @@ def _plan_repetition(tensors: Any, before: Gradients, error: BaseException) -> _
     if _is_in_reduction(error):
         return "memory ran out while gradients were reduced"
     made_by_script, ends = reach(_nodes_of(tensors), lambda node: MARK in node.metadata)
-    marks = [node.metadata[MARK] for node in ends]
-    passes = list(dict.fromkeys(guarded for guarded, _ in marks))
-    if not passes:
-        return "it goes through no call of a distributed model"
+    marks: list[tuple[GuardedPass, int]] = [node.metadata[MARK] for node in ends]
+    passes = sorted({guarded for guarded, _ in marks}, key=lambda guarded: guarded.number)
+    why = _why_not_again(passes)
+    if why is not None:
+        return why
     if any(number not in guarded.arrived for guarded, number in marks):
-        return "it ran out in what the script computed from the model's outputs"
+        return "it ran out before gradients had arrived at all outputs of the model"
     of_model, _ = reach(ends)
-    if any(MARK in node.metadata and node.metadata[MARK][0] not in passes for node in of_model) or any(
-        tensor.requires_grad for guarded in passes for tensor, _ in guarded.state.inputs
-    ):
+    if any(MARK in node.metadata and node.metadata[MARK][0] not in passes for node in of_model):
         return "inputs of the model have gradients, too"
-    if made_by_script & of_model:
+    own = {id(param) for param, _, _ in before}
+    if made_by_script & of_model or any(id(leaf) not in own for leaf in leaves_of(of_model)):
         return "the loss uses parameters, or what the model computed within, beside its outputs"
-    known = {id(param) for param, _, _ in before}
-    if any(id(leaf) not in known for leaf in leaves_of(of_model)):
-        return "it goes to parameters that are not the model's own"
-    repetition = _Repetition(_in_order(passes), before)
+    repetition = _Repetition(passes, before)
     if not repetition.can_go_on():
         return "no remedy is left"
     release(made_by_script | of_model)
     return repetition
 
 
-def _in_order(passes: Iterable[GuardedPass]) -> list[GuardedPass]:
-    return sorted(passes, key=lambda guarded: guarded.number)
+def _why_not_again(passes: Sequence[GuardedPass]) -> str | None:
+    """Return why forward passes cannot be computed again."""
+    if not passes:
+        return "it goes through no call of a distributed model"
+    for guarded in passes:
+        if guarded.is_over:
+            return "it went through a graph that was used up before"
+        if (why := guarded.guard.why_backward_cannot()) is not None:
+            return why
+        if guarded.exchanges:
+            return "its forward pass calls collectives itself"
+        if any(tensor.requires_grad for tensor, _ in guarded.state.inputs):
+            return "inputs of the model have gradients, too"
+    return None
+
+
+def _advice() -> str:
+    setting = next((setting for guard in _guards if (setting := guard.remedies.setting())), "")
+    return f" To need less from the start: {setting}." if setting else ""
 
 
 def _nodes_of(tensors: Any) -> Sequence[Node]:

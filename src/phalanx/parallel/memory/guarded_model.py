@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.comm.context import Context
-from phalanx.parallel.memory.guard import MemoryGuard
+from phalanx.parallel.memory.guard import MemoryGuard, Sharding
 from phalanx.parallel.memory.guarded_backward import guard_backward
 from phalanx.parallel.memory.remedies import Remedies
 from phalanx.parallel.session import Applied, model_record
@@ -33,20 +33,17 @@ def guard_memory(model: nn.Module, applied: Applied, context: Context) -> None:
     if why is not None:
         logger.info("a pass of %s that runs out of memory is not repeated: %s", type(model).__name__, why)
         return
-    reset = None
+    sharding = None
     if applied.is_sharded:
-        from phalanx.parallel.zero.interrupted import reset_forward  # a job that shards nothing does not wait for this
+        from phalanx.parallel.zero import interrupted  # a job that shards nothing does not wait for this
 
-        reset = reset_forward
-    guard = MemoryGuard(
-        model, Remedies(model, applied.plan.modules, context.device), context.device, before_repeating=reset
-    )
+        sharding = Sharding(interrupted.reset_passes, interrupted.is_all_gathered)
+    guard = MemoryGuard(model, Remedies(model, applied.plan.modules, context.device), context.device, sharding)
     # Torch calls this in the place of the forward pass with its hooks, copies and pickles leave it out, and it can
     # hold the model weakly: unlike a wrapped forward it makes no ring.
     model._compiled_call_impl = partial(_call, weakref.ref(model), guard)
     model_record(model).memory_guard = guard
-    if not applied.is_sharded:
-        guard_backward(guard)
+    guard_backward(guard)
 
 
 def why_unguarded(model: nn.Module, plan: Plan, context: Context) -> str | None:
@@ -57,7 +54,7 @@ def why_unguarded(model: nn.Module, plan: Plan, context: Context) -> str | None:
         "its step is compiled": plan.step.compiled or model._compiled_call_impl is not None,
         "it is split into stages": STAGE_AXIS in other_axes,
         "its ranks exchange parts of activations": bool(other_axes) or bool(plan.ops),
-        "it reads tables": bool(plan.tables),
+        "it trains with parameter servers": bool(plan.tables or context.role.server_endpoints),
         "its batch norms are synchronised": plan.step.sync_bn and context.readers.count > 1,
         "ZeRO 3 gathers parameters in every pass": is_gathered_anew,
     }

@@ -78,9 +78,9 @@ def _settings(plan: Plan, activations: int | None, sharding: int | None) -> list
     of_pass = math.inf if activations is None else float(activations)
     savings = [(of_pass / 2, f"half the rows in a batch, with gradient_merge over {2 * plan.step.accumulate} batches")]
     if all(rule.recompute == "none" for rule in plan.modules):
-        savings.append((of_pass, "recompute, which keeps no more of most modules than their inputs"))
+        savings.append((of_pass, "strategy.recompute = True, which keeps no more of most modules than their inputs"))
     if sharding is not None:
-        savings.append((sharding, "sharding at stage 3"))
+        savings.append((sharding, 'strategy.sharding = True with strategy.sharding_configs = {"stage": 3}'))
     return [
         f"- {name}: saves {'what px.explain(model, inputs) tells' if math.isinf(size) else f'about {size:,.0f} bytes'}"
         for size, name in sorted(savings, reverse=True)

@@ -84,10 +84,12 @@ class ChangingBuffers:
     def learn(self, before: list[_KeptBuffer]) -> None:
         """Look at which buffers a pass that has ended changed."""
         is_first, self._changing = self._changing is None, self._changing or set()
-        for kept in before:
-            is_other = is_first and kept.value is not None and not torch.equal(stored(kept.buffer.detach()), kept.value)
-            if is_other or kept.is_changed():
-                self._changing.add((id(kept.owner), kept.name))
+        for entry in before:
+            is_other = (
+                is_first and entry.value is not None and not torch.equal(stored(entry.buffer.detach()), entry.value)
+            )
+            if is_other or entry.is_changed():
+                self._changing.add((id(entry.owner), entry.name))
 
 
 class RandomNumbers:
@@ -134,6 +136,10 @@ def _nothing() -> None:
     pass
 
 
+def _has_version(tensor: Tensor) -> bool:
+    return not tensor.is_inference()  # which nobody can change in training
+
+
 @dataclass(slots=True)
 class PassState:
     """What one forward pass began with."""
@@ -152,8 +158,8 @@ class PassState:
         """
         if any(tensor._version != version for tensor, version in self.inputs):
             raise CannotRepeatError("an input was changed in place")
-        for kept in self.buffers:
-            kept.restore()
+        for entry in self.buffers:
+            entry.restore()
         for restore in self.random_states:
             restore()
 
@@ -184,7 +190,7 @@ class StateKeeper:
             self._buffers.keep(),
             self._random.keep(),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            [(leaf, leaf._version) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)],
+            [(leaf, leaf._version) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and _has_version(leaf)],
         )
 
     def end(self, state: PassState) -> None:
@@ -201,7 +207,7 @@ class StateKeeper:
         try:
             yield
         finally:
-            for kept in before:
-                kept.restore()
+            for entry in before:
+                entry.restore()
             for restore in states:
                 restore()

@@ -7,7 +7,6 @@ them too; on a GPU it then moves to host memory what recomputed blocks keep.
 
 from __future__ import annotations
 
-import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torch.autograd.graph import save_on_cpu
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward, wrap_innermost_forward
 from phalanx.parallel.memory.activation_checkpointing import recomputed
 from phalanx.parallel.memory.blocks import Block, find_blocks, inner_blocks
+from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule
 
@@ -39,6 +39,8 @@ class Remedy:
     setting: str
     """What a strategy has to say to begin with it; empty where none does."""
 
+
+_WHOLLY = ModuleRule(match="*", recompute="full")
 
 Step = tuple[Remedy, Callable[[], None]]
 
@@ -67,6 +69,11 @@ class Remedies:
         free_caches(self._device)
         return remedy
 
+    def setting(self) -> str:
+        """Return what a strategy has to say to recompute all blocks from the start; empty where none does."""
+        model = self._model()
+        return "" if model is None else _setting(self._blocks(model))
+
     def _to_come(self) -> list[Step]:
         if self._steps is None:  # looked for when memory has run out, not before
             model = self._model()
@@ -74,11 +81,8 @@ class Remedies:
         return self._steps
 
     def _list(self, model: nn.Module) -> Iterator[Step]:
-        yield Remedy("free_caches", "frees what nothing refers to", ""), lambda: free_caches(self._device)
-        names = ((name, isinstance(module, (nn.ModuleList, nn.ModuleDict))) for name, module in model.named_modules())
-        done = recomputed_modules(self._rules, names)
-        is_done = [name + "." for name in done]
-        blocks = [b for b in find_blocks(model) if not (b.name + ".").startswith(tuple(is_done) or ("\0",))]
+        yield Remedy("free_caches", "frees what nothing refers to", ""), lambda: return_large_blocks(self._device)
+        blocks = self._blocks(model)
         half, cut = len(blocks) // 2, dict[nn.Module, SegmentedRun]()
         for part, amount in ((blocks[:half], f"{half} of its {len(blocks)} blocks"), (blocks[half:], "all its blocks")):
             if part:
@@ -99,18 +103,17 @@ class Remedies:
                 partial(_offload, whole),
             )
 
-
-def free_caches(device: torch.device) -> None:
-    """Free what nothing refers to, and what the device's allocator keeps for later."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    def _blocks(self, model: nn.Module) -> list[Block]:
+        """Return the blocks that the Plan does not recompute already."""
+        names = ((name, isinstance(module, (nn.ModuleList, nn.ModuleDict))) for name, module in model.named_modules())
+        done = tuple(f"{name}." for name in recomputed_modules(self._rules, names))
+        return [block for block in find_blocks(model) if not f"{block.name}.".startswith(done)]
 
 
 def _recompute(blocks: Sequence[Block], cut: dict[nn.Module, SegmentedRun]) -> None:
     for block in blocks:
         if block.run is None:
-            wrap_forward(block.module, recomputed, block.module, ModuleRule(match=block.name, recompute="full"))
+            wrap_forward(block.module, recomputed, block.module, _WHOLLY)
         elif block.module in cut:
             cut[block.module].runs.append(block.run)
         else:
@@ -131,7 +134,7 @@ def _in_segments(_forward: Forward, sequence: nn.Sequential, segments: Segmented
         for layer in layers[at:start]:
             x = layer(x)
         part = nn.Sequential(*layers[start:end])
-        x = recomputed(part.forward, part, ModuleRule(match="*", recompute="full"), x)
+        x = recomputed(part.forward, part, _WHOLLY, x)
         at = end
     for layer in layers[at:]:
         x = layer(x)
