@@ -125,15 +125,10 @@ def _last_reports(session: ConsoleSession, job: Job) -> list[tuple[str, dict[str
     """The last event of each rank."""
     last = []
     for rank in session.jobs.reporting(job.id):
-        events = _of_steps(session.jobs.reports(job.id, rank=rank, offset=-4096).events)
+        events = session.jobs.reports(job.id, rank=rank, offset=-4096).events
         if events:
             last.append((rank, events[-1]))
     return last
-
-
-def _of_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events that report a step, without what else happened to a rank."""
-    return [event for event in events if "step" in event]
 
 
 def _columns(events: Iterable[dict[str, Any]]) -> list[str]:
@@ -180,7 +175,7 @@ def reports(session: CurrentSession, job: str, attempt: AttemptNumber = None, of
     ranks = []
     for rank in session.jobs.reporting(job, attempt=attempt):
         part = session.jobs.reports(job, rank=rank, attempt=attempt, offset=starts.get(rank, 0))
-        ranks.append({"rank": rank, "events": _of_steps(part.events), "offset": part.offset})
+        ranks.append({"rank": rank, "events": part.events, "offset": part.offset})
     return {"ranks": ranks, "ended": record.state.is_terminal and not any(entry["events"] for entry in ranks)}
 
 

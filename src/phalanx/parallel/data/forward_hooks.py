@@ -29,7 +29,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) 
 
 def wrap_innermost_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) -> None:
     """Do what `wrap_forward` does, but inside all wraps that are there, in the place of the module's own forward."""
-    innermost = module.__dict__.get("forward")
+    innermost: Any = module.__dict__.get("forward")
     while isinstance(innermost, partial) and isinstance(innermost.args[0], partial):
         innermost = innermost.args[0]
     if not isinstance(innermost, partial):

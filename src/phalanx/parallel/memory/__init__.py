@@ -1,4 +1,4 @@
-"""Activation checkpointing, memory estimates, out-of-memory explanations.
+"""Activation checkpointing, memory estimates, and what is done when memory runs out.
 
-Start with `activation_checkpointing`.
+Start with `activation_checkpointing`, and with `guard` for the last.
 """

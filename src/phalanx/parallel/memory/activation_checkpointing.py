@@ -99,15 +99,15 @@ def _each_once(
     Torch saves each argument by itself, so what was one tensor would be several when the call is repeated, and a module
     that asks for it computes otherwise: `nn.MultiheadAttention` of a query that is its key.
     """
-    names = [*range(len(args)), *kwargs]
-    values = dict(zip(names, (*args, *kwargs.values()), strict=True))
+    names: list[int | str] = [*range(len(args)), *kwargs]
+    values: dict[int | str, Any] = dict(zip(names, (*args, *kwargs.values()), strict=True))
     first = {id(value): name for name, value in reversed(values.items()) if isinstance(value, torch.Tensor)}
     same = {name: first[id(value)] for name, value in values.items() if first.get(id(value), name) != name}
     if not same:
         return forward, args, kwargs
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        by_name = {**dict(enumerate(args)), **kwargs}
+        by_name = dict(zip(names, (*args, *kwargs.values()), strict=True))
         again = {name: by_name[same.get(name, name)] for name in names}
         return forward(*(again[at] for at in range(len(args))), **{name: again[name] for name in kwargs})
 
