@@ -117,11 +117,17 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     apply(plan, model, is_derived=is_derived)
     for optimizer in distributed_optimizers():
         _set_up_optimizer(optimizer, model)
-    if context.recovery is not None:
-        ModelState(model)
     applied = applied_to(model)
     if applied is not None and use_strategy(None).out_of_memory == "recompute":
         guard_memory(model, applied, context)
+    _watch(model, context, expects_optimizer=expects_optimizer)
+    return model
+
+
+def _watch(model: nn.Module, context: Context, *, expects_optimizer: bool) -> None:
+    """Look at what the script does with a distributed model, and let ranks that join take over its state."""
+    if context.recovery is not None:
+        ModelState(model)
     record = model_record(model)
     record.expects_optimizer = expects_optimizer
     # One that joins comes to its first forward passes when the others are long past theirs.
@@ -131,7 +137,6 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         model.register_forward_pre_hook(refuse_outer_wrapper)
     if context.is_distributed or context.replicas is not None:
         watch_every_optimizer()
-    return model
 
 
 def _look_at_nothing(_inputs: tuple[Any, ...]) -> None:

@@ -37,7 +37,9 @@ def wrap_innermost_forward(module: nn.Module, around: Callable[..., Any], *setti
         return
     own, *others = innermost.args
     wrapped: Any = partial(around, own, *settings)
-    innermost.__setstate__((innermost.func, (wrapped, *others), innermost.keywords, innermost.__dict__))
+    innermost.__setstate__(  # type: ignore[attr-defined]
+        (innermost.func, (wrapped, *others), innermost.keywords, innermost.__dict__)
+    )
 
 
 @contextmanager
