@@ -262,7 +262,7 @@ def train_on_unequal_ranks(replicas: int, *, zero: int, workers: int) -> tuple[s
     torch.manual_seed(1)
     net, data = images()
     settings: dict[str, Any] = {"sharding": True, "sharding_configs": {"stage": zero}} if zero else {}
-    strategy = DistributedStrategy(balance_replicas=True, **settings)
+    strategy = DistributedStrategy(balance="replicas", **settings)
     slow = Slow(net)
     loading: dict[str, Any] = {"persistent_workers": True} if workers else {}
     slow, optimizer, loader = px.distribute(

@@ -10,9 +10,10 @@ weighs differently at its end is refused at the beginning.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.replicas import Replicas, ReplicaTurn
 from phalanx.errors import ConfigError
+
+LoadedT = TypeVar("LoadedT")
 
 READ_AHEAD = 64
 """Batches, of which nothing is left, that may wait to be computed on; a loop that reads further ahead keeps them."""
@@ -66,6 +69,16 @@ class Iteration:
     is_over: bool = False
 
 
+class BatchClock(Protocol):
+    """Measures the batches of this process."""
+
+    def begin_batch(self) -> None:
+        """Note that a loop asks for a batch."""
+
+    def end_input(self, rows: int | None) -> None:
+        """Note that the loader has it, with how many rows; None if there is none left."""
+
+
 @dataclass(eq=False, slots=True)
 class _LoadedBatch:
     """A batch that a loader gave out."""
@@ -92,6 +105,9 @@ class Batches:
     def __init__(self) -> None:
         self.replicas: Replicas | None = None
         """Whose turns begin with their batches; None without logical replicas."""
+
+        self.clock: weakref.ref[BatchClock] | None = None
+        """Measures batches to train on, while it lives."""
 
         self.in_hand: BatchShare | None = None
         """Share of the batch that was computed on last, or given out since; None between two epochs."""
@@ -143,6 +159,22 @@ class Batches:
                 )
             )
         return Iteration(is_training, shares, is_resumed)
+
+    def time_batches(self, loaded: Iterator[LoadedT], rows_of: Callable[[LoadedT], int]) -> Iterator[LoadedT]:
+        """Yield what a loader loads to train on, and tell the clock when each batch is asked for and is there."""
+        while True:
+            clock = None if self.clock is None else self.clock()
+            if clock is not None:
+                clock.begin_batch()
+            try:
+                batch = next(loaded)
+            except StopIteration:
+                if clock is not None:
+                    clock.end_input(None)
+                return
+            if clock is not None:
+                clock.end_input(rows_of(batch))
+            yield batch
 
     def give(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None = None) -> None:
         """Register a batch that is given out now; the turn of its replica begins."""

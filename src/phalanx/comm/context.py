@@ -23,6 +23,7 @@ from phalanx.comm.logging_setup import speak
 from phalanx.comm.membership import MembershipClient
 from phalanx.comm.passes import Passes
 from phalanx.comm.replicas import Replicas
+from phalanx.comm.sample_split import SampleSplit
 from phalanx.errors import ConfigError, InternalError
 
 logger = logging.getLogger("phalanx.comm")
@@ -87,6 +88,9 @@ class Context:
 
     recovery: Any = field(default=None, repr=False)
     """In an elastic job with logical replicas, the `parallel.elastic.recovery.ElasticRecovery` of this rank."""
+
+    split: SampleSplit | None = field(default=None, repr=False)
+    """How many samples of each global batch each rank reads, where that follows their speeds; even when None."""
 
     passes: Passes = field(init=False, repr=False)
     """Forward and backward passes of distributed models, and the batch each is of."""

@@ -95,9 +95,6 @@ class Replicas:
         self.on_round_start: Callable[[], None] | None = None
         """Called on every rank before its first batch of each global batch."""
 
-        self.on_gradients: Callable[[], None] | None = None
-        """Called when the first gradient of a turn comes."""
-
     @property
     def local(self) -> Sequence[int]:
         """The replicas of this rank in the global batch at hand, in the order of their turns."""

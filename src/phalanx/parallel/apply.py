@@ -20,6 +20,7 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.balance.setup import use_split
 from phalanx.parallel.checks.replica_check import VARIABLE, compare_every, watch
 from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
@@ -88,6 +89,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     if dist.is_initialized() or not context.is_distributed:
         _set_readers(mesh, context)
         use_replicas(plan, mesh, context)
+        use_split(plan, mesh, context)
     name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
     averages = any(not isinstance(plan.rule_for(p.name).update, Push) for p in shape.trainable)

@@ -23,6 +23,7 @@ from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
 from phalanx.parallel.apply import apply, check_model
+from phalanx.parallel.balance.setup import balance_updates
 from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, refuse_outer_wrapper
 from phalanx.parallel.checks.same_samples_check import SampleWatch
 from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
@@ -30,7 +31,6 @@ from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
 from phalanx.parallel.logical_replicas import ReplicaGate
 from phalanx.parallel.memory.guarded_model import guard_memory
 from phalanx.parallel.model_shape import shape_of
-from phalanx.parallel.replica_balance import ReplicaBalance
 from phalanx.parallel.session import (
     StepPhase,
     applied_to,
@@ -198,16 +198,13 @@ def _wait_for_replicas(optimizer: Optimizer, context: Context, replicas: Replica
     add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas, context.recovery).admit)
     if replicas.are_shared:
         refuse_torch_scaler(optimizer, "ranks hold several logical replicas, and it cannot see that an update waits")
-    if use_strategy(None).balance_replicas and context.recovery is not None:
-        logger.warning("balance_replicas has no effect where ranks may leave and join")
-    elif use_strategy(None).balance_replicas and context.is_distributed:
-        add_action(optimizer, StepPhase.MOVE_REPLICAS, ReplicaBalance(context).updated)
 
 
 def _set_up_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     applied = applied_to(model)
     assert applied is not None
     set_up_optimizer(optimizer, model, applied, use_strategy(None), partial(without_reduction, model))
+    balance_updates(optimizer, applied.plan, context_of.current())
 
 
 @contextmanager

@@ -119,6 +119,8 @@ def _inelastic(plan: Plan) -> str | None:
         )
     if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
         return "tensor parallel where ranks may leave and join (-n a:b): the slices of a lost rank have no other copy"
+    if plan.step.balance is not None:
+        return "balance where ranks may leave and join (-n a:b), which share replicas out evenly"
     if plan.step.accumulate > 1:
         return "gradient_merge where ranks may leave and join (-n a:b): what a lost rank accumulated is gone"
     return None

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from phalanx.data.loader.loader import ShardedLoader
+    from phalanx.parallel.balance.load_balance import LoadBalance
     from phalanx.parallel.checks.misuse import ForwardWatch
     from phalanx.parallel.checks.replica_check import ReplicaComparison
     from phalanx.parallel.checks.step_check import StepWatch
@@ -101,6 +102,9 @@ class StepPhase(IntEnum):
     SKIP_OVERFLOW = auto()
     """Leave the update out when a scaled gradient is not finite on some rank."""
 
+    BEGIN_UPDATE = auto()
+    """Note that the update begins, where its seconds are measured."""
+
     CHECK_PARAMETERS = auto()
     SCALE_LEARNING_RATE = auto()
     PUSH_TABLES = auto()
@@ -134,8 +138,8 @@ class StepPhase(IntEnum):
     MOVE_AVERAGES = auto()
     """Move the exponential moving averages of the weights."""
 
-    MOVE_REPLICAS = auto()
-    """Give faster ranks more logical replicas, now and then."""
+    BALANCE_LOAD = auto()
+    """Give faster ranks more logical replicas or samples, now and then."""
 
     @property
     def decides(self) -> bool:
@@ -245,6 +249,12 @@ class TrainingSession:
     strategy: DistributedStrategy | None = None
     initial_strategy: DistributedStrategy | None = None
     """What `fleet.init` was given: the strategy of models for which no other is set."""
+
+    balance: LoadBalance | None = None
+    """Gives faster ranks more of each global batch, where the Plan asks for it."""
+
+    balanced: Callable[[], Optimizer | None] = lambda: None
+    """Returns the optimizer whose updates it counts, while that lives."""
 
     loader: ShardedLoader | None = None
     planner: Callable[[TrainingRequest], NoReturn] | None = None

@@ -203,5 +203,5 @@ def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, cont
     if context.replicas is not None:
         from phalanx.parallel.zero.replica_reduce import add_up_replicas
 
-        add_up_replicas(model, context.replicas, moves=plan.step.balance)
+        add_up_replicas(model, context.replicas, moves=plan.step.balance == "replicas")
     return reducer

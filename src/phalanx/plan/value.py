@@ -14,9 +14,9 @@ import hashlib
 import json
 import math
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 from phalanx.plan.styles import StyleName
 
@@ -257,6 +257,11 @@ class Scaler(Value):
     dynamic: bool = True
 
 
+def _read_balance(value: Any) -> Any:
+    """Return what is balanced; Plans once said only whether replicas move."""
+    return {True: "replicas", False: None}.get(value, value) if isinstance(value, bool) else value
+
+
 class Step(Value):
     """How one optimizer step runs."""
 
@@ -283,8 +288,8 @@ class Step(Value):
     """Logical replicas over which a global batch is split: the result has the same bits on any number of ranks up to
     this. One for each rank that reads its own samples when None, and nothing is promised for other numbers."""
 
-    balance: bool = False
-    """Whether logical replicas move between ranks, so that faster ranks compute more of them."""
+    balance: Annotated[Literal["replicas", "samples"] | None, BeforeValidator(_read_balance)] = None
+    """What faster ranks get more of: logical replicas, or samples of each global batch. Even parts when None."""
 
     replica_threads: PositiveInt = 1
     """Threads with which a logical replica computes on a CPU; other numbers give other bits."""

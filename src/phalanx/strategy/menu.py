@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 RENAMED = {
+    "balance_replicas": 'balance = "replicas"',
     "forward_recompute": "recompute",
     "recompute_checkpoints": 'recompute_configs = {"checkpoints": [...]}',
     "use_local_sgd": "localsgd",

@@ -61,8 +61,9 @@ class DistributedStrategy(BaseModel):
     """Split every global batch over so many logical replicas, which ranks hold: the trained weights have the same bits
     on any number of ranks up to it. One for each rank, without that promise, when None."""
 
-    balance_replicas: bool = False
-    """Measure how fast each rank computes its logical replicas, and give faster ranks more of them."""
+    balance: Literal["replicas", "samples"] | None = None
+    """Measure how fast each rank computes, and give faster ranks more of the logical replicas, or without replicas more
+    samples of each global batch, whose size stays (load balancing). Even parts when None."""
 
     replica_threads: int = Field(default=1, gt=0)
     """Threads with which a logical replica computes on a CPU; other numbers give other bits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ def distribute(
     strategy: DistributedStrategy | None = None,
     plan: Plan | None = None,
     replicas: int | None = None,
+    balance: Literal["replicas", "samples"] | None = None,
     **loader_options: Any,
 ) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
     """Make a model, its optimizer and its data train on all ranks.
@@ -49,6 +50,8 @@ def distribute(
         replicas: Logical replicas over which every global batch is split: the trained weights have the same bits on any
             number of ranks up to it. As `strategy.logical_replicas`; one for each rank, without that promise, when
             omitted.
+        balance: What faster ranks get more of, as `strategy.balance`: logical replicas, or without these samples of
+            each global batch, whose size stays. Even parts when omitted.
         **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
 
     Returns:
@@ -62,8 +65,8 @@ def distribute(
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
         check_trains(model, optimizer)
-    if replicas is not None:
-        strategy = _with_replicas(strategy, plan, replicas)
+    if replicas is not None or balance is not None:
+        strategy = _with_words(strategy, plan, replicas, balance)
     use_strategy(strategy)
     loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth
@@ -87,9 +90,16 @@ def distribute(
     return model, optimizer, loader
 
 
-def _with_replicas(strategy: DistributedStrategy | None, plan: Plan | None, replicas: int) -> DistributedStrategy:
+def _with_words(
+    strategy: DistributedStrategy | None, plan: Plan | None, replicas: int | None, balance: Any
+) -> DistributedStrategy:
+    """Return the strategy with what was said beside it."""
     if plan is not None:
-        raise ConfigError("give replicas or a plan, not both: a plan says step.replicas itself.")
+        word = "balance" if replicas is None else "replicas"
+        raise ConfigError(f"give {word} or a plan, not both: a plan says step.{word} itself.")
     strategy = (strategy or use_strategy(None)).model_copy()
-    strategy.logical_replicas = replicas
+    if replicas is not None:
+        strategy.logical_replicas = replicas
+    if balance is not None:
+        strategy.balance = balance
     return strategy

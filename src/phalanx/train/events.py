@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from phalanx.comm.event_file import EVENTS_VARIABLE, append_line, open_events
 from phalanx.errors import ConfigError
 from phalanx.parallel import session
 
-EVENTS_VARIABLE = "PHALANX_EVENTS_FILE"
 MIN_INTERVAL_S = 0.2
 """Reports closer together than this are counted, not written, so that reporting costs nothing per step."""
 
@@ -30,7 +28,7 @@ class EventStream:
     """Appends events to one file; does nothing when there is no file to append to."""
 
     def __init__(self, path: str | None, rows_read: RowsRead = lambda: None) -> None:
-        self._file: io.FileIO | None = _open(path) if path else None
+        self._file: BinaryIO | None = _open(path) if path else None
         self._last_time = 0.0
         self._rows_read = rows_read
         self._rows: tuple[int, int] | None = None
@@ -50,8 +48,10 @@ class EventStream:
             "step": self._step,
             **(self.facts() if self.facts is not None else self._speed(now - before)),
         }
+        if session.session.balance is not None:
+            event |= session.session.balance.facts()
         event |= {name: _plain(name, v) for name, v in values.items()}  # what a script says itself goes first
-        return _append(self._file, json.dumps(event) + "\n")
+        return append_line(self._file, event)
 
     def _speed(self, seconds: float) -> dict[str, float]:
         """Rows of all ranks a second since the last event, where both lie in one epoch of a loader that counts them."""
@@ -67,21 +67,13 @@ class EventStream:
             self._file = None
 
 
-def _open(path: str) -> io.FileIO | None:
-    """The file, unbuffered: what could not be written must not be tried again; None where its folder is gone."""
+def _open(path: str) -> BinaryIO | None:
+    """Return the file; None where its folder is gone."""
     try:
-        return open(path, "ab", buffering=0)
+        return open_events(path)
     except OSError as problem:
         warnings.warn(f"Nothing of this run is reported: {path} cannot be written, {problem.strerror}.", stacklevel=4)
         return None
-
-
-def _append(file: io.FileIO, line: str) -> bool:
-    """Append a line, unless the file system is full: a report is not worth a training."""
-    try:
-        return file.write(line.encode()) == len(line.encode())
-    except OSError:
-        return False
 
 
 _stream: EventStream | None = None

@@ -67,6 +67,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "charts": ("Loss, speed and what else is reported", "损失、速度与其他上报"),
     "loss": ("loss", "损失"),
     "samples_per_s": ("samples/s", "样本/秒"),
+    "replicas": ("replicas", "副本"),
+    "share": ("share of samples", "样本占比"),
+    "ms_per_sample": ("ms/sample", "毫秒/样本"),
     "steps_per_s": ("steps/s", "步/秒"),
     "step": ("step", "步"),
     "no charts": (

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.waiting import waits
 from phalanx.errors import ConfigError
 
 _PATIENCE_S = 10.0
@@ -132,7 +133,8 @@ class SharedWork(dist.Work):
             ConfigError: If ranks made different calls.
         """
         if not self._is_settled:
-            self._settle(timeout.total_seconds())
+            with waits.waiting():
+                self._settle(timeout.total_seconds())
         if self._error is not None:
             raise self._error
         return True

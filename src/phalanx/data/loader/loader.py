@@ -213,6 +213,12 @@ class ShardedLoader:
         if self._passes_over or (self._is_shared and epoch <= self._next_epoch and self._next_position):
             return  # a rank that has joined goes on where the others are
         self._next_epoch, self._next_position = epoch, 0
+        self._note_return()
+
+    def _note_return(self) -> None:
+        """Note if the loader goes back to samples that it has read: how they are split over ranks is decided anew."""
+        if (self._next_epoch, self._next_position) < (self._epoch, self.position):
+            self._options.returns += 1
 
     def peek(self) -> tuple[Any, BatchShare]:
         """Return this rank's first batch of the next epoch, on the CPU, and its share; the iteration has it again.
@@ -246,7 +252,7 @@ class ShardedLoader:
     def _iterate(self, batches: Iterator[Loaded]) -> Iterator[Any]:
         epoch, iteration, is_complete = self._epoch, self._begin_pass(), False
         try:
-            for turn, (batch, share, position) in self._turns(batches, iteration):
+            for turn, (batch, share, position) in self._turns(self._time_batches(batches), iteration):
                 if turn is None or turn.index == len(self._options.here().parts) - 1:
                     self.position = position
                 yield self._register(to_device(batch), share, iteration, turn)
@@ -262,6 +268,12 @@ class ShardedLoader:
         finally:
             if context.is_initialized():
                 context.current().batches.end(iteration, is_complete=is_complete)
+
+    def _time_batches(self, batches: Iterator[Loaded]) -> Iterator[Loaded]:
+        """Return batches, those to train on by the clock of the job."""
+        if not (self.training and context.is_initialized()):
+            return batches
+        return context.current().batches.time_batches(batches, lambda loaded: loaded[1].rows)
 
     def _turns(self, batches: Iterator[Loaded], iteration: Iteration) -> Iterator[tuple[ReplicaTurn | None, Loaded]]:
         """Return batches with the turns of the logical replicas that compute on them, if there are such."""
@@ -370,4 +382,5 @@ class ShardedLoader:
             )
         self._options.seed.restore(int(state["seed"]))
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
+        self._note_return()
         self._epoch, self.position = self._next_epoch, self._next_position

@@ -69,6 +69,9 @@ class LoaderOptions:
         source.num_workers = _first(num_workers, source.num_workers)
         self.training = training
         self._shard = _read_shard(shard)
+        self.returns = 0
+        """How often the loader was sent back to samples that it had read."""
+
         says = self.pipeline or source.dataset
         self._requested_shard = says.shard if isinstance(says, PipelineMethods) else None
         self.is_own = stream == "own" or decides_batches(source.dataset)
@@ -95,7 +98,8 @@ class LoaderOptions:
 
     def here(self) -> DataShard:
         """Return which part of every global batch this process loads."""
-        return self._shard or resolve_shard(self._requested_shard, training=self.training)
+        shard = self._shard or resolve_shard(self._requested_shard, training=self.training)
+        return shard if shard.split is None else replace(shard, returns=self.returns)
 
     def global_batch_for(self, count: int) -> int:
         """Return the samples of a full global batch for `count` shards; batches if a batch sampler makes them."""
@@ -137,6 +141,12 @@ class LoaderOptions:
         first batch), else local.
         """
         shard, order = self.here(), self.order
+        if shard.split is not None and (order is None or self.source.batch_sampler is not None):
+            what = "a stream" if order is None else "a batch sampler"
+            raise ConfigError(
+                f'Asked for balance="samples" with {what}, whose batches are not cut here by the speed of ranks. Give '
+                "a dataset with a length and a batch size, or leave balance out."
+            )
         parts = (
             self._stream_batches(shard, epoch, first)
             if order is None

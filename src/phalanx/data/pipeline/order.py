@@ -115,7 +115,8 @@ class PipelineOrder:
             before = number * self.span
             plan = self._plan_span(shard.count, max(first - before, 0))
             for step, index in steps_and_parts(plan.steps, shard):
-                part = plan.rank_batch(step, index, shard.count)
+                cut = shard.slicing(epoch, before + plan.position_after(step))
+                part = plan.rank_batch(step, index, shard.count, cut)
                 indices, seeds = self.at(epoch * spans + number, part.start, part.count)
                 yield BatchRequest(
                     indices,

@@ -90,7 +90,7 @@ class SampleOrder:
         plan = plan_epoch(count, self.global_batch(shard.count), self.drop_last, first)
         pick = self._picker(rows, mixed_seed(seed, epoch))
         for step, index in steps_and_parts(plan.steps, shard):
-            part = plan.rank_batch(step, index, shard.count)
+            part = plan.rank_batch(step, index, shard.count, shard.slicing(epoch, plan.position_after(step)))
             yield BatchRequest(
                 pick(part.start, part.count),
                 BatchShare(part.rows, part.global_rows),
@@ -164,7 +164,9 @@ def plan_epoch(rows: int, global_batch: int, drop_last: bool, first: int = 0) ->
 def shares_of(plan: EpochPlan, shard: DataShard) -> tuple[BatchShare, ...]:
     """Return what a shard's batches are of their global batches: of the full ones, and of the last."""
     steps = [step for step in {0, plan.steps - 1} if 0 <= step < plan.steps]
-    parts = [plan.rank_batch(step, index, shard.count) for step in steps for index in shard.parts]
+    split = shard.split
+    cut = None if split is None else lambda rows: split.latest_slice(rows, shard.index)
+    parts = [plan.rank_batch(step, index, shard.count, cut) for step in steps for index in shard.parts]
     return tuple({BatchShare(part.rows, part.global_rows): None for part in parts})
 
 

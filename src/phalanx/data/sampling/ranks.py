@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from phalanx.cluster.role.role import Role
 from phalanx.comm import context
 from phalanx.comm.replicas import Replicas
+from phalanx.comm.sample_split import SampleSplit
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
 
@@ -26,6 +28,25 @@ class DataShard:
 
     replicas: Replicas | None = None
     """The logical replicas whose parts this process loads one after the other, where there are such; they may move."""
+
+    split: SampleSplit | None = None
+    """How many samples each rank reads, where that follows their speeds."""
+
+    returns: int = 0
+    """How often the loader was sent back to samples that it had read."""
+
+    def slicing(self, epoch: int, position: int) -> Callable[[int], tuple[int, int]] | None:
+        """Return what gives (offset, length) of this process's samples of so many, for a global batch read now.
+
+        None where they are split evenly.
+
+        Args:
+            epoch: Of the global batch.
+            position: Position of the epoch after it.
+        """
+        if self.split is None:
+            return None
+        return partial(self.split.slice_rows, index=self.index, position=(self.returns, epoch, position))
 
     @property
     def parts(self) -> Sequence[int]:
@@ -80,6 +101,8 @@ def resolve_shard(requested: tuple[int, int] | None, *, training: bool = False) 
     own = DataShard(index, count)
     if training and context.is_initialized() and (replicas := context.current().replicas) is not None:
         own = DataShard(index, replicas.count, replicas=replicas)
+    elif training and context.is_initialized() and context.current().split is not None:
+        own = DataShard(index, count, split=context.current().split)
     if requested is None:
         return own
     if context.is_initialized():

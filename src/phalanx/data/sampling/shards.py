@@ -7,6 +7,7 @@ second, so the global batches, and with them the training, are the same for any 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,9 @@ class EpochPlan:
         """Return the position that follows the last sample of global batch `step`."""
         return min(self.first + (step + 1) * self.global_batch, self.rows)
 
-    def rank_batch(self, step: int, rank: int, world_size: int) -> RankBatch:
+    def rank_batch(
+        self, step: int, rank: int, world_size: int, cut: Callable[[int], tuple[int, int]] | None = None
+    ) -> RankBatch:
         """Return what `rank` loads of global batch `step`.
 
         The ranks' parts are consecutive runs in rank order; concatenated they are the global batch. A rank for which no
@@ -102,10 +105,11 @@ class EpochPlan:
             step: 0 to `steps` - 1.
             rank: 0 to `world_size` - 1.
             world_size: Number of ranks.
+            cut: Gives (offset, length) of the rank's part of so many samples; an even part when None.
         """
         batch_start = self.first + step * self.global_batch
         global_rows = self.position_after(step) - batch_start
-        offset, count = even_split(global_rows, world_size, rank)
+        offset, count = even_split(global_rows, world_size, rank) if cut is None else cut(global_rows)
         if count == 0:
             return RankBatch(start=batch_start, count=1, rows=0, global_rows=global_rows)
         return RankBatch(start=batch_start + offset, count=count, rows=count, global_rows=global_rows)

@@ -21,6 +21,9 @@ from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.launch")
 
+_REPORTED = ("step", "loss", "samples_per_s", "replicas", "share", "ms_per_sample")
+"""What is shown of a rank's last event."""
+
 
 class RegistryEntry:
     """The entry of one running job; a context that removes it at the end. Without room for it there is a warning."""
@@ -99,13 +102,13 @@ def last_event(path: str) -> dict[str, Any]:
 
 
 def collect() -> list[dict[str, Any]]:
-    """Return every running job with its processes, each with its last step, loss and samples/s."""
+    """Return every running job with its processes, each with its last step, loss and speed, and its part of batches."""
     running = jobs()
     for job in running:
         job["age_s"] = round(time.time() - job["started"], 1)
         for process in job["processes"]:
             event = last_event(process["events"])
-            process |= {name: event.get(name) for name in ("step", "loss", "samples_per_s")}
+            process |= {name: event.get(name) for name in _REPORTED}
             process["alive"] = linux.start_ticks(process["pid"]) is not None
     return running
 
@@ -119,8 +122,10 @@ def render(listed: list[dict[str, Any]]) -> str:
         lines.append(
             f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {_age(job['age_s'])}"
         )
-        lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}  log")
-        lines += [_row(process) for process in job["processes"]] or ["  starting"]
+        is_balanced = any(process["share"] is not None for process in job["processes"])
+        shares = f"{'share':>15}{'ms/sample':>11}" if is_balanced else ""
+        lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}{shares}  log")
+        lines += [_row(process, is_balanced=is_balanced) for process in job["processes"]] or ["  starting"]
         lines += _elastic_lines(job.get("elastic") or {})
     return "\n".join(lines) + "\n"
 
@@ -140,13 +145,24 @@ def _elastic_lines(elastic: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _row(process: dict[str, Any]) -> str:
+def _row(process: dict[str, Any], *, is_balanced: bool) -> str:
     step = "-" if process["step"] is None else str(process["step"])
     loss = "-" if process["loss"] is None else f"{float(process['loss']):.5g}"
     speed = "-" if process["samples_per_s"] is None else f"{float(process['samples_per_s']):.5g}"
     rank = "-" if process["rank"] is None else process["rank"]  # a member that joins or leaves has none
     numbers = f"{rank:>4}{process['pid']:>9}{step:>9}{loss:>12}{speed:>11}"
+    if is_balanced:
+        each = process["ms_per_sample"]
+        numbers += f"{_share(process):>15}{'-' if each is None else f'{float(each):.4g}':>11}"
     return f"  {process['role']:<13}{numbers}  {process['log']}{'' if process['alive'] else ' (ended)'}"
+
+
+def _share(process: dict[str, Any]) -> str:
+    """Return a rank's part of each global batch: as its replicas, or as a share of the samples."""
+    if process["share"] is None:
+        return "-"
+    share = f"{100 * float(process['share']):.3g} %"
+    return share if process["replicas"] is None else f"{process['replicas']} replicas"
 
 
 def _age(seconds: float) -> str:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from phalanx.comm.backward_end import at_backward_end, is_repeated
 from phalanx.comm.context import Context
 from phalanx.comm.labels import label_calls
+from phalanx.comm.waiting import waits
 from phalanx.errors import ConfigError, PeerLostError, PlanError
 from phalanx.parallel.data.bucket_buffers import (
     Bucket,
@@ -364,7 +365,8 @@ class Reducer:
         if work is None:
             return False
         try:
-            work.wait()
+            with waits.waiting():
+                work.wait()
         except WireOverflow as overflow:
             self._overflowed(bucket, overflow)
         except RuntimeError as error:

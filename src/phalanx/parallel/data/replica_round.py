@@ -171,8 +171,6 @@ class ReplicaRound:
         Raises:
             ConfigError: If the loop has no batch, or makes two backward passes of a model for one.
         """
-        if self._replicas.on_gradients is not None:
-            self._replicas.on_gradients()
         replicas = self._replicas
         if self.is_shared and replicas.has_stepped:
             raise ConfigError(

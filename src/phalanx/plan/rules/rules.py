@@ -76,7 +76,7 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
             sync_buffers=strategy.sync_buffers,
             replicas=strategy.logical_replicas,
             replica_threads=strategy.replica_threads,
-            balance=strategy.balance_replicas,
+            balance=strategy.balance,
         ),
         because=(*_reasons(strategy, shape, mesh), *server_reasons(strategy, shape, servers)),
     )

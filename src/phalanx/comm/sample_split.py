@@ -1,0 +1,78 @@
+"""`SampleSplit`: how many samples of each global batch each rank reads, where faster ranks read more.
+
+A change holds from one global batch on, the same on every rank: the first that no loader of any rank has cut yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BatchPosition = tuple[int, int, int]
+"""A global batch: how often the loader was sent back before it, its epoch, and the position of the epoch after it."""
+
+START: BatchPosition = (-1, 0, 0)
+"""Before every global batch."""
+
+
+class SampleSplit:
+    """The split of global batches over the ranks that read their own samples; even until it is changed.
+
+    Args:
+        ranks: Their number.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.furthest: BatchPosition = START
+        """The furthest global batch that a loader of this rank has cut."""
+
+        self._changes: list[tuple[BatchPosition, tuple[int, ...]]] = [(START, (1,) * ranks)]
+        """After which global batch on, and what part of it each rank reads."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """What part each rank reads from the last change on."""
+        return self._changes[-1][1]
+
+    def change(self, parts: Sequence[int], after: BatchPosition) -> None:
+        """Split global batches after `after` otherwise. Every rank calls it alike, between the same two updates.
+
+        Args:
+            parts: Samples of each rank, of a full global batch.
+            after: The furthest global batch that any rank has cut.
+        """
+        self._changes.append((after, tuple(parts)))
+
+    def latest_slice(self, rows: int, index: int) -> tuple[int, int]:
+        """Return (offset, length) of the samples of rank `index` from the last change on."""
+        sizes = split_rows(rows, self.parts)
+        return sum(sizes[:index]), sizes[index]
+
+    def slice_rows(self, rows: int, index: int, position: BatchPosition) -> tuple[int, int]:
+        """Return (offset, length) of the samples of rank `index` in a global batch that is read now."""
+        self.furthest = max(self.furthest, position)
+        sizes = split_rows(rows, next(parts for after, parts in reversed(self._changes) if after < position))
+        return sum(sizes[:index]), sizes[index]
+
+
+def split_rows(rows: int, parts: Sequence[int]) -> list[int]:
+    """Return how many of so many samples each rank reads: by its part, and two at least where there are enough.
+
+    Batch normalisation has no variance of a single sample.
+
+    Args:
+        rows: Samples of a global batch, full or not.
+        parts: The ranks' parts, of any sum.
+    """
+    total, least = sum(parts), min(2, rows // len(parts))
+    sizes = [rows * part // total for part in parts]
+    # What rounding left goes to those who lost most by it, the first of equal ones first.
+    order = sorted(range(len(parts)), key=lambda rank: (-(rows * parts[rank] % total), rank))
+    for rank in order[: rows - sum(sizes)]:
+        sizes[rank] += 1
+    for rank, size in enumerate(sizes):
+        for _ in range(least - size):
+            largest = max(range(len(sizes)), key=lambda other: (sizes[other], -other))
+            sizes[largest] -= 1
+            sizes[rank] += 1
+    return sizes

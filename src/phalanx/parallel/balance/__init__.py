@@ -1,0 +1,1 @@
+"""Load balancing: ranks of unequal speed get unequal parts of each global batch."""

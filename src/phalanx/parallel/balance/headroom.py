@@ -1,0 +1,103 @@
+"""`Headroom`: how many replicas or samples a rank's memory holds.
+
+Another replica costs partial sums of the gradients (`parallel/data/replica_sums`), another sample its activations. Both
+are compared with what this process may still take: the limit of its control group, RLIMIT_AS, the host's free memory,
+or that of the GPU.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from phalanx.cluster.cgroup import ControlGroups
+from phalanx.parallel.data.replica_sums import PartialSums
+
+SPARE = 0.1
+"""Part of the free memory that is left alone."""
+
+
+class Headroom:
+    """What memory is left to this rank.
+
+    Args:
+        device: What computes.
+        ranks_here: Ranks of this host, which share what is left of its memory.
+    """
+
+    def __init__(self, device: torch.device, ranks_here: int) -> None:
+        self._device, self._ranks = device, max(1, ranks_here)
+        self._groups = ControlGroups()
+        self._at_start, self._most = self._used_bytes(), 0.0
+
+    def free(self) -> float:
+        """Return the bytes that this rank may still take."""
+        if self._device.type == "cuda":
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return float(torch.cuda.mem_get_info(self._device)[0]) / self._ranks + cached
+        self._groups.refresh()
+        group = self._groups.memory_left()
+        limit, address_space = resource.getrlimit(resource.RLIMIT_AS)[0], _statm(0)
+        return min(
+            _host_free() / self._ranks,
+            float("inf") if group is None else group / self._ranks,
+            float("inf") if limit == resource.RLIM_INFINITY else limit - address_space,
+        )
+
+    def most_replicas(self, current: int, count: int, gradient_bytes: int) -> int:
+        """Return how many of `count` replicas this rank's memory holds, `current` at least."""
+        if not gradient_bytes:
+            return count
+        more = int(min(2 * count, max(0.0, (1 - SPARE) * self.free() / gradient_bytes)))
+        allowed = most_sums(current, count) + more
+        return max(current, max(size for size in range(1, count + 1) if most_sums(size, count) <= allowed))
+
+    def most_samples(self, current: int, count: int) -> int:
+        """Return how many samples of a global batch this rank's memory holds, `current` at least.
+
+        All that this process took since training began counts as activations of the samples that it holds now.
+        """
+        self._most = max(self._most, self._used_bytes() - self._at_start)
+        each = self._most / max(1, current)
+        return count if not each else current + int(min(count, max(0.0, (1 - SPARE) * self.free() / each)))
+
+    def _used_bytes(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        return float(_statm(1))  # the allocator keeps what a step frees (`comm/context`)
+
+
+@cache
+def most_sums(size: int, count: int) -> int:
+    """Return the most partial sums that are current at once for any `size` adjacent ones of `count` replicas."""
+    return max(_sums_of(range(start, start + size), count) for start in range(count - size + 1))
+
+
+def _sums_of(run: range, count: int) -> int:
+    sums, most = PartialSums(count), 0
+    for replica in run:
+        most = max(most, len(sums.sums) + 1)
+        sums.add(range(replica, replica + 1), torch.zeros(()))
+    return most
+
+
+def gradient_bytes(params: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of one partial sum of the gradients of parameters: 16-bit ones are added up in float32."""
+    return sum(p.numel() * max(4, p.element_size()) for p in params if p.requires_grad)
+
+
+def _statm(field: int) -> int:
+    """Return the bytes of this process: 0, of its address space; 1, resident."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field]) * resource.getpagesize()
+
+
+def _host_free() -> float:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return float(value.split()[0]) * 1024
+    return float("inf")

@@ -1,0 +1,326 @@
+"""`LoadBalance`: measures the ranks of a running job and gives faster ones more replicas, or more samples.
+
+Which rank computes a replica changes no bit of the result. Samples weigh by their number wherever they are computed, so
+the gradient is that of the global batch. Ranks tell each other their seconds every `EVERY` updates, and all decide
+alike: a split is changed when the same one would have saved `GAIN` of a step by the figures of each of the last two
+exchanges.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from phalanx.comm.collectives import all_gather
+from phalanx.comm.context import Context
+from phalanx.comm.event_file import append_event
+from phalanx.comm.replicas import Replicas
+from phalanx.comm.sample_split import START, BatchPosition, SampleSplit, split_rows
+from phalanx.parallel.balance.headroom import Headroom, gradient_bytes
+from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
+from phalanx.parallel.session import distributed_models
+from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
+
+logger = logging.getLogger("phalanx.parallel")
+
+EVERY = 10
+"""Updates from one exchange of figures to the next."""
+
+GAIN = 0.05
+"""Part of a step that another split must save."""
+
+LOOKED_AT_S = 0.2
+"""Seconds that an exchange is of at least: shorter ones are of single periods of the scheduler."""
+
+Unit = Literal["replicas", "samples"]
+
+
+class Split(Protocol):
+    """What is split over the ranks."""
+
+    unit: Unit
+
+    @property
+    def sizes(self) -> list[int]:
+        """Units of each rank."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it cannot change now."""
+
+    def unit_s(self, measured: MeasuredWork) -> float:
+        """Return the seconds of one unit; 0 if none was measured."""
+
+    def most(self, headroom: Headroom, current: int) -> int:
+        """Return how many units this rank's memory holds."""
+
+    def position(self) -> BatchPosition:
+        """Return how far loaders of this rank have cut batches."""
+
+    def change(self, sizes: Sequence[int], after: BatchPosition) -> None:
+        """Split otherwise, once all ranks can."""
+
+
+class ReplicaSplit:
+    """Logical replicas over ranks."""
+
+    unit: Unit = "replicas"
+
+    def __init__(self, context: Context, replicas: Replicas) -> None:
+        self._context, self._replicas = context, replicas
+
+    @property
+    def sizes(self) -> list[int]:
+        """See `Split`."""
+        return [len(local) for local in self._replicas.assignment]
+
+    @property
+    def is_fixed(self) -> bool:
+        """See `Split`."""
+        return self._context.batches.is_reading_ahead
+
+    def unit_s(self, measured: MeasuredWork) -> float:
+        """See `Split`."""
+        return measured.batch_s / measured.batches if measured.batches else 0.0
+
+    def most(self, headroom: Headroom, current: int) -> int:
+        """See `Split`."""
+        params = [param for model in distributed_models() for param in model.parameters()]
+        return headroom.most_replicas(current, self._replicas.count, gradient_bytes(params))
+
+    def position(self) -> BatchPosition:
+        """See `Split`."""
+        return START  # replicas wait for the end of an epoch themselves where batches are requested ahead
+
+    def change(self, sizes: Sequence[int], after: BatchPosition) -> None:
+        """See `Split`."""
+        self._replicas.move(
+            tuple(range(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True))
+        )
+
+
+class RowSplit:
+    """Samples of a global batch over ranks."""
+
+    unit: Unit = "samples"
+    is_fixed = False
+
+    def __init__(self, context: Context, split: SampleSplit) -> None:
+        self._context, self._split = context, split
+
+    @property
+    def sizes(self) -> list[int]:
+        """See `Split`."""
+        return split_rows(self._rows(), self._split.parts)
+
+    def _rows(self) -> int:
+        rows_for = self._context.rows_for
+        return self._split.ranks if rows_for is None else rows_for(self._split.ranks)
+
+    def unit_s(self, measured: MeasuredWork) -> float:
+        """See `Split`."""
+        return measured.batch_s / measured.rows if measured.rows else 0.0
+
+    def most(self, headroom: Headroom, current: int) -> int:
+        """See `Split`."""
+        return headroom.most_samples(current, self._rows())
+
+    def position(self) -> BatchPosition:
+        """See `Split`."""
+        return self._split.furthest
+
+    def change(self, sizes: Sequence[int], after: BatchPosition) -> None:
+        """See `Split`."""
+        self._split.change(sizes, after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What a rank tells the others."""
+
+    unit_s: float
+    """Seconds of a unit; 0 if it is not known, or the split cannot change."""
+
+    update_s: float
+    sample_s: float
+    most: int
+    measured_s: float
+    position: BatchPosition
+
+    def to_list(self) -> list[float]:
+        return [
+            self.unit_s,
+            self.update_s,
+            self.sample_s,
+            float(self.most),
+            self.measured_s,
+            *map(float, self.position),
+        ]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> _Figures:
+        unit_s, update_s, sample_s, most, measured_s, returns, epoch, position = values
+        return cls(unit_s, update_s, sample_s, int(most), measured_s, (int(returns), int(epoch), int(position)))
+
+    @property
+    def speed(self) -> RankSpeed:
+        return RankSpeed(self.unit_s, self.update_s, self.most)
+
+
+class LoadBalance:
+    """Balances the ranks that read their own samples. Updates are collective now and then.
+
+    Args:
+        context: This process's place in the job.
+        split: What is split over its ranks.
+    """
+
+    def __init__(self, context: Context, split: Split) -> None:
+        self._context, self._split = context, split
+        self._clock = StepClock(context.device)
+        self._headroom = Headroom(context.device, context.role.local_world_size)
+        self._updates = 0
+        self._began = time.perf_counter()
+        self._exchanged: list[list[_Figures]] = []
+        """The last exchanges since the split changed, the newest last; of every rank each."""
+
+        self._sizes: list[int] = []
+        """The split that they are of."""
+
+        self._sample_s = 0.0
+        context.batches.clock = weakref.ref(self._clock)
+
+    @property
+    def unit(self) -> Unit:
+        """What is split."""
+        return self._split.unit
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Note that the parameters are about to be updated."""
+        self._clock.begin_update(optimizer)
+
+    def updated(self, _optimizer: Optimizer) -> None:
+        """Count an update; every so many, compare the ranks. Collective then."""
+        self._clock.end_update()
+        self._updates += 1
+        if self._updates % EVERY == 0:
+            self._exchange()
+            self._decide()
+
+    def facts(self) -> dict[str, float | int]:
+        """Return what this rank's events hold: its replicas or its part of the samples, and its speed."""
+        sizes, index = self._split.sizes, self._context.readers.index
+        current = sizes[index] if index < len(sizes) else 0
+        share = {"replicas": current} if self.unit == "replicas" else {}
+        return {
+            **share,
+            "share": round(current / max(1, sum(sizes)), 4),
+            **({"ms_per_sample": round(1e3 * self._sample_s, 4)} if self._sample_s else {}),
+        }
+
+    def _exchange(self) -> None:
+        measured, sizes = self._clock.take(), self._split.sizes
+        current = sizes[self._context.readers.index]
+        self._sample_s = measured.sample_s
+        own = _Figures(
+            0.0 if self._split.is_fixed else self._split.unit_s(measured),
+            measured.update_s / max(1, measured.updates),
+            measured.sample_s,
+            self._split.most(self._headroom, current),
+            time.perf_counter() - self._began,
+            self._split.position(),
+        )
+        self._began = time.perf_counter()
+        values = torch.tensor([own.to_list()], dtype=torch.float64).to(self._context.device)
+        figures = all_gather(values, same_shapes=True, group=self._context.readers.group).tolist()
+        if sizes != self._sizes:
+            self._exchanged, self._sizes = [], sizes
+        self._exchanged.append([_Figures.of(row) for row in figures])
+
+    def _decide(self) -> None:
+        if not all(figure.unit_s > 0 for figure in self._exchanged[-1]):
+            self._exchanged.clear()
+            return
+        # Which exchanges count is decided by what all ranks know.
+        while len(self._exchanged) > 2 and _seconds(self._exchanged[1:]) >= 2 * LOOKED_AT_S:
+            del self._exchanged[0]
+        halves = _halves(self._exchanged)
+        if len(self._exchanged) < 2 or min(map(_seconds, halves)) < LOOKED_AT_S:
+            return
+        both = _mean(self._exchanged)
+        speeds, before = [figure.speed for figure in both], self._sizes
+        least = min(2, sum(before) // len(before)) if self.unit == "samples" else 1
+        after = apportion(speeds, sum(before), least=least)
+        if after is None or after == before:
+            return
+        each = [[figure.speed for figure in _mean(half)] for half in halves]
+        if min(gain(half, before, after) for half in each) < GAIN:
+            return
+        position = max(figure.position for figure in self._exchanged[-1])
+        self._split.change(after, position)
+        self._exchanged.clear()
+        self._tell(both, before, after)
+
+    def _tell(self, figures: Sequence[_Figures], before: Sequence[int], after: Sequence[int]) -> None:
+        if self._context.rank:
+            return
+        speeds = [figure.speed for figure in figures]
+        was_s, is_s = step_s(speeds, before), step_s(speeds, after)
+        moved = ", ".join(
+            f"{now} instead of {then} on rank {rank} ({1e3 * figure.sample_s:.3g} ms per sample)"
+            for rank, (then, now, figure) in enumerate(zip(before, after, figures, strict=True))
+            if then != now
+        )
+        logger.info(
+            "%s move to faster ranks: %s; a step takes about %.3g ms instead of %.3g, %.0f %% less",
+            self.unit,
+            moved,
+            1e3 * is_s,
+            1e3 * was_s,
+            100 * (1 - is_s / was_s),
+        )
+        event: dict[str, Any] = {
+            "event": "balance",
+            "unit": self.unit,
+            "update": self._updates,
+            "before": list(before),
+            "after": list(after),
+            "ms_per_sample": [round(1e3 * figure.sample_s, 4) for figure in figures],
+            "gain": round(1 - is_s / was_s, 4),
+        }
+        append_event(event)
+
+
+def _seconds(exchanges: Sequence[Sequence[_Figures]]) -> float:
+    """Return the seconds that exchanges are of, as the rank says that saw the fewest."""
+    return sum(min(figure.measured_s for figure in figures) for figures in exchanges)
+
+
+def _halves(exchanges: list[list[_Figures]]) -> tuple[list[list[_Figures]], list[list[_Figures]]]:
+    """Return the older and the newer half of exchanges."""
+    middle = len(exchanges) // 2
+    return exchanges[:middle], exchanges[middle:]
+
+
+def _mean(exchanges: Sequence[Sequence[_Figures]]) -> list[_Figures]:
+    """Return the mean figures of each rank; its memory as it said last."""
+    count = len(exchanges)
+    return [
+        _Figures(
+            sum(figure.unit_s for figure in rank) / count,
+            sum(figure.update_s for figure in rank) / count,
+            sum(figure.sample_s for figure in rank) / count,
+            rank[-1].most,
+            rank[-1].measured_s,
+            rank[-1].position,
+        )
+        for rank in zip(*exchanges, strict=True)
+    ]

@@ -1,0 +1,167 @@
+"""`StepClock`: seconds that this rank computes for its part of a global batch, without waits for other ranks.
+
+A batch counts from the moment a loop asks the loader for it until it asks for the next, or the parameters are updated:
+input, forward and backward pass. The update counts apart, as it does not depend on the number of samples. What a script
+does between an update and the next batch (it evaluates, saves, logs) does not count. On a GPU marks in its stream tell
+the seconds, and waits for the network are what the stream waits.
+
+A process whose cores are limited by a quota computes at full speed until the quota of a period is used up, and then not
+at all until the next (CFS bandwidth control). Seconds are therefore no less than its CPU seconds divided by the cores
+of the quota: what it would take if every step were as large.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.cluster.cgroup import ControlGroups
+from phalanx.comm.waiting import waits
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """What a rank did since it was last asked."""
+
+    batch_s: float = 0.0
+    """Seconds of its batches."""
+
+    update_s: float = 0.0
+    """Seconds of its updates."""
+
+    batches: int = 0
+    rows: int = 0
+    """Samples in its batches."""
+
+    updates: int = 0
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds of a sample, its part of the update included; 0 if none was computed."""
+        return (self.batch_s + self.update_s) / self.rows if self.rows else 0.0
+
+
+class StepClock:
+    """Measures batches and updates of this process. Loaders and optimizers call it.
+
+    Args:
+        device: What computes.
+        groups: The control groups of this process.
+    """
+
+    def __init__(self, device: torch.device, groups: ControlGroups | None = None) -> None:
+        self._groups = groups or ControlGroups()
+        self._is_cuda = device.type == "cuda"
+        self._batch: _Mark | None = None
+        """When the batch at hand was asked for."""
+
+        self._has_batch = False
+        self._update: _Mark | None = None
+        self._rows = 0
+        if self._is_cuda:
+            waits.mark = _mark_wait
+        self._begin()
+
+    def _begin(self) -> None:
+        self._spans: list[tuple[bool, _Mark, _Mark]] = []
+        """Of batches (True) and updates."""
+
+        self._batches = self._updates = self._counted_rows = 0
+        self._groups.refresh()
+        self._cores = self._groups.cores()
+        self._cpu_s = 0.0
+        waits.marks = []
+
+    def begin_batch(self) -> None:
+        """Note that a loop asks for a batch."""
+        now = self._now()
+        if self._batch is not None and self._has_batch:  # the pass of a replica, or one that accumulates gradients
+            self._end_batch(now)
+        self._batch, self._has_batch = now, False
+
+    def end_input(self, rows: int | None) -> None:
+        """Note that the loader has it.
+
+        Args:
+            rows: Its samples; None if there is no batch, as the epoch is over.
+        """
+        self._has_batch, self._rows = rows is not None, rows or 0
+
+    def begin_update(self, _optimizer: object = None) -> None:
+        """Note that the parameters are about to be updated."""
+        self._update = self._now()
+        if self._batch is not None and self._has_batch:
+            self._end_batch(self._update)
+        self._batch, self._has_batch = None, False
+
+    def end_update(self) -> None:
+        """Note that they are."""
+        if self._update is not None:
+            self._add(False, self._update, self._now())
+            self._updates += 1
+            self._update = None
+
+    def take(self) -> MeasuredWork:
+        """Return what was measured since the last call, and begin again."""
+        seconds = [0.0, 0.0]
+        for is_batch, first, last in self._spans:
+            seconds[is_batch] += first.seconds_to(last)
+        busy_s = sum(seconds)
+        slower = max(1.0, self._cpu_s / self._cores / busy_s) if self._cores and busy_s else 1.0
+        measured = MeasuredWork(
+            slower * seconds[True], slower * seconds[False], self._batches, self._counted_rows, self._updates
+        )
+        self._begin()
+        return measured
+
+    def _end_batch(self, now: _Mark) -> None:
+        assert self._batch is not None
+        self._add(True, self._batch, now)
+        self._batches += 1
+        self._counted_rows += self._rows
+
+    def _add(self, is_batch: bool, first: _Mark, last: _Mark) -> None:
+        self._spans.append((is_batch, first, last))
+        self._cpu_s += last.cpu_s - first.cpu_s
+
+    def _now(self) -> _Mark:
+        cpu_s = 0.0 if self._cores is None else self._groups.cpu_seconds()
+        if self._is_cuda:
+            return _Mark(0.0, cpu_s, _cuda_event(), len(waits.marks))
+        return _Mark(time.perf_counter() - waits.seconds, cpu_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A moment, by a clock that stands still while this rank waits for others."""
+
+    seconds: float
+    cpu_s: float
+    event: Any = None
+    waited: int = 0
+    """Waits of the device before it."""
+
+    def seconds_to(self, later: _Mark) -> float:
+        if self.event is None:
+            return later.seconds - self.seconds
+        later.event.synchronize()
+        waited = sum(_elapsed_s(*pair) for pair in waits.marks[self.waited : later.waited])
+        return max(0.0, _elapsed_s(self.event, later.event) - waited)
+
+
+def _mark_wait() -> Any:
+    """Return an event of now; None while a graph is captured, which nothing is timed in."""
+    return None if torch.cuda.is_current_stream_capturing() else _cuda_event()
+
+
+def _cuda_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_s(first: Any, last: Any) -> float:
+    return float(first.elapsed_time(last)) / 1e3
