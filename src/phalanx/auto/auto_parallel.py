@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import list_module_calls
 from phalanx.auto.capture.step import capture
-from phalanx.auto.captured_model import build_machine, read_layers, step_precision
+from phalanx.auto.captured_model import batch_size_of, build_machine, read_layers, step_precision
 from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.layer_limits import read_limits
 from phalanx.auto.model_search import ModelSearch
@@ -22,6 +23,7 @@ from phalanx.auto.planner.search_restrictions import (
 )
 from phalanx.auto.planner.strategies import StrategyCatalog
 from phalanx.auto.planner.to_plan import check_base
+from phalanx.auto.planner.unequal import UnequalRanks
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.auto.search.request import (
     check_arguments,
@@ -31,6 +33,9 @@ from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import ConfigError, PlanError
 from phalanx.i18n import tr
+from phalanx.plan.rules.balance import check_balance
+from phalanx.plan.rules.rules import plan_from_strategy
+from phalanx.plan.shape import ModelShape
 from phalanx.strategy import DistributedStrategy
 
 
@@ -78,7 +83,8 @@ def auto_parallel(
     _check_numbers(top_k, time_limit)
     memory_bytes = None if memory is None else _bytes_of(memory)
     check_arguments(model, limits, memory_bytes, top_k)
-    target = read_cluster("here" if cluster is None else cluster).weakest()
+    named_cluster = read_cluster("here" if cluster is None else cluster)
+    target = named_cluster.weakest()
     room = USABLE * target.nodes[0].device.memory if memory_bytes is None else memory_bytes
     _check_sparse(model)
     captured = capture(model, sample, loss_fn)
@@ -86,9 +92,11 @@ def auto_parallel(
     read_limits((*limit_words, *alternatives), calls)
     unsharded = find_sharding_obstacles(captured)
     layers, unstaged = read_layers(model, captured, calls, optimizer)
-    work = LayerWork(layers, build_machine(target, step_precision(captured, base)))
+    precision = step_precision(captured, base)
+    work = LayerWork(layers, build_machine(target, precision))
     unsplit = find_zero_bubble_obstacle(layers, base)
     search = ModelSearch(model, sample, loss_fn, target, work, room, top_k, time_limit, unstaged, unsharded, unsplit)
+    search.unequal, unbalanced = _find_unequal(named_cluster, layers, precision, memory_bytes, base)
     searched = search(limit_words)
     whole_loss = (
         None
@@ -96,19 +104,36 @@ def auto_parallel(
         else tr("a loss over logits sharded by class (`vocab` of a head), as the loss function takes full logits")
     )
     in_stages = list_unsearched_pipelines(searched.configs, unsplit)
-    not_tried = (unstaged, *unsharded.values(), *_explain_whole_tokens(search), *in_stages, whole_loss)
+    not_tried = (unstaged, *unsharded.values(), *_explain_whole_tokens(search), *in_stages, whole_loss, unbalanced)
     return PlanResult(
         search=searched,
         catalog=StrategyCatalog(layers, search.allowed),
         work=work,
         room=room,
-        where=str(target),
+        where=str(named_cluster),
         base=base,
         left_out=tuple(dict.fromkeys(why for why in not_tried if why is not None)),
         search_again=lambda more: search((*limit_words, *more)),
         alone=lambda: search.alone_s(memory_bytes),
         usd_per_hour=target.usd_per_hour,
     )
+
+
+def _find_unequal(
+    cluster: Cluster, layers: Layers, precision: str, memory: float | None, base: DistributedStrategy
+) -> tuple[UnequalRanks | None, str | None]:
+    """Return the ranks of a cluster whose devices differ, and why they cannot share batches by their speeds, if so."""
+    batch = batch_size_of(layers.calls)
+    if cluster.is_uniform or not batch:
+        return None, None
+    replicas = base.logical_replicas
+    balanced = base.model_copy(update={"balance": "samples" if replicas is None else "replicas"})
+    try:
+        check_balance(plan_from_strategy(balanced, ModelShape(layers.captured.parameters), cluster.devices))
+    except PlanError as error:
+        return None, tr("parts of a batch by the speed of unequal devices, as {why}", why=error)
+    unequal = UnequalRanks(cluster, layers, precision, batch, memory=memory, replicas=replicas)
+    return (unequal, None) if unequal.is_worth_it else (None, None)
 
 
 def _check_numbers(top_k: object, time_limit: object) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,9 @@ from phalanx.auto.planner.search_restrictions import (
     explain_unsearched_limits,
 )
 from phalanx.auto.planner.strategies import StrategyCatalog, StrategyFilter
+from phalanx.auto.planner.unequal import UnequalRanks
 from phalanx.auto.predict.prediction import USABLE
+from phalanx.auto.search.request import Limit
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import PlanError
@@ -55,6 +58,8 @@ class ModelSearch:
     """Learned over searches."""
 
     runs: dict[ShardedRegion, bool] = field(default_factory=dict)
+    unequal: UnequalRanks | None = None
+    """Ranks that differ and can share a batch by their speeds, in place of counting as the weakest."""
 
     def __call__(self, limits: tuple[str, ...]) -> PlanSearch:
         """Search, and repeat without strategies that fail, until every candidate runs."""
@@ -65,7 +70,7 @@ class ModelSearch:
             for config in self._list_allowed_configs()
             if all(limit.allows(_get_knobs(config)) for limit in config_limits)
         ]
-        if not configs:
+        if not configs and not self._list_unequal(config_limits, StrategyCatalog(self.work.layers, self.allowed)):
             raise PlanError(
                 explain_empty_space(
                     limits, explain_unsearched_limits(config_limits, self.unstaged, self.unsharded, self.unsplit)
@@ -73,19 +78,26 @@ class ModelSearch:
             )
         while True:
             catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=excluded))
-            result: PlanSearch | DoesNotFitError
+            result: PlanSearch | DoesNotFitError | None
             try:
-                result = search_plans(
-                    catalog,
-                    self.work,
-                    configs,
-                    room=self.room,
-                    top_k=self.top_k,
-                    time_limit=None if stop is None else stop - time.monotonic(),
-                    limits=limits,
+                result = (
+                    search_plans(
+                        catalog,
+                        self.work,
+                        configs,
+                        room=self.room,
+                        top_k=self.top_k,
+                        time_limit=None if stop is None else stop - time.monotonic(),
+                        limits=limits,
+                    )
+                    if configs
+                    else None
                 )
             except DoesNotFitError as error:
                 result = error
+            if shared := self._list_unequal(config_limits, catalog):
+                result = _merge(result, shared, self.top_k)
+            assert result is not None
             candidates = result.top_k if isinstance(result, PlanSearch) else (result.least,)
             failing = {region for candidate in candidates for region in self._failing(candidate)}
             if not failing:
@@ -102,6 +114,20 @@ class ModelSearch:
                 failing_regions=self.allowed.failing_regions | (failing - token_regions),
                 shards_tokens=self.allowed.shards_tokens and not token_regions,
             )
+
+    def _list_unequal(self, limits: Sequence[Limit], catalog: StrategyCatalog) -> list[Candidate]:
+        """Return what ranks that differ take where they share a batch by their speeds."""
+        if self.unequal is None:
+            return []
+        has_blocks = bool(self.work.layers.blocks)
+        configs = (
+            config
+            for config in self.unequal.configs(has_blocks=has_blocks)
+            if all(limit.allows(_get_knobs(config)) for limit in limits)
+            and not (config.zero and False in self.unsharded)
+        )
+        candidates = (self.unequal.candidate(config, catalog) for config in configs)
+        return [candidate for candidate in candidates if candidate is not None]
 
     def alone_s(self, memory: float | None) -> float | None:
         """Return the seconds of a step of one process alone, where that was measured; None too if it does not fit.
@@ -142,6 +168,20 @@ class ModelSearch:
                 self.runs[region] = check_runs_sharded(self.model, self.sample, self.loss_fn, strategies, parts) is None
             if not self.runs[region]:
                 yield region
+
+
+def _merge(result: PlanSearch | DoesNotFitError | None, shared: list[Candidate], top_k: int) -> PlanSearch:
+    """Return a search with candidates beside it whose seconds are their own bounds."""
+    before = result.top_k if isinstance(result, PlanSearch) else ()
+    bound = result.bound if isinstance(result, PlanSearch) else math.inf
+    configs = result.configs if isinstance(result, PlanSearch) else ()
+    ordered = sorted((*before, *shared), key=lambda candidate: candidate.step_time_s)
+    return PlanSearch(
+        top_k=tuple(ordered[:top_k]),
+        bound=min(bound, *(candidate.bound for candidate in shared)),
+        configs=(*configs, *(candidate.config for candidate in shared)),
+        listed=(result.listed if isinstance(result, PlanSearch) else 0) + len(shared),
+    )
 
 
 def _find_regions(

@@ -63,6 +63,9 @@ class ParallelConfig:
     batch_size: int = field(default=0, compare=False)
     """Samples of a global batch; 0 if they divide evenly."""
 
+    rows: int = 0
+    """Samples of the rank that is priced, where ranks get unequal parts by their speeds; 0 where the parts are even."""
+
     @property
     def ranks(self) -> int:
         """All of them."""
@@ -71,6 +74,8 @@ class ParallelConfig:
     @property
     def batch_parts(self) -> float:
         """Parts of a global batch that are computed one by one, or apart, as large as the largest."""
+        if self.rows:
+            return self.batch_size / self.rows
         return self.micro_batches * (
             self.batch_size / -(-self.batch_size // self.data) if self.batch_size else self.data
         )
@@ -78,7 +83,7 @@ class ParallelConfig:
     @property
     def shards_over_data(self) -> bool:
         """Whether layers may be cut over ranks that read other samples."""
-        return self.model == 1 and self.zero == 0 and self.data > 1 and self.stages == 1
+        return self.model == 1 and self.zero == 0 and self.data > 1 and self.stages == 1 and not self.rows
 
     @property
     def can_split(self) -> bool:

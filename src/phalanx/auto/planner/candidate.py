@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from phalanx.auto.capture.layers import WHOLE, Layers, LayerStrategy
 from phalanx.auto.cost.layer_work import LayerWork
@@ -42,6 +44,16 @@ class Candidate(Assignment):
     bound: float
     """Seconds that nothing under this parallel config beats."""
 
+    shares: tuple[int, ...] = ()
+    """Units of a global batch that each rank gets, where ranks are unequal; empty where the parts are even."""
+
+    share_unit: Literal["samples", "replicas"] = "samples"
+    share_names: tuple[str, ...] = field(default=(), compare=False)
+    """The device of each rank, of shares."""
+
+    work: LayerWork | None = field(default=None, compare=False)
+    """Of the model on the slowest rank, of shares."""
+
     @property
     def sharded_layers(self) -> dict[str, LayerStrategy]:
         """The layers with a style."""
@@ -53,10 +65,17 @@ class Candidate(Assignment):
 
     def is_same_as(self, other: object) -> bool:
         """Return whether another candidate has the same config and strategies."""
-        return isinstance(other, Candidate) and (self.config, self.strategies) == (other.config, other.strategies)
+        if not isinstance(other, Candidate):
+            return False
+        return (self.config, self.strategies, self.shares) == (other.config, other.strategies, other.shares)
+
+    def describe_shares(self) -> str:
+        """Return how many units the ranks of each device get, such as `4 x H100: 24 each, 4 x A100: 8 each`."""
+        counts = Counter(zip(self.share_names, self.shares, strict=True))
+        return ", ".join(f"{ranks} x {name}: {size} each" for (name, size), ranks in counts.items())
 
     def __str__(self) -> str:
-        return str(self.config)
+        return str(self.config) + (f" balance={self.share_unit}" if self.shares else "")
 
 
 def build_candidate(

@@ -66,7 +66,7 @@ def draw_plan(answer: PlanResult) -> str:
 
 def _lines(answer: PlanResult) -> Iterator[_Line]:
     best, layers = answer.search.best, answer.layers
-    options = list_call_costs(best, answer.work)
+    options = list_call_costs(best, best.work or answer.work)
     stages = list_stages(best, layers)
     for position, call in enumerate(layers.calls):
         if call.template != position:

@@ -133,8 +133,8 @@ class PlanResult:
                 )
             )
         best = self.search.best
-        problem = build_problem(self.work, best.config, self.catalog.of(best.config), self.room)
-        title = tr("{layer} under {arrangement}", layer=layer, arrangement=best.config)
+        problem = build_problem(self._work_of(best), best.config, self.catalog.of(best.config), self.room)
+        title = tr("{layer} under {arrangement}", layer=layer, arrangement=best)
         grid = Table(title=title, title_justify="left")
         grid.add_column(tr("strategy"))
         for name in (tr("forward ms"), tr("backward ms"), tr("of these comm ms"), tr("grad sync ms"), tr("update ms")):
@@ -167,7 +167,7 @@ class PlanResult:
         Args:
             index: Which; the fastest when omitted.
         """
-        return simulate_assignment(self.search.top_k[index], self.work, self.usd_per_hour)
+        return simulate_assignment(self.search.top_k[index], self._work_of(self.search.top_k[index]), self.usd_per_hour)
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer in plain values."""
@@ -192,13 +192,17 @@ class PlanResult:
             "plan": self.plan.model_dump(mode="json"),
         }
 
+    def _work_of(self, candidate: Candidate) -> LayerWork:
+        """Return the work of the rank that decides what a candidate takes."""
+        return candidate.work or self.work
+
     def _traffic(self) -> list[dict[str, Any]]:
         """Return what a rank exchanges in a step, the most bytes first; by place along the stages if there are any."""
         best = self.search.best
         transfers = [
             {"stage": stage, "kind": kind, "bytes": size, "count": count}
             for stage in range(best.config.stages)
-            for (kind, size), count in count_traffic(best, self.work, stage).items()
+            for (kind, size), count in count_traffic(best, self._work_of(best), stage).items()
         ]
         return sorted(transfers, key=lambda transfer: -transfer["bytes"] * transfer["count"])
 
@@ -270,7 +274,8 @@ def _distinct_values(values: list[Any]) -> tuple[Any, ...]:
 
 def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
     return {
-        "arrangement": str(candidate.config),
+        "arrangement": str(candidate),
+        "shares": {"unit": candidate.share_unit, "ranks": list(candidate.shares)} if candidate.shares else None,
         "layers": {path: str(strategy) for path, strategy in candidate.sharded_layers.items()},
         "step_time_s": candidate.step_time_s,
         "memory_bytes": candidate.memory_bytes,

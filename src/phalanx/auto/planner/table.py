@@ -66,7 +66,7 @@ def build_result_table(
             for line in _lines(candidate, describe_sharded(candidate))
         )
         grid.add_row(
-            Group(str(candidate.config), *lines),
+            Group(str(candidate), *lines),
             format_seconds(candidate.step_time_s),
             format_bytes(candidate.memory_bytes),
         )
@@ -84,5 +84,9 @@ def _lines(candidate: Candidate, sharded: str) -> Iterable[str]:
     """Yield where the seconds go, and the layers that are sharded."""
     parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.step_time_s}
     yield tr(", ").join(f"{candidate.part_label(name)} {format_seconds(seconds)}" for name, seconds in parts.items())
+    if candidate.shares:
+        yield tr(
+            "{unit} of a global batch by speed: {shares}", unit=candidate.share_unit, shares=candidate.describe_shares()
+        )
     if sharded:
         yield tr("sharded layers: {layers}", layers=sharded)

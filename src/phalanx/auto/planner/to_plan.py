@@ -118,8 +118,8 @@ def _place(plan: Plan, candidate: Candidate, layers: Layers, shape: ModelShape) 
             "params": tuple(_shard(rule, config.zero) for rule in plan.params) if config.zero else plan.params,
             "modules": (*plan.modules, *_list_modules(candidate, layers, shape)),
             "schedule": Schedule(kind=config.schedule, microbatches=config.micro_batches, virtual=config.virtual),
-            "step": plan.step.model_copy(update={"batch_axes": batch_axes(mesh)}),
-            "because": (world, *plan.because[1:], *_list_reasons(config)),
+            "step": plan.step.model_copy(update={"batch_axes": batch_axes(mesh), **_balance(candidate)}),
+            "because": (world, *plan.because[1:], *_list_reasons(config), *_share_reasons(candidate)),
         }
     )
 
@@ -131,6 +131,16 @@ def _list_reasons(config: ParallelConfig) -> Iterator[Reason]:
         yield Reason(setting=f"stages={config.stages}", effect=TECHNIQUES["pipeline"].effect)
     if config.recompute != "none":
         yield Reason(setting=f"recompute={config.recompute}", effect=TECHNIQUES["recompute"].effect)
+
+
+def _balance(candidate: Candidate) -> dict[str, str]:
+    return {"balance": candidate.share_unit} if candidate.shares else {}
+
+
+def _share_reasons(candidate: Candidate) -> Iterator[Reason]:
+    if candidate.shares:
+        effect = f"faster ranks get more of each global batch, about {candidate.describe_shares()}"
+        yield Reason(setting=f"balance={candidate.share_unit}", effect=effect)
 
 
 def _build_mesh(config: ParallelConfig) -> tuple[Axis, ...]:
