@@ -11,6 +11,7 @@ def parse_endpoint(text: str, *, least_port: int = 1) -> tuple[str, int] | None:
         least_port: Smallest port; 0 where it may stand for one that the system chooses.
     """
     host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and least_port <= int(port) <= 65535):
+    is_number = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not (colon and host and is_number and least_port <= int(port) <= 65535):
         return None
     return host.strip("[]"), int(port)

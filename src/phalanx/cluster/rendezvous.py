@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Protocol
 
 from phalanx.errors import ConfigError, PeerLostError
@@ -60,8 +60,18 @@ class Announcement:
 
     @classmethod
     def from_json(cls, text: str) -> Announcement:
-        """Read `to_json` back."""
-        return cls(**json.loads(text))
+        """Read `to_json` back.
+
+        Raises:
+            ConfigError: If it is none; another program may write to the store, which asks for no password.
+        """
+        try:
+            read = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(_foreign(text, error)) from None
+        if not all(type(getattr(read, field.name)).__name__ == field.type for field in fields(cls)):
+            raise ConfigError(_foreign(text, "fields of other types"))
+        return read
 
     def __str__(self) -> str:
         log = f", log {self.log_file}" if self.log_file else ""
@@ -171,8 +181,18 @@ def _is_go(store: RendezvousStore) -> bool:
 def _obey(verdict: str) -> Exception:
     if verdict == GO:
         return PeerLostError("This rank came after the others had started without it; start the job again.")
-    failure = json.loads(verdict)
-    return (ConfigError if failure["kind"] == "config" else PeerLostError)(failure["message"])
+    try:
+        failure = json.loads(verdict)
+        return (ConfigError if failure["kind"] == "config" else PeerLostError)(failure["message"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return ConfigError(_foreign(verdict, error))
+
+
+def _foreign(text: str, why: object) -> str:
+    return (
+        f"The store of this job holds {text[:60]!r}, which no rank of this version wrote ({why}). Run the same version "
+        "everywhere, and give each job a store (file, port or job id) of its own."
+    )
 
 
 def _twice(holder: Announcement, me: Announcement) -> str:

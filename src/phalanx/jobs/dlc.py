@@ -113,7 +113,7 @@ def _take_larger(where: str, amounts: dict[str, Any], config: dict[str, Any], le
             "memory": to_bytes(memory) if (memory := config.pop("Memory", None)) else 0,
             "gpu": int(config.pop("GPU", 0) or 0),
         }
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise SpecError(f"{where}.ResourceConfig: {error}. Correct the file.") from None
     for name, amount in pod.items():
         if amounts[name] and amount != amounts[name]:

@@ -65,6 +65,16 @@ def validate(model: type[ModelT], fields: Mapping[str, Any] | str) -> ModelT:
     raise SpecError(f"this is no {what} that could run:\n  " + "\n  ".join(lines))
 
 
+MOST_VALUES = 100_000
+"""Most values of a file: nine lines of aliases of aliases stand for a billion."""
+
+_LONGEST_NUMBER = 256
+"""Bits."""
+
+_YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+"""What PyYAML raises for text that is none: dates as 2020-99-99 and tags as `!!int x` end in Python's own errors."""
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -78,7 +88,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -96,9 +106,36 @@ _Loader.yaml_implicit_resolvers = {
 
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError) as error:
+        value = yaml.load(text, _Loader)
+        if _count_values(value, {}) > MOST_VALUES:
+            raise SpecError(
+                f"{where} holds more than {MOST_VALUES:,} values once its aliases (`*name`) stand for what they name. "
+                "Write out what the job needs."
+            )
+    except SpecError:
+        raise
+    except _YAML_ERRORS as error:
         raise SpecError(f"{where} is neither YAML nor JSON: {error}.") from None
+    return value
+
+
+def _count_values(value: Any, counts: dict[int, int]) -> int:
+    """Count the values of a tree in which one may be there many times, as aliases have it.
+
+    Raises:
+        ValueError: If a value holds itself, or is a number that no field can take.
+    """
+    if isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
+        raise ValueError("a number is too long")  # Python refuses to write it out in a message
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counts:
+        counts[id(value)] = 0  # until all inside are counted
+        inner = value.values() if isinstance(value, dict) else value
+        counts[id(value)] = 1 + sum(_count_values(item, counts) for item in inner)
+    elif not counts[id(value)]:
+        raise ValueError("an alias stands for what holds it")
+    return counts[id(value)]
 
 
 def _parse(source: Path | str) -> dict[str, Any]:

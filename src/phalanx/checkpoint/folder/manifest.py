@@ -22,7 +22,7 @@ import torch
 
 from phalanx import __version__
 from phalanx.checkpoint.tensors.chunk import TensorChunk
-from phalanx.checkpoint.tensors.safetensors_file import FileRecord, Slot, dtype_of
+from phalanx.checkpoint.tensors.safetensors_file import FileRecord, Slot, are_counts, dtype_of, is_shape
 from phalanx.cluster.disk_space import named_errors
 from phalanx.errors import DataError
 from phalanx.files import sync_directory, sync_file, write_atomically
@@ -32,6 +32,9 @@ VERSION = 1
 
 BLOCK_BYTES_LIMIT = 1 << 30
 """Largest block of a file with a checksum of its own that is read."""
+
+REQUIRED_VALUES = frozenset({"aliases", "averages", "model", "random", "kept"})
+"""What every rank saves beside tensors."""
 
 _FILE_NAME = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
 _PARSE_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
@@ -185,6 +188,9 @@ def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Checkpoint
     unique, of_rank = value["values"]["unique"], value["values"]["of_rank"]
     if not len(files) == len(of_rank) == value["world_size"]:
         raise ValueError(f"{value['world_size']} ranks have {len(files)} files and {len(of_rank)} values")
+    for values in unique:
+        if missing := REQUIRED_VALUES - set(values):
+            raise ValueError(f"the values of a rank lack {', '.join(sorted(missing))}")
     if value["tables"] is not None:
         _require_plain(value["tables"])
     return CheckpointManifest(
@@ -202,6 +208,8 @@ def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Checkpoint
 def _file(entry: dict[str, Any]) -> FileRecord:
     file = FileRecord(entry["name"], entry["bytes"], entry["block_bytes"], tuple(entry["crc32"]))
     _require_plain(file.name)
+    if not are_counts((file.bytes, file.block_bytes, *file.crc32)):
+        raise ValueError(f"{file.name} is described with what is no number")
     if not 0 < file.block_bytes <= BLOCK_BYTES_LIMIT or len(file.crc32) != -(-file.bytes // file.block_bytes):
         raise ValueError(f"{file.name} of {file.bytes} bytes has {len(file.crc32)} blocks of {file.block_bytes}")
     return file
@@ -227,11 +235,15 @@ def _tensor(name: str, entry: list[Any], files: tuple[FileRecord, ...]) -> Saved
     chunks = tuple(
         SavedChunk(TensorChunk(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in entries
     )
+    if not is_shape(shape):
+        raise ValueError(f"{name!r} cannot have the shape {list(shape)}")
     for chunk in chunks:
+        if not are_counts((*chunk.chunk.offset, *chunk.chunk.size, chunk.rank, chunk.begin)):
+            raise ValueError(f"a piece of {name!r} lies outside of it, or where no number says")
         places = zip(chunk.chunk.offset, chunk.chunk.size, shape, strict=True)
-        is_inside = all(at >= 0 and n >= 0 and at + n <= extent for at, n, extent in places)
+        is_inside = all(at + n <= extent for at, n, extent in places)
         end = chunk.begin + chunk.chunk.count * dtype.itemsize
-        if not is_inside or chunk.rank < 0 or chunk.begin < 0 or end > files[chunk.rank].bytes:
+        if not is_inside or end > files[chunk.rank].bytes:
             raise ValueError(f"a piece of {name!r} lies outside of it, or of its file")
     if sum(chunk.chunk.count for chunk in chunks) < math.prod(shape):
         raise ValueError(f"parts of {name!r} are in no file")

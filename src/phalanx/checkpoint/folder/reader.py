@@ -12,8 +12,11 @@ from phalanx.checkpoint.folder.manifest import CheckpointManifest, SavedTensor
 from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.local_tensors import RANKS, rank_name
 from phalanx.checkpoint.tensors.safetensors_file import TensorFile
-from phalanx.errors import InternalError
+from phalanx.errors import DataError, InternalError
 from phalanx.ps.snapshot.dense import unpack_tree
+
+_DICTS = frozenset({"aliases", "model", "optimizer", "random", "kept"})
+"""Words of values that are dicts."""
 
 
 class CheckpointReader:
@@ -51,8 +54,19 @@ class CheckpointReader:
         return tensor
 
     def values(self, rank: int, word: str) -> Any:
-        """Return one of the values of a saved rank, with the tensors in it."""
-        return unpack_tree(self.manifest.values[rank][word], _RankTensors(self, rank))
+        """Return one of the values of a saved rank, with the tensors in it.
+
+        Raises:
+            DataError: If it is not what a save writes there.
+        """
+        try:
+            value = unpack_tree(self.manifest.values[rank][word], _RankTensors(self, rank))
+            if word in _DICTS and not isinstance(value, dict):
+                raise TypeError(f"a {type(value).__name__}")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            folder = self.manifest.folder
+            raise DataError(f"{folder} holds no {word!r} of rank {rank} ({error!r}). Take another copy.") from error
+        return value
 
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._files:

@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,16 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise DataError(f"dtype {name!r} is not known to this version. Read the file with the version that wrote it.")
     return _DTYPES[name]
+
+
+def are_counts(values: Iterable[Any]) -> bool:
+    """Return whether these are whole numbers of at least 0, as sizes and offsets in a file must be."""
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def is_shape(sizes: Sequence[Any]) -> bool:
+    """Return whether these can be the shape of a tensor, also of one without elements: torch counts with 64 bits."""
+    return are_counts(sizes) and math.prod(filter(None, sizes)) < 1 << 60
 
 
 def build_header(
@@ -259,6 +269,6 @@ class TensorFile:
 
 def _slot(name: str, entry: Mapping[str, Any], start: int) -> Slot:
     dtype, shape, (begin, end) = dtype_of(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+    if not (is_shape(shape) and are_counts((begin, end))) or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} of shape {list(shape)} cannot lie between bytes {begin} and {end}")
     return Slot(dtype, shape, start + begin)

@@ -312,7 +312,7 @@ def read_measured(path: Path | None = None) -> Measured:
                 path=path,
             )
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             tr("{path} cannot be read ({why}). Measure again with `phalanx calibrate`.", path=path, why=error)
         ) from None

@@ -19,6 +19,10 @@ _LISTS = {
 _OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _SECRET = re.compile(r"[0-9a-fA-F]{64}")
+_LONGEST_NUMBER = 9
+
+MOST_HOSTS = 100_000
+"""Most hosts that a list may name; the largest clusters have a tenth of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +153,13 @@ def expand_hosts(compact: str) -> list[str]:
 
 
 def _expand(pattern: str) -> list[str]:
-    bracket = _BRACKET.search(pattern)
-    if bracket is None:
-        return [pattern]
-    before, after = pattern[: bracket.start()], pattern[bracket.end() :]
-    return [before + n + tail for n in _numbers(bracket[1], pattern) for tail in _expand(after)]
+    hosts, at = [""], 0
+    for bracket in _BRACKET.finditer(pattern):
+        numbers, before = _numbers(bracket[1], pattern), pattern[at : bracket.start()]
+        _check_count(len(hosts) * len(numbers), pattern)
+        hosts = [host + before + n for host in hosts for n in numbers]
+        at = bracket.end()
+    return [host + pattern[at:] for host in hosts]
 
 
 def _numbers(ranges: str, pattern: str) -> list[str]:
@@ -161,10 +167,18 @@ def _numbers(ranges: str, pattern: str) -> list[str]:
     for entry in ranges.split(","):
         first, dash, last = entry.partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        are_numbers = all(n.isascii() and n.isdecimal() and len(n) <= _LONGEST_NUMBER for n in (first, last))
+        if not (are_numbers and int(first) <= int(last)):
             raise _malformed(pattern)
+        _check_count(len(numbers) + int(last) - int(first), pattern)
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return numbers
+
+
+def _check_count(count: int, pattern: str) -> None:
+    """Raise where a few characters would name so many hosts that their list does not fit."""
+    if count > MOST_HOSTS:
+        raise RoleError(f"The host list {pattern!r} names more than {MOST_HOSTS:,} hosts. Correct its numbers.")
 
 
 def _malformed(text: str) -> RoleError:

@@ -22,6 +22,9 @@ MACHINES = {"0x0000": ("x86", ("x86_64", "amd64", "i686")), "0x0020": ("arm", ("
 
 COMPLETED = "completed"
 
+_LONGEST_NUMBER = 18
+"""Digits of a number that fits 64 bits; Python itself refuses thousands with an error of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
@@ -74,7 +77,8 @@ class TableEntry:
     def number(self) -> int:
         """Return a whole number of at least 0, which may be written as text."""
         digits = str(self.value).strip()
-        if isinstance(self.value, bool) or not (digits.isascii() and digits.isdecimal()):
+        is_number = digits.isascii() and digits.isdecimal() and len(digits) <= _LONGEST_NUMBER
+        if isinstance(self.value, bool) or not is_number:
             raise self.wrong(
                 tr("must be a whole number of at least 0, found {found}. Correct it.", found=repr(self.value))
             )

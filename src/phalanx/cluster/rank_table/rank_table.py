@@ -201,6 +201,10 @@ def _decode(content: str, source: str) -> tuple[Any, tuple[str, ...]]:
                 why=error.msg,
             )
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            tr("{source}: no rank table ({why}). Give the file of a rank table.", source=source, why=error)
+        ) from None
     return value, tuple(
         tr("{source}: the comma before a closing bracket in line {line} is passed over", source=source, line=line)
         for line in lines

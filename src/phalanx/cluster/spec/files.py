@@ -77,7 +77,7 @@ def read(path: Path, device: str) -> Cluster:
         return of_rank_table(rank_table.parse(written, str(path)), device)
     try:
         content = tomllib.loads(written) if path.suffix == ".toml" else json.loads(written)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(tr("{path}: {why}. Correct the file.", path=path, why=error)) from None
     if device:
         raise ConfigError(

@@ -50,7 +50,7 @@ def _refusal(request: Request, rates: RateLimiter) -> Response | None:
         message = f"Too many requests from this address; ask again in {wait:.2f} s."
         return JSONResponse({"error": "RateError", "message": message}, 429, {"Retry-After": str(int(wait) + 1)})
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or ("transfer-encoding" in request.headers):
+    if not length.isdecimal() or ("transfer-encoding" in request.headers):
         message = "Say how long the body is: send Content-Length, no Transfer-Encoding."
         return JSONResponse({"error": "HTTPError", "message": message}, 400)
     is_tree = request.method == "POST" and _TREES.fullmatch(request.url.path)

@@ -99,7 +99,7 @@ def hang_failure(silent_s: float, signs: Mapping[str, float] | None = None) -> F
         return Failure(Cause.HANG, message)
     name, earlier = order[0][0], order[1][1] - order[0][1]
     message = f"rank {name} fell silent first, {earlier:.0f} s before the others; {message}"
-    return Failure(Cause.HANG, message, rank=int(name) if name.isdigit() else None)
+    return Failure(Cause.HANG, message, rank=int(name) if name.isdecimal() else None)
 
 
 def timeout_failure(limit_s: float) -> Failure:

@@ -131,7 +131,7 @@ def read_spec(folder: Path) -> AttemptSpec:
             home=Path(fields["home"]),
             checkpoint=Path(fields["checkpoint"]),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BackendError(
             f"{path} does not say what to run: {error}. Nodes need the same files and the same version of phalanx as "
             "the machine that submitted the job."
@@ -179,7 +179,7 @@ def read_exit_record(folder: Path, node: int) -> ExitRecord | None:
     text = _text(paths.exit_record(folder, node))
     try:
         return parse_exit_record(text) if text else None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         return ExitRecord("failed", Cause.SETUP, f"the exit record of node {node} cannot be read: {error}")
 
 

@@ -64,7 +64,7 @@ def list_logs(folder: Path) -> list[str]:
         numbers = [
             path.name[len(start) : len(path.name) - len(end)] for path in paths.logs(folder).glob(f"{start}*{end}")
         ]
-        log_names += [f"{prefix}{number}" for number in sorted((n for n in numbers if n.isdigit()), key=int)]
+        log_names += [f"{prefix}{number}" for number in sorted((n for n in numbers if n.isdecimal()), key=int)]
     return log_names
 
 
@@ -118,7 +118,7 @@ def last_signs(folder: Path) -> dict[str, float]:
     for name in list_logs(folder):
         files = [_path(folder, name), paths.logs(folder) / f"events.worker.{name}.jsonl"]
         times = [file.stat().st_mtime for file in files if file is not None and file.is_file()]
-        if name.isdigit() and times:
+        if name.isdecimal() and times:
             last[name] = max(times)
     return last
 

@@ -71,7 +71,7 @@ def _names(folder: Path) -> list[str]:
 
 def _number(name: str) -> int:
     last = name.rpartition(".")[2]
-    return int(last) if last.isdigit() else 0
+    return int(last) if last.isdecimal() else 0
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -56,7 +57,15 @@ def _failed(message: str, *, rank: int | None, code: int, detail: str, cause: Ca
 
 
 def _phalanx(code: int, output: Path, logs: Path) -> ExitRecord:
-    ended = _read(logs / ENDED)
+    with contextlib.suppress(KeyError, TypeError):  # the job wrote something else there
+        if record := _reported(_read(logs / ENDED), code):
+            return record
+    cause = Cause.SETUP if code == _MISUSED else Cause.USER_CODE
+    return _failed(f"the launcher {describe_exit(code)}", rank=None, code=code, detail=read_tail(output), cause=cause)
+
+
+def _reported(ended: dict[str, Any], code: int) -> ExitRecord | None:
+    """Return what the launcher reported of the end of a job, or None if it could not."""
     if first := ended.get("first"):
         rank = first["rank"] if first["role"] == "worker" else None
         detail = first["traceback"] or "\n".join(first["last_lines"])
@@ -64,9 +73,8 @@ def _phalanx(code: int, output: Path, logs: Path) -> ExitRecord:
     if message := ended.get("message"):
         # Another node did not join, or is lost: its own record has the reason, if it could write one.
         cause = Cause.NODE_FAILURE if ended["error"] == "PeerLostError" else Cause.SETUP
-        return _failed(message, rank=None, code=code, detail="", cause=cause)
-    cause = Cause.SETUP if code == _MISUSED else Cause.USER_CODE
-    return _failed(f"the launcher {describe_exit(code)}", rank=None, code=code, detail=read_tail(output), cause=cause)
+        return _failed(str(message), rank=None, code=code, detail="", cause=cause)
+    return None
 
 
 def _torchrun(code: int, output: Path, logs: Path) -> ExitRecord:
@@ -84,7 +92,7 @@ def _torchrun(code: int, output: Path, logs: Path) -> ExitRecord:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return report
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}  # There is none, or the job, which may write here too, left something else.
+    return report if isinstance(report, dict) else {}

@@ -42,7 +42,7 @@ class _Count(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number, or fail with what was asked for and what would do."""
         text = str(value)
-        if not text.lstrip("-").isdigit() or int(text) < self._least:
+        if not text.lstrip("-").isdecimal() or int(text) < self._least:
             least = f"at least {self._least}{self._instead}"
             self.fail(f"'{text}' is no {self._what}. Give a whole number, {least}.", param, ctx)
         return int(text)
@@ -99,7 +99,7 @@ class _Port(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the port."""
         text = str(value)
-        if not text.isdigit() or not 0 < int(text) < 65536:
+        if not text.isdecimal() or not 0 < int(text) < 65536:
             self.fail(f"'{text}' is no port. Give a number from 1 to 65535.", param, ctx)
         return int(text)
 

@@ -348,7 +348,8 @@ def make_log(process: Process) -> None:
 def _read_record(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            record: dict[str, Any] = json.load(file)
-    except FileNotFoundError:
-        return {}
-    return record
+            record = json.load(file)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}  # There is none, or half of one: the disk is full, or the rank was killed while it wrote.
+    is_record = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("type", "message"))
+    return record if is_record else {}

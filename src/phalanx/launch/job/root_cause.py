@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.errors import PeerLostError
+
 _CAUSE, _ERROR, _CONSEQUENCE = range(3)
 
 
@@ -59,8 +61,28 @@ class ProcessExit:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ProcessExit:
-        """Undo `to_json`."""
-        return cls(**{**values, "last_lines": tuple(values["last_lines"])})
+        """Undo `to_json`.
+
+        Raises:
+            PeerLostError: If it is none; another program may write to the hosts' store, which asks for no password.
+        """
+        try:
+            read = cls(**{**values, "last_lines": tuple(values["last_lines"])})
+        except (TypeError, KeyError):
+            read = None
+        if read is None or not all(isinstance(getattr(read, name), kind) for name, kind in _KINDS.items()):
+            raise PeerLostError(
+                f"Another host reported a failure as {str(values)[:60]!r}, which no launcher of this version says. Run "
+                "the same version on every host, and let nothing else connect to --master_port."
+            )
+        return read
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("title", "role", "host", "log_file", "kind", "error", "traceback"), str),
+    **dict.fromkeys(("rank", "pid", "code"), int),
+    "time": (int, float),
+}
 
 
 def _severity(process_exit: ProcessExit) -> int:

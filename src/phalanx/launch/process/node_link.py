@@ -135,6 +135,16 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
         time.sleep(POLL_S)
 
 
+def _decode(value: bytes, key: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _LinkError(
+            f"The store of the hosts holds {value[:40]!r} under {key!r}, which no launcher wrote ({error}). Let "
+            "nothing else connect to --master_port."
+        ) from None
+
+
 @dataclass
 class _Link:
     launcher: socket.socket
@@ -198,7 +208,7 @@ class _Link:
 
     def _read(self, what: str, node: int) -> Any:
         key = f"{self._attempt}/{what}/{node}"
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        return _decode(self.store.get(key), key) if self.store.check([key]) else None
 
     def _poll_store(self) -> None:
         """Tell the launcher what is new in the store."""
@@ -211,10 +221,8 @@ class _Link:
         if failures > self._reported:
             self._reported = failures
             reports = [self._read("failed", n) for n in range(self.node_count) if n != self.node_rank]
-            wire.send(
-                self.launcher,
-                {"failures": [e for exits in reports if exits for e in exits], "attempt": self._attempt},
-            )
+            exits = [e for listed in reports if isinstance(listed, list) for e in listed]
+            wire.send(self.launcher, {"failures": exits, "attempt": self._attempt})
         if self._done and all(self._read("done", n) for n in range(self.node_count)):
             self._done = False
             wire.send(self.launcher, {"all_done": self._attempt})
@@ -248,10 +256,10 @@ class _Link:
     def _compare(self, offers: list[dict[str, Any]], elsewhere: Any = None) -> None:
         """End the link on every host when two were started with terms that differ."""
         if self.store.check([_REFUSED]):
-            refusal = self.store.get(_REFUSED).decode()
+            refusal = self.store.get(_REFUSED).decode(errors="replace")
         else:
             try:
-                check_terms([NodeOffer(**offer) for offer in offers])
+                check_terms([NodeOffer.from_json(offer) for offer in offers])
                 return
             except LaunchError as error:
                 refusal = str(error)
@@ -274,7 +282,7 @@ class _Link:
 
             store = TCPStore(self.hosts[node], self.port, None, False, timeout=timedelta(seconds=2))
             if store.check(["0/offer/0"]):
-                self._compare([own, json.loads(store.get("0/offer/0"))], store)
+                self._compare([own, _decode(store.get("0/offer/0"), "0/offer/0")], store)
 
     def _beat(self) -> None:
         now = time.monotonic()

@@ -73,7 +73,7 @@ class NodeLinkHandle:
             logger.info(tr("server not ready, wait 3 sec to retry..."))
             logger.info(tr("not ready endpoints:{names} ({why})", names=message["waiting"], why=message["why"]))
         elif "offers" in message:
-            self._offers[message["attempt"]] = [NodeOffer(**offer) for offer in message["offers"]]
+            self._offers[message["attempt"]] = [NodeOffer.from_json(offer) for offer in message["offers"]]
         elif "failures" in message:
             self._failures[message["attempt"]] = message["failures"]
         elif "all_done" in message:

@@ -9,7 +9,16 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.errors import InternalError
+
 _LARGEST = 1 << 20
+_LARGEST_FILE = 64 << 20
+_INLINE = 64 << 10
+"""Most bytes that go through the socket; the system's own limit depends on its settings."""
+
+_IN_FILE = b"file"
+"""In place of a message that lies in a file, whose descriptor comes first."""
+
 _MOST_FDS = 8
 
 
@@ -28,6 +37,17 @@ def send(end: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -
         BrokenPipeError: If the other end is gone.
     """
     data = json.dumps(message).encode()
+    if len(data) <= _INLINE:
+        _send(end, data, fds)
+        return
+    # What failed on a hundred hosts is more than a socket takes as one message.
+    with open(os.memfd_create("phalanx-message", os.MFD_CLOEXEC), "wb") as file:
+        file.write(data)
+        file.flush()
+        _send(end, _IN_FILE, [file.fileno(), *fds])
+
+
+def _send(end: socket.socket, data: bytes, fds: Sequence[int]) -> None:
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     end.sendmsg([data], ancillary)
 
@@ -37,13 +57,14 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
     Raises:
         BlockingIOError: If the socket does not block and nothing is there.
+        InternalError: If it is no message of ours: both ends are processes that this package started.
     """
     space = socket.CMSG_LEN(_MOST_FDS * array.array("i").itemsize)
     try:
-        data, ancillary, _, _ = end.recvmsg(_LARGEST, space)
+        data, ancillary, flags, _ = end.recvmsg(_LARGEST, space)
     except ConnectionResetError:
         # The other end left without reading all we sent. That is reported first, once; what it sent comes after.
-        data, ancillary, _, _ = end.recvmsg(_LARGEST, space)
+        data, ancillary, flags, _ = end.recvmsg(_LARGEST, space)
     if not data:
         return None
     fds = array.array("i")
@@ -52,4 +73,20 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     for fd in fds:
         os.set_inheritable(fd, False)
-    return json.loads(data), list(fds)
+    if data == _IN_FILE and fds:
+        data = _read_file(fds.pop(0))
+    try:
+        message = json.loads(data)
+        is_whole = isinstance(message, dict) and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    except (ValueError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        for fd in fds:
+            os.close(fd)
+        raise InternalError(f"A process of the launcher sent {data[:40]!r}..., {len(data)} bytes. Please report it.")
+    return message, list(fds)
+
+
+def _read_file(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, _LARGEST_FILE), 0)

@@ -88,9 +88,10 @@ def resolve(host: str) -> str:
     """
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a label that is too long, or no letter
+        why = getattr(error, "strerror", None) or error
         raise LaunchError(
-            f"'{host}' is no address and no host name this machine can resolve ({error.strerror or error}). "
+            f"'{host}' is no address and no host name this machine can resolve ({why}). "
             "Write the host's IPv4 address, e.g. 10.0.0.1."
         ) from None
 

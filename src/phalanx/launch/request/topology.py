@@ -33,6 +33,34 @@ class NodeOffer:
         """Return plain values."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, value: Any) -> NodeOffer:
+        """Undo `to_json`.
+
+        Raises:
+            LaunchError: If it is no offer; another program may write to the hosts' store, which asks for no password.
+        """
+        try:
+            offer = cls(**value)
+            is_offer = (
+                all(type(number) is int for number in (offer.node_rank, offer.store_port))
+                and _are_texts(offer.address, offer.hostname, offer.job_id, *offer.terms, *offer.terms.values())
+                and set(offer.endpoints) <= set(ROLES)
+                and all(isinstance(listed, list) and _are_texts(*listed) for listed in offer.endpoints.values())
+            )
+        except (TypeError, AttributeError):
+            is_offer = False
+        if not is_offer:
+            raise LaunchError(
+                f"A host brought {str(value)[:60]!r} into the job, which no launcher of this version says. Run the "
+                "same version on every host, and let nothing else connect to --master_port."
+            )
+        return offer
+
+
+def _are_texts(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:

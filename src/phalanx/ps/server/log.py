@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,13 +23,15 @@ from phalanx.ps.snapshot.records import Array, Record, TornRecordError, pack, re
 Durability = Literal["process", "disk"]
 
 _log = logging.getLogger("phalanx.ps")
+_NUMBER = re.compile(r"[0-9]{8,18}")
 _BUFFERS = 512  # of one writev; the system takes at most 1024
 
 
 def segments(directory: Path) -> dict[int, Path]:
     """Return the segments in a folder by number, in order."""
-    paths = {int(p.name.removeprefix("log-")): p for p in directory.glob("log-*")}
-    return dict(sorted(paths.items()))
+    paths = {p.name.removeprefix("log-"): p for p in directory.glob("log-*")}
+    # Others may leave files here, as an editor or a copy does.
+    return dict(sorted((int(number), path) for number, path in paths.items() if _NUMBER.fullmatch(number)))
 
 
 def replay(directory: Path, first: int) -> Iterator[Record]:

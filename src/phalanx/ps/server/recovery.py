@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import BackendError, PhalanxError
+from phalanx.errors import BackendError, DataError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
 from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.server.log import Durability, Log, replay
@@ -29,6 +29,9 @@ from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.table.rules import TableSpec
 
 logger = logging.getLogger("phalanx.ps")
+
+_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+"""Errors of reading what no server of ours wrote, though its checksums hold."""
 
 
 class Recovery:
@@ -74,7 +77,13 @@ class Recovery:
         segment = self._load_base()
         count = 0
         for record in replay(self.directory, segment):
-            self._service.state.apply(LogEntry.of(record))
+            try:
+                self._service.state.apply(LogEntry.of(record))
+            except _MALFORMED as error:
+                raise DataError(
+                    f"The log in {self.directory} is broken: change {count + 1} after segment {segment}, at byte "
+                    f"{record.offset}, cannot be applied ({error!r}). Start from a snapshot in a folder of its own."
+                ) from error
             count += 1
         self._service.log = Log(self.directory, self._durability)
         self._service.write_base = self.write_base
@@ -142,11 +151,17 @@ class Recovery:
             return 0
         snapshot = open_snapshot(bases[-1])
         state = snapshot.manifest.extra
-        self._service.state.restore(state)
-        for table in self._service.state.tables.tables.values():
-            snapshot.fill(table, self._service.state.shards)
-        self._snapshots.restore(state["saving"])
-        return int(bases[-1].name.removeprefix("base-"))
+        try:
+            self._service.state.restore(state)
+            for table in self._service.state.tables.tables.values():
+                snapshot.fill(table, self._service.state.shards)
+            self._snapshots.restore(state["saving"])
+            return int(bases[-1].name.removeprefix("base-"))
+        except _MALFORMED as error:
+            raise DataError(
+                f"{bases[-1]} does not hold the state of a server ({error!r}). Start from a snapshot in a folder of "
+                "its own."
+            ) from error
 
     def _begin(self) -> None:
         service = self._service

@@ -73,7 +73,7 @@ class Service:
             )
         try:
             return answer(request)
-        except (KeyError, TypeError, ValueError) as e:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
             if isinstance(e, PhalanxError):
                 raise
             raise ConfigError(f"The request {request.op!r} is malformed: {e!r}. Send what the protocol says.") from e

@@ -44,14 +44,23 @@ def read_extra(directory: Path, manifest: SnapshotManifest) -> dict[str, Any]:
     """
     tensors: dict[str, Any] = {}
     if manifest.dense is not None:
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         path = directory / manifest.dense.name
         data = path.read_bytes()
         if zlib.crc32(data) != manifest.dense.checksum:
             raise DataError(f"{path} is broken: its bytes do not have the checksum of the manifest. Take another copy.")
-        tensors = load(data)
-    value: dict[str, Any] = unpack_tree(manifest.extra, tensors)
+        try:
+            tensors = load(data)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise DataError(f"{path} holds no tensors: {error}. Take another copy.") from None
+    try:
+        value = unpack_tree(manifest.extra, tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{directory} holds values that name no tensor ({error!r}). Take another copy.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{directory} holds {type(value).__name__} where values by name are due. Take another copy.")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ from phalanx.ps.table.rules import TableSpec
 MANIFEST = "manifest.json"
 SnapshotMode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]
 MODES: tuple[SnapshotMode, ...] = get_args(SnapshotMode)
+_FILE_NAME = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]{0,254}")
 HASH = "mix64 (Stafford 13) of id ^ blake2b-64(table); top 10 bits"
 
 _frozen = ConfigDict(extra="forbid")
@@ -104,7 +106,7 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> SnapshotManif
     """
     path = directory / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
             f"There is no snapshot in {directory}: {MANIFEST} is missing, which a save writes last. Give the folder of "
@@ -115,16 +117,19 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> SnapshotManif
         manifest = _manifest.validate_python(value)
     except ValidationError as e:
         raise DataError(f"{path} is not the manifest of a snapshot: {e}") from e
+    _check_names(path, manifest)
     if check_files:
         _check_files(directory, manifest)
     return manifest
 
 
-def _parse(path: Path, text: str) -> Any:
+def _parse(path: Path, text: bytes) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(f"{path} is broken at byte {e.pos}: {e.msg}. Take another copy of the snapshot.") from e
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{path} is broken: {e}. Take another copy of the snapshot.") from e
     versions = (value.get("schema"), value.get("shards"), value.get("hash")) if isinstance(value, dict) else (None,) * 3
     if versions != (1, SHARDS, HASH):
         raise DataError(
@@ -134,8 +139,21 @@ def _parse(path: Path, text: str) -> Any:
     return value
 
 
+def _check_names(path: Path, manifest: SnapshotManifest) -> None:
+    """Raise unless every file is one of this folder: no name may lead out of it."""
+    for file in _files(manifest):
+        if not _FILE_NAME.fullmatch(file.name):
+            raise DataError(f"{path} names {file.name!r}, which is no file of a snapshot. Take another copy.")
+    if manifest.base is not None and "\0" in manifest.base.directory:
+        raise DataError(f"{path} names the folder {manifest.base.directory!r}, which is none. Take another copy.")
+
+
+def _files(manifest: SnapshotManifest) -> list[SnapshotFile]:
+    return [*manifest.files.values(), *([manifest.dense] if manifest.dense else [])]
+
+
 def _check_files(directory: Path, manifest: SnapshotManifest) -> None:
-    for file in [*manifest.files.values(), *([manifest.dense] if manifest.dense else [])]:
+    for file in _files(manifest):
         try:
             size = (directory / file.name).stat().st_size
         except FileNotFoundError:

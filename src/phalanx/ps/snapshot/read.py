@@ -70,7 +70,7 @@ class Snapshot:
             return None
         path = self.directory / file.name
         try:
-            for record in read_records(path, lambda meta: meta["table"] == table):
+            for record in read_records(path, lambda meta: meta.get("table") == table):
                 return decode(record, path)
         except TornRecordError as e:
             raise DataError(f"{e} Take another copy of the snapshot.") from e
@@ -114,7 +114,12 @@ def open_snapshot(directory: Path | str) -> Snapshot:
         raise ConfigError(f"{directory} holds a text export, which is not read back. Load a snapshot of another mode.")
     if manifest.base is None:
         return Snapshot(directory, manifest, None)
-    base = open_snapshot(directory / manifest.base.directory)
+    base = Snapshot(directory / manifest.base.directory, read_manifest(directory / manifest.base.directory), None)
+    if base.manifest.mode != "full":
+        raise DataError(
+            f"{directory} holds the changes since {base.directory}, which is of mode {base.manifest.mode!r} and not "
+            "full. Put the full snapshot back that it was made on."
+        )
     if base.manifest.save != manifest.base.save:
         raise DataError(
             f"{directory} holds the changes since save {manifest.base.save}, but {base.directory} now holds save "
@@ -131,16 +136,33 @@ def decode(record: Record, path: Path) -> Columns:
     """
     meta, arrays = record.meta, record.arrays
     try:
+        layout, tick = _LAYOUTS[meta["format"]], meta["tick"]
+        actual = tuple((array.dtype.name, array.ndim) for array in arrays)
+        if actual != layout or type(tick) is not int or not 0 <= tick < 1 << 63:
+            raise ValueError(f"arrays {actual} at tick {str(tick)[:20]}")
         if meta["format"] in ("full", "delta"):
             keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days = arrays
             return Columns(
-                keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days, meta["tick"], meta["whole"]
+                keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days, tick, meta["whole"] is True
             )
         values = _VALUES[meta["format"]](*arrays[1:])
+        if len(values) != len(arrays[0]):
+            raise ValueError(f"{len(values)} rows for {len(arrays[0])} keys")
     except (KeyError, TypeError, ValueError) as e:
         raise DataError(f"{path} is broken at byte {record.offset}: not a part of a table ({e!r}).") from e
-    return _values_only(arrays[0], values, meta["tick"])
+    return _values_only(arrays[0], values, tick)
 
+
+_KEYS, _TICKS, _ROWS = ("int64", 1), ("uint64", 1), ("float32", 2)
+_ALL = (_KEYS, _TICKS, _ROWS, _KEYS, _TICKS, ("uint32", 1), _TICKS)
+_LAYOUTS: dict[str, tuple[tuple[str, int], ...]] = {
+    "full": _ALL,
+    "delta": _ALL,
+    "serving": (_KEYS, _ROWS),
+    "serving_bf16": (_KEYS, ("uint16", 2)),
+    "serving_int8": (_KEYS, ("int8", 2), ("float32", 1)),
+}
+"""Type and dimensions of each array of a record, by format; what native code reads depends on them."""
 
 _VALUES: dict[str, Callable[..., Array]] = {
     "serving": lambda values: values,

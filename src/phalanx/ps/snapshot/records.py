@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import struct
 import zlib
@@ -28,6 +29,9 @@ _CHECKED = struct.Struct("<IQII")
 _DTYPES = {
     t: np.dtype(t) for t in ("int64", "uint64", "float32", "float64", "int32", "uint32", "uint16", "int8", "uint8")
 }
+
+_MOST_DIMENSIONS = 2
+_LONGEST_DIMENSION = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +103,24 @@ def _read(file: io.BufferedReader, path: Path, size: int, is_wanted: Callable[[d
         raise TornRecordError(path, offset, f"it is {end - offset} bytes long, {size - offset} are there")
     text = file.read(text_bytes)
     _check(text, text_checksum, path, offset, at_end=end == size)
-    meta = json.loads(text)
+    meta = _decode_meta(text, path, offset)
     if not is_wanted(meta):
         file.seek(end)
         return None
     body = np.empty(array_bytes, np.uint8)
     file.readinto(body)  # type: ignore[arg-type]  # an array is a buffer
     _check(body, array_checksum, path, offset, at_end=end == size)
-    return Record(meta, _split(body, meta.pop("arrays"), path, offset), offset, end)
+    return Record(meta, _split(body, meta.pop("arrays", None), path, offset), offset, end)
+
+
+def _decode_meta(text: bytes, path: Path, offset: int) -> dict[str, Any]:
+    try:
+        meta = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise_broken(path, offset, f"its text is no JSON: {error}")
+    if not isinstance(meta, dict):
+        raise_broken(path, offset, "its text is no JSON object")
+    return meta
 
 
 def _check(data: bytes | Array, expected: int, path: Path, offset: int, *, at_end: bool) -> None:
@@ -118,19 +132,30 @@ def _check(data: bytes | Array, expected: int, path: Path, offset: int, *, at_en
     raise_broken(path, offset, f"its checksum is {expected:08x}, its bytes have {checksum:08x}")
 
 
-def _split(body: Array, layout: list[tuple[str, list[int]]], path: Path, offset: int) -> list[Array]:
+def _split(body: Array, layout: Any, path: Path, offset: int) -> list[Array]:
+    if not isinstance(layout, list):
+        raise_broken(path, offset, "it does not say which arrays it holds")
     arrays, at = [], 0
-    for name, shape in layout:
-        dtype = _DTYPES.get(name)
-        if dtype is None:
-            raise_broken(path, offset, f"it holds an array of {name!r}")
-        count = int(np.prod(shape)) * dtype.itemsize
+    for entry in layout:
+        dtype, shape = _array_of(entry, path, offset)
+        count = math.prod(shape) * dtype.itemsize
+        if at + count > len(body):
+            raise_broken(path, offset, f"its arrays take more than the {len(body)} bytes it has")
         # A copy, because a column must begin at a multiple of its item size to be read by native code.
         arrays.append(body[at : at + count].copy().view(dtype).reshape(shape))
         at += count
     if at != len(body):
         raise_broken(path, offset, f"its arrays take {at} bytes, it has {len(body)}")
     return arrays
+
+
+def _array_of(entry: Any, path: Path, offset: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    match entry:
+        case [str(name), [*shape]] if name in _DTYPES and len(shape) <= _MOST_DIMENSIONS:
+            # NumPy refuses an empty array with a shape that would not fit.
+            if all(type(size) is int and 0 <= size <= _LONGEST_DIMENSION for size in shape):
+                return _DTYPES[name], tuple(shape)
+    raise_broken(path, offset, f"it holds an array of {str(entry)[:80]}")
 
 
 def raise_broken(path: Path, offset: int, reason: str) -> NoReturn:

@@ -49,7 +49,10 @@ def resolve(endpoint: str) -> Address:
     address = parse_endpoint(endpoint, least_port=0)
     if address is None:
         raise ConfigError(f"the endpoint {endpoint!r} is not host:port with a port of 0 to 65535. Correct it.")
-    addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    try:
+        addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except ValueError as error:  # a label that is too long, or no letter: nothing that a name server could know
+        raise ConfigError(f"the host of {endpoint!r} is no name ({error}). Correct it.") from None
     numeric = addresses[0][4]
     return Address(str(numeric[0]), int(numeric[1]))
 
