@@ -1,0 +1,36 @@
+// What the tests of the native core share: checks that name their line, and threads that start together.
+
+#pragma once
+
+#include <barrier>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);  \
+      std::abort();                                                                 \
+    }                                                                               \
+  } while (false)
+
+// Runs work(0) to work(count - 1), each in a thread of its own, at once.
+inline void in_threads(int count, const std::function<void(int)>& work) {
+  std::barrier start(count);
+  std::vector<std::thread> threads;
+  for (int number = 0; number < count; ++number) {
+    threads.emplace_back([&, number] {
+      start.arrive_and_wait();
+      work(number);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void test_tables();
+void test_collectives();
+void test_text_and_arrays();

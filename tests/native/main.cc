@@ -1,0 +1,10 @@
+// The native core without Python, to be built with sanitizers; see .ci/sanitize.
+
+#include "check.h"
+
+int main() {
+  test_tables();
+  test_collectives();
+  test_text_and_arrays();
+  std::puts("the native core: all checks passed");
+}

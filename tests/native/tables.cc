@@ -1,0 +1,140 @@
+// Tables: every rule and entry policy by one thread, and calls of many threads at once.
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <string>
+
+#include "../../csrc/table.h"
+#include "check.h"
+
+namespace {
+
+using phalanx::EmbeddingTable;
+using phalanx::EntryKind;
+using phalanx::InitKind;
+using phalanx::TableSpec;
+
+struct RuleCase {
+  const char* kind;
+  std::map<std::string, double> numbers;
+  std::size_t state_of_dim, state;  // columns of optimizer state: state_of_dim * dim + state
+};
+
+const std::vector<RuleCase> kRules = {
+    {"sgd", {{"lr", 0.1}, {"weight_decay", 0.01}}, 0, 0},
+    {"momentum", {{"lr", 0.1}, {"weight_decay", 0}, {"momentum", 0.9}, {"dampening", 0.1}, {"nesterov", 0}}, 1, 1},
+    {"adagrad", {{"lr", 0.1}, {"weight_decay", 0}, {"eps", 1e-8}, {"lr_decay", 0.1}}, 1, 1},
+    {"row_wise_adagrad", {{"lr", 0.1}, {"eps", 1e-8}}, 0, 1},
+    {"adam", {{"lr", 0.1}, {"weight_decay", 0.1}, {"eps", 1e-8}, {"betas.0", 0.9}, {"betas.1", 0.99}, {"decoupled", 1}},
+     2, 1},
+    {"rmsprop", {{"lr", 0.1}, {"weight_decay", 0}, {"eps", 1e-8}, {"alpha", 0.9}}, 1, 0},
+    {"ftrl", {{"lr", 0.1}, {"beta", 1}, {"l1", 0.1}, {"l2", 0.1}}, 2, 0},
+};
+
+TableSpec spec_of(const RuleCase& rule, std::size_t dim, EntryKind entry, bool is_bfloat16, std::uint64_t max_bytes) {
+  TableSpec spec;
+  spec.salt = 7;
+  spec.seed = 3;
+  spec.dim = dim;
+  spec.initial_state.assign(rule.state_of_dim * dim + rule.state, 0.1f);
+  spec.is_bfloat16 = is_bfloat16;
+  spec.max_bytes = max_bytes;
+  spec.rule = {rule.kind, rule.numbers};
+  spec.init = {InitKind::kNormal, 0.01};
+  spec.has_statistics = entry == EntryKind::kShowClick;
+  spec.entry = {entry, 2, 0.5, 0.1f, 1, 0.98f, 0.2f, 3};
+  return spec;
+}
+
+std::vector<std::int64_t> ids(std::size_t count, std::int64_t first, std::int64_t step) {
+  std::vector<std::int64_t> keys(count);
+  for (std::size_t i = 0; i < count; ++i) keys[i] = first + static_cast<std::int64_t>(i) * step;
+  return keys;
+}
+
+// Buffers have the exact length, so that a sanitizer sees what reaches behind them.
+void push(EmbeddingTable& table, const std::vector<std::int64_t>& keys, float value) {
+  const std::vector<float> gradients(keys.size() * table.spec().dim, value), ones(keys.size(), 1.0f);
+  const std::vector<std::uint32_t> counts(keys.size(), 1);
+  table.push(keys, {gradients.data(), 0.1, counts.data(), ones.data(), ones.data()});
+}
+
+std::vector<float> pull(const EmbeddingTable& table, const std::vector<std::int64_t>& keys) {
+  std::vector<float> rows(keys.size() * table.spec().dim);
+  table.pull(keys, rows.data());
+  return rows;
+}
+
+// Puts what one table holds into another, through copies of the exact length.
+void copy(const EmbeddingTable& from, EmbeddingTable& to) {
+  for (int shard = 0; shard < phalanx::kShards; ++shard) {
+    const phalanx::ShardColumns read = from.read(shard, 0);
+    to.restore(shard, {read.keys, read.ticks, read.rows.get(), read.waiting_keys, read.waiting_ticks,
+                       read.waiting_counts, read.days, read.tick, read.is_complete});
+  }
+}
+
+void use(const TableSpec& spec) {
+  EmbeddingTable table(spec), other(spec);
+  const std::vector<std::int64_t> few = ids(17, -8, 1), many = ids(20'000, 1 << 20, 977);
+  for (int step = 0; step < 3; ++step) {
+    push(table, few, 0.5f);
+    push(table, many, -0.25f);
+    push(table, {}, 0);
+  }
+  const std::vector<float> values(few.size() * spec.dim, 2.0f);
+  table.add(few, values.data());
+  table.assign(few, values.data());
+  for (const float value : pull(table, few)) CHECK(value == 2.0f);
+  for (const float value : pull(table, many)) CHECK(std::isfinite(value));
+  table.shrink();
+  copy(table, other);
+  CHECK(other.rows() == table.rows());
+  CHECK(pull(other, many) == pull(table, many));
+  if (spec.max_bytes != 0) CHECK(table.rows() * spec.row_bytes() <= spec.max_bytes);
+  push(other, many, 1.0f);
+  other.clear();
+  CHECK(other.rows() == 0);
+}
+
+// Everything a table can do, from many threads; rows stay whole: pushes of equal numbers leave equal numbers in a row.
+void share(EntryKind entry, std::uint64_t max_bytes) {
+  EmbeddingTable table(spec_of(kRules[2], 8, entry, false, max_bytes));
+  std::atomic<bool> is_over = false;
+  in_threads(4, [&](int number) {
+    const std::vector<std::int64_t> keys = ids(3000, number % 2, 2);
+    for (int step = 0; step < 25; ++step) {
+      if (number < 2) {
+        push(table, keys, 0.5f);
+      } else if (number == 2) {
+        for (const float value : pull(table, keys)) CHECK(std::isfinite(value));
+        CHECK(table.bytes() > 0 && table.tick() < 1000 && table.dropped() + table.evicted() + table.pushed() < 1 << 30);
+      } else {
+        table.read(step % phalanx::kShards, 0);
+        table.keys(step % phalanx::kShards);
+        table.shrink();
+        table.hold();
+        table.release();
+        if (step == 20) table.clear();
+      }
+    }
+    is_over = true;
+  });
+  CHECK(is_over);
+}
+
+}  // namespace
+
+void test_tables() {
+  for (const RuleCase& rule : kRules)
+    for (const std::size_t dim : {1, 3, 16}) use(spec_of(rule, dim, EntryKind::kAny, dim == 3, 0));
+  for (const EntryKind entry : {EntryKind::kCount, EntryKind::kProbability, EntryKind::kShowClick})
+    use(spec_of(kRules[0], 5, entry, false, 0));
+  use(spec_of(kRules[2], 8, EntryKind::kAny, false, 1 << 18));
+  share(EntryKind::kAny, 0);
+  share(EntryKind::kShowClick, 0);
+  share(EntryKind::kCount, 0);
+  share(EntryKind::kAny, 1 << 16);
+}
