@@ -13,7 +13,7 @@ from phalanx.i18n import language
 
 _ACCESS = {"r": "read", "w": "written", "rw": "read, written", "-": "ignored"}
 
-_SECRET_NAME = re.compile(r"SECRET|PASSW|TOKEN|CREDENTIAL|(?:^|_)KEY(?:$|_)", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"SECRET|PASSW|_PWD$|TOKEN|CREDENTIAL|API_?KEY|(?:^|_)KEY(?:$|_)", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"://[^/@\s]*@")
 
 
