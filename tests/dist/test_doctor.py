@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from phalanx.diagnose.commands import doctor
+from phalanx.diagnose.doctor import doctor
 from phalanx.diagnose.facts import all_reduce_between_threads
 
 pytestmark = pytest.mark.dist

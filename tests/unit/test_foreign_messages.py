@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -330,9 +329,3 @@ def test_one_line_of_many_megabytes_is_one_broken_line() -> None:
             parsed = parse_slots(text, schema)
             assert parsed.first_broken is not None
             assert len(parsed.first_broken.text) <= 40
-
-
-def test_threads_are_gone() -> None:
-    assert not [
-        thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
-    ]

@@ -42,7 +42,7 @@ _COMMANDS = {
     "serve": ("phalanx.cli.serve", "serve", "Run the job server (HTTP API and web console)."),
     "ui": ("phalanx.cli.serve", "ui", "Open the web console in a browser."),
     "env": ("phalanx.diagnose.commands", "env", "Show the environment variables that Phalanx reads or writes."),
-    "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
+    "doctor": ("phalanx.diagnose.doctor", "doctor", "Check this machine for what training needs."),
 }
 
 _SUGGESTIONS = {

@@ -15,7 +15,7 @@ from phalanx.versions import require_torch
 State = Literal["ok", "warning", "failed"]
 
 SHM_WANTED = 1 << 30
-SHM_NEEDED = 64 << 20
+SHM_NEEDED = 1 << 20
 FILES_WANTED = 4096
 FILES_NEEDED = 256
 PORTS_WANTED = 1000
@@ -34,6 +34,11 @@ class Check:
     def to_json(self) -> dict[str, str]:
         """Return the entry of `phalanx doctor --json`."""
         return {"name": self.name, "state": self.state, "found": self.observed, "advice": self.advice}
+
+
+def package(version: str) -> Check:
+    """Name the version of this package."""
+    return Check(name="phalanx", state="ok", observed=version)
 
 
 def python(version: tuple[int, int]) -> Check:
@@ -93,7 +98,8 @@ def shared_memory(total: int | None, free: int) -> Check:
     if free < SHM_WANTED:
         state: State = "failed" if free < SHM_NEEDED else "warning"
         advice = (
-            "Give the container more (docker run --shm-size=8g; an emptyDir of medium Memory), or remove old files."
+            "Give the container more (docker run --shm-size=8g; an emptyDir of medium Memory), or remove old files. "
+            "Ranks need none of it, but each loader worker (num_workers) passes its batches through it."
         )
         return Check(name="/dev/shm", state=state, observed=observed, advice=advice)
     return Check(name="/dev/shm", state="ok", observed=observed)

@@ -1,11 +1,10 @@
-"""The commands `phalanx env` and `phalanx doctor`."""
+"""The command `phalanx env`."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -44,7 +43,7 @@ def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str | None) -> N
     if not chosen:
         click.echo(f"None of the {len(TABLE)} settings is set. `phalanx env --list` shows them all.")
         return
-    _console().print(_settings_table(chosen, values, lang or language()))
+    console().print(_settings_table(chosen, values, lang or language()))
 
 
 def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: str) -> Table:
@@ -65,26 +64,6 @@ def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: 
     return table
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-def doctor(as_json: bool) -> None:
-    """Check this machine for what training needs; exit with 1 if something fails."""
-    from phalanx.diagnose.facts import examine
-
-    results = list(examine())
-    counts = Counter(r.state for r in results)
-    if as_json:
-        click.echo(json.dumps({"ok": not counts["failed"], "checks": [r.to_json() for r in results]}, indent=1))
-    else:
-        colours = {"ok": "green", "warning": "yellow", "failed": "red"}
-        table = Table("check", "state", "found", "what to do", title="phalanx doctor", expand=False)
-        for r in results:
-            table.add_row(r.name, f"[{colours[r.state]}]{r.state}[/]", r.observed, r.advice)
-        _console().print(table)
-        click.echo(f"{counts['ok']} ok, warnings: {counts['warning']}, failed: {counts['failed']}")
-    sys.exit(1 if counts["failed"] else 0)
-
-
-def _console() -> Console:
-    """A terminal's own width; wide enough for whole lines elsewhere, so that files and pipes keep every character."""
+def console() -> Console:
+    """Return a terminal of its own width; wide enough for whole lines elsewhere, so that files keep every character."""
     return Console() if sys.stdout.isatty() else Console(width=200)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -14,33 +14,63 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from phalanx.diagnose import checks
+from phalanx import __version__
+from phalanx.cluster import network
+from phalanx.cluster.host_limits import HostLimits
+from phalanx.cluster.spec.detect import memory_bytes
+from phalanx.diagnose import checks, resource_checks
 from phalanx.diagnose.checks import Check
+from phalanx.errors import LaunchError
+from phalanx.launch.preload import import_torch
+from phalanx.launch.request import machine
+from phalanx.launch.request.preflight import IFNAMES
 
 ALL_REDUCE_TIMEOUT_S = 10.0
 
+_ANYWHERE = "192.0.2.1"
+"""An address for documentation: no host has it, so packets to it leave by the default route."""
 
-def examine() -> Iterator[Check]:
-    """Yield one judgement after the other, so that they can be shown as they come."""
+
+def examine(towards: str = _ANYWHERE) -> Iterator[Check]:
+    """Yield one judgement after the other, so that they can be shown as they come.
+
+    Args:
+        towards: An address of another node, for the route; any other network when omitted.
+    """
+    limits = HostLimits.read()
+    yield checks.package(__version__)
     yield checks.python(sys.version_info[:2])
     yield _torch()
     yield _native_core()
     yield _all_reduce()
     yield _host_name()
-    yield _shared_memory()
-    yield checks.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield resource_checks.route(*_route(towards))
+    yield _interfaces()
     yield _ports()
-    yield checks.threads(os.environ.get("OMP_NUM_THREADS"), len(os.sched_getaffinity(0)))
+    yield checks.shared_memory(limits.shared_memory, limits.shared_memory_free)
+    yield checks.open_files(limits.open_files, limits.open_files_most)
+    yield resource_checks.cpu_limit(limits)
+    yield resource_checks.memory_limit(limits, memory_bytes())
+    yield resource_checks.disk(os.getcwd(), limits.disk_free)
+    yield _devices()
+    yield checks.threads(os.environ.get("OMP_NUM_THREADS"), limits.cores)
     yield checks.compiler(shutil.which(os.environ.get("CXX", "g++")))
     yield checks.dead_flags(os.environ)
 
 
 def _torch() -> Check:
+    was_enabled = gc.isenabled()
+    gc.disable()  # a tenth of the time
     try:
         version = importlib.metadata.version("torch")
-        import torch
+        import_torch()
     except (ImportError, OSError) as error:
         return checks.torch_build(None, str(error))
+    finally:
+        if was_enabled:
+            gc.enable()
+    import torch
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return checks.torch_build(version, f"CUDA {torch.version.cuda}: {', '.join(gpus)}" if gpus else "no CUDA GPU")
 
@@ -112,11 +142,23 @@ def _host_name() -> Check:
     return checks.host_name(name, list(dict.fromkeys(str(entry[4][0]) for entry in entries)))
 
 
-def _shared_memory() -> Check:
-    if not Path("/dev/shm").is_dir():
-        return checks.shared_memory(None, 0)
-    disk = os.statvfs("/dev/shm")
-    return checks.shared_memory(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize)
+def _route(towards: str) -> tuple[str | None, str]:
+    """Return the interface and the own address by which packets to another node leave; nothing without a route."""
+    try:
+        target = machine.resolve(towards)
+        return network.interface_towards(target, network.system_routes()), machine.address_towards(target)
+    except (LaunchError, ValueError):
+        return None, ""
+
+
+def _interfaces() -> Check:
+    variables = {name: os.environ[name] for name in IFNAMES if os.environ.get(name)}
+    return resource_checks.interfaces(variables, [name for _, name in socket.if_nameindex()])
+
+
+def _devices() -> Check:
+    host, everything = machine.Machine.detect(os.environ), machine.Machine.detect({})
+    return resource_checks.devices(len(everything.gpus), host.usable_gpus, host.hidden_by)
 
 
 def _ports() -> Check:

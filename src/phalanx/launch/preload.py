@@ -74,12 +74,23 @@ def _load_libraries(folder: Path) -> None:
 def preload() -> None:
     """Import torch and what the first collective needs, and leave one thread and a frozen heap behind.
 
+    Raises:
+        ImportError: If torch cannot be imported.
+    """
+    gc.disable()
+    import_torch()
+    # Objects made so far are never collected: the children share their pages and their collector is faster.
+    gc.freeze()
+
+
+def import_torch() -> None:
+    """Import torch and what the first collective needs, its libraries loaded by a second thread meanwhile.
+
     A CUDA build finds its own libraries in an order of its own, so there the head start is left out.
 
     Raises:
         ImportError: If torch cannot be imported.
     """
-    gc.disable()
     folder = torch_libraries()
     loader = None
     if folder is not None and not is_cuda_build(folder) and sys.platform == "linux":
@@ -93,5 +104,3 @@ def preload() -> None:
 
     if loader is not None:
         loader.join()
-    # Objects made so far are never collected: the children share their pages and their collector is faster.
-    gc.freeze()

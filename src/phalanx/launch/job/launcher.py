@@ -30,7 +30,7 @@ from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment, wire
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
-from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler
+from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler, preflight
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import ROLES, LaunchRequest, check_script, resolve
@@ -89,6 +89,8 @@ class Launcher:
                 self._options.training_script,
             )
         logger.info(threads)
+        for warning in preflight.look(self._options.log_dir, self._inherited):
+            logger.warning(warning)
         self._stops = StopSignals()
         self._logs = LogFolder(self._options.log_dir)
         runtime = self._runtime_folder()
