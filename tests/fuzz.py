@@ -9,16 +9,35 @@ What is found stops the run, and the bytes are left in a file `crash-...`.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import atheris
 
+
+def use_plain_imports() -> ModuleType:
+    """Let the plain loader import the package, for that of an editable install hides code; return the native core."""
+    core = importlib.import_module("phalanx._core")
+    folder = Path(sys.modules["phalanx"].__file__ or "").parents[1]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
+        del sys.modules[name]
+    sys.modules["phalanx._core"] = core
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirect" not in type(finder).__name__]
+    sys.path.insert(0, str(folder))
+    return core
+
+
+CORE = use_plain_imports()
 with atheris.instrument_imports(include=["phalanx"]):
+    import phalanx
+
+    phalanx._core = CORE
     from phalanx.addresses import parse_endpoint
     from phalanx.checkpoint.tensors.safetensors_file import TensorFile
     from phalanx.cluster.env.environment import expand_hosts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from phalanx.diagnose.checks import Check
 from phalanx.diagnose.doctor import doctor
 from phalanx.diagnose.nodes import JobReport, NodeReport
 from phalanx.diagnose.probe import LinkQuality
+from phalanx.launch.request import preflight
 from phalanx.launch.request.preflight import warnings
 
 GB = 1 << 30
@@ -219,6 +221,14 @@ def test_the_limit_of_memory_is_read(tmp_path: Path, files: dict[str, str], memb
 
 
 # --- before every start -----------------------------------------------------------------------------------------------
+
+
+def test_a_system_that_shows_no_limits_is_started_on(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "not here")
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    assert preflight.look({}) == []
 
 
 @pytest.mark.parametrize(

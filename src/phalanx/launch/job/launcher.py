@@ -89,7 +89,7 @@ class Launcher:
                 self._options.training_script,
             )
         logger.info(threads)
-        for warning in preflight.look(self._options.log_dir, self._inherited):
+        for warning in preflight.look(self._inherited):
             logger.warning(warning)
         self._stops = StopSignals()
         self._logs = LogFolder(self._options.log_dir)
