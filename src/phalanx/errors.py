@@ -11,6 +11,8 @@
     ├── NotFoundError    there is no job, workspace, ... of that name     (also a LookupError)
     ├── StateError       a job is in a state that does not allow it; look again
     ├── DataError        a file or record from outside is broken; names file and offset
+    ├── NotFiniteError   a number of the training is NaN or infinite; names module, sample and rank
+    ├── CorruptionError  a rank computed other bits than another from the same numbers; names both
     ├── PeerLostError    another rank or host failed, or did not come in time
     ├── ClosedError      you closed it already
     ├── BackendError     a scheduler or cluster said no
@@ -71,6 +73,14 @@ class StateError(PhalanxError):
 
 class DataError(PhalanxError):
     """A file or record from outside is broken."""
+
+
+class NotFiniteError(PhalanxError, ArithmeticError):
+    """A number of the training is NaN or infinite."""
+
+
+class CorruptionError(PhalanxError):
+    """A rank computed other bits than another rank did from the same numbers."""
 
 
 class PeerLostError(PhalanxError, RuntimeError):

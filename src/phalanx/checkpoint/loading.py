@@ -18,6 +18,7 @@ from phalanx.checkpoint.find_newest import find_newest_complete, no_checkpoint_e
 from phalanx.checkpoint.folder.manifest import CheckpointManifest
 from phalanx.checkpoint.folder.reader import CheckpointReader
 from phalanx.checkpoint.ranks import Ranks, is_elastic
+from phalanx.checkpoint.replay import replay_request
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.checkpoint.state.restore import Restorer, agree_on_layout
 from phalanx.checkpoint.state.tables import has_tables, load_tables
@@ -25,6 +26,7 @@ from phalanx.checkpoint.tensors.local_tensors import ModelView
 from phalanx.checkpoint.tensors.names import inner
 from phalanx.comm import context
 from phalanx.errors import ConfigError
+from phalanx.parallel.observe.flight_log import flight_log
 from phalanx.parallel.optim.ema import EMA, kept_average
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -109,26 +111,15 @@ def _load_optimizer(source: str | Path | Mapping[str, Tensor], optimizer: Optimi
 def load_newest(source: str | Path | Mapping[str, Tensor], training: TrainingState) -> Loaded | None:
     """Load as `load` does, or return None if the folder has no checkpoint. Collective."""
     background_saves.wait()
-    if is_elastic() and (isinstance(source, Mapping) or not Path(source).is_file()):
-        recovery = context.current().recovery
-        if recovery.has_joined or recovery.membership.is_joining:
-            if training.loader is not None:
-                training.loader.share_state()
-            recovery.join()
-            return Loaded(Path(str(source)), recovery.committed, is_from_peer=True)
     if isinstance(source, Mapping) or Path(source).is_file():
-        names = [word for word in training.words if word != "model"]
-        if names:
-            raise ConfigError(
-                f"a file of weights has no state for {', '.join(names)}. Load it into the model alone; a file of an "
-                "optimizer's state into that: px.load(path, optimizer)."
-            )
-        ranks = Ranks.meet("px.load", "weights")
-        view = ModelView(training.model)
-        layout = agree_on_layout(ranks, dict(view.local_tensors()), lambda _: None)
-        load_weights(source, ranks, view, layout)
-        return Loaded(Path("state dict" if isinstance(source, Mapping) else source))
+        return _load_weights(source, training)
+    if is_elastic() and (peer := _state_of_peer(training)) is not None:
+        return Loaded(Path(source), peer, is_from_peer=True)
     folder = Path(source)
+    if (request := replay_request()) is not None:
+        if request.checkpoint is None:
+            return None  # the run had none when it began
+        folder = Path(request.checkpoint)
     ranks = Ranks.meet("px.load", {"source": str(source), "into": training.words})
     manifest = find_newest_complete(ranks, folder)
     if manifest is None:
@@ -139,10 +130,36 @@ def load_newest(source: str | Path | Mapping[str, Tensor], training: TrainingSta
     if manifest.tables and has_tables(training.model):
         load_tables(manifest.folder / manifest.tables)
     ranks.decide("loaded", restorer.run, lambda _: None)
+    flight_log.note_checkpoint(manifest.folder, is_loaded=True, step=manifest.step)
     if ranks.rank == 0:
         saved = manifest.world_size
         logger.info("loaded %s, step %d of %d ranks, into %d", manifest.folder, manifest.step, saved, ranks.world_size)
     return Loaded(manifest.folder, manifest.step, restorer.extra())
+
+
+def _load_weights(source: str | Path | Mapping[str, Tensor], training: TrainingState) -> Loaded:
+    names = [word for word in training.words if word != "model"]
+    if names:
+        raise ConfigError(
+            f"a file of weights has no state for {', '.join(names)}. Load it into the model alone; a file of an "
+            "optimizer's state into that: px.load(path, optimizer)."
+        )
+    ranks = Ranks.meet("px.load", "weights")
+    view = ModelView(training.model)
+    layout = agree_on_layout(ranks, dict(view.local_tensors()), lambda _: None)
+    load_weights(source, ranks, view, layout)
+    return Loaded(Path("state dict" if isinstance(source, Mapping) else source))
+
+
+def _state_of_peer(training: TrainingState) -> int | None:
+    """Let a rank that joins an elastic job take the state of a peer; return the updates done, None for other ranks."""
+    recovery = context.current().recovery
+    if not (recovery.has_joined or recovery.membership.is_joining):
+        return None
+    if training.loader is not None:
+        training.loader.share_state()
+    recovery.join()
+    return int(recovery.committed)
 
 
 def _with_kept_average(training: TrainingState, manifest: CheckpointManifest) -> TrainingState:
@@ -154,3 +171,10 @@ def _with_kept_average(training: TrainingState, manifest: CheckpointManifest) ->
         logger.warning("%s has no running average of the weights, which is reset", manifest.folder)
         return training
     return replace(training, ema=average)
+
+
+def load_for_replay(model: Any, optimizer: Any, loader: Any) -> None:
+    """Load the checkpoint with which a replay begins, whether or not the script loads one itself. Collective."""
+    request = replay_request()
+    if request is not None and request.checkpoint is not None:
+        load_newest(request.checkpoint, TrainingState(model=model, optimizer=optimizer, loader=loader))

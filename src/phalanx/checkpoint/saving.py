@@ -21,6 +21,7 @@ from phalanx.checkpoint.background import copy_to_host
 from phalanx.checkpoint.folder.checkpoint_folder import clean, next_numbers, prune, step_folder, sweep
 from phalanx.checkpoint.folder.manifest import write_manifest
 from phalanx.checkpoint.ranks import Ranks, is_elastic
+from phalanx.checkpoint.replay import replay_request
 from phalanx.checkpoint.state.capture import RankState, TrainingState, capture
 from phalanx.checkpoint.state.tables import save_tables
 from phalanx.checkpoint.tensors.chunk import TensorChunk
@@ -31,6 +32,7 @@ from phalanx.comm import context
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.files import sync_directory
 from phalanx.parallel.checks.consistency import make_consistent
+from phalanx.parallel.observe.flight_log import flight_log
 from phalanx.parallel.optim.ema import EMA, kept_average
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -108,6 +110,8 @@ def save_training(
 ) -> Path:
     """Save as `save` does, objects that were checked before. Collective."""
     step, keep = check_count("step", step, least=0), check_count("keep", keep, least=1)
+    if replay_request() is not None:
+        return Path(folder)  # a replay changes nothing of the run
     _check_round()
     background_saves.wait()
     started = time.perf_counter()
@@ -130,6 +134,7 @@ def save_training(
         logger.info("checkpoint %s: copied in %.3f s, writing it now", save.path, time.perf_counter() - started)
     else:
         writing.run()
+    flight_log.note_checkpoint(save.path, is_loaded=False, step=save.step)
     return save.path
 
 

@@ -42,6 +42,16 @@ _COMMANDS = {
     "serve": ("phalanx.cli.serve", "serve", "Run the job server (HTTP API and web console)."),
     "ui": ("phalanx.cli.serve", "ui", "Open the web console in a browser."),
     "env": ("phalanx.diagnose.commands", "env", "Show the environment variables that Phalanx reads or writes."),
+    "verify": (
+        "phalanx.diagnose.verify.commands",
+        "command",
+        "Compare a script on 1 and N ranks step by step; name the first difference and its cause.",
+    ),
+    "replay": (
+        "phalanx.diagnose.replay.commands",
+        "command",
+        "Do a step of a run again from its flight log; say whether its gradients have the same bits.",
+    ),
     "doctor": ("phalanx.diagnose.doctor", "doctor", "Check this machine for what training needs."),
 }
 

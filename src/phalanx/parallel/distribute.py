@@ -102,6 +102,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     if session.planner is not None:  # it will be trained nowhere, and may ask for more ranks than there are
         model.register_forward_pre_hook(plan_at_first_call, with_kwargs=True)
         return model
+    plan = plan or _launched_plan()
     is_derived = plan is None
     if plan is None:
         check_model(model)
@@ -114,7 +115,8 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
                 logger.warning("%s", warning)
     elif has_shard_requests(model):
         raise PlanError("px.shard was called for this model, and a Plan was given. Use one: a Plan has styles too.")
-    apply(plan, model, is_derived=is_derived)
+    with _checked_numbers(model, context):
+        apply(plan, model, is_derived=is_derived)
     for optimizer in distributed_optimizers():
         _set_up_optimizer(optimizer, model)
     applied = applied_to(model)
@@ -141,6 +143,35 @@ def _watch(model: nn.Module, context: Context, *, expects_optimizer: bool) -> No
 
 def _look_at_nothing(_inputs: tuple[Any, ...]) -> None:
     pass
+
+
+@contextmanager
+def _checked_numbers(model: nn.Module, context: Context) -> Iterator[None]:
+    """Audit a model and check its steps if the strategy asks for it; the block distributes the model."""
+    strategy = use_strategy(None)
+    if not strategy.audit and not strategy.check_nan_inf:
+        yield
+        return
+    from phalanx.parallel.numerics.audit import Audit  # a job without them does not wait for these
+    from phalanx.parallel.numerics.nan_check import check_nan_inf
+
+    audit = Audit(model, strategy.audit) if strategy.audit else None  # looks at gradients before the reducer does
+    yield
+    if audit is not None:
+        audit.start(context)
+        model_record(model).audit = audit
+    if strategy.check_nan_inf:
+        check_nan_inf()
+
+
+def _launched_plan() -> Plan | None:
+    """Return the Plan of the file that the environment names, for scripts that give none."""
+    path = os.environ.get("PHALANX_PLAN")
+    if not path:
+        return None
+    from phalanx.plan.files import load_plan
+
+    return load_plan(path)
 
 
 def _with_replicas(strategy: DistributedStrategy) -> DistributedStrategy:
@@ -203,6 +234,9 @@ def _wait_for_replicas(optimizer: Optimizer, context: Context, replicas: Replica
 def _set_up_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     applied = applied_to(model)
     assert applied is not None
+    if (audit := model_record(model).audit) is not None and not audit.is_bound:
+        audit.is_bound = True
+        add_action(optimizer, StepPhase.CHECK_PARAMETERS, audit.before_update)
     set_up_optimizer(optimizer, model, applied, use_strategy(None), partial(without_reduction, model))
     balance_updates(optimizer, applied.plan, context_of.current())
 

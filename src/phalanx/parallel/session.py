@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.checks.step_check import StepWatch
     from phalanx.parallel.data.reducer import Reducer
     from phalanx.parallel.memory.guard import MemoryGuard
+    from phalanx.parallel.numerics.audit import Audit
     from phalanx.parallel.optim.ema import EMA
     from phalanx.parallel.pipeline.engine import PipelineEngine
     from phalanx.parallel.stateful import SavedState
@@ -81,6 +82,9 @@ class ModelRecord:
 
     memory_guard: MemoryGuard | None = None
     """Repeats its passes that run out of memory, if that can be done."""
+
+    audit: Audit | None = None
+    """Lets other ranks compute replicas of its gradients again, now and then."""
 
     forward_watch: ForwardWatch | None = None
     expects_optimizer: bool = False
@@ -259,6 +263,9 @@ class TrainingSession:
     loader: ShardedLoader | None = None
     planner: Callable[[TrainingRequest], NoReturn] | None = None
     """In a run that only plans, called in place of training."""
+
+    on_bucket: Callable[[int, Sequence[str], Tensor], None] | None = None
+    """Called with the place, the names and the values of a bucket of gradients before they are added up."""
 
     has_compared_data: bool = False
     has_named_old_words: bool = False

@@ -68,6 +68,13 @@ class DistributedStrategy(BaseModel):
     replica_threads: int = Field(default=1, gt=0)
     """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
 
+    check_nan_inf: bool = False
+    """Test gradients and loss of every step, and name what was first not finite: module, operator, rank and sample."""
+
+    audit: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Part of the updates in which another rank computes a random logical replica again; its gradients must have the
+    same bits. Finds silent corruption; needs `logical_replicas` on several ranks."""
+
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by (global batch / base_batch), or by its square root, and warm up."""
 

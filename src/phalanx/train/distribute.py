@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -86,6 +87,10 @@ def distribute(
         add_optimizer(optimizer)
     if loader is not None and current().recovery is not None:
         loader.share_state()
+    if os.environ.get("PHALANX_REPLAY"):
+        from phalanx.checkpoint.loading import load_for_replay  # no other job waits for this
+
+        load_for_replay(model, optimizer, loader)
     announce(optimizer, loader)
     return model, optimizer, loader
 

@@ -211,6 +211,15 @@ class LoaderOptions:
         batch, request = next(self._request_loader.load(requests, {"num_workers": 0}))
         return batch, request.share, request.position
 
+    def sample_ids(self, epoch: int, first: int, part: int) -> list[int] | None:
+        """Return the dataset indices of a part of the global batch at a position; None where they are not computed."""
+        order, shard = self.order, self.here()
+        if not isinstance(order, SampleOrder) or order.sampler is not None:
+            return None
+        alone = replace(shard, index=part, replicas=None)
+        request = next(order.requests(epoch, alone, first), None)
+        return None if request is None else [int(index) for index in request.indices]
+
     def rows(self) -> int | None:
         """Return the samples of one pass; None for streams and where a sampler decides."""
         source = self.source

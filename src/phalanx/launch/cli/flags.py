@@ -223,6 +223,16 @@ _CONTEXT: dict[str, Any] = {
     help="Logical replicas that split global batches: results have the same bits on any number of ranks up to it.",
 )
 @click.option(
+    "--check_nan_inf",
+    is_flag=True,
+    help="Test gradients and loss of every step; name module, operator, rank and sample of the first NaN or infinity.",
+)
+@click.option(
+    "--flight_log",
+    is_flag=True,
+    help="Log a few hundred bytes of each update in LOG_DIR/flight.N.jsonl, for phalanx replay.",
+)
+@click.option(
     "--server_dir",
     metavar="DIR",
     help="Where servers keep their state. Default: LOG_DIR/servers with --max_restarts, else nowhere.",

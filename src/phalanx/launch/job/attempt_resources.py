@@ -162,6 +162,8 @@ def facts(
         attempt=attempt,
         max_restarts=options.max_restarts,
         replicas=options.replicas,
+        check_nan_inf=options.check_nan_inf,
+        flight_log=options.flight_log,
         timeout_s=options.timeout_s,
         gloo_path=gloo_path,
         interface=network.interface_towards(layout.master[0], network.system_routes()),

@@ -36,6 +36,7 @@ _OURS = (
     "endpoints.log",
     "error.*",
     "events.*",
+    "flight.*",
     "launcher.*",
     "attempt-*",
     "servers",

@@ -126,6 +126,7 @@ def _run_script(message: dict[str, Any]) -> int:
     log_format.configure_rank(message["log_format"])
     sys.argv = [message["script"], *message["args"]]
     _watch_isolated_ranks()
+    _observe_steps()
     failed = False
     try:
         code = _run_script_to_end(message["script"])
@@ -151,6 +152,28 @@ def _watch_isolated_ranks() -> None:
         from phalanx.launch.process.isolated_ranks import watch_steps
 
         watch_steps(world_size)
+
+
+def _observe_steps() -> None:
+    """Record, log, check or replay the script's steps, as the environment asks."""
+    if os.environ["PHALANX_ROLE"] != "WORKER":
+        return
+    if request := os.environ.get("PHALANX_RECORD"):
+        from phalanx.parallel.observe.recorder import record_steps
+
+        record_steps(request)
+    if os.environ.get("PHALANX_FLIGHT_LOG", "0") not in ("", "0"):
+        from phalanx.parallel.observe.flight_log import begin_flight_log
+
+        begin_flight_log()
+    if request := os.environ.get("PHALANX_REPLAY"):
+        from phalanx.checkpoint.replay import begin_replay
+
+        begin_replay(request)
+    if os.environ.get("PHALANX_CHECK_NAN_INF", "0") not in ("", "0"):
+        from phalanx.parallel.numerics.nan_check import check_nan_inf
+
+        check_nan_inf()
 
 
 def _run_script_to_end(script: str) -> int:

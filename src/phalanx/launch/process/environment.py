@@ -42,6 +42,12 @@ class JobFacts:
     server_dir: str = ""
     """Folder of the servers' state; empty when they keep none."""
 
+    check_nan_inf: bool = False
+    """Whether steps are tested for NaN and infinity."""
+
+    flight_log: bool = False
+    """Whether each update is logged."""
+
     replicas: int | None = None
     """Logical replicas that the job asks for; None leaves it to the script."""
 
@@ -100,6 +106,8 @@ def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str 
         "PHALANX_EVENTS_FILE": events_file(process, facts.log_dir),
         "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
         **({} if facts.replicas is None else {"PHALANX_REPLICAS": str(facts.replicas)}),
+        **({"PHALANX_CHECK_NAN_INF": "1"} if facts.check_nan_inf else {}),
+        **({"PHALANX_FLIGHT_LOG": "1"} if facts.flight_log else {}),
         "PHALANX_ENDPOINT_FD": None,
         "PHALANX_MEMBERSHIP_FD": None,
         "PHALANX_MEMBER_ID": process.member or None,

@@ -47,6 +47,8 @@ class Options:
     """Ranks of an elastic job that may be replaced in all; None where --max_restarts was not given."""
 
     replicas: int | None = None
+    check_nan_inf: bool = False
+    flight_log: bool = False
     server_dir: str | None = None
     timeout_s: float = 60.0
     world_size_counts: Counts | None = None

@@ -301,6 +301,8 @@ class Reducer:
             bucket.flags.fill_(1)
         bucket.marks.copy_(bucket.own_marks)
         self._load_buffers(bucket.carried)
+        if session.on_bucket is not None:
+            session.on_bucket(self._next, [gradient.name for gradient in bucket.gradients], bucket.flat)
         try:
             with label_calls(self._label_of(bucket)):
                 bucket.work = (

@@ -30,6 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint.loading import Loaded, load_newest
+from phalanx.checkpoint.replay import replay_request
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
@@ -255,6 +256,9 @@ class Run:
 
     def __enter__(self) -> Run:
         """Begin: `on_train_begin`."""
+        request = replay_request()
+        if request is not None and request.checkpoint is not None and self.resumed_from is None:
+            self.resume(request.checkpoint)
         self._speed.restart(self)
         events.run_reports(self._facts)
         self._dispatcher.call_all("on_train_begin", self)

@@ -1,0 +1,1 @@
+"""`phalanx replay`: do a step of a run again from its flight log, and compare."""

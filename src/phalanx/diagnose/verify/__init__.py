@@ -1,0 +1,1 @@
+"""`phalanx verify`: compare two runs of a script step by step, and name the first difference and its likely cause."""

@@ -1,0 +1,222 @@
+"""`check_nan_inf`: test the gradients and the loss of each step, and end all ranks with what was first not finite.
+
+One fused test of all gradients before each update. What it takes to compute a step again is kept by reference: the
+inputs of the model, and the gradient that reached its output. Only when a test fails is the step computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from phalanx.errors import NotFiniteError
+from phalanx.parallel.numerics.locate import (
+    LossSeen,
+    ModelCall,
+    find_in_inputs,
+    find_in_outputs,
+    find_origin,
+    float_tensors,
+)
+from phalanx.parallel.numerics.operator_watch import script_line
+from phalanx.parallel.numerics.origin import Origin, Stage, is_finite
+from phalanx.parallel.observe.losses import watch_losses
+from phalanx.parallel.observe.models import ModelTracker, is_called_by_script
+from phalanx.parallel.observe.sample_ids import sample_ids
+from phalanx.parallel.session import list_applied, parameter_name
+
+_MOST_CALLS = 64
+"""Forward passes of a step that are remembered, the last ones: gradients may be accumulated over many."""
+
+_OTHERS_S = 10.0
+"""Seconds in which other ranks may say what they found."""
+
+
+@cache
+def check_nan_inf() -> None:
+    """Check every step of this process from now on."""
+    NanCheck().install()
+
+
+class NanCheck:
+    """Looks at each optimizer step of a script, whatever it trains with."""
+
+    def __init__(self) -> None:
+        self._tracker = ModelTracker()
+        self._depth: list[nn.Module] = []
+        self._calls: deque[ModelCall] = deque(maxlen=_MOST_CALLS)
+        self._losses: deque[LossSeen] = deque(maxlen=_MOST_CALLS)
+        self._search: list[Any] = []
+        self._running: tuple[nn.Module, Tensor] | None = None
+        """A model in its first call, and the random state before it."""
+
+        self._steps = 0
+        self._is_locating = False
+        """Whether the step is being computed again."""
+
+    def install(self) -> None:
+        """Put the hooks in index."""
+        # Which modules a script calls is seen in the first step; after that only these have hooks.
+        self._search = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+        watch_losses(self._on_loss)
+        sample_ids.watch()
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    # -- what the step computes --------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if is_called_by_script():
+            if not self._depth and (model := self._tracker.add(module)) is not None:
+                model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+                model.register_forward_hook(self._after_forward)
+                # A call that runs already has no new hook before it; one inside a wrapper has.
+                self._running = (model, torch.get_rng_state()) if model is module else None
+            self._depth.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        if self._running is not None and self._running[0] is module:
+            if module.training and torch.is_grad_enabled():
+                self._calls.append(ModelCall(module, args, kwargs, self._running[1], sample_ids.current()))
+            self._running = None
+        if is_called_by_script() and any(other is module for other in self._depth):
+            while self._depth.pop() is not module:
+                pass
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if model.training and torch.is_grad_enabled() and is_called_by_script() and not self._is_locating:
+            self._calls.append(ModelCall(model, args, kwargs, torch.get_rng_state(), sample_ids.current()))
+
+    def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
+        if self._is_locating or not self._calls or self._calls[-1].model is not model or not torch.is_grad_enabled():
+            return
+        grads = self._calls[-1].output_grads
+        for index, tensor in enumerate(float_tensors(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(_Keep(grads, index))
+
+    def _on_loss(self, loss: Tensor) -> None:
+        operator = "" if loss.grad_fn is None else re.sub(r"Backward\d*$", "", loss.grad_fn.name())
+        self._losses.append(LossSeen(loss.detach(), operator, script_line()))
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        is_bad = not _are_finite([*grads, *(loss.value for loss in self._losses)])
+        if _is_split() and dist.is_initialized():
+            flag = torch.tensor([float(is_bad)], device=grads[0].device if grads else None)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            is_bad = bool(flag.item())
+        if is_bad:
+            self._raise(optimizer)
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _named: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._calls.clear()
+            self._losses.clear()
+            self._steps += 1
+            for handle in self._search:
+                handle.remove()
+            self._search.clear()
+
+    def _raise(self, optimizer: Optimizer) -> None:
+        """Find where it came from, hear what other ranks found, and raise the same on all.
+
+        Raises:
+            NotFiniteError: Always.
+        """
+        self._is_locating = True
+        calls, losses = tuple(self._calls), tuple(self._losses)
+        unknown = Origin(stage=Stage.UNKNOWN, what="NaN or infinity", tensor=_gradient_name(optimizer))
+        with torch.no_grad():
+            if not _is_split():
+                origin = find_origin(calls, losses) or replace(unknown, stage=Stage.REDUCED)
+                rank, earliest = _first(origin, f"{self._steps}")
+            else:  # to compute again is collective, so all ranks do, or none does
+                rank, earliest = _first(find_in_inputs(calls) or unknown, f"{self._steps}/inputs")
+                if earliest.stage is Stage.UNKNOWN:
+                    rank, earliest = _first(find_in_outputs(calls, losses) or unknown, f"{self._steps}/outputs")
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        raise NotFiniteError(earliest.describe(rank, self._steps, world))
+
+
+class _Keep:
+    """Keeps the gradient of an output, by reference."""
+
+    def __init__(self, grads: dict[int, Tensor], index: int) -> None:
+        self._grads, self._place = grads, index
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._grads[self._place] = gradient.detach()
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all numbers are finite, by one sum of each tensor and one look at each device."""
+    plain = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    dense = [t.detach() for t in plain if t.layout is torch.strided and t.is_floating_point() and t.numel()]
+    others = [t for t in plain if t.layout is not torch.strided]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in dense:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    sums = [torch.stack(_sums(some)) for some in by_device.values()]
+    if all(bool(total.isfinite().all()) for total in sums) and all(map(is_finite, others)):
+        return True
+    return all(map(is_finite, plain))  # a sum may be too large though no number is
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a number for each tensor that is finite only if all of the tensor is."""
+    if tensors[0].is_cpu:  # where torch's norms take ten times as long
+        return [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).double() for tensor in tensors]
+    return [norm.double() for norm in torch._foreach_norm(list(tensors))]
+
+
+def _is_split() -> bool:
+    """Return whether ranks may have other gradients, so that one may see what others do not."""
+    return any(applied.is_sharded or applied.pipeline is not None for applied in list_applied())
+
+
+def _gradient_name(optimizer: Optimizer) -> str:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and not _are_finite([param.grad]):
+                return f"the gradient of {parameter_name(param) or f'a parameter of shape {tuple(param.shape)}'}"
+    return "a gradient"
+
+
+def _first(origin: Origin, key: str) -> tuple[int, Origin]:
+    """Return the earliest of what the ranks found, and its rank; the same on all ranks that answer in time."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0, origin
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store.set(f"phalanx/not_finite/{key}/{rank}", json.dumps(origin.to_json()))
+    answers = {rank: origin}
+    for other in range(world):
+        answer = f"phalanx/not_finite/{key}/{other}"
+        try:
+            store.wait([answer], timedelta(seconds=_OTHERS_S))
+        except RuntimeError:  # it saw nothing, or it is gone
+            continue
+        answers[other] = Origin.from_json(json.loads(store.get(answer)))
+    first = min(answers, key=lambda other: (answers[other].stage, other))
+    return first, answers[first]

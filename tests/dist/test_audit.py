@@ -1,0 +1,60 @@
+"""`strategy.audit`: another rank computes a replica again; bits that differ end all ranks with the one at fault named."""
+
+from __future__ import annotations
+
+import pytest
+
+import phalanx as px
+from benchmarks.wrong_numbers_rank import Job
+from phalanx.errors import ConfigError, CorruptionError
+from phalanx.parallel.numerics.audit import choose_audited
+from phalanx.parallel.session import model_record
+from phalanx.strategy import DistributedStrategy
+from ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def train_audited(fault: str, replicas: int, audit: float) -> str | int:
+    job = Job(fault, "px", strategy=DistributedStrategy(logical_replicas=replicas, audit=audit))
+    try:
+        job.run(5)
+    except CorruptionError as error:
+        return str(error)
+    audited = model_record(job.net).audit
+    assert audited is not None
+    return audited.audited
+
+
+@pytest.mark.parametrize(("fault", "replicas"), [("", 2), ("dropout", 5), ("batch norm", 3)])
+def test_replicas_have_the_same_bits_on_another_rank(fault: str, replicas: int) -> None:
+    assert run_ranks(train_audited, 2, fault, replicas, 1.0) == [5, 5]
+
+
+def test_a_flipped_bit_names_rank_replica_parameter_and_step() -> None:
+    (message,) = set(run_ranks(train_audited, 2, "flipped bit of a replica", 3, 1.0))
+    assert isinstance(message, str)
+    assert message.startswith("step 2: the gradients of replica 2, held by rank 1, had other bits"), message
+    assert "second.weight. Rank 1 computed it wrong the first time" in message
+
+
+def refused(replicas: int | None) -> str:
+    px.init()
+    with pytest.raises(ConfigError) as caught:
+        Job("", "px", strategy=DistributedStrategy(logical_replicas=replicas, audit=0.5)).run(1)
+    return str(caught.value)
+
+
+def test_without_replicas_or_ranks_it_is_an_error() -> None:
+    assert "and there are none. Set strategy.logical_replicas" in run_ranks(refused, 2, None)[0]
+    assert "and there is one rank" in run_ranks(refused, 1, 2)[0]
+
+
+def test_the_chosen_part_of_the_updates_is_spread_over_replicas_and_ranks() -> None:
+    assignment = (range(2), range(2, 3), range(3, 5))
+    choices = [choose_audited(update, 0.1, assignment) for update in range(20_000)]
+    chosen = [choice for choice in choices if choice is not None]
+    assert 0.09 < len(chosen) / len(choices) < 0.11
+    assert {choice.replica for choice in chosen} == set(range(5))
+    assert all(choice.replica in assignment[choice.owner] and choice.auditor != choice.owner for choice in chosen)
+    assert {choice.auditor for choice in chosen} == {0, 1, 2}

@@ -1,0 +1,102 @@
+"""`phalanx replay`: a step of a run is done again from its flight log, and a rank that computed other bits is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import wrong_numbers_rank
+from launching import BIN, launch
+from phalanx.diagnose.replay.flight import Flight
+from phalanx.parallel.observe.flight_log import MOST_BYTES, FlightLog, compressed, flight_file, read_flight_log
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = wrong_numbers_rank.__file__
+
+
+def fly(folder: Path, fault: str, *arguments: str, ranks: int = 2) -> None:
+    job = launch(
+        folder,
+        *("-n", str(ranks), "--replicas", "2", "--flight_log"),
+        *(SCRIPT, "--engine", "px", "--fault", fault, "--steps", "6", *arguments),
+    )
+    assert job.code == 0, job.out + job.err
+
+
+def replay(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [BIN / "phalanx", "replay", *arguments, "--json", "log"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_run_agrees_with_its_replay_from_the_nearest_checkpoint(tmp_path: Path) -> None:
+    fly(tmp_path, "", "--folder", str(tmp_path / "saved"))
+    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    code, report = replay(tmp_path, "--step", "4")
+    assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
+    assert report["checkpoint"].endswith("step-4")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
+
+
+def test_a_flipped_bit_names_step_replica_rank_and_bucket(tmp_path: Path) -> None:
+    fly(tmp_path, "flipped bit of a replica")
+    code, report = replay(tmp_path, "--find", "first-difference")
+    mismatch = report["mismatch"]
+    assert (code, mismatch["step"], mismatch["replica"], mismatch["rank"]) == (1, 2, 1, 1), report
+    assert mismatch["bucket"], report
+
+
+MODEL = """
+import torch, torch.nn.functional as F
+import phalanx as px
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(24, 5))
+data = torch.utils.data.TensorDataset(torch.randn(96, 12), torch.randint(0, 5, (96,)))
+model = px.Model(net, F.cross_entropy, torch.optim.Adam(net.parameters()))
+model.train(2, data, batch_size=8, callbacks=[px.ModelCheckpoint("saved", every_steps=4)])
+"""
+
+
+def test_a_model_is_replayed_from_a_checkpoint_of_its_callback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MODEL)
+    job = launch(tmp_path, "-n", "2", "--replicas", "2", "--flight_log", "train.py")
+    assert job.code == 0, job.out + job.err
+    code, report = replay(tmp_path, "--step", "6")
+    assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
+
+
+def test_a_log_takes_a_few_hundred_bytes_a_step_and_is_bounded(tmp_path: Path) -> None:
+    fly(tmp_path, "")
+    entries = [entry for entry in read_flight_log(flight_file(tmp_path / "log", 1)) if entry["kind"] == "step"]
+    assert [entry["step"] for entry in entries] == list(range(6))
+    assert all(len(json.dumps(entry)) < 400 for entry in entries)
+    log = FlightLog()
+    log._path = tmp_path / "flight.7.jsonl"
+    for step in range(3 * MOST_BYTES // 1000):
+        log.write({"kind": "step", "step": step, "text": "x" * 1000})
+    assert sum(path.stat().st_size for path in tmp_path.glob("flight.7.*")) <= 2 * MOST_BYTES
+
+
+def test_a_spike_and_a_nan_are_found_in_the_losses() -> None:
+    losses = [2.0, 1.9, 1.95, 1.8, 1.85, 1.8, 1.75, 9.0, 1.7, float("nan"), 1.0]
+    updates = {step: {0: {"loss": [str(loss)]}} for step, loss in enumerate(losses)}
+    flight = Flight([], "", updates=updates)
+    assert (flight.find_spike(), flight.find_nan()) == (7, 9)
+
+
+def test_ids_of_a_range_are_written_as_one() -> None:
+    assert compressed(range(10, 30, 2)) == "10:29:2"
+    assert compressed([5, 4, 3]) == "5:2:-1"
+    assert compressed([1, 5, 2]) == [1, 5, 2]
