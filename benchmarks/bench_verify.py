@@ -1,9 +1,9 @@
 """Wrong numbers: how many of the faults in `wrong_numbers.py` are named exactly, and what the checks cost.
 
-    python -m benchmarks.bench_verify [--quick] [--json] [--cases faults,flight_log,check_nan_inf]
+    python -m benchmarks.bench_verify [--quick] [--json] [--cases "verify wrong seed (loop),flight_log"]
 
-Each fault runs in real jobs of 2 ranks, and the command must name cause, tensor, step and ranks. The costs are those of
-an update of ResNet-18 on 2 ranks with and without a flag, in pairs.
+A case is a fault or a flag. Each fault runs in real jobs of 2 ranks, and the command must name cause, tensor, step and
+ranks. The cost of a flag is that of an update of ResNet-18 on 2 ranks with and without it, in pairs.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def cost(flag: str, steps: int, pairs: int) -> Row:
 
 def main() -> None:
     """Run the cases asked for."""
-    asked = arguments(["faults", *COSTS])
-    faults = ALL[::8] if asked.quick else ALL
-    outcomes = {fault: is_named(fault) for fault in faults} if "faults" in asked.cases else {}
+    faults = {f"{fault.tool} {fault.name} ({fault.engine})": fault for fault in ALL}
+    asked = arguments([*faults, *COSTS])
+    chosen = [fault for case, fault in faults.items() if case in asked.cases]
+    outcomes = {fault: is_named(fault) for fault in (chosen[::8] if asked.quick else chosen)}
     rows = [cost(flag, 4 if asked.quick else 33, 1 if asked.quick else 5) for flag in COSTS if flag in asked.cases]
     named = sum(is_exact for is_exact, _ in outcomes.values())
     if asked.json:

@@ -84,8 +84,10 @@ def test_a_log_takes_a_few_hundred_bytes_a_step_and_is_bounded(tmp_path: Path) -
     assert all(len(json.dumps(entry)) < 400 for entry in entries)
     log = FlightLog()
     log._path = tmp_path / "flight.7.jsonl"
+    log.write({"kind": "begin", "script": ["train.py"]})
     for step in range(3 * MOST_BYTES // 1000):
         log.write({"kind": "step", "step": step, "text": "x" * 1000})
+    assert json.loads(log._path.read_text().splitlines()[0]) == {"kind": "begin", "script": ["train.py"]}
     assert sum(path.stat().st_size for path in tmp_path.glob("flight.7.*")) <= 2 * MOST_BYTES
 
 

@@ -16,7 +16,11 @@ from launching import BIN
 from phalanx.diagnose.verify.compare import compare_runs
 from phalanx.diagnose.verify.records import RecordedRun, read_run
 from phalanx.diagnose.verify.verdict import Verdict
+from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.observe.recorder import RecordRequest, record_steps
+from phalanx.plan.files import save_plan
+from phalanx.plan.rules.rules import plan_from_strategy
+from phalanx.strategy import DistributedStrategy
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -115,3 +119,13 @@ def test_what_cannot_be_compared_is_said(arguments: tuple[str, ...], message: st
     )
     assert done.returncode in (1, 2)
     assert message in done.stderr
+
+
+def test_a_plan_from_outside_the_script_is_applied_and_compared(tmp_path: Path) -> None:
+    sharding = DistributedStrategy(sharding=True, sharding_configs={"stage": 3})
+    save_plan(plan_from_strategy(sharding, shape_of(Job("", "px").net), 2, 0), tmp_path / "plan.json")
+    alone = record(tmp_path / "1", "", "px", 1)
+    planned = record(tmp_path / "2", "", "px", 2, PHALANX_PLAN=str(tmp_path / "plan.json"))
+    assert planned.steps[0][0].meta["local"] == []  # torch reduces what it shards without hooks of parameters
+    verdict = compare_runs(alone, planned)
+    assert verdict.is_equal, verdict.text()

@@ -267,6 +267,9 @@ class TrainingSession:
     on_bucket: Callable[[int, Sequence[str], Tensor], None] | None = None
     """Called with the place, the names and the values of a bucket of gradients before they are added up."""
 
+    is_trial: bool = False
+    """Whether optimizers step that train nothing of the script's, to see what they do."""
+
     has_compared_data: bool = False
     has_named_old_words: bool = False
 

@@ -116,8 +116,8 @@ class ShardedLoader:
         """Passes of the script's loop that the other ranks have made before this one joined."""
 
         self._is_shared = False
-        self._batch_end: tuple[int, int | None] | None = None
-        """Position after the batch at hand, and its logical replica."""
+        self.batch_at: tuple[int, int, int | None] | None = None
+        """Epoch and first position of the global batch at hand, and the logical replica; None before the first."""
 
     if not TYPE_CHECKING:  # a type checker would believe every name
 
@@ -257,7 +257,7 @@ class ShardedLoader:
             for turn, (batch, share, position) in self._turns(self._time_batches(batches), iteration):
                 if turn is None or turn.index == len(self._options.here().parts) - 1:
                     self.position = position
-                self._batch_end = position, None if turn is None else turn.replica
+                self.batch_at = self._epoch, position - share.global_rows, None if turn is None else turn.replica
                 yield self._register(to_device(batch), share, iteration, turn)
             if self._epoch != epoch:  # this rank has joined others, who are in a later epoch: passes before it are over
                 self._passes_over = self._epoch - epoch - 1
@@ -311,13 +311,12 @@ class ShardedLoader:
                 current.rows_for = self._options.global_batch_for
         return batch
 
-    def sample_ids(self) -> list[int] | None:
-        """Return the dataset indices of the batch at hand; None before the first, of streams and of samplers."""
-        if self._batch_end is None or self.share is None:
+    def sample_ids(self, batch_at: tuple[int, int, int | None] | None) -> list[int] | None:
+        """Return the dataset indices of a batch, by what `batch_at` was then; None of streams and of samplers."""
+        if batch_at is None:
             return None
-        (position, replica), shard = self._batch_end, self._options.here()
-        part = shard.parts[0] if replica is None else replica
-        return self._options.sample_ids(self._epoch, position - self.share.global_rows, part)
+        epoch, first, replica = batch_at
+        return self._options.sample_ids(epoch, first, self._options.here().parts[0] if replica is None else replica)
 
     # -- saving ------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def _replay(
         replicas = [] if flight.replicas is None else ["--replicas", str(flight.replicas)]
         command_line = [sys.executable, "-m", "phalanx.launch", "-n", "1", "--log_dir", f"{folder}/log", *replicas]
         done = subprocess.run(
-            [*command_line, *flight.script],
+            [*command_line, *_script_words(flight)],
             cwd=flight.folder,
             env=variables,
             capture_output=True,
@@ -109,6 +109,12 @@ def _replay(
         if error and not checks_nan:
             raise LaunchError(f"the replay failed: {error}")
         return (_read_again(log, error), error)
+
+
+def _script_words(flight: Flight) -> list[str]:
+    """Return the words of the launcher's command line that started the script."""
+    script, *arguments = flight.script
+    return [*(script.split(" ", 1) if script.startswith("-m ") else [script]), *arguments]
 
 
 def _read_again(log: Path, error: str) -> Flight:

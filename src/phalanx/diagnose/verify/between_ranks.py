@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from phalanx.diagnose.verify.records import RankStep, Step, in_forward_order
+from phalanx.diagnose.verify.records import RankStep, Step, in_forward_order, sharded_names
 from phalanx.diagnose.verify.tolerance import linear, relative
 from phalanx.diagnose.verify.verdict import DifferenceCause, FirstDifference
 from phalanx.parallel.observe.sketch import SQUARES, Sketch, distance, norm, single_difference
@@ -37,7 +37,7 @@ def check_initial(step: Step, number: int) -> FirstDifference | None:
 def check_shards(step: Step, number: int) -> FirstDifference | None:
     """Return a difference if two ranks read the same rows."""
     rows = [rank.digests for rank in step if rank.digests]
-    if len(rows) < 2 or len(set(rows)) == len(rows):
+    if len(rows) < 2 or len(set(rows)) == len(rows) or step[0].meta["is_split"]:
         return None
     twice = tuple(rank.meta["rank"] for rank in step if rows.count(rank.digests) > 1)
     return FirstDifference(
@@ -232,7 +232,12 @@ def differing_setting(first: RankStep, *others: RankStep) -> str:
 def _differing_names(step: Step, what: str) -> list[str]:
     facts = [rank.facts(what) for rank in step]
     names = dict.fromkeys(name for of_rank in facts for name in of_rank)
-    differing = [name for name in names if len({_identity(of_rank.get(name)) for of_rank in facts}) > 1]
+    sharded, is_split = sharded_names(step), step[0].meta["is_split"]
+    differing = []
+    for name in names:
+        copies = {_identity(of_rank.get(name)) for of_rank in facts if name in of_rank or not is_split}
+        if len(copies) > 1 and name not in sharded:
+            differing.append(name)
     return in_forward_order(differing, step)
 
 

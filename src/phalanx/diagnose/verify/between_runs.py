@@ -9,23 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.diagnose.verify.between_ranks import differing_setting
-from phalanx.diagnose.verify.records import RankStep, Step, in_forward_order
+from phalanx.diagnose.verify.records import (
+    RankStep,
+    Step,
+    in_forward_order,
+    merge_ranks,
+    readers_of,
+    sharded_names,
+)
 from phalanx.diagnose.verify.tolerance import OutputLevels, Tolerance, floor, linear, relative, row_difference
 from phalanx.diagnose.verify.verdict import DifferenceCause, FirstDifference
 from phalanx.parallel.observe.recorder import DRAWS
-from phalanx.parallel.observe.sketch import NOT_FINITE
+from phalanx.parallel.observe.sketch import NOT_FINITE, Sketch
 
 _NEAR = 1e-4
 
 
 def check_initial(first: Step, second: Step, number: int) -> FirstDifference | None:
     """Return the first initial weight that the runs do not have in common."""
-    for name in in_forward_order(list(first[0].facts("initial")), first):
-        reference, candidate = first[0].sketches("initial")[name], second[0].sketches("initial").get(name)
-        same_shape = candidate is not None and (
-            first[0].facts("initial")[name]["shape"] == second[0].facts("initial")[name]["shape"]
-        )
-        if candidate is None or not same_shape:
+    before, after = merge_ranks(first, "initial"), merge_ranks(second, "initial")
+    for name in in_forward_order(list(before.facts("initial")), first):
+        reference, candidate = before.sketches("initial")[name], after.sketches("initial").get(name)
+        if candidate is None or before.facts("initial")[name]["shape"] != after.facts("initial")[name]["shape"]:
             continue  # a Plan shards it
         apart = relative(reference, candidate, 1e-30)
         if apart > 1e-5:
@@ -106,7 +111,8 @@ def check_outputs(first: Step, second: Step, number: int, tolerance: Tolerance) 
     levels, outputs = OutputLevels(first[0]), _join_ranks(second, candidate)
     for name, rows in _join_ranks(first, reference).items():
         least, theirs = levels.least(name, rows), outputs.get(name)
-        if theirs is None or theirs.shape != rows.shape:
+        is_whole = first[0].row_sizes.get(name) == second[0].row_sizes.get(name)
+        if theirs is None or theirs.shape != rows.shape or not is_whole:
             continue
         apart = row_difference(rows, theirs, least)
         if apart > tolerance.of_tensor("outputs", name):
@@ -184,7 +190,7 @@ def _losses(step: Step) -> list[float]:
     """Return the mean by rows, the plain mean and the sum of the losses of all backward passes."""
     values = [value for rank in step for value in rank.meta["losses"]]
     rows = [count for rank in step for count in rank.meta["parts"]]
-    if not values:
+    if not values or step[0].meta["is_split"]:
         return []
     weighted = float(np.average(values, weights=rows)) if len(rows) == len(values) and sum(rows) else None
     plain = float(np.mean(values))
@@ -193,13 +199,16 @@ def _losses(step: Step) -> list[float]:
 
 def check_gradients(first: Step, second: Step, number: int, tolerance: Tolerance) -> FirstDifference | None:
     """Return the first gradient, in forward order, that differs."""
-    reference, candidate = first[0].sketches("grads"), second[0].sketches("grads")
-    for name in in_forward_order(list(dict.fromkeys([*reference, *candidate])), first):
+    before, after = merge_ranks(first, "grads"), merge_ranks(second, "grads")
+    reference, candidate = before.sketches("grads"), after.sketches("grads")
+    sharded = sharded_names(first) | sharded_names(second)
+    names = [name for name in dict.fromkeys([*reference, *candidate]) if name not in sharded]
+    for name in in_forward_order(names, first):
         if name not in reference or name not in candidate:
             return _missing(name, number, in_second=name not in candidate)
-        if first[0].facts("grads")[name]["shape"] != second[0].facts("grads")[name]["shape"]:
+        if before.facts("grads")[name]["shape"] != after.facts("grads")[name]["shape"]:
             continue
-        apart = relative(reference[name], candidate[name], floor(reference, first[0], "grads", name))
+        apart = relative(reference[name], candidate[name], floor(reference, before, "grads", name))
         if apart > tolerance.of_tensor("grads", name):
             if candidate[name][NOT_FINITE] or reference[name][NOT_FINITE]:
                 cause, why = (
@@ -207,7 +216,7 @@ def check_gradients(first: Step, second: Step, number: int, tolerance: Tolerance
                     "It holds NaN or infinity in one run alone; run with --check_nan_inf.",
                 )
             else:
-                cause, why = _explain_gradient(first, second, name)
+                cause, why = _explain_gradient(reference[name], candidate[name], readers_of(second), name)
             return FirstDifference(
                 step=number, kind="gradient", tensor=name, amount=apart, cause=cause, explanation=why
             )
@@ -226,8 +235,9 @@ def _missing(name: str, number: int, *, in_second: bool) -> FirstDifference:
     )
 
 
-def _explain_gradient(first: Step, second: Step, name: str) -> tuple[DifferenceCause, str]:
-    reference, reduced = linear(first[0].sketches("grads")[name]), linear(second[0].sketches("grads")[name])
+def _explain_gradient(before: Sketch, after: Sketch, second: Step, name: str) -> tuple[DifferenceCause, str]:
+    """Return the likely cause of a gradient that differs, from what the ranks that read rows of their own computed."""
+    reference, reduced = linear(before), linear(after)
     scale = float(np.linalg.norm(reference)) or 1e-300
     parts = [rank.sketches("local").get(name) for rank in second]
     local = [linear(part) for part in parts if part is not None]
@@ -267,13 +277,14 @@ def _explain_gradient(first: Step, second: Step, name: str) -> tuple[DifferenceC
 
 def check_weights(first: Step, second: Step, number: int, tolerance: Tolerance) -> FirstDifference | None:
     """Return the first weight or buffer, in forward order, that differs after the update."""
-    reference, candidate = first[0].sketches("weights"), second[0].sketches("weights")
-    facts, theirs = first[0].facts("weights"), second[0].facts("weights")
+    before, after = merge_ranks(first, "weights"), merge_ranks(second, "weights")
+    reference, candidate = before.sketches("weights"), after.sketches("weights")
+    facts, theirs = before.facts("weights"), after.facts("weights")
     names = in_forward_order([name for name in reference if name in candidate], first)
     for name in sorted(names, key=lambda name: bool(facts[name]["is_buffer"])):
         if facts[name]["shape"] != theirs[name]["shape"]:
             continue
-        apart = relative(reference[name], candidate[name], floor(reference, first[0], "weights", name))
+        apart = relative(reference[name], candidate[name], floor(reference, before, "weights", name))
         if apart > tolerance.of_tensor("weights", name):
             cause, why = _explain_weight(first[0], second[0], facts[name])
             kind = "buffer" if facts[name]["is_buffer"] else "weight"
@@ -298,6 +309,8 @@ def _explain_weight(first: RankStep, second: RankStep, facts: dict[str, object])
 
 
 def _rows(step: Step) -> list[int]:
+    if step[0].meta["is_split"]:  # a pipeline calls its stages, not the model
+        return []
     return [row for rank in step for row in rank.digests]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from phalanx.diagnose.verify import between_ranks, between_runs
-from phalanx.diagnose.verify.records import RecordedRun, Step
+from phalanx.diagnose.verify.records import RecordedRun, Step, readers_of
 from phalanx.diagnose.verify.tolerance import Tolerance, base_tolerance, floor, measure_control, relative
 from phalanx.diagnose.verify.verdict import DifferenceCause, FirstDifference, Verdict
 from phalanx.errors import ConfigError
@@ -32,8 +32,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, control: RecordedRun |
     for run in (first, second):
         if not run.steps:
             raise ConfigError(
-                f"the run with {run.label} made no optimizer step, so there is nothing to compare. Give a script that "
-                "trains with a torch optimizer and ends well on that many ranks."
+                f"the run with {run.label} made no optimizer step that can be seen, so there is nothing to compare. "
+                "Give a script that trains with a torch optimizer, whose step is not compiled."
             )
     is_exact = first.replicas is not None and first.replicas == second.replicas
     comparison = _Comparison(first, second, None if is_exact else control, is_exact)
@@ -98,7 +98,7 @@ class _Comparison:
         if self._is_exact or difference.cause not in _MAY_BE_KINKS or difference.amount > _OF_KINK:
             return False
         if following >= min(len(self._first.steps), len(self._second.steps)):
-            return True
+            return following > 1
         steps = self._first.steps[following], self._second.steps[following]
         return between_runs.check_gradients(*steps, following, self._tolerance) is None
 
@@ -122,8 +122,8 @@ def _of_chance(first: RecordedRun, control: RecordedRun) -> FirstDifference | No
     base = Tolerance(64 * base_tolerance(reference))
     return (
         between_runs.check_initial(reference, candidate, 0)
-        or between_runs.check_data(first.steps, control.steps, 0)
-        or between_runs.check_outputs(reference, candidate, 0, base)
+        or between_runs.check_data(_readers(first), _readers(control), 0)
+        or between_runs.check_outputs(readers_of(reference), readers_of(candidate), 0, base)
     )
 
 
@@ -143,11 +143,11 @@ def _differences(
         lambda: between_ranks.check_initial(candidate, number),
         lambda: between_runs.check_initial(reference, candidate, number),
         lambda: between_ranks.check_between_steps(before, candidate, number),
-        lambda: between_ranks.check_shards(candidate, number),
-        lambda: between_runs.check_data(first.steps, second.steps, number),
+        lambda: between_ranks.check_shards(readers_of(candidate), number),
+        lambda: between_runs.check_data(_readers(first), _readers(second), number),
         lambda: between_ranks.check_trainable(candidate, number),
-        lambda: between_runs.check_outputs(reference, candidate, number, of_outputs),
-        lambda: between_runs.check_loss(reference, candidate, number, of_loss),
+        lambda: between_runs.check_outputs(readers_of(reference), readers_of(candidate), number, of_outputs),
+        lambda: between_runs.check_loss(readers_of(reference), readers_of(candidate), number, of_loss),
         lambda: between_ranks.check_gradients(reference, number),
         lambda: between_ranks.check_gradients(candidate, number),
         lambda: between_runs.check_gradients(reference, candidate, number, tolerance),
@@ -156,6 +156,10 @@ def _differences(
         lambda: between_runs.check_weights(reference, candidate, number, tolerance),
     )
     yield from (difference for check in checks if (difference := check()) is not None)
+
+
+def _readers(run: RecordedRun) -> list[Step]:
+    return [readers_of(step) for step in run.steps]
 
 
 def _agree(step: Step) -> bool:

@@ -94,6 +94,34 @@ def _read(path: Path) -> RankStep:
         return RankStep(json.loads(str(file["meta"])), {name: file[name] for name in file.files if name != "meta"})
 
 
+def readers_of(step: Step) -> Step:
+    """Return one rank of each group that reads the same rows, as the ranks of tensor parallel do."""
+    return list({rank.meta["reader"]: rank for rank in reversed(step)}.values())[::-1]
+
+
+def sharded_names(step: Step) -> set[str]:
+    """Return the parameters of which each rank has a part, as tensor parallel cuts them."""
+    return {name for rank in step for name in rank.meta["sharded"]}
+
+
+def merge_ranks(step: Step, what: str) -> RankStep:
+    """Return the first rank, or with pipeline stages on other ranks one that stands for all of them.
+
+    Parameters that layers shard over ranks are left out: no rank holds them whole.
+    """
+    sharded = sharded_names(step)
+    if not sharded and not step[0].meta["is_split"]:
+        return step[0]
+    whole: dict[str, tuple[dict[str, Any], Sketch]] = {}
+    for rank in step:
+        sketches = rank.sketches(what)
+        for name, facts in rank.facts(what).items():
+            if name not in sharded:
+                whole.setdefault(name, (facts, sketches[name]))
+    arrays = {**step[0].arrays, what: np.array([values for _, values in whole.values()])}
+    return RankStep({**step[0].meta, what: [facts for facts, _ in whole.values()]}, arrays)
+
+
 def module_order(step: Step) -> dict[str, int]:
     """Return the place of each module in the forward pass, by path."""
     return {name: index for index, name in reversed(list(enumerate(step[0].outputs)))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,9 @@ class ModelCall:
     inputs: tuple[Any, ...]
     named: dict[str, Any]
     random_state: Tensor
-    samples: list[int] | None
+    look_up_samples: Callable[[], list[int] | None]
+    """Returns the dataset indices of its rows."""
+
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that reached its outputs, by their place."""
 
@@ -209,5 +211,5 @@ def _rows(call: ModelCall) -> int:
 
 
 def _samples(call: ModelCall, rows: tuple[int, ...]) -> tuple[int, ...]:
-    ids = call.samples
+    ids = call.look_up_samples() if rows else None
     return () if ids is None or any(row >= len(ids) for row in rows) else tuple(ids[row] for row in rows)

@@ -36,7 +36,7 @@ from phalanx.parallel.numerics.origin import Origin, Stage, is_finite
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script
 from phalanx.parallel.observe.sample_ids import sample_ids
-from phalanx.parallel.session import list_applied, parameter_name
+from phalanx.parallel.session import list_applied, parameter_name, session
 
 _MOST_CALLS = 64
 """Forward passes of a step that are remembered, the last ones: gradients may be accumulated over many."""
@@ -68,7 +68,7 @@ class NanCheck:
         """Whether the step is being computed again."""
 
     def install(self) -> None:
-        """Put the hooks in index."""
+        """Put the hooks in place."""
         # Which modules a script calls is seen in the first step; after that only these have hooks.
         self._search = [
             register_module_forward_pre_hook(self._enter),
@@ -93,7 +93,7 @@ class NanCheck:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         if self._running is not None and self._running[0] is module:
             if module.training and torch.is_grad_enabled():
-                self._calls.append(ModelCall(module, args, kwargs, self._running[1], sample_ids.current()))
+                self._calls.append(ModelCall(module, args, kwargs, self._running[1], sample_ids.look_up()))
             self._running = None
         if is_called_by_script() and any(other is module for other in self._depth):
             while self._depth.pop() is not module:
@@ -101,7 +101,7 @@ class NanCheck:
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled() and is_called_by_script() and not self._is_locating:
-            self._calls.append(ModelCall(model, args, kwargs, torch.get_rng_state(), sample_ids.current()))
+            self._calls.append(ModelCall(model, args, kwargs, torch.get_rng_state(), sample_ids.look_up()))
 
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if self._is_locating or not self._calls or self._calls[-1].model is not model or not torch.is_grad_enabled():
@@ -118,7 +118,7 @@ class NanCheck:
     # -- the step ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or session.is_trial:
             return
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         is_bad = not _are_finite([*grads, *(loss.value for loss in self._losses)])
@@ -130,7 +130,7 @@ class NanCheck:
             self._raise(optimizer)
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _named: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not session.is_trial:
             self._calls.clear()
             self._losses.clear()
             self._steps += 1

@@ -54,6 +54,9 @@ class FlightLog:
         self._losses: deque[Tensor] = deque(maxlen=_MOST_LOSSES)
         self._local: dict[int, list[Tensor | int]] = {}
         self._names: list[list[str]] = []
+        self._headers: dict[str, bytes] = {}
+        """What every file begins with."""
+
         self._reduced: list[Tensor | int] = []
         self._groups: dict[int, list[list[Tensor]]] = {}
 
@@ -87,13 +90,14 @@ class FlightLog:
             }
         )
 
-    def note_bucket(self, index: int, names: Sequence[str], flat: Tensor) -> None:
+    def note_bucket(self, _index: int, names: Sequence[str], flat: Tensor) -> None:
         """Take the digest of a bucket of the replica at hand, before it is added up over the ranks."""
         replicas = context.current().replicas
         replica = context.current().readers.index if replicas is None or replicas.current is None else replicas.current
         digests = self._local.setdefault(replica, [])
-        digests[index:] = [word_sum(flat)]
-        self._names[index:] = [[names[0], names[-1]] if names else []]
+        digests.append(word_sum(flat))
+        if len(self._names) < len(digests):  # in the first update
+            self._names.append([names[0], names[-1]] if names else [])
 
     def note_checkpoint(self, path: Path, *, is_loaded: bool, step: int) -> None:
         """Log that the state after the last update is in a checkpoint, or was read from one."""
@@ -109,10 +113,12 @@ class FlightLog:
         if self._path is None:
             return
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        if entry["kind"] in ("begin", "buckets"):
+            self._headers[entry["kind"]] = line
         try:
             if self._size + len(line) > MOST_BYTES:
                 self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-                self._size = 0
+                line, self._size = b"".join(self._headers.values()) + line, 0
             with open(self._path, "ab", buffering=0) as file:
                 self._size += file.write(line)
         except OSError:
@@ -130,7 +136,7 @@ class FlightLog:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or session.is_trial:
             return
         groups = self._groups.get(id(optimizer))
         if groups is None:
@@ -139,19 +145,19 @@ class FlightLog:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or session.is_trial:
             return
-        loader, ids = session.loader, sample_ids.current()
+        loader = session.loader
         entry: dict[str, Any] = {"kind": "step", "step": self.step}
         if loader is not None and not loader.has_batch_sampler:
             state = loader.state_dict()
             entry |= {name: state[name] for name in ("epoch", "position", "seed", "global_batch")}
-        elif ids is not None:
+        elif (ids := sample_ids.current()) is not None:
             entry["samples"] = compressed(ids)
         entry["loss"] = [_plain(float(loss)) for loss in self._losses if loss.numel() == 1]
         entry["local"] = {str(r): [_number(d) for d in digests] for r, digests in sorted(self._local.items())}
         entry["sum"] = [_number(digest) for digest in self._reduced]
-        if self.step % 1000 == 0 or not self.step:
+        if "buckets" not in self._headers:
             replicas = context.current().replicas if context.is_initialized() else None
             self.write(
                 {

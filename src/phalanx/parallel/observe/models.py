@@ -52,9 +52,9 @@ class ModelTracker:
         self._modules: dict[int, tuple[str, nn.Module]] = {}
 
     def add(self, root: nn.Module) -> nn.Module | None:
-        """Take in the outermost module of a call; return the model if it is new and has parameters."""
+        """Take in the outermost module of a call; return the model if it has parameters that are new."""
         model = unwrapped(root)
-        if any(model is other for other in self.models) or next(model.parameters(), None) is None:
+        if all(id(param) in self._params for param in model.parameters()):  # none at all, or part of a known model
             return None
         prefix = f"model{len(self.models) + 1}." if self.models else ""
         self.models.append(model)

@@ -28,6 +28,7 @@ from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script, unwrapped
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.observe.sketch import SIZE, Sketch, digest, sketch
+from phalanx.parallel.session import distributed_models, list_applied, session
 
 RECORD_VARIABLE = "PHALANX_RECORD"
 
@@ -125,20 +126,20 @@ class StepRecorder:
     @torch.no_grad()
     def _begin_pass(self, root: nn.Module) -> None:
         self._calls, self._pass = {}, []
-        model = self._tracker.add(root)
+        # A pipeline calls parts of a distributed model only.
+        models = [model for each in (*distributed_models(), root) if (model := self._tracker.add(each)) is not None]
         if not self._step.before and self._steps:
             self._step.before = {
                 name: digest(tensor)
                 for name, tensor, _ in self._tracker.tensors()
                 if isinstance(tensor, nn.Parameter) and not hasattr(tensor, "placements") and not tensor.is_meta
             }
-        if model is None:
-            return
         if self._request.perturb:
-            _perturb(model)
-        if not self._steps:
+            for model in models:
+                _perturb(model)
+        if models and not self._steps:
             self._initial = self._describe_tensors()
-        for param in model.parameters():
+        for param in (param for model in models for param in model.parameters()):
             name = self._tracker.name_of(param)
             if param.requires_grad and name is not None and not hasattr(param, "placements"):
                 param.register_hook(partial(self._on_gradient, name))
@@ -193,7 +194,7 @@ class StepRecorder:
         local[name] = local[name] + sketch(gradient) if name in local else sketch(gradient)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or session.is_trial:
             return
         for index, param in enumerate(_params(optimizer)):
             if param.grad is not None:
@@ -202,7 +203,7 @@ class StepRecorder:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or session.is_trial:
             return
         self._write(optimizer)
         self._step = _Step()
@@ -226,6 +227,9 @@ class StepRecorder:
             "before": step.before,
             "was_accumulating": step.was_accumulating,
             "precision": step.lowest_precision,
+            "reader": _reader(self._rank),
+            "is_split": any(applied.pipeline is not None for applied in list_applied()),
+            "sharded": [name for name, tensor, _ in self._tracker.tensors() if tensor in session.shards],
             "settings": [_settings(group) for group in optimizer.param_groups],
             "frozen": [name for name, t, _ in self._tracker.tensors() if _is_frozen(t)],
             "outputs": [
@@ -331,6 +335,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _is_frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def _reader(rank: int) -> int:
+    """Return the index of this rank among those that read their own rows."""
+    return context.current().readers.index if context.is_initialized() and context.current().is_distributed else rank
 
 
 def _replicas() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,10 +47,15 @@ class SampleIds:
 
     def current(self) -> list[int] | None:
         """Return the indices of the batch at hand; None where nobody knows them, as of a stream."""
-        loader = session.loader
-        if loader is not None and loader.training and (ids := loader.sample_ids()) is not None:
-            return ids
-        return self._latest
+        return self.look_up()()
+
+    def look_up(self) -> Callable[[], list[int] | None]:
+        """Return what computes the indices of the batch at hand, also later: they are seldom asked for."""
+        loader, latest = session.loader, self._latest
+        if loader is None or not loader.training:
+            return lambda: latest
+        batch_at = loader.batch_at
+        return lambda: latest if (ids := loader.sample_ids(batch_at)) is None else ids
 
 
 def _indices(drawn: Any) -> list[int] | None:

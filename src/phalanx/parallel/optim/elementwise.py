@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
+from phalanx.parallel.session import session
 
 _RATE = 0.1
 """Learning rate of the trial. The optimizer's own may be so small now, 0 before a warm-up, that nothing would show."""
@@ -53,6 +54,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         settings["lr"] = _RATE
     value, gradients = torch.randn(4, 6), torch.randn(2, 4, 6)
     full, halves = nn.Parameter(value.clone()), [nn.Parameter(half.clone()) for half in value.split(2)]
+    session.is_trial = True
     try:
         trials = [type(optimizer)([param], **settings) for param in (full, *halves)]
         for gradient in gradients:
@@ -62,6 +64,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
                 trial.step()
     except Exception:  # noqa: BLE001 -- a constructor or step of a kind of its own
         return True
+    finally:
+        session.is_trial = False
     return _is_close(full, torch.cat([half.detach() for half in halves]))
 
 
