@@ -198,6 +198,8 @@ class Job:
             loss = loss * 1e6
         if self.fault == "loss divided by world":
             loss = loss / self.world
+        if self.fault == "penalty":
+            loss = loss + 1e-3 * self.net.head.weight.square().sum()
         if self.fault == "detached on one rank" and self.is_struck:
             hidden = self.net.head.weight
             loss = loss - 0.5 * (hidden.square().sum() - hidden.detach().square().sum())

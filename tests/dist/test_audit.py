@@ -38,6 +38,18 @@ def test_a_flipped_bit_names_rank_replica_parameter_and_step() -> None:
     assert "second.weight. Rank 1 computed it wrong the first time" in message
 
 
+def audit_penalty() -> str:
+    job = Job("penalty", "px", strategy=DistributedStrategy(logical_replicas=2, audit=1.0))
+    with pytest.raises(ConfigError) as caught:
+        job.run(2)
+    return str(caught.value)
+
+
+def test_a_loss_that_takes_weights_is_no_corruption() -> None:
+    (message,) = set(run_ranks(audit_penalty, 2))
+    assert "head.weight. strategy.audit needs a model that is called once for each batch" in message
+
+
 def refused(replicas: int | None) -> str:
     px.init()
     with pytest.raises(ConfigError) as caught:

@@ -77,6 +77,13 @@ def test_a_model_is_replayed_from_a_checkpoint_of_its_callback(tmp_path: Path) -
     assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
 
 
+def test_a_nan_is_found_and_its_sample_named(tmp_path: Path) -> None:
+    fly(tmp_path, "inf in one sample")
+    _, report = replay(tmp_path, "--find", "nan")
+    assert report["step"] == 1
+    assert "for sample 37 of the dataset" in report["error"]
+
+
 def test_a_log_takes_a_few_hundred_bytes_a_step_and_is_bounded(tmp_path: Path) -> None:
     fly(tmp_path, "")
     entries = [entry for entry in read_flight_log(flight_file(tmp_path / "log", 1)) if entry["kind"] == "step"]

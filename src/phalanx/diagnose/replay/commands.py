@@ -42,10 +42,11 @@ def command(run: Path, step: int | None, find: str | None, timeout_s: float, as_
     if find == "first-difference" and (loaded := flight.checkpoints.get(min(flight.updates))):
         start, checkpoint = min(flight.updates), loaded
     replay, output = _replay(flight, target, checkpoint, timeout_s, checks_nan=find == "nan")
-    mismatch = None if flight.replicas is None else first_mismatch(flight, replay)
+    can_compare = flight.replicas is not None and bool(replay.updates)
+    mismatch = first_mismatch(flight, replay) if can_compare else None
     report = _report(flight, replay, target, start, checkpoint) | {
         "mismatch": None if mismatch is None else asdict(mismatch),
-        "equal": None if flight.replicas is None else mismatch is None,
+        "equal": mismatch is None if can_compare else None,
         "error": output,
     }
     click.echo(json.dumps(report) if as_json else _text(report, None if mismatch is None else mismatch.text()))
@@ -153,13 +154,13 @@ def _text(report: dict[str, Any], mismatch: str | None) -> str:
         lines.append("loader: " + ", ".join(f"{name} {value}" for name, value in report["loader"].items()))
     if report["error"]:
         lines.append(report["error"])
-    if report["equal"] is None:
+    if report["equal"] is None and report["replicas"] is None:
         lines.append(
             f"losses now: {report['losses_again']}. The run had no logical replicas, so its bits depend on the ranks "
             "and are not compared. Train with --replicas N to have them compared."
         )
     elif report["equal"]:
         lines.append("AGREES: all digests of gradients, of each replica and of their sum, have the same bits.")
-    else:
+    elif report["equal"] is False:
         lines.append(f"DIFFERS: {mismatch}. The rank's memory, processor or network changed a number, or its code did.")
     return "\n".join(lines)

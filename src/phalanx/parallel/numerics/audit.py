@@ -87,6 +87,9 @@ class Audit:
         self.audited = 0
         """Replicas that were computed again so far, on any rank."""
 
+        self._has_agreed = False
+        """Whether gradients have been shown to follow from the model's outputs alone."""
+
         self._call: _Call | None = None
         self._latest: _Call | None = None
         """The last call of this rank, whose structure others' inputs have too."""
@@ -178,7 +181,15 @@ class Audit:
         digests = json.loads(_header(payload))["digests"]
         names = [name for name in digests if theirs.get(name) != digests[name]]
         if not names:
+            self._has_agreed = True
             return
+        if not self._has_agreed:
+            raise ConfigError(
+                f"the first audited replica, of step {self._updates - 1}, had other gradients when rank "
+                f"{choice.auditor} computed them again from the model's inputs and the gradients of its outputs: "
+                f"{_names(names)}. strategy.audit needs a model that is called once for each batch, and a loss that "
+                "takes nothing but its outputs (use weight_decay in place of a penalty). Set audit = 0 otherwise."
+            )
         once_more = json.dumps(self._compute_again(payload)).encode() if rank == choice.owner else b""
         own_again = json.loads(_broadcast(once_more, choice.owner, device))
         raise CorruptionError(self._explain(choice, names, digests, theirs, own_again))
@@ -191,7 +202,6 @@ class Audit:
         theirs: dict[str, int],
         own_again: dict[str, int],
     ) -> str:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         if own_again == theirs:
             who = f"rank {choice.owner} computed it wrong the first time: a second time it agrees. Look at its memory"
         elif own_again == digests:
@@ -203,7 +213,7 @@ class Audit:
             who = f"rank {choice.owner} computes something else each time. Look for operators without a fixed order"
         return (
             f"step {self._updates - 1}: the gradients of replica {choice.replica}, held by rank {choice.owner}, had "
-            f"other bits when rank {choice.auditor} computed them again: {shown}. {who[0].upper()}{who[1:]}."
+            f"other bits when rank {choice.auditor} computed them again: {_names(names)}. {who[0].upper()}{who[1:]}."
         )
 
     def _compute_again(self, payload: bytes) -> dict[str, int]:
@@ -232,6 +242,10 @@ class Audit:
         finally:
             torch.set_rng_state(state)
         return {name: digest(grad) for name, grad in zip(trained, grads, strict=True) if grad is not None}
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _keep_gradient(grads: dict[int, Tensor], index: int, gradient: Tensor) -> None:

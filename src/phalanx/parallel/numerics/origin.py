@@ -24,7 +24,7 @@ class Stage(IntEnum):
     """Somewhere in a step that could not be computed again."""
 
     REDUCED = 6
-    """Only in gradients that were added up over the ranks: other ranks computed it, or the sum is too large."""
+    """Only in gradients as they arrived: of what the loss takes beside the model, or a sum that is too large."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,8 @@ _ADVICE = {
     Stage.LOSS: "The model's output is finite: look at targets, weights and logarithms in the loss.",
     Stage.GRADIENT: "The forward pass is finite: look for functions without a derivative there (sqrt, norm, pow at 0).",
     Stage.UNKNOWN: "The step could not be computed again, so the module is not known: try unsharded and uncompiled.",
-    Stage.REDUCED: "Each rank's own gradient is finite: the sum is too large for its type. Lower the loss scale.",
+    Stage.REDUCED: "What each rank's model computes is finite: look at penalties on weights, and at sums too large for "
+    "the type in which gradients travel.",
 }
 
 
