@@ -28,6 +28,7 @@ from phalanx.comm.replicas import Replicas
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
 from phalanx.errors import ConfigError, CorruptionError
 from phalanx.parallel.numerics.locate import float_tensors
+from phalanx.parallel.observe.random_state import RandomStates, random_states, with_random_states
 from phalanx.parallel.observe.sketch import digest
 from phalanx.parallel.session import list_applied
 
@@ -63,7 +64,7 @@ class _Call:
     leaves: list[Any]
     spec: Any
     buffers: dict[str, Tensor]
-    random_state: Tensor
+    states: RandomStates
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     digests: dict[str, int] = field(default_factory=dict)
     """Of the parameters' gradients as the backward pass computed them."""
@@ -139,7 +140,7 @@ class Audit:
         leaves, spec = tree_flatten((args, kwargs))
         copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        call = _Call(copies, spec, buffers, torch.get_rng_state())
+        call = _Call(copies, spec, buffers, random_states())
         self._latest = self._latest or call
         if self._replicas.current == choice.replica:
             self._call = self._latest = call
@@ -225,22 +226,17 @@ class Audit:
             name: param.detach().clone().requires_grad_(param.requires_grad)
             for name, param in self._model.named_parameters()
         }
-        state = torch.get_rng_state()
-        torch.set_rng_state(call.random_state)
-        try:
-            args, kwargs = tree_unflatten(call.leaves, call.spec)
-            with _without_hooks(self._model), torch.enable_grad():
-                outputs = list(float_tensors(functional_call(self._model, {**params, **call.buffers}, args, kwargs)))
-                trained = {name: param for name, param in params.items() if param.requires_grad}
-                indices = list(call.output_grads)
-                grads = torch.autograd.grad(
-                    [outputs[index] for index in indices],
-                    list(trained.values()),
-                    [call.output_grads[index] for index in indices],
-                    allow_unused=True,
-                )
-        finally:
-            torch.set_rng_state(state)
+        args, kwargs = tree_unflatten(call.leaves, call.spec)
+        with with_random_states(call.states), _without_hooks(self._model), torch.enable_grad():
+            outputs = list(float_tensors(functional_call(self._model, {**params, **call.buffers}, args, kwargs)))
+            trained = {name: param for name, param in params.items() if param.requires_grad}
+            indices = list(call.output_grads)
+            grads = torch.autograd.grad(
+                [outputs[index] for index in indices],
+                list(trained.values()),
+                [call.output_grads[index] for index in indices],
+                allow_unused=True,
+            )
         return {name: digest(grad) for name, grad in zip(trained, grads, strict=True) if grad is not None}
 
 
@@ -290,7 +286,7 @@ def _pack(call: _Call | None) -> bytes:
     header = {
         "leaves": [describe(leaf) for leaf in call.leaves],
         "buffers": {name: describe(buffer) for name, buffer in call.buffers.items()},
-        "random_state": describe(call.random_state),
+        "states": {name: describe(state) for name, state in call.states.items()},
         "output_grads": {str(index): describe(grad) for index, grad in call.output_grads.items()},
         "digests": call.digests,
     }
@@ -320,9 +316,9 @@ def _unpack(payload: bytes, spec: Any, device: torch.device) -> _Call:
 
     leaves = [read(entry) for entry in header["leaves"]]
     buffers = {name: read(entry) for name, entry in header["buffers"].items()}
-    state = read(header["random_state"], to=torch.device("cpu"))
+    states = {name: read(entry, to=torch.device("cpu")) for name, entry in header["states"].items()}
     grads = {int(index): read(entry) for index, entry in header["output_grads"].items()}
-    return _Call(leaves, spec, buffers, state, grads)
+    return _Call(leaves, spec, buffers, states, grads)
 
 
 def _broadcast(data: bytes, source: int, device: torch.device) -> bytes:

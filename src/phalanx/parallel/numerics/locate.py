@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from phalanx.parallel.numerics.operator_watch import OperatorWatch, Sighting
 from phalanx.parallel.numerics.origin import Origin, Stage, bad_rows, is_finite, kind_of
+from phalanx.parallel.observe.random_state import RandomStates, with_random_states
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -24,7 +25,7 @@ class ModelCall:
     model: nn.Module
     inputs: tuple[Any, ...]
     named: dict[str, Any]
-    random_state: Tensor
+    states: RandomStates
     look_up_samples: Callable[[], list[int] | None]
     """Returns the dataset indices of its rows."""
 
@@ -166,20 +167,20 @@ def _compute_again(
     Buffers are copies, and random numbers the same, so that nothing of the training changes.
     """
     buffers = {name: buffer.clone() for name, buffer in call.model.named_buffers()}
-    state = torch.get_rng_state()
-    torch.set_rng_state(call.random_state)
     try:
         if any(hasattr(param, "placements") for param in call.model.parameters()):
-            with torch.no_grad(), watch.modules():  # torch's sharding bears no look at its operators
+            with (
+                with_random_states(call.states),
+                torch.no_grad(),
+                watch.modules(),
+            ):  # torch's sharding bears no look at its operators
                 output = call.model(*call.inputs, **call.named)
         else:
-            with torch.set_grad_enabled(with_gradients), watch.modules(), watch:
+            with with_random_states(call.states), torch.set_grad_enabled(with_gradients), watch.modules(), watch:
                 output = functional_call(call.model, {**params, **buffers}, call.inputs, call.named)
     except Exception as error:  # noqa: BLE001 -- a model that cannot run twice has been checked up to here
         logger.warning("the forward pass could not be computed again: %s", error)
         return None
-    finally:
-        torch.set_rng_state(state)
     return list(float_tensors(output))
 
 

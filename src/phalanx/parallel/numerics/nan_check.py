@@ -35,6 +35,7 @@ from phalanx.parallel.numerics.operator_watch import script_line
 from phalanx.parallel.numerics.origin import Origin, Stage, is_finite
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script
+from phalanx.parallel.observe.random_state import RandomStates, random_states
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.session import list_applied, parameter_name, session
 
@@ -60,7 +61,7 @@ class NanCheck:
         self._calls: deque[ModelCall] = deque(maxlen=_MOST_CALLS)
         self._losses: deque[LossSeen] = deque(maxlen=_MOST_CALLS)
         self._search: list[Any] = []
-        self._running: tuple[nn.Module, Tensor] | None = None
+        self._running: tuple[nn.Module, RandomStates] | None = None
         """A model in its first call, and the random state before it."""
 
         self._steps = 0
@@ -87,7 +88,7 @@ class NanCheck:
                 model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
                 model.register_forward_hook(self._after_forward)
                 # A call that runs already has no new hook before it; one inside a wrapper has.
-                self._running = (model, torch.get_rng_state()) if model is module else None
+                self._running = (model, random_states()) if model is module else None
             self._depth.append(module)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
@@ -101,7 +102,7 @@ class NanCheck:
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled() and is_called_by_script() and not self._is_locating:
-            self._calls.append(ModelCall(model, args, kwargs, torch.get_rng_state(), sample_ids.look_up()))
+            self._calls.append(ModelCall(model, args, kwargs, random_states(), sample_ids.look_up()))
 
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if self._is_locating or not self._calls or self._calls[-1].model is not model or not torch.is_grad_enabled():

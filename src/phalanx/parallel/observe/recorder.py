@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from phalanx.comm import context
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script, unwrapped
+from phalanx.parallel.observe.random_state import RandomStates, have_moved, random_states
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.observe.sketch import SIZE, Sketch, digest, sketch
 from phalanx.parallel.session import distributed_models, list_applied, session
@@ -95,7 +96,7 @@ class StepRecorder:
     def __init__(self, request: RecordRequest, rank: int) -> None:
         self._request, self._rank = request, rank
         self._tracker = ModelTracker()
-        self._stack: list[tuple[nn.Module, Tensor]] = []
+        self._stack: list[tuple[nn.Module, RandomStates]] = []
         """Modules whose calls run, and the random state before each."""
 
         self._calls: dict[str, int] = {}
@@ -121,7 +122,7 @@ class StepRecorder:
             return
         if not self._stack and module.training and torch.is_grad_enabled():
             self._begin_pass(module)
-        self._stack.append((module, torch.get_rng_state()))
+        self._stack.append((module, random_states()))
 
     @torch.no_grad()
     def _begin_pass(self, root: nn.Module) -> None:
@@ -147,13 +148,13 @@ class StepRecorder:
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not is_called_by_script() or all(other is not module for other, _ in self._stack):
             return
-        before, random_state = self._stack.pop()
+        before, states = self._stack.pop()
         while before is not module:  # of a call that raised
-            before, random_state = self._stack.pop()
+            before, states = self._stack.pop()
         if not (module.training and torch.is_grad_enabled()):
             return
         if (name := self._tracker.module_name(module)) is not None:
-            draws = not torch.equal(random_state, torch.get_rng_state())
+            draws = have_moved(states)
             self._note_output(name, module, output, draws=draws)
         if not self._stack and any(unwrapped(module) is model for model in self._tracker.models):
             self._end_pass((*args, *kwargs.values()))
