@@ -106,6 +106,17 @@ void bind_shm(nb::module_& module) {
       .def("missing_from", &Group::missing_from, Free())
       .def("missing_ranks", &Group::missing_ranks, Free())
       .def("waited_for", &Group::waited_for, Free())
+      .def("under_way", [](Group& group) {
+             phalanx::UnderWay found;
+             {
+               const nb::gil_scoped_release release;
+               found = group.under_way();
+             }
+             nb::list calls;
+             for (const phalanx::CallUnderWay& call : found.calls)
+               calls.append(nb::make_tuple(call.verb, call.detail, call.label, call.number, call.age_s, call.missing));
+             return nb::make_tuple(found.made, found.ended, calls);
+           })
       .def("disagree", &Group::disagree, nb::arg("text"), Free())
       .def("progress", &Group::progress, Free())
       .def("close", &Group::close, Free())

@@ -50,8 +50,10 @@ Group::Op Group::call(CallSignature signature, Make task_of) {
   auto op = std::make_shared<Operation>();
   op->kind = static_cast<Kind>(signature.kind);
   op->label = label_of_calls();
+  op->begun = Clock::now();
   const std::lock_guard guard(lock_);
   op->number = signature.sequence = ++calls_made_;
+  op->signature = signature;
   op->deadline = deadline();
   if (!broken_ && region_.failure() != Failure::kNone) check_liveness(Clock::now());  // another rank's
   if (broken_) {

@@ -159,6 +159,7 @@ Group::Op Group::post(Kind kind, std::byte* memory, std::size_t bytes, int peer,
   require_own_process();
   auto op = std::make_shared<Operation>();
   op->kind = kind;
+  op->begun = Clock::now();
   op->memory = memory;
   op->bytes = bytes;
   op->peer = peer;
@@ -357,7 +358,7 @@ std::vector<int> Group::missing_ranks(const Op& op) {
   return missing_ranks_locked(op);
 }
 
-std::vector<int> Group::missing_ranks_locked(const Op& op) {
+std::vector<int> Group::missing_ranks_locked(const Op& op) const {
   std::vector<int> ranks;
   if (op->is_done.load(std::memory_order_acquire)) return ranks;
   const bool is_message = op->kind >= Kind::kSend;
@@ -376,6 +377,23 @@ std::string Group::missing_from(const Op& op) {
   for (const int r : ranks) names += (names.empty() ? "" : ", ") + region_.name_of(r);
   const Op& first = op->kind >= Kind::kSend ? op : calls_.front();
   return described(first) + " on " + region_.name_of(region_.rank()) + " waits for " + names;
+}
+
+CallUnderWay Group::report(const Op& op, Clock::time_point now) const {
+  CallUnderWay call{verb_of(op->kind), "", op->label, op->number, std::chrono::duration<double>(now - op->begun).count(),
+                    missing_ranks_locked(op)};
+  if (op->kind < Kind::kBarrier)
+    call.detail = std::string(name_of(static_cast<Type>(op->signature.type))) + "[" + std::to_string(op->signature.count) + "]";
+  return call;
+}
+
+UnderWay Group::under_way() {
+  const std::lock_guard guard(lock_);
+  const Clock::time_point now = Clock::now();
+  UnderWay under_way{calls_made_, calls_made_ - calls_.size(), {}};
+  if (!calls_.empty()) under_way.calls.push_back(report(calls_.front(), now));
+  for (const Op& op : mail_.pending()) under_way.calls.push_back(report(op, now));
+  return under_way;
 }
 
 std::string Group::waited_for() {

@@ -34,6 +34,21 @@ struct WaitPolicy {
   double yield_s;  // then; after that a wake-up costs little beside what was waited
 };
 
+// A call that has begun and not ended, for reports.
+struct CallUnderWay {
+  std::string verb;    // all_reduce
+  std::string detail;  // float32[12]; empty for barriers and messages
+  std::string label;   // what it is for, as its rank says it
+  std::uint64_t number;
+  double age_s;
+  std::vector<int> missing;  // ranks of the group that it waits for; empty where nothing is known to be missing
+};
+
+struct UnderWay {
+  std::uint64_t made, ended;  // collectives
+  std::vector<CallUnderWay> calls;
+};
+
 class Group {
  public:
   using Op = std::shared_ptr<Operation>;
@@ -74,6 +89,9 @@ class Group {
   std::string missing_from(const Op& op);
   // The ranks of which it says that.
   std::vector<int> missing_ranks(const Op& op);
+  // The collectives this rank has made so far, and what it waits for: the first collective that has not ended (the later
+  // ones wait for it), and every message.
+  UnderWay under_way();
   // A collective that the main thread of another rank waits in and this rank has not called, in words that name both;
   // empty where there is none. A rank whose main thread waits for that one elsewhere waits for ever.
   std::string waited_for();
@@ -115,7 +133,7 @@ class Group {
   Op post(Kind kind, std::byte* memory, std::size_t bytes, int peer, int tag);
   void require_own_process() const;
   Clock::time_point deadline() const;
-  std::vector<int> missing_ranks_locked(const Op& op);
+  std::vector<int> missing_ranks_locked(const Op& op) const;
 
   // REQUIRES of these: the lock is held.
   void advance();
@@ -126,6 +144,7 @@ class Group {
   void check_operation(const Op& op, Clock::time_point now);
   bool may_come_from(const Operation& message, int rank) const;
   std::string described(const Op& op) const;
+  CallUnderWay report(const Op& op, Clock::time_point now) const;
 
   void shorten(const Op& op, Clock::time_point deadline);
   bool is_done_after_advance(const Op& op);

@@ -23,8 +23,10 @@ inline constexpr int kAnyRank = -1;
 struct Operation {
   Kind kind;
   std::uint64_t number;  // of the collective in its group, or of this rank's message
+  std::chrono::steady_clock::time_point begun;
   std::chrono::steady_clock::time_point deadline;
   CollectiveTask task;  // of a collective
+  CallSignature signature;  // of a collective
   std::string label;  // what it is for, as its rank says it
 
   // Of a message. `memory` must stay until the end.

@@ -73,6 +73,10 @@ class SharedMemoryGroup(NamedGroup):
         if self._core is not None:
             self._core.set_timeout(timeout.total_seconds())
 
+    def under_way(self) -> Any:
+        """Return what `csrc/shm_group.h` says of calls that have not ended, or None where ranks share no memory."""
+        return self._core.under_way() if isinstance(self._carrier, Native) else None
+
     def shutdown(self) -> None:
         """Leave the group. Operations under way fail."""
         if self._core is not None:

@@ -7,6 +7,7 @@ import math
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from phalanx.ps.wire.message import Pending, RpcReply
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
 _LOG_EVERY_S = 30.0
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection:
@@ -81,6 +84,13 @@ class Connection:
         self._reconnected_at = -math.inf
         self._link = self._link_over(channel, where)
         self._link.thread.start()
+        _connections.add(self)
+
+    def oldest_request(self) -> tuple[str, Pending] | None:
+        """Return the server and the request that has waited longest for its answer, or None when none waits."""
+        with self._lock:
+            first = next(iter(self._in_flight), None)
+        return None if first is None else (self._peer, first)
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
         """Send a request and return without its reply.
@@ -305,3 +315,8 @@ class Connection:
         waited = time.monotonic() - since
         where = where or self._link.where
         return PeerLostError(f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.")
+
+
+def oldest_requests() -> list[tuple[str, Pending]]:
+    """Return the request that has waited longest at each server that this process waits for."""
+    return [waiting for connection in list(_connections) if (waiting := connection.oldest_request())]

@@ -1,0 +1,20 @@
+"""Tell files of the user's script from those of libraries (pure)."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_PHALANX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages)/|/lib(64)?/python\d(\.\d+)?/|^<(frozen|string|__array)|^$")
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file of a stack is of Python, torch, Phalanx or another installed package."""
+    return file.startswith(_PHALANX) or _LIBRARY.search(file) is not None
+
+
+def path_for_user(file: str) -> str:
+    """Return a path as a user in the current folder would type it, or as it is where that is no shorter."""
+    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if relative.startswith("..") else relative
