@@ -84,6 +84,14 @@ def test_a_job_goes_round_by_http(server, owner, tree):
     assert owner.attempts(job.id)[0].number == 1
     assert [event.number for event in owner.events(job.id)] == list(range(1, len(owner.events(job.id)) + 1))
 
+    assert owner.hang(job.id) == ""
+    record = paths.launcher_logs(folder, 0) / "hang.json"
+    record.parent.mkdir(exist_ok=True)
+    record.write_text(json.dumps({"lines": ["rank 1 is at train.py:9 in load; rank 0 waits", "rank 1: it waits"]}))
+    assert owner.hang(job.id) == "rank 1 is at train.py:9 in load; rank 0 waits\nrank 1: it waits"
+    record.write_text("no JSON")
+    assert owner.hang(job.id) == ""
+
     server.end(job)
     assert owner.log(job.id, offset=part.next).ended
     assert owner.retry(job.id).spec == job.spec

@@ -65,6 +65,10 @@ def test_what_our_launcher_recorded_is_the_cause(tmp_path: Path) -> None:
     end = read(tmp_path, "", 1)
     assert (end.message, end.rank, end.cause) == ("rank 1 raised ValueError: x", 1, Cause.USER_CODE)
     assert len(end.detail) == DETAIL_BYTES
+    hung = {"code": 124, "first": {**first, "kind": "hang"}, "said": "hung: rank 1 is at train.py:9"}
+    (tmp_path / "ended.json").write_text(json.dumps(hung))
+    end = read(tmp_path, "", 124)
+    assert (end.message, end.cause) == ("rank 1 hung: rank 1 is at train.py:9", Cause.HANG)
     (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "error": "PeerLostError", "message": "host b is gone"}))
     assert read(tmp_path, "", 1).cause is Cause.NODE_FAILURE
     (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "error": "LaunchError", "message": "port in use"}))

@@ -154,7 +154,7 @@ def test_a_member_of_one_workspace_sees_nothing_of_another(acting, store, tree):
     mallory = acting(Actor("mallory"))
     assert mallory.jobs() == []
     assert [space.name for space in mallory.workspaces()] == ["other"]
-    of_jobs = ["job", "attempts", "events", "stop", "retry", "logs_of", "log", "plan", "reporting", "usage"]
+    of_jobs = ["job", "attempts", "events", "stop", "retry", "logs_of", "log", "plan", "hang", "reporting", "usage"]
     for verb in of_jobs:
         with pytest.raises(NotFoundError) as hidden:
             getattr(mallory, verb)(job)

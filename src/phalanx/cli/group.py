@@ -21,6 +21,11 @@ _COMMANDS = {
         "command",
         "Change how many ranks a running elastic job has.",
     ),
+    "why": (
+        "phalanx.launch.cli.why_command",
+        "command",
+        "Say why a running job does not go on: which rank, where, and who waits for it.",
+    ),
     "rank-table": ("phalanx.launch.cli.rank_table_commands", "command", "Make, check or convert a rank table."),
     "predict": (
         "phalanx.auto.commands",

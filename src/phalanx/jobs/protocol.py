@@ -198,6 +198,10 @@ class Jobs:
     def plan(self, job: str) -> str:
         """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
 
+    @route("GET", "/jobs/{job}/hang", "get_hang", is_text=True)
+    def hang(self, job: str) -> str:
+        """Return why the job does not go on, as its launcher found it; empty while it goes on, or has ended."""
+
     @route("GET", "/machine", "get_machine")
     def machine(self) -> dict[str, ResourceUse]:
         """Return how much of this machine's resources jobs use: cores, bytes of memory, GPUs."""

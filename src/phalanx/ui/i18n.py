@@ -50,6 +50,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "all states": ("All states", "全部状态"),
     "search": ("Name contains", "名称包含"),
     "phases": ("Phases", "阶段"),
+    "hang": ("The job does not go on", "作业停滞不前"),
     "failure": ("Why it failed", "失败原因"),
     "rank": ("Rank", "进程"),
     "node": ("Node", "节点"),

@@ -95,6 +95,7 @@ def _head(session: ConsoleSession, job: Job) -> dict[str, Any]:
     reports = _last_reports(session, job) if job.attempt else []
     return {
         "job": job,
+        "hang": session.jobs.hang(job.id),
         "may_stop": session.may_stop(job),
         "may_submit": session.may_submit(job.workspace),
         "attempts": attempts,

@@ -69,7 +69,8 @@ def _reported(ended: dict[str, Any], code: int) -> ExitRecord | None:
     if first := ended.get("first"):
         rank = first["rank"] if first["role"] == "worker" else None
         detail = first["traceback"] or "\n".join(first["last_lines"])
-        return _failed(f"{first['title']} {ended['said']}", rank=rank, code=first["code"], detail=detail)
+        cause = Cause.HANG if first.get("kind") == "hang" else Cause.USER_CODE
+        return _failed(f"{first['title']} {ended['said']}", rank=rank, code=first["code"], detail=detail, cause=cause)
     if message := ended.get("message"):
         # Another node did not join, or is lost: its own record has the reason, if it could write one.
         cause = Cause.NODE_FAILURE if ended["error"] == "PeerLostError" else Cause.SETUP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import tempfile
@@ -201,6 +202,18 @@ class JobService(Jobs):
             # Any script may write into its logs' folder; its page is to be seen all the same.
             logger.warning("job %s left a Plan that cannot be drawn: %s", job, error)
             return ""
+
+    def hang(self, job: str) -> str:
+        from phalanx.launch.job.logs import HANG
+
+        record = self.job(job)
+        if record.state.is_terminal or not record.attempt:
+            return ""
+        try:
+            text = (paths.launcher_logs(self._folder(record, None), 0) / HANG).read_text(encoding="utf-8")
+            return "\n".join(str(line) for line in json.loads(text)["lines"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return ""  # it goes on, or a script wrote a file of that name
 
     def machine(self) -> dict[str, ResourceUse]:
         from phalanx.jobs.backends.local import this_machine

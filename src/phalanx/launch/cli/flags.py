@@ -76,18 +76,22 @@ def _split_ranges(values: dict[str, Any]) -> None:
 
 
 class _Seconds(click.ParamType[float]):
-    """A time that ends."""
+    """A time that ends; where `zero` says what it means, 0 may be given too."""
 
     name = "SECONDS"
+
+    def __init__(self, zero: str = "") -> None:
+        self._zero = zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds."""
         try:
             seconds = float(value)
         except ValueError:
-            seconds = 0.0
-        if not 0.0 < seconds < float("inf"):
-            self.fail(f"'{value}' is no number of seconds. Give one above 0.", param, ctx)
+            seconds = -1.0
+        if not 0.0 <= seconds < float("inf") or (seconds == 0.0 and not self._zero):
+            zero = f", or 0 {self._zero}" if self._zero else ""
+            self.fail(f"'{value}' is no number of seconds. Give one above 0{zero}.", param, ctx)
         return seconds
 
 
@@ -246,6 +250,26 @@ _CONTEXT: dict[str, Any] = {
     show_default=True,
     show_envvar=True,
     help="Seconds to wait for other hosts and ranks.",
+)
+@click.option(
+    "--hang_after",
+    "hang_after_s",
+    type=_Seconds("for never"),
+    envvar="PHALANX_HANG_AFTER_S",
+    default=10,
+    show_default=True,
+    show_envvar=True,
+    help="Seconds beyond the usual that ranks may wait for one until a report says where it is; 0 for no report.",
+)
+@click.option(
+    "--hang_timeout",
+    "hang_timeout_s",
+    type=_Seconds("to wait for ever"),
+    envvar="PHALANX_HANG_TIMEOUT_S",
+    default=300,
+    show_default=True,
+    show_envvar=True,
+    help="Seconds from that report to the end of the job, while the rank does not work; 0 waits for ever.",
 )
 @click.option(
     "--lang",

@@ -165,6 +165,7 @@ def facts(
         check_nan_inf=options.check_nan_inf,
         flight_log=options.flight_log,
         timeout_s=options.timeout_s,
+        hang_after_s=options.hang_after_s,
         gloo_path=gloo_path,
         interface=network.interface_towards(layout.master[0], network.system_routes()),
         is_multi_host=request.nodes.is_multi_node,

@@ -20,6 +20,8 @@ from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PeerLostError, PhalanxError
 from phalanx.i18n import language, tr
 from phalanx.launch.elastic.budget import RestartBudget
+from phalanx.launch.hang.verdict import Verdict
+from phalanx.launch.hang.watch import HangSettings, HangWatch
 from phalanx.launch.job import attempt_resources, registry, report
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
@@ -235,6 +237,8 @@ class Launcher:
                 stop_grace_s=self._stop_grace_s,
                 check_disk_space=self._logs.check_disk_space,
                 on_started=lambda pids: self._entry.write(_process_rows(layout, facts, pids)),
+                on_hang=self._note_hang,
+                hang=self._hang_watch(layout),
             )
             try:
                 trial.start(stage.store)
@@ -261,6 +265,15 @@ class Launcher:
             control=self._control,
             publish=self._entry.write,
         )
+
+    def _note_hang(self, verdict: Verdict | None) -> None:
+        self._entry.write_hang(verdict)
+        self._logs.record_hang(verdict)
+
+    def _hang_watch(self, layout: Topology) -> HangWatch:
+        settings = HangSettings(after_s=self._options.hang_after_s, timeout_s=self._options.hang_timeout_s)
+        host = layout.hostnames[layout.node_rank] if self._link is not None else ""
+        return HangWatch(settings, self._link, host)
 
     def _starter(self, stage: attempt_resources.AttemptResources, attempt: int) -> Starter:
         log_dir = str(self._logs.path)

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InternalError
+from phalanx.launch.hang.observe import Watched
+from phalanx.launch.hang.verdict import Verdict
+from phalanx.launch.hang.watch import HangNews, HangWatch
 from phalanx.launch.job import logs
 from phalanx.launch.job.console import Console
-from phalanx.launch.job.report import describe_exit
+from phalanx.launch.job.report import describe_exit, render_hang
 from phalanx.launch.job.root_cause import ProcessExit, is_consequence
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment
@@ -54,6 +57,9 @@ DISK_CHECK_S = 1.0
 
 LAST_LINES = 20
 
+HANG_CODE = 124
+"""Exit code of a job that is ended because it hangs, as that of timeout(1)."""
+
 _OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 
 
@@ -89,6 +95,12 @@ class LocalAttempt:
 
     on_started: Callable[[dict[str, int]], None]
     """Called with the pid of every local process when all are there, and again after each restart."""
+
+    on_hang: Callable[[Verdict | None], None]
+    """Called with the verdict when the job does not go on, and with None when it does again."""
+
+    hang: HangWatch
+    """Watches the processes of this attempt."""
 
     _alive: dict[str, Process] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
@@ -139,8 +151,11 @@ class LocalAttempt:
         Raises:
             LaunchError: If torch cannot be imported.
         """
-        while not self._is_over():
-            self._poll(POLL_S)
+        try:
+            while not self._is_over():
+                self._poll(POLL_S)
+        finally:
+            self.hang.stop()
         stopped_by = self.stops.take()
         failed = self._failed_at is not None
         if not failed and not stopped_by:
@@ -186,6 +201,8 @@ class LocalAttempt:
                 key.data()
         self.console.poll()
         self._note_lingering()
+        if (news := self.hang.take()) is not None:
+            self._take_hang_news(news)
         if time.monotonic() > self._next_disk_check:
             self._next_disk_check = time.monotonic() + DISK_CHECK_S
             self.check_disk_space()
@@ -210,6 +227,38 @@ class LocalAttempt:
                 "%s ended with exit code 0 over %d s ago, while %s still run(s)", names, LINGER_S, ", ".join(alive)
             )
 
+    def _take_hang_news(self, news: HangNews) -> None:
+        """Show why the job does not go on, or that it does again, or end it."""
+        verdict = news.verdict
+        if news.kind == "hung":
+            self.on_hang(verdict)
+            self.console.write(render_hang(verdict, self.hang.settings.timeout_s))
+        elif news.kind == "resumed":
+            self.on_hang(None)
+            seconds = time.monotonic() - verdict.at + verdict.waited_s
+            logger.warning("the job goes on, after %.0f s. Waits as long as that are not reported again", seconds)
+        elif self._failed_at is None and not self._stopping:
+            self._exits.append(self._hang_exit(verdict))
+            self._failed_at = time.monotonic()
+
+    def _hang_exit(self, verdict: Verdict) -> ProcessExit:
+        """What to report of a job that is ended because it hangs: the process that the others wait for."""
+        processes = [p for p in self.layout.local if p.title in verdict.culprits] or list(self.layout.local)
+        first = processes[0]
+        return ProcessExit(
+            title=first.title,
+            role=first.role,
+            rank=first.rank,
+            host=self.layout.hostnames[first.node_rank],
+            pid=self._pids[first.id],
+            code=HANG_CODE,
+            time=time.time(),
+            log_file=first.log_file,
+            kind="hang",
+            error=verdict.lines[0],
+            last_lines=tuple(logs.last_lines(first.log_file, LAST_LINES)),
+        )
+
     def _server_event(self) -> None:
         event = self.server.receive()
         if "spawned" in event:
@@ -221,6 +270,13 @@ class LocalAttempt:
         self._pids[name] = pid
         if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
             self.on_started(self._pids)
+            self._watch_for_hangs()
+
+    def _watch_for_hangs(self) -> None:
+        """Watch the processes of a job in which some wait for others."""
+        processes = [Watched(title=p.title, role=p.role, pid=self._pids[p.id]) for p in self.layout.local]
+        if sum(map(len, self.layout.endpoints.values())) > 1:
+            self.hang.watch(processes)
 
     def _on_exit(self, name: str, code: int, at: float) -> None:
         if name == self.starter.store_id and not self._stopping:
@@ -229,6 +285,7 @@ class LocalAttempt:
         if process is None:
             return
         process_exit = self._process_exit(process, code, at)
+        self.hang.note_end(process.title, describe_exit(process_exit))
         is_news = not self._stopping and self._failed_at is None and self._fails_attempt(process, process_exit)
         if is_news and self.restarts:
             self._restart_process(process, process_exit)
@@ -274,6 +331,8 @@ class LocalAttempt:
     def _link_event(self) -> None:
         assert self.link is not None
         self.link.take()
+        for look in self.link.take_looks():
+            self.hang.hear(look)
         failures = [ProcessExit.from_json(e) for e in self.link.failures(self.facts.attempt)]
         if failures:
             self._remote_exits = failures

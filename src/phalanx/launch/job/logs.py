@@ -16,11 +16,15 @@ from phalanx.cluster.disk_space import describe_full, is_full, named_errors
 from phalanx.errors import LaunchError
 from phalanx.files import temporary_path, try_lock, write_atomically
 from phalanx.i18n import tr
+from phalanx.launch.hang.verdict import Verdict
 
 logger = logging.getLogger("phalanx.launch")
 
 ENDED = "ended.json"
 """How the job ended, for programs: the launcher's exit code with the first failure, or the launcher's own error."""
+
+HANG = "hang.json"
+"""Why the job does not go on, for programs; there while it does not."""
 
 _BLOCK = 4096
 """Bytes without which a file can hardly grow."""
@@ -30,6 +34,7 @@ _LAUNCHER_BYTES = 16 << 10
 
 _OURS = (
     ENDED,
+    HANG,
     "workerlog.*",
     "serverlog.*",
     "heterlog.*",
@@ -80,6 +85,15 @@ class LogFolder:
             self.path.mkdir(parents=True, exist_ok=True)  # deleted while the job ran
             with named_errors(temporary_path(path), len(record)):
                 write_atomically(path, record)
+
+    def record_hang(self, verdict: Verdict | None) -> None:
+        """Write why the job does not go on, or with None that it does again."""
+        path = self.path / HANG
+        with self.tolerating(HANG):
+            if verdict is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_atomically(path, json.dumps(verdict.to_json()))
 
     @contextmanager
     def tolerating(self, name: str) -> Iterator[None]:

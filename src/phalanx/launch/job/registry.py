@@ -17,6 +17,7 @@ from phalanx.cluster.disk_space import named_errors
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.files import temporary_path, write_atomically
 from phalanx.i18n import tr
+from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.launch")
@@ -41,12 +42,22 @@ class RegistryEntry:
             "processes": [],
             "control": None if control is None else str(control),
             "elastic": {},
+            "hang": None,
         }
 
     def write(self, listed: list[dict[str, Any]], elastic: dict[str, Any] | None = None) -> None:
         """Publish the processes of the current attempt, and the members of an elastic one."""
-        self._job["processes"] = listed
-        self._job["elastic"] = elastic or {}
+        self._job |= {"processes": listed, "elastic": elastic or {}, "hang": None}
+        self._publish()
+
+    def write_hang(self, verdict: Verdict | None) -> None:
+        """Publish why the job does not go on, or that it does again."""
+        self._job["hang"] = (
+            None if verdict is None else {"since": time.time() - verdict.waited_s, "lines": verdict.lines}
+        )
+        self._publish()
+
+    def _publish(self) -> None:
         record = json.dumps(self._job)
         try:
             with named_errors(temporary_path(self._path), len(record)):
@@ -127,6 +138,8 @@ def render(listed: list[dict[str, Any]]) -> str:
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}{shares}  log")
         lines += [_row(process, is_balanced=is_balanced) for process in job["processes"]] or ["  starting"]
         lines += _elastic_lines(job.get("elastic") or {})
+        if hang := job.get("hang"):
+            lines.append(f"  hung: {hang['lines'][0]} (phalanx why {job['job_id']})")
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from phalanx.i18n import Labels, tr
+from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.job.logs import relative_path
 from phalanx.launch.job.root_cause import ProcessExit
 
@@ -61,6 +62,8 @@ def _shorten(value: str, width: int) -> str:
 
 def describe_exit(process_exit: ProcessExit) -> str:
     """Return in words how a process ended, a signal with what usually sends it."""
+    if process_exit.kind == "hang":
+        return tr("hung: {why}", why=process_exit.error)
     if process_exit.code < 0:
         return _signal(-process_exit.code)
     if process_exit.error:
@@ -70,6 +73,25 @@ def describe_exit(process_exit: ProcessExit) -> str:
         if process_exit.code == 0
         else tr("ended with exit code {code}", code=process_exit.code)
     )
+
+
+def render_hang(verdict: Verdict, timeout_s: float) -> str:
+    """Return the framed report of a job that does not go on.
+
+    Args:
+        verdict: What was found.
+        timeout_s: Seconds to the end of the job; 0 for never.
+    """
+    lines = [_centred(f" {tr('the job does not go on')} "), *_wrap(verdict.lines[0]), *verdict.lines[1:]]
+    if verdict.works:
+        lines.append(tr("It works, so the job is not ended while it does. `phalanx why` looks again."))
+    elif timeout_s:
+        lines.append(tr("The job ends in {seconds:g} s unless it goes on (--hang_timeout).", seconds=timeout_s))
+    return "\n".join([*lines, "=" * _WIDTH]) + "\n"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def fork_server_lost(pid: int, code: int) -> str:

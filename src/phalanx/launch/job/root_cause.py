@@ -37,7 +37,7 @@ class ProcessExit:
     log_file: str
     stopped_by_us: bool = False
     kind: str = ""
-    """"exception" or "peer" when the process recorded an error."""
+    """"exception" or "peer" when the process recorded an error; "hang" when the others waited for it too long."""
 
     error: str = ""
     """`Type: message` of that error."""
@@ -88,6 +88,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 def _severity(process_exit: ProcessExit) -> int:
     if process_exit.kind == "peer":
         return _CONSEQUENCE
+    if process_exit.kind == "hang":
+        return _CAUSE
     if process_exit.code < 0 and -process_exit.code != signal.SIGABRT:
         return _CAUSE
     # SIGABRT is how a communication thread ends its process when a peer is gone, and how libraries report

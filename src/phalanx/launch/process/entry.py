@@ -127,6 +127,7 @@ def _run_script(message: dict[str, Any]) -> int:
     sys.argv = [message["script"], *message["args"]]
     _watch_isolated_ranks()
     _observe_steps()
+    _start_reporting()
     failed = False
     try:
         code = _run_script_to_end(message["script"])
@@ -174,6 +175,16 @@ def _observe_steps() -> None:
         from phalanx.parallel.numerics.nan_check import check_nan_inf
 
         check_nan_inf()
+
+
+def _start_reporting() -> None:
+    """Let the launcher see which calls this process is in, where other processes may wait for it."""
+    hang_after_s = float(os.environ.get("PHALANX_HANG_AFTER_S") or 0)
+    if hang_after_s and (int(os.environ["PHALANX_WORLD_SIZE"]) > 1 or os.environ.get("PHALANX_SERVER_ENDPOINTS")):
+        from phalanx.launch.process.reporter import start_reporting
+
+        with contextlib.suppress(OSError):  # a system without memfd or /proc: a hang is then known by its stack alone
+            start_reporting(hang_after_s)
 
 
 def _run_script_to_end(script: str) -> int:

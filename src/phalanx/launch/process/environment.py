@@ -48,6 +48,9 @@ class JobFacts:
     flight_log: bool = False
     """Whether each update is logged."""
 
+    hang_after_s: float = 0.0
+    """Seconds after which a wait is looked at; 0 for never."""
+
     replicas: int | None = None
     """Logical replicas that the job asks for; None leaves it to the script."""
 
@@ -105,6 +108,7 @@ def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str 
         "PHALANX_ERROR_FILE": error_file(process, facts.log_dir),
         "PHALANX_EVENTS_FILE": events_file(process, facts.log_dir),
         "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
+        "PHALANX_HANG_AFTER_S": f"{facts.hang_after_s:g}",
         **({} if facts.replicas is None else {"PHALANX_REPLICAS": str(facts.replicas)}),
         **({"PHALANX_CHECK_NAN_INF": "1"} if facts.check_nan_inf else {}),
         **({"PHALANX_FLIGHT_LOG": "1"} if facts.flight_log else {}),

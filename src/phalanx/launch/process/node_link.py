@@ -5,9 +5,13 @@ the store is torch's own, as unauthenticated as every store torch opens.
 
     launcher -> link   {"offer": {...}, "attempt": n}   {"failed": [endings], "attempt": n}
                        {"done": n}   {"bye": true}
+                       {"look": true}   {"observed": {...}, "look": n}
     link -> launcher   {"waiting": [nodes], "why": text}   {"offers": [...], "attempt": n}
                        {"failures": [...], "attempt": n}   {"all_done": n}
+                       {"look": n}   {"everywhere": [...], "look": n}
                        {"error": text, "user": bool}   {"bye": true}
+
+Where a job does not go on, a launcher asks for a look: all of them look at their ranks, and all learn what was seen.
 
 `user` says that the user can correct it. A host that finds one of the others started with other terms says so in the
 store, and looks at the hosts that are late: with another list, or another order, they hold a store of their own.
@@ -163,6 +167,12 @@ class _Link:
     _offered_at: float = 0.0
     _reported_at: float = 0.0
     _reported: int = 0
+    _looks: int = 0
+    """How many looks at the ranks were asked for, as far as this launcher knows."""
+
+    _looks_shared: int = 0
+    """The last look of which this launcher knows what all hosts saw."""
+
     _leaving: bool = False
 
     def run(self) -> None:
@@ -188,6 +198,7 @@ class _Link:
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "offer" in message:
             self._attempt, self._met, self._done, self._reported = message["attempt"], False, False, 0
+            self._looks = self._looks_shared = 0
             self._offered_at = self._reported_at = time.monotonic()
             if self._attempt == 0 and self.store.add(f"claim/{self.node_rank}", 1) > 1:
                 raise _LinkError(
@@ -197,6 +208,10 @@ class _Link:
         elif "failed" in message:
             self._publish("failed", message["failed"])
             self.store.add(f"{self._attempt}/failures", 1)
+        elif "observed" in message:
+            self._publish(f"look/{message['look']}", message["observed"])
+        elif "look" in message:
+            self.store.add(f"{self._attempt}/looks", 1)
         elif "done" in message:
             self._done = True
             self._publish("done", True)
@@ -226,7 +241,20 @@ class _Link:
         if self._done and all(self._read("done", n) for n in range(self.node_count)):
             self._done = False
             wire.send(self.launcher, {"all_done": self._attempt})
+        self._poll_looks()
         self._check_beats()
+
+    def _poll_looks(self) -> None:
+        """Pass on that a look was asked for, and what all hosts saw in it."""
+        looks = int(self.store.add(f"{self._attempt}/looks", 0))
+        if looks > self._looks:
+            self._looks = looks
+            wire.send(self.launcher, {"look": looks})
+        if self._looks > self._looks_shared:
+            seen = [self._read(f"look/{self._looks}", n) for n in range(self.node_count)]
+            if all(seen):
+                self._looks_shared = self._looks
+                wire.send(self.launcher, {"everywhere": seen, "look": self._looks})
 
     def _poll_offers(self) -> None:
         offers = [self._read("offer", n) for n in range(self.node_count)]

@@ -51,6 +51,8 @@ class Options:
     flight_log: bool = False
     server_dir: str | None = None
     timeout_s: float = 60.0
+    hang_after_s: float = 10.0
+    hang_timeout_s: float = 300.0
     world_size_counts: Counts | None = None
     """What RANK and WORLD_SIZE of the launcher's own environment count."""
 

@@ -1,0 +1,285 @@
+"""`HangWatch`: a thread of the launcher that sees when the job does not go on, and finds out why.
+
+A look at every tick costs a few reads of /proc and of the ranks' activity. Stacks are read only when a rank has been in
+one call, or without a use of its processor, for longer than is usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from phalanx.launch.hang.observe import IDLE_CPU, Observation, Watched, observe
+from phalanx.launch.hang.processes import state_of
+from phalanx.launch.hang.verdict import Verdict, judge
+from phalanx.launch.process.activity import Activity, ActivityReader
+from phalanx.launch.process.node_link_handle import NodeLinkHandle
+
+FIRST_STEPS = 3
+FIRST_CALLS = 20
+"""A rank that has made fewer steps, and fewer collectives, starts: it may compile, load data, or build a model."""
+
+STARTING = 6.0
+"""How many times longer a rank may take that starts, where nothing is certain."""
+
+USUAL_STEPS = 3.0
+"""How many of its usual steps a rank may take beyond the seconds that the user gives."""
+
+logger = logging.getLogger("phalanx.launch")
+
+_SLOWEST_S, _FASTEST_S = 1.0, 0.1
+_ABSENT_S = 5.0
+"""A gap between two ticks that is no delay of a busy machine."""
+
+_LONGEST_PAUSE_S = 60.0
+"""Most seconds between two looks at stacks that show nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangSettings:
+    """When a job counts as hung, and what is done then."""
+
+    after_s: float
+    """Seconds that a wait may take beyond what is usual; 0 for no watch."""
+
+    timeout_s: float
+    """Seconds from the report to the end of the job, while nobody who is waited for works; 0 for never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangNews:
+    """What the watch has to say."""
+
+    kind: Literal["hung", "resumed", "expired"]
+    verdict: Verdict
+
+
+@dataclass
+class _Rank:
+    """What the watch remembers of one process."""
+
+    process: Watched
+    reader: ActivityReader | None = None
+    activity: Activity | None = None
+    cpu_ns: int = 0
+    at: float = 0.0
+    works: bool = False
+    """Whether its main thread used its processor since the last tick."""
+
+    idle_since: float = 0.0
+    progress: tuple[int, int, int] = (0, 0, 0)
+
+    def look(self, now: float) -> None:
+        """Take what has changed since the last tick."""
+        state = state_of(self.process.pid)
+        if self.reader is None:
+            with contextlib.suppress(OSError):
+                self.reader = ActivityReader(self.process.pid)
+        if self.reader is not None:
+            self.activity = self.reader.read() or self.activity
+        share = (state.cpu_ns - self.cpu_ns) / 1e9 / max(now - self.at, 1e-3)
+        self.works = share >= IDLE_CPU
+        self.cpu_ns, self.at = state.cpu_ns, now
+        progress = self.activity.progress if self.activity is not None else self.progress
+        if self.works or progress != self.progress or not self.idle_since:
+            self.idle_since = now
+        self.progress = progress
+
+    def waited_s(self, now: float) -> float:
+        """How long this rank has been in one call, or has not used its processor."""
+        calls = self.activity.calls if self.activity is not None else ()
+        return max([now - self.idle_since, *(now - call.since for call in calls)])
+
+    @property
+    def usual_s(self) -> float:
+        return USUAL_STEPS * self.activity.step_s if self.activity is not None else 0.0
+
+    @property
+    def is_starting(self) -> bool:
+        return self.activity is None or (self.activity.steps < FIRST_STEPS and self.progress[2] < FIRST_CALLS)
+
+
+@dataclass
+class HangWatch:
+    """Watches the processes of an attempt on this host.
+
+    Args:
+        settings: When to report.
+        link: To the launchers of the other hosts, which look at their ranks when this one asks; None with one host.
+        host: Name of this host, where there are several.
+    """
+
+    settings: HangSettings
+    link: NodeLinkHandle | None = None
+    host: str = ""
+    _news: queue.SimpleQueue[HangNews] = field(default_factory=queue.SimpleQueue)
+    _heard: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ranks: dict[str, _Rank] = field(default_factory=dict)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _reported: Verdict | None = None
+    _progress: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """How far each rank was at the report."""
+
+    _quiet_s: float = 0.0
+    """How long nobody has worked since the report."""
+
+    _forgiven_s: float = 0.0
+    """The longest wait that was reported and ended by itself: such a job has long waits."""
+
+    _ticked: float = 0.0
+    _next_look: float = 0.0
+    _pause_s: float = 0.0
+    _thread: threading.Thread | None = None
+
+    def watch(self, processes: Sequence[Watched]) -> None:
+        """Watch these processes from now on, and no others."""
+        with self._lock:
+            before = {rank.process.pid: rank for rank in self._ranks.values()}
+            self._ranks = {process.title: before.get(process.pid) or _Rank(process) for process in processes}
+        if self._thread is None and self.settings.after_s:
+            self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+            self._thread.start()
+
+    def note_end(self, title: str, ended: str) -> None:
+        """Keep in mind how a process ended that others may wait for."""
+        with self._lock:
+            if title in self._ranks:
+                rank = self._ranks[title]
+                rank.process = replace(rank.process, ended=ended)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take what the launchers of other hosts ask or saw."""
+        self._heard.put(message)
+
+    def take(self) -> HangNews | None:
+        """Return what is new, or None."""
+        try:
+            return self._news.get_nowait()
+        except queue.Empty:
+            return None
+
+    def stop(self) -> None:
+        """End the watch. A look under way ends by itself: who waits for this has a job to end."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        tick_s = min(_SLOWEST_S, max(_FASTEST_S, self.settings.after_s / 5))
+        while not self._stopped.wait(tick_s):
+            try:
+                self._tick(tick_s)
+                self._ticked = time.monotonic()
+            except Exception:  # a job must not be less watched for one look that failed
+                logger.exception("the watch for hangs failed, and goes on")
+                self._stopped.wait(_LONGEST_PAUSE_S)
+
+    def _tick(self, tick_s: float) -> None:
+        with self._lock:
+            ranks = list(self._ranks.values())
+        now = time.monotonic()
+        for rank in ranks:
+            if not rank.process.ended:
+                rank.look(now)
+        if self._ticked and now - self._ticked > _ABSENT_S + tick_s:
+            # This launcher was stopped, and so perhaps was the job: what lasted until now says nothing.
+            self._next_look = now + self.settings.after_s
+            for rank in ranks:
+                rank.idle_since = now
+        late = self._late(ranks, now)
+        if self.link is not None:
+            self._join_looks(self.link, ranks, late)
+        if self._reported is not None:
+            self._follow_up(self._reported, {rank.process.title: rank for rank in ranks}, tick_s)
+        elif not late:
+            self._pause_s = 0.0
+        elif now >= self._next_look:
+            # Whoever waits for something else, such as data, is looked at less and less often.
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s or self.settings.after_s / 4)
+            self._next_look = now + self._pause_s
+            if self.link is not None:
+                self.link.ask_for_look()
+            else:
+                self._conclude(self._look(ranks), ranks, late)
+
+    def _late(self, ranks: Sequence[_Rank], now: float) -> list[_Rank]:
+        """Ranks that have waited for longer than is usual, for whatever it is."""
+        alive = [rank for rank in ranks if not rank.process.ended and rank.process.role != "server"]
+        return [rank for rank in alive if rank.waited_s(now) >= self.settings.after_s + self._usual_s(rank)]
+
+    def _look(self, ranks: Sequence[_Rank]) -> list[Observation]:
+        seen = zip(observe([rank.process for rank in ranks]), ranks, strict=True)
+        return [replace(o, host=self.host, idle_s=max(0.0, o.at - rank.idle_since)) for o, rank in seen]
+
+    def _join_looks(self, link: NodeLinkHandle, ranks: Sequence[_Rank], late: Sequence[_Rank]) -> None:
+        """Look at the ranks of this host when a launcher asks for it, and judge what all of them saw."""
+        while not self._heard.empty():
+            message = self._heard.get()
+            if "everywhere" not in message:
+                seen = [observation.to_json() for observation in self._look(ranks)]
+                link.publish_look(message["look"], {"now": time.monotonic(), "processes": seen})
+            elif self._reported is None:
+                try:
+                    self._conclude(_seen_everywhere(message["everywhere"]), ranks, late)
+                except (KeyError, TypeError, ValueError) as error:
+                    logger.warning("what another host saw of its ranks cannot be read (%r)", error)
+
+    def _conclude(self, observations: Sequence[Observation], ranks: Sequence[_Rank], late: Sequence[_Rank]) -> None:
+        """Judge, and report a verdict that counts."""
+        verdict = judge(observations)
+        if verdict is None:
+            return
+        if self._counts(verdict, late):
+            self._reported, self._quiet_s = verdict, 0.0
+            self._progress = {rank.process.title: rank.progress for rank in ranks}
+            self._news.put(HangNews(kind="hung", verdict=verdict))
+        else:
+            self._next_look = time.monotonic() + self.settings.after_s / 4
+
+    def _usual_s(self, rank: _Rank) -> float:
+        return max(rank.usual_s, self._forgiven_s)
+
+    def _counts(self, verdict: Verdict, late: Sequence[_Rank]) -> bool:
+        """Whether a verdict is to be reported now. A start may take long, and so may a compiler."""
+        if verdict.is_certain:
+            return True
+        if verdict.is_compiling:
+            return False
+        patience_s = self.settings.after_s * (STARTING if any(rank.is_starting for rank in late) else 1.0)
+        return verdict.waited_s >= patience_s + max((self._usual_s(rank) for rank in late), default=0.0)
+
+    def _follow_up(self, verdict: Verdict, ranks: Mapping[str, _Rank], tick_s: float) -> None:
+        """See whether the job goes on again, or has waited long enough."""
+        waiting = [(ranks[title], counts) for title, counts in verdict.waiting.items() if title in ranks]
+        culprits = [ranks[title] for title in verdict.culprits if title in ranks]
+        if any(_has_moved(rank, counts, verdict.at) for rank, counts in waiting) or any(
+            rank.progress != self._progress.get(rank.process.title, rank.progress) for rank in culprits
+        ):
+            self._reported = None
+            self._forgiven_s = max(self._forgiven_s, time.monotonic() - verdict.at + verdict.waited_s)
+            self._news.put(HangNews(kind="resumed", verdict=verdict))
+            return
+        works = verdict.cause == "rank" and any(rank.works for rank in culprits if not rank.process.ended)
+        self._quiet_s += 0.0 if works else tick_s
+        # Of several launchers the one that sees the rank decides.
+        if self.settings.timeout_s and culprits and self._quiet_s >= self.settings.timeout_s:
+            self._news.put(HangNews(kind="expired", verdict=verdict))
+            self._stopped.set()
+
+
+def _has_moved(rank: _Rank, before: tuple[int, ...], since: float) -> bool:
+    """Whether a rank that waited goes on: its counts say so, or, where it waited for something else, its processor."""
+    return rank.progress != before if before else rank.idle_since > since
+
+
+def _seen_everywhere(hosts: Sequence[dict[str, Any]]) -> list[Observation]:
+    """Return what all hosts saw, in this host's time."""
+    now = time.monotonic()
+    return [
+        Observation.from_json(process, shift_s=now - host["now"]) for host in hosts for process in host["processes"]
+    ]
