@@ -113,15 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the faults and print a table, and one JSON object with `--json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults whose name has this text")
-    parser.add_argument("--range", default=":", help="which of those, by number, such as 0:10")
+    parser.add_argument("--range", default=":", help="which of those, such as 0:10, or 1::2")
     parser.add_argument("--hang_after", type=float, default=10.0)
     parser.add_argument("--torch_timeout", type=float, default=0.0, help="also run torchrun, with this timeout")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one fault, soon, only to see that it works")
     chosen = parser.parse_args(arguments)
     rows = []
-    start, _, end = chosen.range.partition(":")
-    faults = [fault for fault in FAULTS if chosen.only in fault.name][int(start or 0) : int(end) if end else None]
+    part = slice(*(int(number) if number else None for number in chosen.range.split(":")))
+    faults = [fault for fault in FAULTS if chosen.only in fault.name][part]
     if chosen.quick:
         faults, chosen.hang_after = faults[:1], 1.0
     for fault in faults:

@@ -33,6 +33,9 @@ USUAL_STEPS = 3.0
 
 logger = logging.getLogger("phalanx.launch")
 
+_WORKS_CPU = 0.005
+"""Part of a core above which a rank that is waited for may come: a slow download uses it, who sleeps does not."""
+
 _SLOWEST_S, _FASTEST_S = 1.0, 0.1
 _ABSENT_S = 5.0
 """A gap between two ticks that is no delay of a busy machine."""
@@ -84,10 +87,10 @@ class _Rank:
         if self.reader is not None:
             self.activity = self.reader.read() or self.activity
         share = (state.cpu_ns - self.cpu_ns) / 1e9 / max(now - self.at, 1e-3)
-        self.works = share >= IDLE_CPU
+        self.works = share >= _WORKS_CPU
         self.cpu_ns, self.at = state.cpu_ns, now
         progress = self.activity.progress if self.activity is not None else self.progress
-        if self.works or progress != self.progress or not self.idle_since:
+        if share >= IDLE_CPU or progress != self.progress or not self.idle_since:
             self.idle_since = now
         self.progress = progress
 
