@@ -88,7 +88,7 @@ class Reporter:
         self._last_step = 0.0
         self._durations: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._before: dict[str, tuple[int, int]] = {}
-        self._recorded: tuple[object, list[Call]] = (None, [])
+        self._recorded: tuple[dict[str, tuple[int, int]], list[Call]] = ({}, [])
 
     def count_steps(self) -> None:
         """Count the steps of every optimizer of torch; a script without torch has none."""
@@ -130,9 +130,11 @@ class Reporter:
                 begun[key], completed[key], waiting = report
                 calls += [_shared_call(key, members, each) for each in waiting]
         counts = dict(_recorded_counts()) if groups else {}
-        for key, count in counts.items():
-            begun[key], completed[key] = count
         calls += self._recorded_calls(counts, {name: members for name, (_, members) in groups.items()})
+        for key, (number, last_ended) in counts.items():
+            # Backends end calls on several threads, so the last that ended need not be the latest of those that did.
+            has_ended = key in self._recorded[0] and all(call.group != key for call in self._recorded[1])
+            begun[key], completed[key] = number, number if has_ended else last_ended
         durations = list(self._durations)
         step_s = statistics.median(durations) if len(durations) > 1 else 0.0
         return {
@@ -151,7 +153,7 @@ class Reporter:
         }
         self._before = counts
         if not late:
-            self._recorded = (None, [])
+            self._recorded = ({}, [])
         elif self._recorded[0] != late:
             self._recorded = (late, [call for entry in _entries() if (call := _recorded_call(entry, members))])
         return self._recorded[1]
