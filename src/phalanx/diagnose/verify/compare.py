@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from phalanx.diagnose.verify import between_ranks, between_runs
+from phalanx.diagnose.verify.data_checks import check_data
 from phalanx.diagnose.verify.records import RecordedRun, Step, readers_of
 from phalanx.diagnose.verify.tolerance import Tolerance, base_tolerance, floor, measure_control, relative
 from phalanx.diagnose.verify.verdict import DifferenceCause, FirstDifference, Verdict
@@ -122,7 +123,7 @@ def _of_chance(first: RecordedRun, control: RecordedRun) -> FirstDifference | No
     base = Tolerance(64 * base_tolerance(reference))
     return (
         between_runs.check_initial(reference, candidate, 0)
-        or between_runs.check_data(_readers(first), _readers(control), 0)
+        or check_data(_readers(first), _readers(control), 0)
         or between_runs.check_outputs(readers_of(reference), readers_of(candidate), 0, base)
     )
 
@@ -144,7 +145,7 @@ def _differences(
         lambda: between_runs.check_initial(reference, candidate, number),
         lambda: between_ranks.check_between_steps(before, candidate, number),
         lambda: between_ranks.check_shards(readers_of(candidate), number),
-        lambda: between_runs.check_data(_readers(first), _readers(second), number),
+        lambda: check_data(_readers(first), _readers(second), number),
         lambda: between_ranks.check_trainable(candidate, number),
         lambda: between_runs.check_outputs(readers_of(reference), readers_of(candidate), number, of_outputs),
         lambda: between_runs.check_loss(readers_of(reference), readers_of(candidate), number, of_loss),

@@ -12,12 +12,11 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
@@ -27,8 +26,15 @@ from phalanx.comm.context import Context
 from phalanx.comm.replicas import Replicas
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
 from phalanx.errors import ConfigError, CorruptionError
+from phalanx.parallel.numerics.audit_payload import (
+    AuditedCall,
+    broadcast_bytes,
+    pack_call,
+    read_header,
+    unpack_call,
+)
 from phalanx.parallel.numerics.locate import float_tensors
-from phalanx.parallel.observe.random_state import RandomStates, random_states, with_random_states
+from phalanx.parallel.observe.random_state import random_states, with_random_states
 from phalanx.parallel.observe.sketch import digest
 from phalanx.parallel.session import list_applied
 
@@ -57,19 +63,6 @@ def choose_audited(update: int, fraction: float, assignment: Sequence[range]) ->
     return AuditedReplica(replica, owner, (owner + 1 + draws[2] % (len(assignment) - 1)) % len(assignment))
 
 
-@dataclass(slots=True)
-class _Call:
-    """A forward pass, as it has to be computed again."""
-
-    leaves: list[Any]
-    spec: Any
-    buffers: dict[str, Tensor]
-    states: RandomStates
-    output_grads: dict[int, Tensor] = field(default_factory=dict)
-    digests: dict[str, int] = field(default_factory=dict)
-    """Of the parameters' gradients as the backward pass computed them."""
-
-
 class Audit:
     """Audits the updates of one model.
 
@@ -91,8 +84,8 @@ class Audit:
         self._has_agreed = False
         """Whether gradients have been shown to follow from the model's outputs alone."""
 
-        self._call: _Call | None = None
-        self._latest: _Call | None = None
+        self._call: AuditedCall | None = None
+        self._latest: AuditedCall | None = None
         """The last call of this rank, whose structure others' inputs have too."""
 
         for name, param in model.named_parameters():
@@ -140,7 +133,7 @@ class Audit:
         leaves, spec = tree_flatten((args, kwargs))
         copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        call = _Call(copies, spec, buffers, random_states())
+        call = AuditedCall(copies, spec, buffers, random_states())
         self._latest = self._latest or call
         if self._replicas.current == choice.replica:
             self._call = self._latest = call
@@ -174,12 +167,12 @@ class Audit:
     def _compare(self, choice: AuditedReplica) -> None:
         assert self._context is not None
         rank, device = self._context.rank, self._context.device
-        payload = _broadcast(_pack(self._latest) if rank == choice.owner else b"", choice.owner, device)
+        payload = broadcast_bytes(pack_call(self._latest) if rank == choice.owner else b"", choice.owner, device)
         again = b""
         if rank == choice.auditor:
             again = json.dumps(self._compute_again(payload)).encode()
-        theirs = json.loads(_broadcast(again, choice.auditor, device))
-        digests = json.loads(_header(payload))["digests"]
+        theirs = json.loads(broadcast_bytes(again, choice.auditor, device))
+        digests = read_header(payload)["digests"]
         names = [name for name in digests if theirs.get(name) != digests[name]]
         if not names:
             self._has_agreed = True
@@ -192,7 +185,7 @@ class Audit:
                 "takes nothing but its outputs (use weight_decay in place of a penalty). Set audit = 0 otherwise."
             )
         once_more = json.dumps(self._compute_again(payload)).encode() if rank == choice.owner else b""
-        own_again = json.loads(_broadcast(once_more, choice.owner, device))
+        own_again = json.loads(broadcast_bytes(once_more, choice.owner, device))
         raise CorruptionError(self._explain(choice, names, digests, theirs, own_again))
 
     def _explain(
@@ -221,7 +214,7 @@ class Audit:
         """Return digests of the gradients that follow from what a rank sent."""
         assert self._latest is not None
         assert self._context is not None
-        call = _unpack(payload, self._latest.spec, self._context.device)
+        call = unpack_call(payload, self._latest.spec, self._context.device)
         params = {
             name: param.detach().clone().requires_grad_(param.requires_grad)
             for name, param in self._model.named_parameters()
@@ -257,76 +250,3 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model._forward_hooks, model._forward_pre_hooks = before
-
-
-def _pack(call: _Call | None) -> bytes:
-    """Return a call as bytes: a JSON header, then the memory of its tensors.
-
-    Raises:
-        ConfigError: If the model was called with what has no bytes.
-    """
-    if call is None or not call.output_grads:
-        raise ConfigError(
-            "strategy.audit found no forward and backward pass of the chosen replica. Call the distributed model "
-            "itself in each step, or set audit = 0."
-        )
-    tensors: list[Tensor] = []
-
-    def describe(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value.contiguous().cpu())
-            return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        if value is None or isinstance(value, bool | int | float | str):
-            return [value]
-        raise ConfigError(
-            f"strategy.audit cannot send a {type(value).__name__} that the model is called with. Call it with tensors "
-            "and numbers, or set audit = 0."
-        )
-
-    header = {
-        "leaves": [describe(leaf) for leaf in call.leaves],
-        "buffers": {name: describe(buffer) for name, buffer in call.buffers.items()},
-        "states": {name: describe(state) for name, state in call.states.items()},
-        "output_grads": {str(index): describe(grad) for index, grad in call.output_grads.items()},
-        "digests": call.digests,
-    }
-    text = json.dumps(header).encode()
-    body = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return len(text).to_bytes(8, "little") + text + body
-
-
-def _header(payload: bytes) -> bytes:
-    return payload[8 : 8 + int.from_bytes(payload[:8], "little")]
-
-
-def _unpack(payload: bytes, spec: Any, device: torch.device) -> _Call:
-    header = json.loads(_header(payload))
-    position = 8 + int.from_bytes(payload[:8], "little")
-
-    def read(entry: Any, *, to: torch.device = device) -> Any:
-        nonlocal position
-        if isinstance(entry, list):
-            return entry[0]
-        empty = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        data = bytearray(payload[position : position + empty.nbytes])
-        position += empty.nbytes
-        if not data:
-            return empty.to(to)
-        return torch.frombuffer(data, dtype=empty.dtype).reshape(entry["shape"]).to(to)
-
-    leaves = [read(entry) for entry in header["leaves"]]
-    buffers = {name: read(entry) for name, entry in header["buffers"].items()}
-    states = {name: read(entry, to=torch.device("cpu")) for name, entry in header["states"].items()}
-    grads = {int(index): read(entry) for index, entry in header["output_grads"].items()}
-    return _Call(leaves, spec, buffers, states, grads)
-
-
-def _broadcast(data: bytes, source: int, device: torch.device) -> bytes:
-    """Return one rank's bytes on all ranks. Collective."""
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, source)
-    buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
-    if data:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, source)
-    return buffer.cpu().numpy().tobytes()

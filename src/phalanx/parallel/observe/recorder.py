@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from phalanx.comm import context
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script, unwrapped
 from phalanx.parallel.observe.random_state import RandomStates, have_moved, random_states
+from phalanx.parallel.observe.rows import MOST_ROWS, digest_rows, sum_rows, tensors_in
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.observe.sketch import SIZE, Sketch, digest, sketch
 from phalanx.parallel.session import distributed_models, list_applied, session
@@ -36,7 +35,6 @@ RECORD_VARIABLE = "PHALANX_RECORD"
 DRAWS = " (random)"
 """Stands behind the class of a module that drew random numbers."""
 
-_MOST_ROWS = 8192
 _MOST_BYTES = 256 << 20
 """Rows' sums that one rank writes at most; then outputs of modules are recorded no more."""
 
@@ -160,17 +158,17 @@ class StepRecorder:
             self._end_pass((*args, *kwargs.values()))
 
     def _note_output(self, name: str, module: nn.Module, output: Any, *, draws: bool) -> None:
-        tensor = next((t for t in _tensors(output) if t.is_floating_point() and t.dim()), None)
-        if tensor is None or self._bytes > _MOST_BYTES or len(tensor) > _MOST_ROWS or hasattr(tensor, "placements"):
+        tensor = next((t for t in tensors_in(output) if t.is_floating_point() and t.dim()), None)
+        if tensor is None or self._bytes > _MOST_BYTES or len(tensor) > MOST_ROWS or hasattr(tensor, "placements"):
             return
         call = self._calls[name] = self._calls.get(name, 0) + 1
         kind = f"{type(module).__name__}{DRAWS if draws else ''}"
         self._step.lowest_precision = max(self._step.lowest_precision, torch.finfo(tensor.dtype).eps)
         size = tensor.numel() // max(len(tensor), 1)
-        self._pass.append((name if call == 1 else f"{name}#{call}", kind, size, _row_sums(tensor)))
+        self._pass.append((name if call == 1 else f"{name}#{call}", kind, size, sum_rows(tensor)))
 
     def _end_pass(self, inputs: tuple[Any, ...]) -> None:
-        step, digests = self._step, _row_digests(inputs)
+        step, digests = self._step, digest_rows(inputs)
         step.digests += digests
         step.parts.append(len(digests))
         ids = sample_ids.current()
@@ -276,38 +274,6 @@ def _perturb(model: nn.Module) -> None:
         if param.is_floating_point() and not hasattr(param, "placements"):
             signs = torch.randint(0, 2, param.shape, generator=generator, dtype=torch.int8) * 2 - 1
             param.data.add_(param.data * signs.to(param.device) * (torch.finfo(param.dtype).eps / 2))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _row_sums(tensor: Tensor) -> Any:
-    """Return the sum and the sum of magnitudes of every row, in float64."""
-    rows = tensor.detach().reshape(len(tensor), -1)
-    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-    wide = rows.double()
-    return torch.stack([wide.sum(1), wide.abs().sum(1)], 1).cpu().numpy()
-
-
-def _row_digests(inputs: Any) -> list[int]:
-    """Return a checksum of each row of what came into a model, over all tensors with as many rows as the first."""
-    tensors = [t.detach() for t in _tensors(inputs) if t.dim() and t.layout is torch.strided]
-    if not tensors or len(tensors[0]) > _MOST_ROWS:
-        return []
-    sums = [0] * len(tensors[0])
-    for tensor in tensors:
-        if len(tensor) == len(sums) and tensor.numel():
-            data = tensor.contiguous().cpu().reshape(len(sums), -1).view(torch.uint8).numpy()
-            sums = [zlib.crc32(memoryview(row), before) for row, before in zip(data, sums, strict=True)]
-    return sums
 
 
 def _whole(tensor: Tensor) -> Tensor:
