@@ -45,7 +45,8 @@ def test_every_field_is_explained_in_both_languages():
 def test_kinds_follow_the_schema():
     kinds = {one.path: one.kind for one in _leaves(form.fields(SCHEMA, {}, {}))}
     assert kinds["backend"] == kinds["launch"] == "choice"
-    assert kinds["resources.nodes"] == "number"
+    assert kinds["resources.nodes"] == "text"  # a range as 1:4 too
+    assert kinds["resources.gpu"] == kinds["resources.least_nodes"] == "number"
     assert kinds["datasets"] == "yaml"
     assert kinds["secrets"] == "lines"
     assert kinds["env"] == kinds["kubernetes.labels"] == "pairs"
