@@ -31,7 +31,7 @@ class Member:
     rank: ranks._Rank
     socket: socket.socket
     is_member: bool
-    is_joining: bool = False
+    is_leaving: bool = False
     received: bytes = b""
     is_over: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -100,7 +100,7 @@ class ElasticJob:
             _member_main, (theirs, self._fn, self._args), len(self.members), env, self._folder, self._timeout_s
         )
         theirs.close()
-        self.members[id] = Member(id, started, ours, is_member=not is_joining, is_joining=is_joining)
+        self.members[id] = Member(id, started, ours, is_member=not is_joining)
         if is_joining:
             self._send(self.members[id], {"joining": {"epoch": self._epoch, "id": id}})
 
@@ -121,7 +121,7 @@ class ElasticJob:
                     self._ended(member)
 
     def _ended(self, member: Member) -> None:
-        was_member, member.is_member = member.is_member, False
+        was_member, member.is_member = member.is_member or member.is_leaving, False
         if was_member and member.rank.outcome.failed and member.rank.outcome.error_type != "SystemExit":
             self._send_view(planned=False, reason=f"{member.id} ended: {member.rank.outcome.error_type}")
             if self._replaces:
@@ -140,18 +140,20 @@ class ElasticJob:
             if "ready" in message:
                 member.is_member = True
                 self._send_view(planned=True, reason=f"{member.id} joins")
-            elif "joined" in message:
-                member.is_joining = False
             elif "suspect" in message:
                 for id in message["suspect"]["ids"]:
                     self._judge(member, self.members[id])
             elif "spawn" in message:
                 self._start(0, 1, is_joining=True)
             elif "leave" in message:
-                member.is_member = False
+                member.is_member, member.is_leaving = False, True
                 self._send_view(planned=True, reason=f"{member.id} leaves", to=member)
 
     def _judge(self, asker: Member, suspect: Member) -> None:
+        if suspect.is_over:  # it ended well, and others wait for it
+            if not suspect.is_member and suspect.id in [member["id"] for member in self.views[-1]["members"]]:
+                self._send_view(planned=False, reason=f"{suspect.id} has finished")
+            return
         pid = suspect.rank.process.pid
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "T":

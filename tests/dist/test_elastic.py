@@ -19,6 +19,8 @@ import phalanx as px
 from elastic_job import ElasticJob, tell
 from phalanx.checkpoint import saving
 from phalanx.comm import membership
+from phalanx.errors import PeerLostError
+from phalanx.parallel.elastic import recovery
 from phalanx.parallel.step.gate import has_updated
 from ranks import run_ranks
 
@@ -61,6 +63,31 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+def reach_inside(at: int, where: str) -> None:
+    """Let a fault happen where a member completes a global batch, or takes in another one."""
+
+    def around(owner: Any, name: str, *, ends_before: str = "", ends_after: str = "", gives_up: str = "") -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_due = at < 0 or px.init().recovery.committed == at  # any time, for what happens once
+            if is_due and where == ends_before:
+                end(where)
+            result = function(*args, **kwargs)
+            if is_due and where == ends_after:
+                end(where)
+            if is_due and where == gives_up:
+                raise PeerLostError("given up while the others complete it")
+            return result
+
+        setattr(owner, name, call)
+
+    around(recovery.ElasticRecovery, "_commit", ends_before="commit", ends_after="committed", gives_up="give up")
+    around(recovery.ElasticRecovery, "_exchange", ends_before="exchange", ends_after="agreed")
+    around(recovery.ElasticRecovery, "_continue", ends_after="recovered")
+    around(recovery, "send_state", ends_before="send", ends_after="sent")
+
+
 def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leaves: tuple[str, int] = ("", 0)) -> Any:
     """Train; a member ends at (updates done, where) of its id."""
     own = os.environ.get("PHALANX_MEMBER_ID", "")
@@ -69,7 +96,8 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, optimizer, loader = px.distribute(net, optimizer, TensorDataset(*images()), global_batch=GLOBAL, seed=5)
     scheduler = px.follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
-    at, where = faults.get(own, (-1, ""))
+    at, where = faults.get(own, (-1, "nowhere"))
+    reach_inside(at, where)
     updates, seen = 0, []
     for _ in range(loader.epoch, EPOCHS):
         for x, y in loader:
@@ -265,3 +293,40 @@ def test_a_model_goes_on_without_a_lost_rank() -> None:
     assert list(values.values()) == [(expected, accuracy)] * 2
     values = ElasticJob(train_model, "", 0, members=2, env={**env, "SLOW": "1"}).run()
     assert list(values.values()) == [(expected, accuracy)] * 3
+
+
+@pytest.mark.parametrize("at", [5, 11])
+def test_a_member_that_gave_up_a_commit_the_others_completed_updates_too(undisturbed: str, at: int) -> None:
+    values = job(
+        {"n0.2": (at, "committed"), "n0.1": (at, "give up")}, members=3, env={"PHALANX_PATIENCE_S": "0.5"}
+    ).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert set(values) == {"n0.0", "n0.1"}
+
+
+def test_sums_that_all_have_are_not_computed_again(undisturbed: str) -> None:
+    lost = job({"n0.1": (6, "commit")}, members=3)
+    values = lost.run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert [event["redone"] for event in lost.events("joined") if event["epoch"] == 1] == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["exchange", "agreed", "recovered"])
+def test_a_second_rank_lost_while_the_others_recover(undisturbed: str, where: str) -> None:
+    values = job({"n0.0": (4, "backward"), "n0.2": (4, where)}, members=4).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert set(values) == {"n0.1", "n0.3"}
+
+
+def test_a_joiner_waits_while_the_others_finish_what_a_lost_rank_left(undisturbed: str) -> None:
+    """The rank that was to give the joiner its state ends; the others have begun the next global batch by then."""
+    joined = job({"n0.0": (-1, "send")}, (2,), members=3, env={"SLOW": "1"})
+    values = joined.run()
+    assert {value[0] for value in values.values()} == {undisturbed}
+    assert set(values) == {"n0.1", "n0.2", "n0.3"}
+
+
+def test_a_rank_that_ends_while_it_leaves(undisturbed: str) -> None:
+    values = job({"n0.2": (5, "commit")}, (), ("n0.2", 5), members=3).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert {value[3] for value in values.values()} == {2}

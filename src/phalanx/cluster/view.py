@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -48,9 +48,9 @@ class View:
         """Return the rank of a member."""
         return self.ids.index(member_id)
 
-    def only(self, ids: Collection[str]) -> View:
-        """Return the view of those of its members that have these ids."""
-        return replace(self, members=tuple(member for member in self.members if member.id in ids))
+    def part(self, ranks: Sequence[int]) -> View:
+        """Return the view of some of the members."""
+        return replace(self, members=tuple(self.members[rank] for rank in ranks))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -148,7 +148,7 @@ class MembershipClient:
     # -- losses ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a member of the view in use is lost.
+        """Raise if the view in use is over: a member is lost, or one that was to join or leave.
 
         Raises:
             PeerLostError: Gives the launcher's reason.
@@ -158,7 +158,7 @@ class MembershipClient:
             return
         if self.is_joining:
             raise PeerLostError(f"membership changed before this rank was taken in: {self.newest.reason}")
-        if not self.newest.planned and set(self.view.ids) - set(self.newest.ids):
+        if not self.newest.planned:
             raise PeerLostError(f"{self.newest.reason}; membership epoch {self.newest.epoch} goes on without it")
 
     def count_step(self, seconds: float) -> None:

@@ -155,10 +155,8 @@ def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
     if role.world_size == 1:
         return
     _backend = _backend or _choose_backend(None)
-    host, port = split_endpoint(view.store, "the store of a membership epoch")
     # A view without its joiners and the view with them are different groups.
-    members = hashlib.sha256(" ".join(view.ids).encode()).hexdigest()[:12]
-    store = JobStore(connect_store(host, port, timeout_s), view.store, f"phalanx/members/{view.epoch}/{members}")
+    store = store_of(view, hashlib.sha256(" ".join(view.ids).encode()).hexdigest()[:12], timeout_s)
     store.set(f"here/{role.rank}", _announcement(role).to_json())
     keys = [f"here/{rank}" for rank in range(role.world_size)]
     if not store.wait(keys, timeout_s):
@@ -170,6 +168,20 @@ def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
         stop(is_reforming=True)
         raise PeerLostError(f"membership epoch {view.epoch}: its process group was not formed: {error}") from error
     _meeting = JobMembership(role, store, [Announcement.from_json(store.get(key)) for key in keys])
+
+
+def store_of(view: View, purpose: str, timeout_s: float = REFORM_TIMEOUT_S) -> JobStore:
+    """Return where the members of a membership epoch tell each other things.
+
+    Raises:
+        PeerLostError: If the store does not answer.
+    """
+    host, port = split_endpoint(view.store, "the store of a membership epoch")
+    try:
+        store = connect_store(host, port, timeout_s)
+    except dist.DistError as error:
+        raise PeerLostError(f"the store of membership epoch {view.epoch} at {view.store} is gone: {error}") from error
+    return JobStore(store, view.store, f"phalanx/members/{view.epoch}/{purpose}")
 
 
 def generation() -> int:

@@ -8,12 +8,11 @@ global batches.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -25,15 +24,20 @@ from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.comm.membership import MembershipClient, wait_for
 from phalanx.comm.replicas import Replicas, assign_replicas
+from phalanx.comm.timeouts import collective_timeout
 from phalanx.errors import PeerLostError
 from phalanx.parallel.data.replica_round import gradient_group
 from phalanx.parallel.elastic.peer_state import receive_state, send_state
+from phalanx.parallel.elastic.progress import Agreement, MemberProgress
 from phalanx.parallel.session import session
 from phalanx.plan.value import Axis
 
 logger = logging.getLogger("phalanx.parallel")
 
 ResultT = TypeVar("ResultT")
+
+SUSPECT_EVERY_S = 0.1
+"""How often a member that waits for the progress of others looks whether it has waited too long."""
 
 LOSS_S = 5.0
 """How long after an error of another backend the launcher may take to say that a member is lost."""
@@ -47,60 +51,6 @@ class ReplicaSums(Protocol):
 
     def finish(self) -> None:
         """Forget the partial sums: the parameters change now."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberProgress:
-    """How far one member is when a membership epoch begins."""
-
-    committed: int
-    """Global batches whose gradients are complete on all members."""
-
-    is_open: bool
-    """Whether it has gradients of the next one."""
-
-    is_whole: bool
-    """Whether it has the sums over all replicas of that."""
-
-    assignment: dict[str, tuple[int, ...]]
-    """The replicas of that which each member computes or has computed, as this one knows; empty for one that joins."""
-
-    is_joining: bool = False
-
-    calls: int = 0
-    """Repeatable calls that are complete on all members."""
-
-    is_call_complete: bool = False
-    """Whether it has the result of the next one."""
-
-    @classmethod
-    def from_json(cls, text: str) -> MemberProgress:
-        """Read what `to_json` wrote."""
-        value = json.loads(text)
-        return cls(**{**value, "assignment": {id: tuple(local) for id, local in value["assignment"].items()}})
-
-    def to_json(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(asdict(self))
-
-
-def share_out(locals_: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the replicas of each rank once those that nobody has are shared out, to ranks that have fewest.
-
-    Every rank makes another pass of its loop, for what the loop does to complete gradients: one that gets no further
-    replica computes its last again.
-
-    Args:
-        locals_: What each rank has.
-        count: All replicas.
-    """
-    result = [list(local) for local in locals_]
-    for replica in sorted(set(range(count)).difference(*locals_)):
-        min(result, key=len).append(replica)
-    return tuple(
-        (*after, *before[-1:]) if len(after) == len(before) else tuple(after)
-        for before, after in zip(locals_, result, strict=True)
-    )
 
 
 def use_mesh_of(context: Context) -> None:
@@ -147,6 +97,15 @@ class ElasticRecovery:
     _took_over: int = -1
     """The global batch in which replicas were taken over last."""
 
+    _shares: tuple[tuple[int, ...], ...] | None = None
+    """The replicas of each rank in the global batch that comes next, where others have begun it."""
+
+    _is_whole: bool = False
+    """Whether this rank has the sums over all replicas of the open global batch."""
+
+    _waiting: View | None = None
+    """The view in use with those that join, who wait until the open global batch is complete."""
+
     _commit_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -170,7 +129,7 @@ class ElasticRecovery:
         view = self.membership.view
         assert view is not None
         newest = self.membership.await_newer(view.epoch, LOSS_S)
-        return newest is not None and not set(view.ids) <= set(newest.ids)
+        return newest is not None and (not newest.planned or not set(view.ids) <= set(newest.ids))
 
     # -- a global batch ----------------------------------------------------------------------------------------
 
@@ -179,6 +138,7 @@ class ElasticRecovery:
 
         Called after this rank's last replica. Collective. False if this rank has got further replicas to compute first.
         """
+        self._is_whole = self.failure is None
         if self.failure is None:
             try:
                 self._commit()
@@ -187,20 +147,23 @@ class ElasticRecovery:
                     raise
         if self.failure is not None and not self._recover(is_open=True)[0]:
             return False
+        self._is_whole = False
         self.committed += 1
         for model in self._live():
             model.finish()
         return True
 
     def _commit(self) -> None:
-        """Tell the other members that the sums are whole here, and learn which planned view all have. Collective."""
-        self.membership.receive()
+        """Tell the other members that the sums are whole here, and learn which planned view all have. Collective.
+
+        Raises:
+            PeerLostError: If the membership has changed, or changes meanwhile.
+        """
+        self.membership.check()
         newest, view = self.membership.newest, self.membership.view
         assert newest is not None
         assert view is not None
-        # A view that came after a loss may have some that were to join before, and did not yet.
-        is_to_take = newest.ids != view.ids and (newest.planned or set(view.ids) <= set(newest.ids))
-        epoch = newest.epoch if is_to_take else -1
+        epoch = newest.epoch if newest.epoch > view.epoch else -1
         agreed = torch.tensor([epoch, -int(self.is_stop_requested)], dtype=torch.int64)
         if len(view.members) > 1:
             wait_for(dist.all_reduce(agreed, dist.ReduceOp.MIN, async_op=True))
@@ -208,6 +171,8 @@ class ElasticRecovery:
         now = time.monotonic()
         if self._commit_at is not None:
             self.membership.count_step(now - self._commit_at)
+        elif not self.committed:
+            self.membership.send("joined", epoch=view.epoch, step=0, seconds=0.0, lost=[], new=[])
         self._commit_at = now
 
     def repeat(self, call: Callable[[], ResultT]) -> ResultT:
@@ -239,14 +204,19 @@ class ElasticRecovery:
     # -- membership epochs -------------------------------------------------------------------------------------
 
     def start_round(self) -> None:
-        """Take up a planned view that all members have, before the first batch of a global batch is loaded."""
+        """Take up what members have agreed on, before the first batch of a global batch is loaded."""
         if self.membership.is_joining:
             self.join()
         if self._agreed >= 0:
             view, self._agreed = self.membership.view_of(self._agreed), -1
             self._leave_unless_in(view)
-            self._recover(view=view)
-        elif self._is_moved and self.committed > self._took_over:
+            self._recover(view=view, is_between=True)
+        elif self._shares is not None:
+            self.replicas.take_over(self._shares, self.context.rank)
+            self._shares = None
+        elif self.committed > self._took_over and self._waiting is not None:
+            self._recover(view=self._waiting, attempt=1, is_between=True)
+        elif self.committed > self._took_over and self._is_moved:
             self._reassign()
 
     def join(self) -> None:
@@ -259,8 +229,8 @@ class ElasticRecovery:
                 continue
             try:
                 self._recover(view=view, is_joining=True)
-            except PeerLostError as error:
-                if self.membership.newest is view:
+            except RuntimeError as error:
+                if self.membership.await_newer(view.epoch) is None:
                     raise
                 logger.info("joining again: %s", error)
                 continue
@@ -272,42 +242,61 @@ class ElasticRecovery:
         *,
         is_open: bool = False,
         view: View | None = None,
+        attempt: int = 0,
+        is_between: bool = False,
         is_joining: bool = False,
         is_call_complete: bool = False,
     ) -> tuple[bool, list[MemberProgress]]:
         """Form the groups of the next membership epoch and agree on what is left to do. Collective over its members.
+
+        Args:
+            is_open: Whether this rank has gradients of a global batch that is not committed.
+            view: The members; the newest that comes where one was lost.
+            attempt: 1 where those that were to join had to wait in this epoch.
+            is_between: Whether this rank is about to begin a global batch.
+            is_joining: Whether this rank joins.
+            is_call_complete: Whether this rank has the result of the repeatable call that is under way.
 
         Returns:
             Whether the sums of the global batch at hand are whole on all members, and the members' progress.
         """
         started, failure = time.monotonic(), self.failure
         before = None if is_joining else self.membership.view
-        assignment = {} if before is None else dict(zip(before.ids, map(tuple, self.replicas.by_rank), strict=True))
         mine = MemberProgress(
-            self.committed, is_open, is_open and failure is None, assignment, is_joining, self.calls, is_call_complete
+            self.committed,
+            computed=tuple(self.replicas.local) if is_open else (),
+            is_whole=is_open and self._is_whole,
+            is_between=is_between,
+            is_joining=is_joining,
+            calls=self.calls,
+            is_call_complete=is_call_complete,
         )
         while True:
-            view = view or self._next_view(failure)
+            if view is None:
+                view, attempt = self._next_view(failure), 0
+            self.membership.use(view)
             try:
-                self.context.take_view(view)
-                use_mesh_of(self.context)
-                if len(view.members) > 1:
-                    gradient_group(self.context)
-                everyone = self._exchange(mine, len(view.members))
-                self._take_in(view, everyone, is_joining=is_joining)
+                everyone = self._exchange(mine, view, attempt)
+                agreement = Agreement.of(everyone, self.replicas.count)
+                if is_joining and view.ids.index(self.membership.id) not in agreement.members:
+                    attempt += 1
+                    continue
+                self._form(view, everyone, agreement, is_joining=is_joining)
                 break
             except RuntimeError as error:
                 if is_joining or not self.lose(error):
                     raise
                 failure, view = self.failure, None
         self.failure = None
-        is_whole = self._continue(mine, everyone, view)
+        is_whole = self._continue(mine, agreement)
+        again = 0 if is_whole or not is_open else len(self.replicas.local) - len(mine.computed)
         lost = () if before is None else tuple(id for id in before.ids if id not in view.ids)
-        self._report(view, lost, time.monotonic() - started, everyone)
+        new = [view.members[index].id for index in agreement.members if everyone[index].is_joining]
+        self._report(lost, new, time.monotonic() - started, again)
         return is_whole, [progress for progress in everyone if not progress.is_joining]
 
     def _next_view(self, failure: PeerLostError | None) -> View:
-        """Return the view of those that are left, without such as join: they do so between two global batches.
+        """Return the view of those that are left.
 
         Raises:
             SystemExit: If this rank leaves the job.
@@ -318,66 +307,85 @@ class ElasticRecovery:
         if view is None:
             raise failure or PeerLostError("the launcher sent no view of the members that are left")
         self._leave_unless_in(view)
-        return view.only(self.membership.view.ids)
+        return view
 
     def _leave_unless_in(self, view: View) -> None:
         if self.membership.id not in view.ids:
             logger.info("this rank leaves the job: %s", view.reason)
             raise SystemExit(0)
 
-    def _exchange(self, mine: MemberProgress, size: int) -> list[MemberProgress]:
-        """Return the progress of every member, in the order of their ranks. Collective."""
-        if size == 1:
-            return [mine]
-        store = process_group.meeting().store
-        store.set(f"progress/{self.context.rank}", mine.to_json())
-        keys = [f"progress/{rank}" for rank in range(size)]
-        if not store.wait(keys, process_group.REFORM_TIMEOUT_S):
-            raise PeerLostError("a member of the new membership epoch did not say how far it is")
-        return [MemberProgress.from_json(store.get(key)) for key in keys]
+    def _exchange(self, mine: MemberProgress, view: View, attempt: int) -> list[MemberProgress]:
+        """Return the progress of every member of a view, by rank. Collective.
 
-    def _take_in(self, view: View, everyone: list[MemberProgress], *, is_joining: bool) -> None:
-        """Give those that join the state of the first of the others."""
-        joiners = [rank for rank, progress in enumerate(everyone) if progress.is_joining]
-        first = next((rank for rank, progress in enumerate(everyone) if not progress.is_joining), None)
-        if first is None:
-            raise PeerLostError("nobody is left who has the state of the job")
+        A member may be in the middle of its computation; the launcher says whether it is alive.
+        """
+        if len(view.members) == 1:
+            return [mine]
+        store = process_group.store_of(view, f"progress/{attempt}")
+        store.set(self.membership.id, mine.to_json())
+        started = time.monotonic()
+        while not store.wait(view.ids, SUSPECT_EVERY_S):
+            waited = time.monotonic() - started
+            absent = [rank for rank, id in enumerate(view.ids) if not store.has([id])]
+            self.membership.suspect(absent, waited)
+            if waited > collective_timeout().total_seconds():
+                ids = ", ".join(view.ids[rank] for rank in absent)
+                raise PeerLostError(f"membership epoch {view.epoch}: {ids} did not come within {waited:.0f} s")
+        return [MemberProgress.from_json(store.get(id)) for id in view.ids]
+
+    def _form(self, view: View, everyone: list[MemberProgress], agreement: Agreement, *, is_joining: bool) -> None:
+        """Form the groups of those that go on now, and give those of them that join the state of another."""
+        self.context.take_view(view.part(agreement.members))
+        self._waiting = None if len(agreement.members) == len(view.members) else view
+        use_mesh_of(self.context)
+        if len(agreement.members) > 1:
+            gradient_group(self.context)
+        joiners = [rank for rank, index in enumerate(agreement.members) if everyone[index].is_joining]
+        source = agreement.members.index(agreement.source)
         if is_joining:
-            receive_state(first)
-            self.committed, self.calls = everyone[first].committed, everyone[first].calls
-        elif self.context.rank == first:
+            receive_state(source)
+            self.committed, self.calls = agreement.committed, everyone[agreement.source].calls
+        elif self.context.rank == source:
             for rank in joiners:
                 send_state(rank)
 
-    def _continue(self, mine: MemberProgress, everyone: list[MemberProgress], view: View) -> bool:
-        """Decide what becomes of the open global batch, alike on all members; see `_recover` for what is returned."""
-        members = [progress for progress in everyone if not progress.is_joining]
-        ahead = max(progress.committed for progress in members)
-        is_whole = all(progress.is_whole and progress.committed == ahead for progress in members)
-        open_ = next((progress for progress in members if progress.is_open and progress.committed == ahead), None)
-        if open_ is None:
+    def _continue(self, mine: MemberProgress, agreement: Agreement) -> bool:
+        """Take up this rank's part of what is agreed; see `_recover` for what is returned."""
+        is_behind = not mine.is_joining and mine.committed < agreement.committed
+        self._shares = None
+        if agreement.is_whole or is_behind:  # the replicas change after this update, of which others have heard
+            self._shares, self._is_moved = agreement.shares, True
+        elif agreement.shares is None:
             self._reassign()
         else:
-            locals_ = [open_.assignment.get(member.id, ()) for member in view.members]
-            shares = tuple(locals_) if is_whole else share_out(locals_, self.replicas.count)
-            self.replicas.take_over(shares, self.context.rank)
-            self._took_over, self._is_moved = ahead, True
-        if is_whole or mine.committed < ahead:  # others have heard that all sums were whole, this rank's too
+            self.replicas.take_over(agreement.shares, self.context.rank)
+            self._is_moved = True
+        if agreement.shares is not None:
+            self._took_over = agreement.committed
+        if agreement.is_whole or is_behind:
             return True
-        if mine.is_open:
+        if mine.computed:
             for model in self._live():
-                model.roll_back(open_.assignment[self.membership.id] if open_ is not None else ())
+                model.roll_back(mine.computed)
         return False
 
     def _reassign(self) -> None:
         self._is_moved = False
         self.replicas.reassign(assign_replicas(self.replicas.count, self.context.world_size), self.context.rank)
 
-    def _report(self, view: View, lost: Sequence[str], seconds: float, everyone: list[MemberProgress]) -> None:
-        new = [view.members[rank].id for rank, progress in enumerate(everyone) if progress.is_joining]
-        self._commit_at = None
+    def _report(self, lost: Sequence[str], new: Sequence[str], seconds: float, again: int) -> None:
+        """Tell the launcher, and whoever reads the log; `again` replicas are computed here that had been computed."""
+        self._commit_at, view = None, self.membership.view
+        assert view is not None
+        rows = 0 if self.context.rows_for is None else self.context.rows_for(self.replicas.count) // self.replicas.count
         self.membership.send(
-            "joined", epoch=view.epoch, step=self.committed, seconds=round(seconds, 4), lost=list(lost), new=new
+            "joined",
+            epoch=view.epoch,
+            step=self.committed,
+            seconds=round(seconds, 4),
+            redone=again * rows,
+            lost=list(lost),
+            new=list(new),
         )
         if self.context.rank == 0:
             log = logger.warning if lost else logger.info
