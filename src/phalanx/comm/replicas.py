@@ -75,8 +75,7 @@ class Replicas:
         self.revision = 0
         """How often the replicas of this rank changed because ranks left or joined."""
 
-        self._taken_over: tuple[Sequence[int], ...] | None = None
-        self._rank = rank
+        self._set_by_rank(assignment, rank)
         self._next: tuple[range, ...] | None = None
         self._pins = 0
         self._uses_cuda = uses_cuda
@@ -95,15 +94,13 @@ class Replicas:
         self.on_round_start: Callable[[], None] | None = None
         """Called on every rank before its first batch of each global batch."""
 
-    @property
-    def local(self) -> Sequence[int]:
-        """The replicas of this rank in the global batch at hand, in the order of their turns."""
-        return self.by_rank[self._rank]
-
-    @property
-    def by_rank(self) -> tuple[Sequence[int], ...]:
+    def _set_by_rank(self, by_rank: tuple[Sequence[int], ...], rank: int) -> None:
+        self._rank = rank
+        self.by_rank = by_rank
         """The replicas of each rank in the global batch at hand: the assignment, or more where a rank was lost."""
-        return self._taken_over or self.assignment
+
+        self.local = by_rank[rank]
+        """The replicas of this rank in the global batch at hand, in the order of their turns."""
 
     def take_over(self, by_rank: tuple[Sequence[int], ...], rank: int) -> None:
         """Let the ranks that are left compute the lost ranks' replicas of the global batch at hand.
@@ -112,13 +109,13 @@ class Replicas:
             by_rank: The replicas of each rank that is left, those that it has computed first.
             rank: Which of them is this one.
         """
-        self._taken_over, self._rank = by_rank, rank
+        self._set_by_rank(by_rank, rank)
         self.revision += 1
 
     def reassign(self, assignment: tuple[range, ...], rank: int) -> None:
         """Assign replicas to other ranks, from the next global batch on: ranks left or joined."""
-        self.assignment, self._rank = assignment, rank
-        self._taken_over = self._next = None
+        self.assignment, self._next = assignment, None
+        self._set_by_rank(assignment, rank)
         self.revision += 1
 
     def start_round(self) -> None:
@@ -146,6 +143,7 @@ class Replicas:
     def _take(self) -> None:
         if self._next is not None and not self._pins:
             self.assignment, self._next = self._next, None
+            self._set_by_rank(self.assignment, self._rank)
 
     @property
     def count(self) -> int:

@@ -254,8 +254,9 @@ class ShardedLoader:
     def _iterate(self, batches: Iterator[Loaded]) -> Iterator[Any]:
         epoch, iteration, is_complete = self._epoch, self._begin_pass(), False
         try:
+            replicas = self._options.here().replicas
             for turn, (batch, share, position) in self._turns(self._time_batches(batches), iteration):
-                if turn is None or turn.index == len(self._options.here().parts) - 1:
+                if turn is None or replicas is None or turn.index == len(replicas.local) - 1:
                     self.position = position
                 self.batch_at = self._epoch, position - share.global_rows, None if turn is None else turn.replica
                 yield self._register(to_device(batch), share, iteration, turn)

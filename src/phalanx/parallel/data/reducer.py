@@ -170,10 +170,10 @@ class Reducer:
         self._round: ReplicaRound | None = None
         if context.replicas is not None:
             _check_axes(buckets, mesh)
-            group = mesh.gradient_group(mesh.batch_axes)
-            is_elastic = context.recovery is not None
-            find_group = partial(gradient_group, context) if is_elastic else lambda: group
-            self._round = ReplicaRound(model, context.replicas, find_group)
+            group = mesh.gradient_group(mesh.batch_axes)  # made now, in the order of the models
+            is_elastic = context.replicas.is_elastic  # the group of the ranks that are left is another one
+            current_group = partial(gradient_group, context) if is_elastic else lambda: group
+            self._round = ReplicaRound(model, context.replicas, current_group)
             if context.recovery is not None:
                 self._round.recovery = context.recovery
                 context.recovery.add(self)

@@ -62,6 +62,9 @@ class ReplicaRound:
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
+        self._in_place: tuple[tuple[Sequence[int], ...], torch.device, bool] | None = None
+        """Whether an all-reduce adds up the tree, of the replicas of each rank and a device."""
+
         self.recovery: ElasticRecovery | None = None
         """What goes on with the round when a rank is lost, in an elastic job."""
 
@@ -217,9 +220,12 @@ class ReplicaRound:
 
     def _adds_up_in_place(self, flat: Tensor) -> bool:
         """Return whether an all-reduce of the ranks' own sums adds up the tree: each rank has one branch of it."""
-        ranks = len(self._replicas.by_rank)
-        is_tree = ranks > 1 and is_one_branch_each(self._replicas.by_rank)
-        return is_tree and adds_up_in_tree(self._group(), flat)
+        by_rank, before = self._replicas.by_rank, self._in_place
+        if before is not None and before[0] is by_rank and before[1] == flat.device and not self._replicas.is_elastic:
+            return before[2]
+        is_tree = len(by_rank) > 1 and is_one_branch_each(by_rank) and adds_up_in_tree(self._group(), flat)
+        self._in_place = by_rank, flat.device, is_tree
+        return is_tree
 
     def _reduce(self, index: int, flat: Tensor) -> PendingReduction:
         """Add up this rank's partial sums over all ranks, into a bucket. Those of elastic jobs stay as they are."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from phalanx.auto.planner.table import build_result_table
+from phalanx.auto.planner.traffic import count_traffic
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -17,9 +19,7 @@ from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.planner import PlanSearch
 from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
-from phalanx.auto.planner.table import build_result_table
 from phalanx.auto.planner.to_plan import build_plan
-from phalanx.auto.planner.traffic import count_traffic
 from phalanx.auto.search.result import why_not
 from phalanx.auto.simulate.values import SimulatedStep, step_price
 from phalanx.errors import ConfigError

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from phalanx.auto.planner.result import PlanResult
+
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.planner.assignment import list_call_costs, list_stages
-from phalanx.auto.planner.result import PlanResult
 from phalanx.auto.solver.problem import StrategyCost
 
 COLOURS = {
