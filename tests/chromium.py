@@ -14,6 +14,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+from debian import WAIT_FOR_APT
+
 _PACKAGES = ("chromium", "chromium-driver")
 
 
@@ -28,7 +30,7 @@ def need() -> None:
     if os.getuid() != 0 or not shutil.which("apt-get"):
         pytest.skip("needs Chromium and its driver (apt-get install chromium chromium-driver)")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *_PACKAGES]):
+    for command in (["update"], ["install", "-y", "--no-install-recommends", "-o", WAIT_FOR_APT, *_PACKAGES]):
         done = subprocess.run(["apt-get", "-q", *command], capture_output=True, text=True, env=environment, check=False)
     if done.returncode or not _found():
         pytest.skip(f"Chromium cannot be installed: {done.stderr.strip()[-300:]}")

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from debian import WAIT_FOR_APT
+
 _USER = "postgres"
-_INSTALL = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "postgresql"]
+_INSTALL = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "-o", WAIT_FOR_APT, "postgresql"]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from debian import WAIT_FOR_APT
 from phalanx.cluster.network import command_line
 
 PACKAGES = ("slurm-wlm", "munge")
@@ -228,7 +229,7 @@ def require_slurm(*, two_hosts: bool = False) -> None:
 def _install() -> None:
     if shutil.which("apt-get") is None:
         pytest.skip("slurm-wlm and munge are not installed, and there is no apt-get")
-    command = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]
+    command = ["apt-get", "install", "-y", "--no-install-recommends", "-o", WAIT_FOR_APT, *PACKAGES]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     )
