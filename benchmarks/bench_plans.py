@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from phalanx.auto.planner.result import PlanResult
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -36,6 +35,7 @@ from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.planner import list_configs
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.planner.to_plan import build_plan
 from phalanx.cluster.calibration.figures import read_measured

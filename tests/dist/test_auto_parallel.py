@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from phalanx import fleet
-from phalanx.auto.planner.traffic import count_traffic
+from phalanx.auto.planner.report.traffic import count_traffic
 from phalanx.comm.shared_memory.process_group import SharedMemoryGroup
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from dist.test_auto_parallel import MODELS, ROWS, TALK_BYTES, bytes_by_kind, of_plans, of_traffic
 from phalanx.auto.capture.step import capture
-from phalanx.auto.planner.result import PlanResult
-from phalanx.auto.planner.traffic import count_traffic
+from phalanx.auto.planner.report.result import PlanResult
+from phalanx.auto.planner.report.traffic import count_traffic
 from phalanx.errors import PlanError
 from phalanx.parallel.session import session
 from phalanx.plan.value import OpRule, Plan, Shard

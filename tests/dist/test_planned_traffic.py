@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from dist.test_auto_parallel import EXAMPLES, ROWS, bytes_by_kind, listened
 from dist.test_planned_space import Ordered, seen
-from phalanx.auto.planner.traffic import Transfer, count_traffic
+from phalanx.auto.planner.report.traffic import Transfer, count_traffic
 from phalanx.parallel.session import session
 from phalanx.plan.mesh import Position
 from phalanx.plan.rules.mesh import STAGE_AXIS

@@ -9,8 +9,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.nn.functional as F
-from phalanx.auto.planner.picture import COLOURS, draw_plan
-from phalanx.auto.planner.result import PlanResult
 from torch import Tensor, nn
 
 import phalanx as px
@@ -19,6 +17,8 @@ from phalanx.auto.capture.shape_check import find_shardable_layers
 from phalanx.auto.cost.operators import ShardFraction
 from phalanx.auto.planner import planner
 from phalanx.auto.planner.lower_bound import LowerBound
+from phalanx.auto.planner.report.picture import COLOURS, draw_plan
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.search.request import read_size
 from phalanx.auto.search.result import format_percent

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from phalanx.auto.planner.result import PlanResult
 from torch import nn
 
 import phalanx as px
@@ -23,6 +22,7 @@ from phalanx.auto.cost.machine_model import HostOverhead
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.planner import PlanSearch, list_configs, search_plans
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
 from phalanx.cluster.calibration.figures import Sharding
 from phalanx.cluster.spec.cluster import read_cluster

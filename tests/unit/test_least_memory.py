@@ -10,10 +10,10 @@ from random import Random
 
 import pytest
 import torch
-from phalanx.auto.planner.result import PlanResult
 from torch import nn
 
 import phalanx as px
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.solver import min_memory
 from phalanx.auto.solver.min_memory import MinMemory, find_min_memory, largest_part, minimize_peak, peak_lower_bound
 from phalanx.auto.solver.problem import StepProblem

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from phalanx.auto.planner.result import PlanResult
 from torch import nn
 
 from phalanx.auto.auto_parallel import auto_parallel
@@ -15,6 +14,7 @@ from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import HostOverhead, build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig, Zero
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import StepProblem
 from phalanx.cluster.calibration.figures import LAYER_KINDS, Grid, Kind, Measured, Rates, Sharding

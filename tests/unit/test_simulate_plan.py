@@ -8,13 +8,13 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 import torch.nn.functional as F
-from phalanx.auto.planner.result import PlanResult
 from torch import nn
 
 import phalanx as px
 from phalanx.auto.captured_model import build_machine
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.simulate.picture import draw_step
 from phalanx.auto.simulate.trace import build_trace
 from phalanx.auto.simulate.values import Simulation

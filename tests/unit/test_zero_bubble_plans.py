@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from phalanx.auto.planner.result import PlanResult
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.profiler import ProfilerActivity, profile
 
 import phalanx as px
 from phalanx.auto.planner.planner import list_configs
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.search.request import PLAN_KNOBS, read_limit
 from phalanx.cluster.spec.cluster import read_cluster

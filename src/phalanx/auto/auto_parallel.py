@@ -15,7 +15,7 @@ from phalanx.auto.captured_model import batch_size_of, build_machine, read_layer
 from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.layer_limits import read_limits
 from phalanx.auto.model_search import ModelSearch
-from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.search_restrictions import (
     find_sharding_obstacles,
     find_zero_bubble_obstacle,

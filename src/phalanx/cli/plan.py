@@ -16,7 +16,7 @@ from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.i18n import tr
 
 if TYPE_CHECKING:  # a described transformer needs no torch
-    from phalanx.auto.planner.result import PlanResult
+    from phalanx.auto.planner.report.result import PlanResult
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -111,7 +111,7 @@ def _plan_script(
     else:
         _print(answer, alternatives)
     if picture is not None:
-        from phalanx.auto.planner.picture import draw_plan
+        from phalanx.auto.planner.report.picture import draw_plan
 
         write_file(picture, draw_plan(answer))
         click.echo(tr("{path}: the model with its placements", path=picture), err=True)

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from phalanx.auto.auto_parallel import auto_parallel as search
-from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.train.job_cluster import job_cluster
 from phalanx.train.model.planning import require_no_tables
 

@@ -1,4 +1,4 @@
 """The planner: search the fastest Plan of a captured model on a cluster, with an optimality bound.
 
-Pure. Start with `planner`, then `result`.
+Pure. Start with `planner`, then `report.result`.
 """

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 import phalanx.comm.context as context_of
-from phalanx.auto.planner.result import PlanResult
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.to_plan import PLANNED_SETTINGS
 from phalanx.auto.simulate.values import SimulatedStep
 from phalanx.auto.simulate_plan import check_devices, simulate_plan

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from phalanx.auto.planner.result import PlanResult
-
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.planner.assignment import list_call_costs, list_stages
+from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.solver.problem import StrategyCost
 
 COLOURS = {
@@ -67,7 +66,7 @@ def draw_plan(answer: PlanResult) -> str:
 
 def _lines(answer: PlanResult) -> Iterator[_Line]:
     best, layers = answer.search.best, answer.layers
-    options = list_call_costs(best, best.work or answer.work)
+    options = list_call_costs(best, answer.work)
     stages = list_stages(best, layers)
     for position, call in enumerate(layers.calls):
         if call.template != position:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from phalanx.auto.planner.table import build_result_table
-from phalanx.auto.planner.traffic import count_traffic
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -17,6 +15,8 @@ from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.layer_limits import format_names
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.planner import PlanSearch
+from phalanx.auto.planner.report.table import build_result_table
+from phalanx.auto.planner.report.traffic import count_traffic
 from phalanx.auto.planner.simulation import simulate_assignment
 from phalanx.auto.planner.strategies import StrategyCatalog, build_problem
 from phalanx.auto.planner.to_plan import build_plan
