@@ -50,7 +50,7 @@ def test_a_node_whose_launcher_is_killed_is_left_out_whichever_it_is(tmp_path: P
 
 
 def test_a_node_that_comes_later_adds_its_ranks(tmp_path: Path, port: str) -> None:
-    job = start_nodes(tmp_path, 3, port, "--nnodes", "1:3", "-n", "1", "--timeout", "1", nodes=[0, 1])
+    job = start_nodes(tmp_path, 3, port, "--nnodes", "2:3", "-n", "1", "--timeout", "5", nodes=[0, 1])
     first = job.wait_for_view("n1.0", 0)
     assert ids(first) == ["n0.0", "n1.0"]
     assert job.environment("n1.0")["WORLD_SIZE"] == "2"
