@@ -158,7 +158,7 @@ def _checked_numbers(model: nn.Module, context: Context) -> Iterator[None]:
     audit = Audit(model, strategy.audit) if strategy.audit else None  # looks at gradients before the reducer does
     yield
     if audit is not None:
-        audit.start(context)
+        audit.start(model, context)
         model_record(model).audit = audit
     if strategy.check_nan_inf:
         check_nan_inf()

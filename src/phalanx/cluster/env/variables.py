@@ -255,8 +255,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "Does nothing: gradients are fused by bytes, use strategy.fuse_grad_size_in_MB",
          "已失效：梯度按字节数融合，请用 strategy.fuse_grad_size_in_MB"),
         ("FLAGS_check_nan_inf", "-", "",
-         "Does nothing here: torch.autograd.set_detect_anomaly(True) names the operation whose gradient is NaN",
-         "此处不起作用：torch.autograd.set_detect_anomaly(True) 可指出反向计算产生 NaN 的算子"),
+         "Does nothing here: phalanx run --check_nan_inf names the module, operator, rank and sample of the first NaN",
+         "此处不起作用：phalanx run --check_nan_inf 可指出首个 NaN 所在的模块、算子、进程和样本"),
     ),
 }  # fmt: skip
 """Rows `(name, access, default, English, Chinese)` by family; access is r, w, rw, or - for recognised and ignored."""

@@ -9,6 +9,7 @@ whose numbers changed. The loss itself, outside of the model, is not computed ag
 from __future__ import annotations
 
 import json
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ class Audit:
     """
 
     def __init__(self, model: nn.Module, fraction: float) -> None:
-        self._model, self._fraction = model, fraction
+        self._model, self._fraction = weakref.ref(model), fraction  # what was made of a model must not keep it alive
         self._context: Context | None = None
         self._updates = 0
         self.is_bound = False
@@ -92,7 +93,7 @@ class Audit:
             if param.requires_grad:
                 param.register_hook(partial(self._on_gradient, name))
 
-    def start(self, context: Context) -> None:
+    def start(self, model: nn.Module, context: Context) -> None:
         """Begin, once the model is distributed.
 
         Raises:
@@ -112,8 +113,8 @@ class Audit:
                 "sharding, or audit = 0."
             )
         self._context = context
-        self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._model.register_forward_hook(self._after_forward)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
 
     # -- what the chosen replica computes ----------------------------------------------------------------------
 
@@ -212,16 +213,17 @@ class Audit:
 
     def _compute_again(self, payload: bytes) -> dict[str, int]:
         """Return digests of the gradients that follow from what a rank sent."""
+        model = self._model()
+        assert model is not None
         assert self._latest is not None
         assert self._context is not None
         call = unpack_call(payload, self._latest.spec, self._context.device)
         params = {
-            name: param.detach().clone().requires_grad_(param.requires_grad)
-            for name, param in self._model.named_parameters()
+            name: param.detach().clone().requires_grad_(param.requires_grad) for name, param in model.named_parameters()
         }
         args, kwargs = tree_unflatten(call.leaves, call.spec)
-        with with_random_states(call.states), _without_hooks(self._model), torch.enable_grad():
-            outputs = list(float_tensors(functional_call(self._model, {**params, **call.buffers}, args, kwargs)))
+        with with_random_states(call.states), _without_hooks(model), torch.enable_grad():
+            outputs = list(float_tensors(functional_call(model, {**params, **call.buffers}, args, kwargs)))
             trained = {name: param for name, param in params.items() if param.requires_grad}
             indices = list(call.output_grads)
             grads = torch.autograd.grad(
