@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.cgroup import ControlGroups
-from phalanx.comm.replicas import assign_replicas
+from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.comm.sample_split import START, SampleSplit, split_rows
 from phalanx.comm.waiting import waits
 from phalanx.errors import PlanError, StrategyError
 from phalanx.launch.job import registry
 from phalanx.parallel.balance import headroom, load_balance
 from phalanx.parallel.balance.headroom import Headroom, most_sums
-from phalanx.parallel.balance.load_balance import EVERY, LoadBalance
+from phalanx.parallel.balance.load_balance import EVERY, LoadBalance, ReplicaSplit
 from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
 from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
 from phalanx.plan.rules.balance import check_balance
@@ -381,6 +381,18 @@ def test_ps_shows_replicas_or_shares_where_ranks_are_balanced() -> None:
     assert first.split()[-4:] == ["75", "%", "1.25", "l"]
     assert second.split()[-4:] == ["2", "replicas", "4.5", "l"]
     assert third.split()[-3:] == ["-", "-", "l"]
+
+
+def test_a_move_that_waits_for_the_end_of_an_epoch_is_not_decided_again() -> None:
+    replicas = Replicas((range(4), range(4, 8)), 0)
+    context: Any = SimpleNamespace(batches=SimpleNamespace(is_reading_ahead=False))
+    split = ReplicaSplit(context, replicas)
+    replicas.pin()
+    split.change([6, 2], START)
+    assert (split.sizes, split.is_fixed) == ([4, 4], True)
+    replicas.unpin()
+    assert (split.sizes, split.is_fixed) == ([6, 2], False)
+    assert replicas.assignment == (range(6), range(6, 8))
 
 
 def plan_of(*axes: Axis, update: Any = None, **step: Any) -> Plan:

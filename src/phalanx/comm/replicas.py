@@ -140,6 +140,11 @@ class Replicas:
         self._pins -= 1
         self._take()
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a move waits for the end of an epoch."""
+        return self._next is not None
+
     def _take(self) -> None:
         if self._next is not None and not self._pins:
             self.assignment, self._next = self._next, None

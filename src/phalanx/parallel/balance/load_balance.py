@@ -85,7 +85,7 @@ class ReplicaSplit:
     @property
     def is_fixed(self) -> bool:
         """See `Split`."""
-        return self._context.batches.is_reading_ahead
+        return self._replicas.is_moving or self._context.batches.is_reading_ahead
 
     def unit_s(self, measured: MeasuredWork) -> float:
         """See `Split`."""
