@@ -95,9 +95,10 @@ def test_an_exit_handler_that_fails_fails_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_twenty_launches_at_once_share_no_port(tmp_path: Path) -> None:
     """Each job's two ranks meet in their own store; a clash would fail one or join two jobs."""
-    from launching import Launch
+    from launching import RUN, Launch
 
     (tmp_path / "meet.py").write_text(
         "import os, torch.distributed as dist\n"
@@ -109,12 +110,14 @@ def test_twenty_launches_at_once_share_no_port(tmp_path: Path) -> None:
         "print('met', os.environ['PADDLE_TRAINER_ENDPOINTS'], flush=True)\n"
     )
     started = time.monotonic()
-    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path) for i in range(20)]
-    done = [one.wait(110) for one in running]
+    # Sixty processes among themselves; a test that runs beside them in the other process of `make test` goes first.
+    nice = ("nice", "-n", "10", *RUN)
+    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(20)]
+    done = [one.wait(200) for one in running]
     assert [one.code for one in done] == [0] * 20, [one.out for one in done if one.code]
     endpoints = [e for one in done for e in one.out.rpartition("met ")[2].strip().split(",")]
     assert len(set(endpoints)) == 40
-    assert time.monotonic() - started < 110
+    assert time.monotonic() - started < 200
     for one in done:
         one.gone_within(0.5)
 
