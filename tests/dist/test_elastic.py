@@ -318,6 +318,14 @@ def test_a_second_rank_lost_while_the_others_recover(undisturbed: str, where: st
     assert set(values) == {"n0.1", "n0.3"}
 
 
+def test_a_rank_that_freezes_while_the_others_recover_is_fenced(undisturbed: str) -> None:
+    env = {"FREEZE": "1", "PHALANX_PATIENCE_S": "0.5"}
+    frozen = job({"n0.0": (4, "backward"), "n0.2": (4, "agreed")}, members=4, env=env)
+    values = frozen.run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert set(values) == {"n0.1", "n0.3"}
+
+
 def test_a_joiner_waits_while_the_others_finish_what_a_lost_rank_left(undisturbed: str) -> None:
     """The rank that was to give the joiner its state ends; the others have begun the next global batch by then."""
     joined = job({"n0.0": (-1, "send")}, (2,), members=3, env={"SLOW": "1"})
@@ -330,3 +338,10 @@ def test_a_rank_that_ends_while_it_leaves(undisturbed: str) -> None:
     values = job({"n0.2": (5, "commit")}, (), ("n0.2", 5), members=3).run()
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert {value[3] for value in values.values()} == {2}
+
+
+def test_a_rank_lost_right_after_a_joiner_was_taken_in(undisturbed: str) -> None:
+    joined = job({"n0.1": (-1, "recovered")}, (2,), members=2, env={"SLOW": "1"})
+    values = joined.run()
+    assert {value[0] for value in values.values()} == {undisturbed}
+    assert set(values) == {"n0.0", "n0.2"}

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.view import View
-from phalanx.comm import shared_memory
+from phalanx.comm import membership, shared_memory
 from phalanx.comm.store import JobStore, addresses_of, connect_store, open_store, probe
 from phalanx.comm.timeouts import collective_timeout
 from phalanx.errors import ConfigError, PeerLostError, RoleError, did_you_mean
@@ -56,7 +57,10 @@ _backend: str | None = None
 
 _generation = 0
 
-REFORM_TIMEOUT_S = 20.0
+SUSPECT_EVERY_S = 0.1
+"""How often a member that waits for others looks whether it has waited too long."""
+
+REFORM_TIMEOUT_S = 10.0
 """Seconds to wait for the members of a membership epoch, which are alive when it begins."""
 
 FIRST_PREFIX = "phalanx/0/0"
@@ -159,9 +163,7 @@ def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
     store = store_of(view, hashlib.sha256(" ".join(view.ids).encode()).hexdigest()[:12], timeout_s)
     store.set(f"here/{role.rank}", _announcement(role).to_json())
     keys = [f"here/{rank}" for rank in range(role.world_size)]
-    if not store.wait(keys, timeout_s):
-        absent = [view.members[rank].id for rank, key in enumerate(keys) if not store.has([key])]
-        raise PeerLostError(f"membership epoch {view.epoch}: {', '.join(absent)} did not come within {timeout_s:g} s")
+    await_members(store, keys, view, timeout_s)
     try:
         _make_group(role, store, _backend, timedelta(seconds=timeout_s))
     except dist.DistError as error:
@@ -182,6 +184,29 @@ def store_of(view: View, purpose: str, timeout_s: float = REFORM_TIMEOUT_S) -> J
     except dist.DistError as error:
         raise PeerLostError(f"the store of membership epoch {view.epoch} at {view.store} is gone: {error}") from error
     return JobStore(store, view.store, f"phalanx/members/{view.epoch}/{purpose}")
+
+
+def await_members(store: JobStore, keys: Sequence[str], view: View, timeout_s: float) -> None:
+    """Wait until every member of a membership epoch has set its key, and ask about those that are late.
+
+    Args:
+        store: From `store_of`.
+        keys: That of each member, by rank.
+        view: The members.
+        timeout_s: Longest wait.
+
+    Raises:
+        PeerLostError: If one does not come, or the launcher says meanwhile that it is lost.
+    """
+    began = time.monotonic()
+    while not store.wait(keys, SUSPECT_EVERY_S):
+        waited = time.monotonic() - began
+        absent = [rank for rank, key in enumerate(keys) if not store.has([key])]
+        if (own := membership.current()) is not None:
+            own.suspect(absent, waited)
+        if waited > timeout_s:
+            ids = ", ".join(view.ids[rank] for rank in absent)
+            raise PeerLostError(f"membership epoch {view.epoch}: {ids} did not come within {waited:.0f} s")
 
 
 def generation() -> int:

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _NEEDED_BY_TORCH = (
@@ -71,7 +71,11 @@ def _load_libraries(folder: Path) -> None:
         ctypes.CDLL(str(folder / "libtorch_python.so"))
 
 
-def preload() -> None:
+ELASTIC = ("torch._dynamo", "phalanx.parallel.distribute")
+"""What a rank that joins a running job would otherwise import for itself, for a second while the others wait for it."""
+
+
+def preload(further: Sequence[str] = ()) -> None:
     """Import torch and what the first collective needs, and leave one thread and a frozen heap behind.
 
     Raises:
@@ -87,6 +91,9 @@ def import_torch() -> None:
     """Import torch and what the first collective needs, its libraries loaded by a second thread meanwhile.
 
     A CUDA build finds its own libraries in an order of its own, so there the head start is left out.
+
+    Args:
+        further: Modules to import after it; one that is missing is for whoever needs it to report.
 
     Raises:
         ImportError: If torch cannot be imported.
@@ -104,3 +111,6 @@ def import_torch() -> None:
 
     if loader is not None:
         loader.join()
+    for name in further:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)

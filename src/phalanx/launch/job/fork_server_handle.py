@@ -28,6 +28,7 @@ class ForkServerHandle:
     def __init__(self) -> None:
         """Start the server; it waits for `configure` before it loads a library that reads the environment."""
         self._environment: dict[str, str] = {}
+        self._preload: Sequence[str] = ()
         self._boot()
 
     def _boot(self) -> None:
@@ -50,16 +51,16 @@ class ForkServerHandle:
         # Should the server itself be killed, what its children left behind comes to us.
         linux.adopt_orphans()
 
-    def configure(self, environment: dict[str, str]) -> None:
-        """Fix the environment in which torch is loaded, and let the server load it."""
-        self._environment = environment
-        self._send({"configure": environment})
+    def configure(self, environment: dict[str, str], *, preload: Sequence[str] = ()) -> None:
+        """Fix the environment in which torch is loaded, and let the server load it, and further modules."""
+        self._environment, self._preload = environment, preload
+        self._send({"configure": environment, "preload": list(preload)})
 
     def restart(self) -> None:
         """Start another server in place of one that died, in the environment of the first."""
         self.close()
         self._boot()
-        self.configure(self._environment)
+        self.configure(self._environment, preload=self._preload)
 
     def spawn(self, name: str, target: str, fds: Sequence[int] = (), **details: Any) -> None:
         """Ask for a child; the answer comes as an event. `fds` stay open here."""

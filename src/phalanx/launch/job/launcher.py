@@ -19,6 +19,7 @@ from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PeerLostError, PhalanxError
 from phalanx.i18n import language, tr
+from phalanx.launch import preload
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangSettings, HangWatch
@@ -130,7 +131,8 @@ class Launcher:
         """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
-        self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": language()})
+        environment = {"OMP_NUM_THREADS": threads, "PHALANX_LANG": language()}
+        self._server.configure(environment, preload=() if request.elastic is None else preload.ELASTIC)
         source = "from your environment" if chosen else f"of {host.cores} cores"
         setting = f"OMP_NUM_THREADS={threads} for each process ({source})"
         if request.mode == "ps" or request.gpus or self._options.nproc_per_node is not None:

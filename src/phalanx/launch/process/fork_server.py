@@ -3,7 +3,8 @@
 It has one thread, forks from it, and never touches CUDA. It serves one launcher over one socket; when that socket
 closes, for whatever reason, it kills everything it ever started, and what that started, and ends.
 
-    launcher -> server   {"configure": {name: value}}                     environment, before libraries are loaded
+    launcher -> server   {"configure": {name: value}, "preload": [...]}   environment, before libraries are loaded;
+                                                                          further modules to import
                          {"spawn": id, "target": ..., ...} + descriptors   see `entry.run_child`
                          {"signal": number, "ids": [...]}                  to the process groups of these
     server -> launcher   {"spawned": id, "pid": n}
@@ -121,7 +122,7 @@ def main() -> None:
         return
     os.environ.update(first[0]["configure"])
     try:
-        preload.preload()
+        preload.preload(first[0].get("preload", ()))
     except ImportError as error:
         wire.send(launcher, {"fatal": f"torch cannot be imported: {error}"})
         return

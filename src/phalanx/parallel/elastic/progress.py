@@ -1,4 +1,4 @@
-"""`MemberProgress`, `Agreement`: what members tell each other in a new membership epoch, and what follows (pure)."""
+"""`MemberProgress`, `Agreement`: what the members of a membership epoch tell each other, and what follows (pure)."""
 
 from __future__ import annotations
 

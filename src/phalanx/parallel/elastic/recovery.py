@@ -36,8 +36,8 @@ logger = logging.getLogger("phalanx.parallel")
 
 ResultT = TypeVar("ResultT")
 
-SUSPECT_EVERY_S = 0.1
-"""How often a member that waits for the progress of others looks whether it has waited too long."""
+MOST_ATTEMPTS = 5
+"""How often members of one view meet again after their groups were not formed."""
 
 LOSS_S = 5.0
 """How long after an error of another backend the launcher may take to say that a member is lost."""
@@ -103,8 +103,8 @@ class ElasticRecovery:
     _is_whole: bool = False
     """Whether this rank has the sums over all replicas of the open global batch."""
 
-    _waiting: View | None = None
-    """The view in use with those that join, who wait until the open global batch is complete."""
+    _waiting: tuple[View, int] | None = None
+    """The view in use with those that join, who wait until the others begin a global batch, and their attempt."""
 
     _commit_at: float | None = None
 
@@ -215,7 +215,8 @@ class ElasticRecovery:
             self.replicas.take_over(self._shares, self.context.rank)
             self._shares = None
         elif self.committed > self._took_over and self._waiting is not None:
-            self._recover(view=self._waiting, attempt=1, is_between=True)
+            view, attempt = self._waiting
+            self._recover(view=view, attempt=attempt, is_between=True)
         elif self.committed > self._took_over and self._is_moved:
             self._reassign()
 
@@ -252,7 +253,7 @@ class ElasticRecovery:
         Args:
             is_open: Whether this rank has gradients of a global batch that is not committed.
             view: The members; the newest that comes where one was lost.
-            attempt: 1 where those that were to join had to wait in this epoch.
+            attempt: How often members of this view have met before.
             is_between: Whether this rank is about to begin a global batch.
             is_joining: Whether this rank joins.
             is_call_complete: Whether this rank has the result of the repeatable call that is under way.
@@ -282,11 +283,19 @@ class ElasticRecovery:
                     attempt += 1
                     continue
                 self._form(view, everyone, agreement, is_joining=is_joining)
+                has_all = len(agreement.members) == len(view.members)
+                self._waiting = None if has_all else (view, attempt + 1)
                 break
             except RuntimeError as error:
-                if is_joining or not self.lose(error):
+                is_lost = is_joining or self.lose(error)
+                newer = self.membership.await_newer(view.epoch, LOSS_S)
+                if not is_lost or (newer is not None and is_joining) or attempt > MOST_ATTEMPTS:
                     raise
-                failure, view = self.failure, None
+                if newer is None:  # one did not come, and is asked about when the others meet again
+                    logger.warning("meeting again: %s", error)
+                    attempt += 1
+                else:
+                    failure, view = self.failure, None
         self.failure = None
         is_whole = self._continue(mine, agreement)
         again = 0 if is_whole or not is_open else len(self.replicas.local) - len(mine.computed)
@@ -323,20 +332,12 @@ class ElasticRecovery:
             return [mine]
         store = process_group.store_of(view, f"progress/{attempt}")
         store.set(self.membership.id, mine.to_json())
-        started = time.monotonic()
-        while not store.wait(view.ids, SUSPECT_EVERY_S):
-            waited = time.monotonic() - started
-            absent = [rank for rank, id in enumerate(view.ids) if not store.has([id])]
-            self.membership.suspect(absent, waited)
-            if waited > collective_timeout().total_seconds():
-                ids = ", ".join(view.ids[rank] for rank in absent)
-                raise PeerLostError(f"membership epoch {view.epoch}: {ids} did not come within {waited:.0f} s")
+        process_group.await_members(store, view.ids, view, collective_timeout().total_seconds())
         return [MemberProgress.from_json(store.get(id)) for id in view.ids]
 
     def _form(self, view: View, everyone: list[MemberProgress], agreement: Agreement, *, is_joining: bool) -> None:
         """Form the groups of those that go on now, and give those of them that join the state of another."""
         self.context.take_view(view.part(agreement.members))
-        self._waiting = None if len(agreement.members) == len(view.members) else view
         use_mesh_of(self.context)
         if len(agreement.members) > 1:
             gradient_group(self.context)
