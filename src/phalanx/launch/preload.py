@@ -78,11 +78,17 @@ ELASTIC = ("torch._dynamo", "phalanx.parallel.distribute")
 def preload(further: Sequence[str] = ()) -> None:
     """Import torch and what the first collective needs, and leave one thread and a frozen heap behind.
 
+    Args:
+        further: Modules to import after it; one that is missing is for whoever needs it to report.
+
     Raises:
         ImportError: If torch cannot be imported.
     """
     gc.disable()
     import_torch()
+    for name in further:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     # Objects made so far are never collected: the children share their pages and their collector is faster.
     gc.freeze()
 
@@ -91,9 +97,6 @@ def import_torch() -> None:
     """Import torch and what the first collective needs, its libraries loaded by a second thread meanwhile.
 
     A CUDA build finds its own libraries in an order of its own, so there the head start is left out.
-
-    Args:
-        further: Modules to import after it; one that is missing is for whoever needs it to report.
 
     Raises:
         ImportError: If torch cannot be imported.
@@ -111,6 +114,3 @@ def import_torch() -> None:
 
     if loader is not None:
         loader.join()
-    for name in further:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
