@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,14 +155,49 @@ def total(output: Any) -> Tensor:
 def test_buffers_outputs_and_random_numbers_of_python_come_back(changed: Any, phase: str) -> None:
     def gradients(trap: str) -> list[Tensor]:
         torch.manual_seed(0)
-        random.seed(0)
         net = Around(changed)
         px.distribute(net)
+        random.seed(0)
         for _ in range(3):
             total(net(torch.randn(4, 8))).backward()
         Trap.set(trap, 3)
         total(net(torch.randn(4, 8))).backward()
         return [param.grad for param in net.parameters() if param.grad is not None] + [net.seen]
+
+    for one, other in zip(gradients(""), gradients(phase), strict=True):
+        assert torch.equal(one, other)
+
+
+class Drawing(nn.Module):
+    """A block whose output depends on a buffer that it changes, and on random numbers of Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), Trap()])
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.9).add_(x.detach().mean(0))
+        for layer in self.layers:
+            x = layer(x + self.seen)
+        return torch.tanh(x) * random.random() + x * float(np.random.random())
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_recomputed_block_reads_the_buffers_and_draws_the_numbers_of_its_first_pass(phase: str) -> None:
+    def gradients(trap: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[Drawing() for _ in range(4)])
+        px.distribute(net)
+        random.seed(0)  # the first job of a process draws some of its own
+        np.random.seed(0)
+        for _ in range(4):
+            Trap.set(trap, 2)
+            net(torch.randn(4, 8)).mean().backward()
+        guard = model_record(net).memory_guard
+        assert guard is not None
+        assert not trap or not guard.remedies.remain()
+        return [param.grad for param in net.parameters() if param.grad is not None] + list(net.buffers())
 
     for one, other in zip(gradients(""), gradients(phase), strict=True):
         assert torch.equal(one, other)

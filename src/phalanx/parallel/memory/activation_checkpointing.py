@@ -2,7 +2,7 @@
 
 A checkpointed module keeps its inputs only. `selective` also keeps the results of matrix products, convolutions and
 attention, which are what is expensive to compute again (Korthikanti et al., arXiv:2205.05198, section 5).
-Random numbers and autocast are the same in both passes, and buffers, such as batch-norm statistics, move once.
+Random numbers, autocast and buffers that a module reads are the same in both passes, and buffers move once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.data.forward_hooks import Forward, buffers_kept, wrap_forward
+from phalanx.parallel.memory.pass_state import ModuleState
 from phalanx.parallel.tensor.context import active_sequence_shard
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule, matches
@@ -120,13 +121,13 @@ def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:
     first, again = (
         create_selective_checkpoint_contexts(_saved_operators()) if selective else (nullcontext(), nullcontext())
     )
-    return first, _repeat(again, module, active_sequence_shard())
+    return first, _repeat(again, module, active_sequence_shard(), ModuleState(module))
 
 
 @contextmanager
-def _repeat(around: Context, module: nn.Module, part: Context) -> Iterator[None]:
-    """Compute again without moving the module's buffers again, on the part of the sequence that it was."""
-    with buffers_kept(module), around, part:
+def _repeat(around: Context, module: nn.Module, part: Context, before: ModuleState) -> Iterator[None]:
+    """Compute again from the state before, on the same part of a sequence; buffers do not move again."""
+    with buffers_kept(module), before.again(), around, part:
         yield
 
 

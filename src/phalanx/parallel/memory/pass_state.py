@@ -43,8 +43,13 @@ class _KeptBuffer:
             # .data leaves the version counter alone: a graph may have saved the buffer.
             stored(self.buffer.data).copy_(self.value)
             self.owner._buffers[self.name] = self.buffer
-        elif self.is_changed():
-            raise CannotRepeatError(f"buffer {self.name!r} of {type(self.owner).__name__} changed for the first time")
+        elif self.buffer._version == self.version:  # another tensor may have taken its place
+            self.owner._buffers[self.name] = self.buffer
+        else:
+            raise CannotRepeatError(
+                f"buffer {self.name!r} of {type(self.owner).__name__} was changed by a forward pass, and its value "
+                "before was not kept"
+            )
 
 
 class ChangingBuffers:
@@ -130,6 +135,46 @@ def _other_states() -> list[tuple[Callable[[Any], Any], Any]]:
 
 def _restore(setter: Callable[[Any], Any], state: Any) -> Restore:
     return lambda: setter(state)
+
+
+class ModuleState:
+    """What a module's forward pass begins with beside what torch's checkpoints keep.
+
+    That is buffers that it reads and may change, and random numbers of Python and NumPy.
+    """
+
+    _MOST_ELEMENTS = 1 << 16
+    """Of a buffer that is copied, changed or not; of a larger one a change in place is an error."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._random_states = [_restore(setter, state) for setter, state in _other_states()]
+        self._buffers = [
+            _KeptBuffer(
+                owner,
+                name,
+                buffer,
+                stored(buffer.detach()).clone() if buffer.numel() <= self._MOST_ELEMENTS else None,
+                buffer._version,
+            )
+            for owner in module.modules()
+            if not isinstance(owner, _NormBase)  # in training it does not read its statistics
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Begin the block with that state; random numbers are afterwards what they were before it."""
+        now = [_restore(setter, state) for setter, state in _other_states()]
+        for entry in self._buffers:
+            entry.restore()
+        for restore in self._random_states:
+            restore()
+        try:
+            yield
+        finally:
+            for restore in now:
+                restore()
 
 
 def _nothing() -> None:
