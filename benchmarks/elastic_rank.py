@@ -156,9 +156,9 @@ def mark_recovery(faults: Faults) -> None:
 
     faults.around(replica_round, "_all_reduce", "reduce")
     faults.around(replica_round, "exchange_sums", "reduce")
-    faults.around(recovery.Recovery, "_commit", "commit", after="committed")
-    faults.around(recovery.Recovery, "_exchange", "recover", after="agreed")
-    faults.around(recovery.Recovery, "_continue", "formed", after="recovered")
+    faults.around(recovery.ElasticRecovery, "_commit", "commit", after="committed")
+    faults.around(recovery.ElasticRecovery, "_exchange", "recover", after="agreed")
+    faults.around(recovery.ElasticRecovery, "_continue", "formed", after="recovered")
     faults.around(recovery, "send_state", "send", after="sent")
     faults.around(recovery, "receive_state", "receive", after="received")
 
