@@ -130,6 +130,7 @@ class ElasticJob:
         return [message["view"] for message in self.seen(member) if "view" in message]
 
     def environment(self, member: str) -> dict[str, str]:
+        self.wait_until(lambda: self.seen(member))
         found: dict[str, str] = self.seen(member)[0]["environment"]
         return found
 

@@ -40,6 +40,19 @@ def test_a_killed_rank_is_left_out_and_replaced_while_the_others_go_on(tmp_path:
     assert job.end().code == 0
 
 
+def test_a_joiner_whose_peers_finish_before_they_take_it_in_ends_with_the_job(tmp_path: Path) -> None:
+    job = start(tmp_path, "-n", "1:2", script_arguments=("silent",))
+    job.wait_for_view("n0.1", 0)
+    job.kill("n0.1")
+    job.wait_for_view("n0.0", 1)
+    took_up = {"epoch": 1, "step": 7, "seconds": 0.1, "redone": 0, "lost": ["n0.1"], "new": []}
+    job.say("n0.0", joined=took_up)
+    job.wait_for_view("n0.2", 2)
+    job.say("n0.0", exit=0)
+    job.end_nodes()
+    assert job.launcher.code == 0
+
+
 def test_two_ranks_that_die_together_make_one_view(tmp_path: Path) -> None:
     job = start(tmp_path, "-n", "1:4", "--max_restarts", "0")
     job.wait_for_view("n0.3", 0)

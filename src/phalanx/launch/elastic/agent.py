@@ -126,7 +126,8 @@ class ElasticAgent:
         if ended.code == 0 or (member_id in self._done and ended.code < 0):
             self.group.record("finish", member_id)
         elif member_id in self._dismissed:
-            self.group.record("lose", member_id, "not needed")
+            if member_id not in self.membership.finished:
+                self.group.record("lose", member_id, "not needed")
         elif fence is not None:
             self._lose(member_id, fence)
         elif self._is_fatal(ended):
@@ -187,6 +188,7 @@ class ElasticAgent:
             if self.membership.view is not None and not self.membership.refusal:
                 self._start_joiners(now)
                 self._dismiss(self.membership.surplus_joiners(self.node))
+                self._dismiss_stranded()
         if self.membership.refusal:
             self._refuse()
 
@@ -341,6 +343,15 @@ class ElasticAgent:
         if unneeded:
             self._dismissed.update(unneeded)
             self.rank_host.signal_members(unneeded, signal.SIGKILL)
+
+    def _dismiss_stranded(self) -> None:
+        """End joiners of a view of which all others have finished: nobody is left who has the state of the job."""
+        active = self.membership.active
+        if self.membership.has_finished and not any(i in self.membership.took_up or i in self.initial for i in active):
+            own = [i for i in active if i in self._channels]
+            for member_id in own:
+                self.group.record("finish", member_id)
+            self._dismiss(own)
 
     def _scale(self, targets: dict[int, int], reason: str) -> None:
         self.group.record("scale", [list(item) for item in targets.items()], reason)
