@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_a_port_in_use_is_named_with_its_owner(folder: Path) -> None:
         done = launch(folder, "--http_port", str(port), "train.py")
     assert done.code == 2
     assert re.search(
-        rf"--http_port {port} on 127\.0\.0\.1 is in use by pid \d+ \(.*pytest.*\)\. End that process", done.err
+        rf"--http_port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \(.*python.*\)\. End that process", done.err
     )
 
 
