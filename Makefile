@@ -31,7 +31,8 @@ quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
 
 # A file's tests share what it starts, so files are dealt out whole; the short ones come last and even out the ends.
 test: $(STAMP)   ## the whole suite, in two processes side by side
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/browser tests/dist tests/unit
+	$(BIN)/python -m pytest tests/fault
 
 test-unit: $(STAMP)  ## pure parts, no process
 	$(BIN)/python -m pytest tests/unit
