@@ -29,9 +29,9 @@ setup: $(STAMP)  ## make .venv and install phalanx into it
 quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
 	$(BIN)/phalanx run -n 2 examples/resnet/train.py --data digits --layers 18 --width 16 --epochs 10 --lr 0.05 --global-batch 32
 
-# A file's tests share what it starts, so files are dealt out whole; the short ones come last and even out the ends.
+# Real kills and freezes come last, by themselves: what waits for them must not wait for the rest of the suite too.
 test: $(STAMP)   ## the whole suite, in two processes side by side
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/browser tests/dist tests/unit
+	tests/side_by_side $(BIN)/python
 	$(BIN)/python -m pytest tests/fault
 
 test-unit: $(STAMP)  ## pure parts, no process

@@ -114,7 +114,7 @@ def test_a_rank_that_works_is_named_and_the_job_goes_on_and_everyone_may_ask(
 
 def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path) -> None:
     script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", "time.sleep(4)")
-    (tmp_path / "train.py").write_text(script + "steps(50)\n")
+    (tmp_path / "train.py").write_text(script + "steps(50)\ntime.sleep(3)\n")
     done = launch(tmp_path, "-n", "2", "--hang_after", "1", "--hang_timeout", "30", "train.py")
     assert done.code == 0, done.out
     assert "rank 1 is at train.py" in report_of(done)

@@ -94,9 +94,8 @@ class TrainStep:
         applied = applied_to(model)
         check_reduction(loss_fn, applied)
         is_collective = applied is not None and applied.pipeline is None and not context.current().role.server_endpoints
-        is_collective &= (
-            context.current().recovery is None
-        )  # one that joins makes its first step when others are further
+        if is_collective and context.current().recovery is not None:
+            is_collective = False  # one that joins makes its first step when others are further
         # A step that is compiled or captured must not look at values.
         is_traced = compiled or captured
         checked = on_logits if is_traced else partial(LabelCheckedLoss, is_collective=is_collective)
