@@ -197,7 +197,7 @@ def _member_main(connection: socket.socket, fn: Callable[..., Any], args: tuple[
 
 def tell(kind: str, **values: Any) -> None:
     """Tell the stand-in something, from a member."""
-    from phalanx.comm import membership
+    from phalanx.comm.elastic import membership
 
     current = membership.current()
     assert current is not None

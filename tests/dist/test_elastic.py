@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from elastic_job import ElasticJob, tell
 from phalanx.checkpoint import saving
-from phalanx.comm import membership
+from phalanx.comm.elastic import membership
 from phalanx.errors import PeerLostError
 from phalanx.parallel.elastic import recovery
 from phalanx.parallel.step.gate import has_updated

@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 import phalanx as px
 from phalanx.comm import context
-from phalanx.comm.batches import Batches
-from phalanx.comm.passes import Passes
+from phalanx.comm.batch.batches import Batches
+from phalanx.comm.batch.passes import Passes
 from phalanx.errors import PhalanxError
 from phalanx.parallel.session import session
 from ranks import run_ranks

@@ -15,7 +15,7 @@ from benchmarks.wrong_numbers_rank import Job
 from launching import BIN
 from phalanx.diagnose.verify.compare import compare_runs
 from phalanx.diagnose.verify.records import RecordedRun, read_run
-from phalanx.diagnose.verify.verdict import Verdict
+from phalanx.diagnose.verify.verdict import RunVerdict
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.observe.recorder import RecordRequest, record_steps
 from phalanx.plan.files import save_plan
@@ -39,7 +39,7 @@ def record(folder: Path, fault: str, engine: str, ranks: int, *, perturb: bool =
     return read_run(f"{ranks} ranks", folder, ranks)
 
 
-def verify(folder: Path, fault: str, engine: str, ranks: int = 2, **env: str) -> Verdict:
+def verify(folder: Path, fault: str, engine: str, ranks: int = 2, **env: str) -> RunVerdict:
     alone = record(folder / "1", fault, engine, 1, **env)
     control = None if env else record(folder / "control", fault, engine, 1, perturb=True)
     return compare_runs(alone, record(folder / "n", fault, engine, ranks, **env), control)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.view import View
-from phalanx.comm.membership import MembershipClient
-from phalanx.comm.replicas import Replicas, ReplicaTurn, assign_replicas
-from phalanx.comm.shared_state import collect_state, load_state, share_with_joiners
+from phalanx.comm.batch.replicas import Replicas, ReplicaTurn, assign_replicas
+from phalanx.comm.elastic.membership import MembershipClient
+from phalanx.comm.elastic.shared_state import collect_state, load_state, share_with_joiners
 from phalanx.errors import PeerLostError
 from phalanx.parallel.data.replica_sums import PartialSums
 from phalanx.parallel.elastic.progress import share_out

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.cgroup import ControlGroups
-from phalanx.comm.replicas import Replicas, assign_replicas
-from phalanx.comm.sample_split import START, SampleSplit, split_rows
+from phalanx.comm.batch.replicas import Replicas, assign_replicas
+from phalanx.comm.batch.sample_split import START, SampleSplit, split_rows
 from phalanx.comm.waiting import waits
 from phalanx.errors import PlanError, StrategyError
 from phalanx.launch.job import registry

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.comm.replicas import Replicas, ReplicaTurn, assign_replicas
+from phalanx.comm.batch.replicas import Replicas, ReplicaTurn, assign_replicas
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.replica_sums import PartialSums, branches, is_one_branch_each, wide
 

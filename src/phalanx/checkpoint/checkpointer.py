@@ -13,7 +13,7 @@ from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks, is_elastic
 from phalanx.checkpoint.saving import check_count, save_training
 from phalanx.checkpoint.state.capture import TrainingState
-from phalanx.comm.shared_state import share_with_joiners
+from phalanx.comm.elastic.shared_state import share_with_joiners
 from phalanx.parallel.optim.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")

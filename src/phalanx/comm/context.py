@@ -16,14 +16,15 @@ import torch.distributed as dist
 from phalanx.cluster.env.settings import warn_unsupported
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.view import View
-from phalanx.comm import agreement, membership, process_group, threads
-from phalanx.comm.batches import Batches
-from phalanx.comm.batches import BatchShare as BatchShare
+from phalanx.comm import agreement, process_group, threads
+from phalanx.comm.batch.batches import Batches
+from phalanx.comm.batch.batches import BatchShare as BatchShare
+from phalanx.comm.batch.passes import Passes
+from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.batch.sample_split import SampleSplit
+from phalanx.comm.elastic import membership
+from phalanx.comm.elastic.membership import MembershipClient
 from phalanx.comm.logging_setup import speak
-from phalanx.comm.membership import MembershipClient
-from phalanx.comm.passes import Passes
-from phalanx.comm.replicas import Replicas
-from phalanx.comm.sample_split import SampleSplit
 from phalanx.errors import ConfigError, InternalError
 
 logger = logging.getLogger("phalanx.comm")

@@ -23,7 +23,8 @@ from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.view import View
-from phalanx.comm import membership, shared_memory
+from phalanx.comm import shared_memory
+from phalanx.comm.elastic import membership
 from phalanx.comm.store import JobStore, addresses_of, connect_store, open_store, probe
 from phalanx.comm.timeouts import collective_timeout
 from phalanx.errors import ConfigError, PeerLostError, RoleError, did_you_mean

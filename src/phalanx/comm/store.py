@@ -16,7 +16,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from phalanx.cluster import network
 from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.role.role import Role
-from phalanx.comm.membership import check_members
+from phalanx.comm.elastic.membership import check_members
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 from phalanx.i18n import tr
 

@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 import phalanx.comm.context as context_of
 from phalanx.cluster.env.environment import Environment
 from phalanx.comm.agreement import agree
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
-from phalanx.comm.replicas import Replicas
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement

@@ -15,9 +15,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.comm import membership as members
+from phalanx.comm.batch.replicas import Replicas, assign_replicas
 from phalanx.comm.context import Context
-from phalanx.comm.replicas import Replicas, assign_replicas
+from phalanx.comm.elastic import membership as members
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.elastic.peer_state import schedulers_of
 from phalanx.parallel.elastic.recovery import ElasticRecovery

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from phalanx.comm.event_file import EVENTS_VARIABLE, append_line, open_events
+from phalanx.comm.events.event_file import EVENTS_VARIABLE, append_line, open_events
 from phalanx.errors import ConfigError
 from phalanx.parallel import session
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from phalanx.comm.elastic.membership import current as current_membership
 from phalanx.comm.labels import current_label, label_calls
-from phalanx.comm.membership import current as current_membership
 from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, to_reduce
 from phalanx.comm.shared_memory.native import MEMBERS_S, Native

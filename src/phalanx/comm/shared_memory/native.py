@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from phalanx.comm.membership import current as current_membership
+from phalanx.comm.elastic.membership import current as current_membership
 
 logger = logging.getLogger("phalanx.comm")
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx.comm import crossed, membership
+from phalanx.comm import crossed
+from phalanx.comm.elastic import membership
 from phalanx.comm.shared_memory import hosts
 from phalanx.comm.shared_memory.buffers import (
     BufferView,

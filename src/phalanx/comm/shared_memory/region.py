@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from phalanx.comm.membership import check_members
+from phalanx.comm.elastic.membership import check_members
 from phalanx.errors import PeerLostError
 
 if TYPE_CHECKING:

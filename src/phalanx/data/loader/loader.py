@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
-from phalanx.comm.batches import Iteration
+from phalanx.comm.batch.batches import Iteration
+from phalanx.comm.batch.replicas import ReplicaTurn
 from phalanx.comm.context import BatchShare
-from phalanx.comm.replicas import ReplicaTurn
-from phalanx.comm.shared_state import share_with_joiners
+from phalanx.comm.elastic.shared_state import share_with_joiners
 from phalanx.data.loader.options import LoaderOptions
 from phalanx.data.loader.replica_turns import Loaded, elastic_turns, replica_turns
 from phalanx.data.samples.batch import to_device

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import BatchShare
-from phalanx.comm.replicas import Replicas
 from phalanx.data.loader.fetch import PipelineFetcher, RequestLoader, SampleFetcher, load_stream
 from phalanx.data.pipeline.order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline.pipeline import Pipeline, PipelineMethods

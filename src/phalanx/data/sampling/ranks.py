@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from phalanx.cluster.role.role import Role
 from phalanx.comm import context
-from phalanx.comm.replicas import Replicas
-from phalanx.comm.sample_split import SampleSplit
+from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.batch.sample_split import SampleSplit
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
 

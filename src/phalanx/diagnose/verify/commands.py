@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from phalanx.diagnose.verify.runs import ComparedRun, checked_out, record_run
-from phalanx.diagnose.verify.verdict import Verdict
+from phalanx.diagnose.verify.verdict import RunVerdict
 
 _SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _CONTEXT: dict[str, Any] = {
@@ -106,7 +106,7 @@ def _pair(
 
 def _verify(
     first: ComparedRun, second: ComparedRun, folder: Path, steps: int, timeout_s: float, *, control: bool
-) -> Verdict:
+) -> RunVerdict:
     from phalanx.diagnose.verify.compare import compare_runs
 
     specs = {"first": first, "second": second}

@@ -8,7 +8,7 @@ from phalanx.diagnose.verify import between_ranks, between_runs
 from phalanx.diagnose.verify.data_checks import check_data
 from phalanx.diagnose.verify.records import RecordedRun, Step, readers_of
 from phalanx.diagnose.verify.tolerance import Tolerance, base_tolerance, floor, measure_control, relative
-from phalanx.diagnose.verify.verdict import DifferenceCause, FirstDifference, Verdict
+from phalanx.diagnose.verify.verdict import DifferenceCause, FirstDifference, RunVerdict
 from phalanx.errors import ConfigError
 
 _MAY_BE_KINKS = (DifferenceCause.BACKWARD, DifferenceCause.REDUCTION)
@@ -19,7 +19,7 @@ _CHAOS = 0.05
 """Relative difference by rounding alone beyond which a comparison says nothing."""
 
 
-def compare_runs(first: RecordedRun, second: RecordedRun, control: RecordedRun | None = None) -> Verdict:
+def compare_runs(first: RecordedRun, second: RecordedRun, control: RecordedRun | None = None) -> RunVerdict:
     """Compare two runs.
 
     Args:
@@ -103,9 +103,9 @@ class _Comparison:
         steps = self._first.steps[following], self._second.steps[following]
         return between_runs.check_gradients(*steps, following, self._tolerance) is None
 
-    def verdict(self, steps: int, difference: FirstDifference | None) -> Verdict:
+    def verdict(self, steps: int, difference: FirstDifference | None) -> RunVerdict:
         """Return the result after so many steps."""
-        return Verdict(
+        return RunVerdict(
             runs=(self._first.label, self._second.label),
             steps=steps,
             is_exact=self._is_exact,

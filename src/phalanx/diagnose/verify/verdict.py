@@ -1,4 +1,4 @@
-"""`Verdict`: the result of a comparison: equal, or the first difference with its likely cause."""
+"""`RunVerdict`: the result of a comparison: equal, or the first difference with its likely cause."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FirstDifference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RunVerdict:
     """Whether two runs are equal."""
 
     runs: tuple[str, str]

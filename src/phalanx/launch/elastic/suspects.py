@@ -16,7 +16,7 @@ LOOK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SuspectVerdict:
     """What became of a suspicion."""
 
     member: Member
@@ -63,13 +63,13 @@ class Suspects:
         self._cases.pop(member_id, None)
         self._spoke_at.pop(member_id, None)
 
-    def verdicts(self, now: float) -> list[Verdict]:
+    def verdicts(self, now: float) -> list[SuspectVerdict]:
         """Return the cases that are clear, and close them."""
         clear = []
         for case in list(self._cases.values()):
             verdict = self._judge(case, now)
             if verdict is not None:
-                clear.append(Verdict(case.member, *verdict, tuple(sorted(case.reporters))))
+                clear.append(SuspectVerdict(case.member, *verdict, tuple(sorted(case.reporters))))
                 del self._cases[case.member.id]
         return clear
 

@@ -19,11 +19,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
+from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.batch.sample_split import START, BatchPosition, SampleSplit, split_rows
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
-from phalanx.comm.event_file import append_event
-from phalanx.comm.replicas import Replicas
-from phalanx.comm.sample_split import START, BatchPosition, SampleSplit, split_rows
+from phalanx.comm.events.event_file import append_event
 from phalanx.parallel.balance.headroom import Headroom, gradient_bytes
 from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
 from phalanx.parallel.session import distributed_models

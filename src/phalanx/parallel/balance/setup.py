@@ -6,8 +6,8 @@ import weakref
 
 from torch.optim import Optimizer
 
+from phalanx.comm.batch.sample_split import SampleSplit
 from phalanx.comm.context import Context
-from phalanx.comm.sample_split import SampleSplit
 from phalanx.parallel.balance.load_balance import LoadBalance, ReplicaSplit, RowSplit
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import StepPhase, session

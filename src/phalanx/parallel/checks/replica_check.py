@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.comm import membership
+from phalanx.comm.elastic import membership
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.compare import ReplicatedTensors, broadcast_first, difference, may_differ
 from phalanx.parallel.model_shape import is_handle, is_module_held

@@ -33,7 +33,7 @@ from itertools import accumulate, count
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.backward_end import at_backward_end, is_repeated
+from phalanx.comm.batch.backward_end import at_backward_end, is_repeated
 from phalanx.comm.context import Context
 from phalanx.comm.labels import label_calls
 from phalanx.comm.waiting import waits

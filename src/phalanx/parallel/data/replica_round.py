@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.comm.backward_end import at_backward_end
+from phalanx.comm.batch.backward_end import at_backward_end
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
+from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group, group_of
-from phalanx.comm.membership import wait_for
-from phalanx.comm.replicas import Replicas
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group
-from phalanx.comm.membership import wait_for
 
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch 2.13 renames it, and warns at the old name."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import phalanx.comm.context as context_of
-from phalanx.comm.batches import Shares, row_weight_of
+from phalanx.comm.batch.batches import Shares, row_weight_of
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError

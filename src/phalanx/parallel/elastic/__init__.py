@@ -1,5 +1,5 @@
 """Elastic training: ranks leave and join while the others go on, with the same result.
 
-In: the launcher's views (`comm.membership`) and the logical replicas of the job. Out: global batches that are computed
-once, by whoever is left, and joiners with the state of a peer. Start with `recovery`.
+In: the launcher's views (`comm.elastic.membership`) and the logical replicas of the job. Out: global batches that are
+computed once, by whoever is left, and joiners with the state of a peer. Start with `recovery`.
 """

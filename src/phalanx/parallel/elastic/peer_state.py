@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.comm.shared_state import collect_state, load_state, share_with_joiners
+from phalanx.comm.elastic.shared_state import collect_state, load_state, share_with_joiners
 from phalanx.errors import ConfigError
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.ps.snapshot.dense import pack_tree, unpack_tree

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from phalanx.cluster.view import View
 from phalanx.comm import process_group
+from phalanx.comm.batch.replicas import Replicas, assign_replicas
 from phalanx.comm.context import Context
+from phalanx.comm.elastic.membership import MembershipClient, wait_for
 from phalanx.comm.groups import name_axes
-from phalanx.comm.membership import MembershipClient, wait_for
-from phalanx.comm.replicas import Replicas, assign_replicas
 from phalanx.comm.timeouts import collective_timeout
 from phalanx.errors import PeerLostError
 from phalanx.parallel.data.replica_round import gradient_group

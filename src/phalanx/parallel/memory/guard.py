@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import phalanx.comm.context as context_of
 from phalanx.comm.call_count import calls_issued
-from phalanx.comm.run_events import record_event
+from phalanx.comm.events.run_events import record_event
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
 from phalanx.parallel.memory.graphs import Node
 from phalanx.parallel.memory.pass_state import CannotRepeatError, PassState, StateKeeper

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import phalanx.comm.context as context_of
-from phalanx.comm.backward_end import forget_interrupted, repeated_pass
+from phalanx.comm.batch.backward_end import forget_interrupted, repeated_pass
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
 from phalanx.parallel.memory.graphs import Node, leaves_of, reach, release
 from phalanx.parallel.memory.guard import MARK, GuardedPass, MemoryGuard, last_nodes, running

@@ -23,8 +23,8 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
-from phalanx.comm.replicas import Replicas
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
 from phalanx.errors import ConfigError, CorruptionError
 from phalanx.parallel.numerics.audit_payload import (

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.groups import Group
-from phalanx.comm.replicas import Replicas
 from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, is_one_branch_each, scatter_sums, wide
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.comm import context
-from phalanx.comm.batches import BatchShare
+from phalanx.comm.batch.batches import BatchShare
 
 
 class RoundLoss:

@@ -34,7 +34,7 @@ from phalanx.checkpoint.replay import replay_request
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
-from phalanx.comm.shared_state import share_with_joiners
+from phalanx.comm.elastic.shared_state import share_with_joiners
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.step.gate import has_updated

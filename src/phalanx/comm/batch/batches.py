@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.replicas import Replicas, ReplicaTurn
+from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
 from phalanx.errors import ConfigError
 
 LoadedT = TypeVar("LoadedT")
