@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 import phalanx as px
 from phalanx.comm import agreement
+from phalanx.comm.shared_memory import region
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -87,6 +90,24 @@ def test_rank_0_holds_the_store_when_no_launcher_does(unused_port: int):
     env = FLEET_ONLY | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
     ranks = run_ranks(_sum_of_ranks, 2, env=env, env_of_rank=lambda r: {"RANK": str(r), "WORLD_SIZE": "2"})
     assert ranks == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_rank_0_may_end_as_soon_as_it_is_in_the_group(unused_port: int):
+    """It holds the store, from which a slower rank still reads."""
+    env = FLEET_ONLY | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    assert run_ranks(_init_slowly_on_rank_1, 2, env=env, env_of_rank=lambda r: {"RANK": str(r), "WORLD_SIZE": "2"})
+
+
+def _init_slowly_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        await_key = region.await_key
+
+        def await_late(store: Any, key: str) -> str:
+            time.sleep(0.3 if key.startswith("joined/") else 0.0)
+            return await_key(store, key)
+
+        region.await_key = await_late
+    px.init()
 
 
 def test_ranks_started_by_hand_do_not_all_use_every_core(unused_port: int) -> None:

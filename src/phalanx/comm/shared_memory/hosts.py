@@ -57,6 +57,15 @@ def meet(store: Any, rank: int, size: int, name: str, timeout: timedelta) -> Met
         name: How errors of other ranks call this one.
         timeout: How long an operation may take.
     """
+    met = _enter(store, rank, size, name, timeout)
+    store.set(f"met/{rank}", "")
+    if rank == 0:  # where it holds the store too, the others still read from it, and its script may end at once
+        for r in range(size):
+            region.await_key(store, f"met/{r}")
+    return met
+
+
+def _enter(store: Any, rank: int, size: int, name: str, timeout: timedelta) -> Met:
     identity = region.host_identity()
     store.set(f"host/{rank}", identity)
     hosts = [region.await_key(store, f"host/{r}") for r in range(size)]
