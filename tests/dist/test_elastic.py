@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from elastic_job import ElasticJob, tell
 from phalanx.checkpoint import saving
+from phalanx.comm import process_group
 from phalanx.comm.elastic import membership
 from phalanx.errors import PeerLostError
 from phalanx.parallel.elastic import recovery
@@ -82,10 +83,26 @@ def reach_inside(at: int, where: str) -> None:
 
         setattr(owner, name, call)
 
+    if os.environ.get("IMPATIENT"):
+        process_group.REFORM_TIMEOUT_S = 1.0
+    if where == "form":
+        fail_once(process_group, "_make_group")
     around(recovery.ElasticRecovery, "_commit", ends_before="commit", ends_after="committed", gives_up="give up")
     around(recovery.ElasticRecovery, "_exchange", ends_before="exchange", ends_after="agreed")
     around(recovery.ElasticRecovery, "_continue", ends_after="recovered")
     around(recovery, "send_state", ends_before="send", ends_after="sent")
+
+
+def fail_once(owner: Any, name: str) -> None:
+    function, calls = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise PeerLostError("given up while the others complete it")
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
 
 
 def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leaves: tuple[str, int] = ("", 0)) -> Any:
@@ -338,6 +355,11 @@ def test_a_rank_that_ends_while_it_leaves(undisturbed: str) -> None:
     values = job({"n0.2": (5, "commit")}, (), ("n0.2", 5), members=3).run()
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert {value[3] for value in values.values()} == {2}
+
+
+def test_a_group_that_only_some_members_began_to_form(undisturbed: str) -> None:
+    values = job({"n0.2": (5, "commit"), "n0.1": (5, "form")}, members=3, env={"IMPATIENT": "1"}).run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
 
 
 def test_a_rank_lost_right_after_a_joiner_was_taken_in(undisturbed: str) -> None:

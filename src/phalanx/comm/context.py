@@ -99,8 +99,12 @@ class Context:
     def __post_init__(self) -> None:
         self.passes = Passes(self.batches)
 
-    def take_view(self, view: View) -> None:
+    def take_view(self, view: View, attempt: int) -> None:
         """Become a member of another membership epoch of an elastic job. Collective over its members.
+
+        Args:
+            view: The members.
+            attempt: How often its members have tried before.
 
         Raises:
             PeerLostError: If a member does not come; a later view tells who is left.
@@ -121,7 +125,7 @@ class Context:
         self.mesh_readers = DataParallelRank(rank, size, None, None if self.replicas is None else self.replicas.count)
         # Whoever joins waits until the others have finished a global batch; they are there, or lost.
         patience_s = process_group.rendezvous_timeout_s() if own.is_joining else process_group.REFORM_TIMEOUT_S
-        process_group.reform(self.role, view, patience_s)
+        process_group.reform(self.role, view, attempt, patience_s)
         self.owns_group = size > 1
 
     def _membership(self) -> MembershipClient:

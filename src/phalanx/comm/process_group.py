@@ -141,7 +141,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     return True
 
 
-def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
+def reform(role: Role, view: View, attempt: int, timeout_s: float = REFORM_TIMEOUT_S) -> None:
     """End the process group, and make that of the members of another membership epoch, in the same processes.
 
     Collective over the members of the view. Groups of the script's own end too.
@@ -149,6 +149,7 @@ def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
     Args:
         role: Who this process is in the view.
         view: The members.
+        attempt: How often its members have tried before.
         timeout_s: Seconds to wait for them.
 
     Raises:
@@ -160,8 +161,10 @@ def reform(role: Role, view: View, timeout_s: float = REFORM_TIMEOUT_S) -> None:
     if role.world_size == 1:
         return
     _backend = _backend or _choose_backend(None)
-    # A view without its joiners and the view with them are different groups.
-    store = store_of(view, hashlib.sha256(" ".join(view.ids).encode()).hexdigest()[:12], timeout_s)
+    # A view without its joiners and the view with them are different groups, and keys of a failed attempt are stale.
+    store = store_of(view, f"{hashlib.sha256(' '.join(view.ids).encode()).hexdigest()[:12]}/{attempt}", timeout_s)
+    # Torch counts groups to name their keys, and not all members may have begun the ones that failed.
+    dist.distributed_c10d._world.group_count = 0
     store.set(f"here/{role.rank}", _announcement(role).to_json())
     keys = [f"here/{rank}" for rank in range(role.world_size)]
     await_members(store, keys, view, timeout_s)

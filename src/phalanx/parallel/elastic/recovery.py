@@ -282,7 +282,7 @@ class ElasticRecovery:
                 if is_joining and view.ids.index(self.membership.id) not in agreement.members:
                     attempt += 1
                     continue
-                self._form(view, everyone, agreement, is_joining=is_joining)
+                self._form(view, everyone, agreement, attempt, is_joining=is_joining)
                 has_all = len(agreement.members) == len(view.members)
                 self._waiting = None if has_all else (view, attempt + 1)
                 break
@@ -335,9 +335,11 @@ class ElasticRecovery:
         process_group.await_members(store, view.ids, view, collective_timeout().total_seconds())
         return [MemberProgress.from_json(store.get(id)) for id in view.ids]
 
-    def _form(self, view: View, everyone: list[MemberProgress], agreement: Agreement, *, is_joining: bool) -> None:
+    def _form(
+        self, view: View, everyone: list[MemberProgress], agreement: Agreement, attempt: int, *, is_joining: bool
+    ) -> None:
         """Form the groups of those that go on now, and give those of them that join the state of another."""
-        self.context.take_view(view.part(agreement.members))
+        self.context.take_view(view.part(agreement.members), attempt)
         use_mesh_of(self.context)
         if len(agreement.members) > 1:
             gradient_group(self.context)
