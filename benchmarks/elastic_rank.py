@@ -152,15 +152,17 @@ def digest(model: nn.Module) -> str:
 def mark_recovery(faults: Faults) -> None:
     """Let faults happen inside of what a job does to recover, too."""
     from phalanx.parallel.data import replica_round
-    from phalanx.parallel.elastic import recovery
+    from phalanx.parallel.elastic import meeting, recovery, shard_recovery
 
     faults.around(replica_round, "_all_reduce", "reduce")
     faults.around(replica_round, "exchange_sums", "reduce")
     faults.around(recovery.ElasticRecovery, "_commit", "commit", after="committed")
-    faults.around(recovery.ElasticRecovery, "_exchange", "recover", after="agreed")
+    faults.around(recovery, "exchange_progress", "recover", after="agreed")
     faults.around(recovery.ElasticRecovery, "_continue", "formed", after="recovered")
-    faults.around(recovery, "send_state", "send", after="sent")
-    faults.around(recovery, "receive_state", "receive", after="received")
+    faults.around(meeting, "send_state", "send", after="sent")
+    faults.around(meeting, "receive_state", "receive", after="received")
+    faults.around(shard_recovery.ShardRecovery, "share_update", "share", after="shared")
+    faults.around(shard_recovery.ShardRecovery, "send", "reshard", after="resharded")
 
 
 def train(args: argparse.Namespace, log: Log) -> None:
@@ -172,13 +174,18 @@ def train(args: argparse.Namespace, log: Log) -> None:
     net = Net(args.width, args.hidden)
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-3)
     data = Samples(args.samples, args.width)
-    model, optimizer, loader = px.distribute(net, optimizer, data, global_batch=args.batch, seed=SEED)
+    strategy = px.DistributedStrategy(sharding=args.sharding, sharding_configs={"mirror": args.mirror})
+    model, optimizer, loader = px.distribute(
+        net, optimizer, data, global_batch=args.batch, seed=SEED, strategy=strategy
+    )
     scheduler = px.follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7))
+    if args.resume and (args.folder / "checkpoints").exists():
+        px.load(args.folder / "checkpoints", model, optimizer, loader, scheduler=scheduler)
     net.reach = faults.reach
     mark_recovery(faults)
     optimizer.register_step_pre_hook(lambda *_: faults.reach("optimizer"))
     faults.context = context = px.init()
-    is_first, ids = True, {}
+    is_first, ids, folder = True, {}, args.folder / "checkpoints"
     while loader.epoch < args.epochs:
         for x, y, numbers in loader:
             update = committed(context)
@@ -203,7 +210,7 @@ def train(args: argparse.Namespace, log: Log) -> None:
                 faults.reach("updated")
                 if args.save_every and not (update + 1) % args.save_every:
                     faults.reach("save")
-                    px.save(args.folder / "checkpoints", model, optimizer, loader, step=update + 1, keep=2)
+                    px.save(folder, model, optimizer, loader, scheduler=scheduler, keep=2)
                     faults.reach("saved")
     faults.reach("end")
     log.write(hash=digest(model), updates=committed(context))
@@ -225,6 +232,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each pass of the loop sleeps")
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="begin with the newest checkpoint of the folder")
+    parser.add_argument("--sharding", action="store_true", help="shard optimizer state (ZeRO 1)")
+    parser.add_argument("--mirror", type=int, default=0, help="1: with a mirror of each shard")
     return parser.parse_args()
 
 

@@ -14,6 +14,7 @@
     ├── NotFiniteError   a number of the training is NaN or infinite; names module, sample and rank
     ├── CorruptionError  a rank computed other bits than another from the same numbers; names both
     ├── PeerLostError    another rank or host failed, or did not come in time
+    │   └── ShardLostError   ... and what only it had is needed to go on
     ├── ClosedError      you closed it already
     ├── BackendError     a scheduler or cluster said no
     └── InternalError    our bug; please report it
@@ -85,6 +86,10 @@ class CorruptionError(PhalanxError):
 
 class PeerLostError(PhalanxError, RuntimeError):
     """Another rank or host failed, or did not come in time."""
+
+
+class ShardLostError(PeerLostError):
+    """A rank is lost that alone had a part of the training's state."""
 
 
 class ClosedError(PhalanxError):

@@ -115,6 +115,22 @@ def test_too_few_ranks_end_the_job_with_the_cause(tmp_path: Path) -> None:
     assert "member n0.1" not in done.out.partition("failed first")[2]
 
 
+def test_a_job_that_lost_what_its_ranks_need_ends_with_the_reason(tmp_path: Path) -> None:
+    job = start(tmp_path, "-n", "1:3", "--max_restarts", "0", script_arguments=("silent",))
+    job.wait_for_view("n0.2", 0)
+    job.kill("n0.1")
+    job.wait_for_view("n0.0", 1)
+    job.say("n0.0", abandon={"why": "a shard is lost"})
+    done = job.launcher.wait()
+    done.gone_within(0.5)
+    assert done.code == 128 + signal.SIGKILL
+    assert "the job cannot go on: a shard is lost" in done.out
+    refused = next(m["refused"] for m in job.seen("n0.2") if "refused" in m)
+    assert refused["why"] == "a shard is lost"
+    events = [json.loads(line) for line in (tmp_path / "log" / "events.launcher.0.jsonl").read_text().splitlines()]
+    assert [(event["lost"], event["ended"]) for event in events] == [(["n0.1"], "a shard is lost")]
+
+
 def test_an_error_of_every_rank_ends_the_job_with_it(tmp_path: Path) -> None:
     job = start(tmp_path, "-n", "1:3")
     job.wait_for_view("n0.2", 0)

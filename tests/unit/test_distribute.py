@@ -14,7 +14,7 @@ from phalanx.comm.context import DataParallelRank
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.distribute import announce
-from phalanx.parallel.session import is_any_named
+from phalanx.parallel.session import is_any_named, session
 
 
 class Endless(IterableDataset[Tensor]):
@@ -130,3 +130,16 @@ def test_whether_parameters_are_of_distributed_models_takes_one_walk_through_eac
     assert model.walks == 1
     model.weight = nn.Parameter(torch.ones(1, 2))
     assert is_any_named([others.weight, model.weight])
+
+
+def test_a_mirror_is_of_shards() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"strategy\.sharding is off"):
+        px.distribute(model, mirror=1)
+    plan = px.Plan(mesh=(), params=())
+    with pytest.raises(ConfigError, match="give mirror or a plan, not both: a plan says its updates itself"):
+        px.distribute(model, plan=plan, mirror=1)
+    px.distribute(model, strategy=px.DistributedStrategy(sharding=True), mirror=1)
+    strategy = session.strategy
+    assert strategy is not None
+    assert strategy.sharding_configs == {"mirror": 1}

@@ -9,7 +9,7 @@ from phalanx.parallel.elastic.progress import Agreement, MemberProgress, share_o
 
 
 def test_progress_survives_json() -> None:
-    progress = MemberProgress(3, (1, 2, 2), is_whole=True)
+    progress = MemberProgress(3, (1, 2, 2), is_whole=True, shards=((1, 3), (2, 3)), is_stale=True)
     assert MemberProgress.from_json(progress.to_json()) == progress
 
 
@@ -51,6 +51,12 @@ def test_a_joiner_gets_the_state_of_a_member_that_has_every_update() -> None:
         4,
     )
     assert (agreement.committed, agreement.source, agreement.shares) == (5, 1, None)
+
+
+def test_a_member_that_gave_up_a_commit_is_left_behind_and_a_joiner_is_not() -> None:
+    behind, ahead, joiner = MemberProgress(4), MemberProgress(5), MemberProgress(0, is_joining=True)
+    agreement = Agreement.of([behind, ahead, joiner], 4)
+    assert [agreement.leaves_behind(progress) for progress in (behind, ahead, joiner)] == [True, False, False]
 
 
 def test_sums_that_all_have_are_committed() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import pytest
 
 from phalanx.parallel.logical_replicas import _inelastic, _inexact
-from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, Step
+from phalanx.parallel.zero.elastic_plan import describe, with_whole_gradients
+from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, ReduceScatter, Scaler, Step
 
 
 def plan_of(*axes: Axis) -> Plan:
@@ -29,3 +32,33 @@ def test_other_axes_are_refused(axis: str) -> None:
     reason = _inexact(plan_of(Axis(name="data", size=2), Axis(name=axis, size=2)), is_shared=True)
     assert reason is not None
     assert repr(axis) in reason
+
+
+def sharded_plan(update: ReduceScatter, **step: Any) -> Plan:
+    mesh = (Axis(name="data", size=2), Axis(name="shard", size=2))
+    settings = Step(batch_axes=("data", "shard"), replicas=4, **step)
+    return Plan(mesh=mesh, params=(ParamRule(match="*", update=update),), step=settings)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (sharded_plan(ReduceScatter(zero=3)), "stage 3"),
+        (sharded_plan(ReduceScatter(zero=1, along=("shard",))), "sharding_degree"),
+        (sharded_plan(ReduceScatter(zero=1, offload="cpu")), "optimize_offload"),
+        (sharded_plan(ReduceScatter(zero=1), scaler=Scaler()), "float16"),
+    ],
+)
+def test_sharding_that_cannot_go_on_without_a_rank_is_refused(plan: Plan, why: str) -> None:
+    assert why in (_inelastic(plan) or "")
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_optimizer_state_may_be_sharded_where_ranks_leave(zero: Literal[1, 2]) -> None:
+    update = ReduceScatter(zero=zero, axes=("data",), reduce="sum")
+    plan = sharded_plan(update)
+    assert _inelastic(plan) is None
+    assert "without mirror=1" in describe(update)
+    assert ("acts as stage 1" in describe(update)) == (zero == 2)
+    assert with_whole_gradients(plan).params[0].update == AllReduce(axes=("data",), reduce="sum")
+    assert "keeps that of the next" in describe(update.model_copy(update={"mirror": 1}))

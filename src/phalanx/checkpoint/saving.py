@@ -34,6 +34,7 @@ from phalanx.files import sync_directory
 from phalanx.parallel.checks.consistency import make_consistent
 from phalanx.parallel.observe.flight_log import flight_log
 from phalanx.parallel.optim.ema import EMA, kept_average
+from phalanx.parallel.update.sharded_optimizer import whole_state
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -78,8 +79,8 @@ def save(
             waits for it and raises its error, as `px.checkpoint.wait()` does.
         keep: How many checkpoints to keep in the folder; all when omitted.
 
-    In an elastic job every rank has all of the state, and rank 0 writes it alone: a rank that is lost during a save
-    costs at most that save.
+    In an elastic job every rank has all of the state, but for shards of optimizer state, which rank 0 gathers, and rank
+    0 writes it alone: a rank that is lost during a save costs at most that save.
 
     Returns:
         The folder of the checkpoint. In an elastic job, on ranks other than 0 and without `step`, the folder of all.
@@ -114,6 +115,22 @@ def save_training(
         return Path(folder)  # a replay changes nothing of the run
     _check_round()
     background_saves.wait()
+    with whole_state(training.optimizer) as has_all:
+        if is_elastic() and context.current().rank == 0 and not has_all:
+            logger.warning("rank 0 was lost while it gathered the state of the optimizer: this checkpoint is left out")
+            return Path(folder) if step is None else step_folder(Path(folder), step)
+        return _save(folder, training, step=step, extra=extra, background=background, keep=keep)
+
+
+def _save(
+    folder: str | Path,
+    training: TrainingState,
+    *,
+    step: int | None,
+    extra: Mapping[str, Any] | None,
+    background: bool,
+    keep: int | None,
+) -> Path:
     started = time.perf_counter()
     if is_elastic():
         if context.current().rank != 0:

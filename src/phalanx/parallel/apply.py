@@ -40,6 +40,7 @@ from phalanx.parallel.techniques import (
 )
 from phalanx.parallel.tensor.apply_styles import shard_layers
 from phalanx.parallel.validate import check_fits, sharded_update
+from phalanx.parallel.zero.elastic_plan import with_whole_gradients
 from phalanx.plan.files import write_run_plan
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.rules.mesh import STAGE_AXIS
@@ -91,6 +92,9 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
         use_replicas(plan, mesh, context)
         use_split(plan, mesh, context)
     name_axes(mesh.axes())
+    mirror = None
+    if context.recovery is not None and (sharding := sharded_update(plan, shape)) is not None:
+        plan, mirror = with_whole_gradients(plan), sharding.mirror
     # A worker that was started again alone reads what it needs from the servers.
     averages = any(not isinstance(plan.rule_for(p.name).update, Push) for p in shape.trainable)
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
@@ -111,7 +115,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     follow_forward_passes(model, is_sum=is_sum_of_ranks(plan))
     updaters = updaters_of(plan, model, mesh, context, reducer) if context.is_distributed else ()
     is_sharded, drift = update is not None and pipeline is None, watch(plan, model, context.device)
-    applied = Applied(plan, shape, reducer, is_sharded, updaters, pipeline, drift)
+    applied = Applied(plan, shape, reducer, is_sharded, updaters, pipeline, drift, mirror)
     set_applied(model, applied)
     _schedule_comparisons(model, applied)
     # Of several models the first one's: who looks at a run wants one answer.

@@ -22,6 +22,7 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.elastic.peer_state import schedulers_of
 from phalanx.parallel.elastic.recovery import ElasticRecovery
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.zero.elastic_plan import describe, shards_of_plan, why_inelastic
 from phalanx.plan.rules.mesh import MODEL_AXIS
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
@@ -57,6 +58,12 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
         context.use_replicas(replicas)
         context.recovery = None if membership is None else ElasticRecovery(context, membership, replicas)
     torch.set_num_threads(plan.step.replica_threads)
+    update = shards_of_plan(plan)
+    if update is not None and membership is not None:
+        context.recovery.is_sharded = True
+        if context.rank == 0:
+            log = logger.info if update.mirror else logger.warning
+            log("%s", describe(update))
     if context.rank == 0:
         most = max(map(len, assignment))
         logger.info(
@@ -112,11 +119,8 @@ def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
 
 def _inelastic(plan: Plan) -> str | None:
     """Return what of a Plan is lost with a rank; None if nothing is."""
-    if any(isinstance(rule.update, ReduceScatter) for rule in plan.params):
-        return (
-            "sharding where ranks may leave and join (-n a:b): the shards of a lost rank have no other copy. Give one "
-            "number of ranks, and the job resumes from its newest checkpoint when one is lost"
-        )
+    if (why := why_inelastic(plan)) is not None:
+        return why
     if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
         return "tensor parallel where ranks may leave and join (-n a:b): the slices of a lost rank have no other copy"
     if plan.step.balance is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.checks.replica_check import ReplicaComparison
     from phalanx.parallel.checks.step_check import StepWatch
     from phalanx.parallel.data.reducer import Reducer
+    from phalanx.parallel.elastic.sharded_state import ShardedState
     from phalanx.parallel.memory.guard import MemoryGuard
     from phalanx.parallel.numerics.audit import Audit
     from phalanx.parallel.optim.ema import EMA
@@ -56,6 +57,9 @@ class Applied:
 
     drift: ReplicaComparison | None = None
     """Compares the replicas of its parameters, if there are any and the comparison is on."""
+
+    mirror: int | None = None
+    """Mirrors of each shard of optimizer state, where ranks that may leave and join keep it in shards."""
 
 
 Closure = Callable[[], Any]
@@ -125,8 +129,14 @@ class StepPhase(IntEnum):
     """Exchange the largest entries of gradients (dgc)."""
 
     CLIP_GRADIENTS = auto()
+    PUT_SLICES = auto()
+    """Put this rank's shards in the place of whole parameters, where ranks that may leave shard optimizer state."""
+
     UPDATE = auto()
     """The optimizer's own rule, or LARS or LAMB."""
+
+    SHARE_PARAMETERS = auto()
+    """Put whole parameters back, and take over what the other ranks updated."""
 
     RESTORE_LEARNING_RATE = auto()
     PULL_TABLES = auto()
@@ -195,6 +205,9 @@ class OptimizerRecord:
 
     scaler_refusal: str | None = None
     """Why torch's GradScaler cannot take its steps."""
+
+    shards: ShardedState | None = None
+    """The shards of its state that this rank keeps, where ranks may leave and join."""
 
     watch: StepWatch | None = None
     """Checks the steps of an optimizer that was not distributed."""

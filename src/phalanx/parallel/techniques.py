@@ -197,6 +197,8 @@ def split_stages(
 def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
     from phalanx.parallel.zero import sharded  # a job that shards nothing does not wait for this
 
+    if update.mirror:
+        logger.warning("mirror=1 of sharding does not act: no rank of this job may leave (phalanx run -n a:b).")
     sharded.shard(plan, model, mesh, update)
     reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
     sharded.weigh_rows(model, reducer, context, is_sum=update.reduce == "sum")

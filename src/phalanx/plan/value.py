@@ -117,6 +117,9 @@ class ReduceScatter(_Reduced):
     wire_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of gradients on the wire; their own when None."""
 
+    mirror: Literal[0, 1] = 0
+    """Whose optimizer state a rank keeps beside its own: that of so many ranks after it, where ranks may leave."""
+
 
 class Average(_Reduced):
     """Ranks train apart and average their parameters every `every` steps (LocalSGD)."""

@@ -242,6 +242,10 @@ class ShardingConfigs(Configs):
     optimize_offload: bool = False
     """Keep the shards in host memory."""
 
+    mirror: Literal[0, 1] = 0
+    """Ours. 1: each rank keeps the optimizer state of the next one too, so that nothing is lost with a rank
+    (`phalanx run -n a:b`)."""
+
     segment_strategy: str | None = _no_effect("units say what is gathered together")
     sharding_segment_strategy: str | None = _no_effect("units say what is gathered together")
     segment_broadcast_MB: Positive | None = _no_effect("units say what is gathered together")  # noqa: N815

@@ -32,6 +32,7 @@ def distribute(
     plan: Plan | None = None,
     replicas: int | None = None,
     balance: Literal["replicas", "samples"] | None = None,
+    mirror: Literal[0, 1] | None = None,
     **loader_options: Any,
 ) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
     """Make a model, its optimizer and its data train on all ranks.
@@ -53,6 +54,8 @@ def distribute(
             omitted.
         balance: What faster ranks get more of, as `strategy.balance`: logical replicas, or without these samples of
             each global batch, whose size stays. Even parts when omitted.
+        mirror: 1 lets each rank keep the optimizer state of the next one too, where `strategy.sharding` is on, so that
+            nothing is lost with a rank that others go on without. As `strategy.sharding_configs["mirror"]`.
         **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
 
     Returns:
@@ -66,8 +69,9 @@ def distribute(
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
         check_trains(model, optimizer)
-    if replicas is not None or balance is not None:
-        strategy = _with_words(strategy, plan, replicas, balance)
+    words = {"replicas": replicas, "balance": balance, "mirror": mirror}
+    if any(value is not None for value in words.values()):
+        strategy = _with_words(strategy, plan, words)
     use_strategy(strategy)
     loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth
@@ -95,16 +99,22 @@ def distribute(
     return model, optimizer, loader
 
 
-def _with_words(
-    strategy: DistributedStrategy | None, plan: Plan | None, replicas: int | None, balance: Any
-) -> DistributedStrategy:
+def _with_words(strategy: DistributedStrategy | None, plan: Plan | None, words: dict[str, Any]) -> DistributedStrategy:
     """Return the strategy with what was said beside it."""
     if plan is not None:
-        word = "balance" if replicas is None else "replicas"
-        raise ConfigError(f"give {word} or a plan, not both: a plan says step.{word} itself.")
+        word = next(word for word, value in words.items() if value is not None)
+        says = "its updates" if word == "mirror" else f"step.{word}"
+        raise ConfigError(f"give {word} or a plan, not both: a plan says {says} itself.")
     strategy = (strategy or use_strategy(None)).model_copy()
-    if replicas is not None:
-        strategy.logical_replicas = replicas
-    if balance is not None:
-        strategy.balance = balance
+    if words["replicas"] is not None:
+        strategy.logical_replicas = words["replicas"]
+    if words["balance"] is not None:
+        strategy.balance = words["balance"]
+    if words["mirror"] is not None:
+        if not strategy.sharding:
+            raise ConfigError(
+                f"mirror={words['mirror']} was asked for, which is about shards of optimizer state, and "
+                "strategy.sharding is off. Set strategy.sharding = True, or leave mirror out."
+            )
+        strategy.sharding_configs = {**strategy.sharding_configs, "mirror": words["mirror"]}
     return strategy

@@ -1,6 +1,6 @@
 """`ElasticAgent`: tells the ranks of this node who belongs to the job, and acts on what they say.
 
-rank -> agent   {"pid"}, {"ready"}, {"suspect"}, {"leave"}, {"joined"}, {"done"}
+rank -> agent   {"pid"}, {"ready"}, {"suspect"}, {"leave"}, {"joined"}, {"abandon"}, {"done"}
 agent -> rank   {"view"}, {"joining"}, {"wait"}, {"refused"}
 """
 
@@ -236,6 +236,8 @@ class ElasticAgent:
         elif "joined" in message:
             self._take_up(member_id, message["joined"])
             self.group.tell({"took_up": {"id": member_id, **message["joined"]}})
+        elif "abandon" in message:
+            self._abandon(str(message["abandon"]["why"]))
         elif "done" in message:
             self._done.add(member_id)
 
@@ -245,6 +247,16 @@ class ElasticAgent:
             targets[self.node] -= 1
         self.group.record("depart", [member_id], reason or "by its own wish")
         self._scale(targets, "as before")
+
+    def _abandon(self, why: str) -> None:
+        """End the job: a lost rank had what is needed to go on."""
+        if self.membership.refusal:
+            return
+        logger.warning("the job cannot go on: %s", why)
+        self.membership.refusal = why
+        for event in self.history.settle():
+            event.ended = why
+            self.rank_host.on_event(event)
 
     def _take_up(self, member_id: str, details: dict[str, Any]) -> None:
         self._was_used = True

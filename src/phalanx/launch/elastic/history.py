@@ -29,6 +29,9 @@ class EpochEvent:
     seconds: dict[str, float] = field(default_factory=dict)
     """How long each member stood still."""
 
+    ended: str = ""
+    """Why the job could not go on after it; empty where it did."""
+
     @property
     def stall_s(self) -> float:
         """How long the members that went on stood still."""
@@ -49,6 +52,7 @@ class EpochEvent:
             "left": self.left,
             "seconds": {member_id: round(s, 3) for member_id, s in self.seconds.items()},
             "redone": self.redone,
+            **({"ended": self.ended} if self.ended else {}),
         }
 
 

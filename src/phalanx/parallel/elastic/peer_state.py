@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm.elastic.shared_state import collect_state, load_state, share_with_joiners
 from phalanx.errors import ConfigError
+from phalanx.parallel.elastic.messages import bytes_of, dtype_of
+from phalanx.parallel.session import optimizer_record
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.ps.snapshot.dense import pack_tree, unpack_tree
-
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def send_state(rank: int) -> None:
@@ -32,7 +33,7 @@ def send_state(rank: int) -> None:
     dist.send(text, rank)
     for tensor in tensors.values():
         if tensor.numel():
-            dist.send(_bytes_of(tensor.detach().cpu().contiguous()), rank)
+            dist.send(bytes_of(tensor.detach().cpu().contiguous()), rank)
 
 
 def receive_state(rank: int) -> None:
@@ -42,15 +43,11 @@ def receive_state(rank: int) -> None:
     text = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(text, rank)
     tree, shapes = json.loads(text.numpy().tobytes())
-    tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, dtype, shape in shapes}
+    tensors = {name: torch.empty(shape, dtype=dtype_of(dtype)) for name, dtype, shape in shapes}
     for tensor in tensors.values():
         if tensor.numel():
-            dist.recv(_bytes_of(tensor), rank)
+            dist.recv(bytes_of(tensor), rank)
     load_state(unpack_tree(tree, tensors))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 class ModelState:
@@ -97,7 +94,10 @@ class OptimizerState:
         optimizer = self._optimizer()
         assert optimizer is not None
         schedulers = [[type(each).__name__, each.state_dict()] for each in schedulers_of(optimizer)]
-        return {**optimizer.state_dict(), "extra": _extra_state(optimizer), "schedulers": schedulers}
+        record = optimizer_record(optimizer)
+        with nullcontext() if record.shards is None else record.shards.left_out():  # shards come by themselves
+            state = optimizer.state_dict()
+        return {**state, "extra": _extra_state(optimizer), "schedulers": schedulers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `PeerState`."""

@@ -34,11 +34,18 @@ class MemberProgress:
     is_call_complete: bool = False
     """Whether it has the result of the next one."""
 
+    shards: tuple[tuple[int, int], ...] = ()
+    """The shards of optimizer state that it keeps, where ranks shard it: the index of each, and of how many."""
+
+    is_stale: bool = False
+    """Whether it has updated its shards of the parameters by what is committed, and has not got those of others."""
+
     @classmethod
     def from_json(cls, text: str) -> MemberProgress:
         """Read what `to_json` wrote."""
         value = json.loads(text)
-        return cls(**{**value, "computed": tuple(value["computed"])})
+        shards = tuple((index, count) for index, count in value["shards"])
+        return cls(**{**value, "computed": tuple(value["computed"]), "shards": shards})
 
     def to_json(self) -> str:
         """Return it as JSON."""
@@ -63,6 +70,10 @@ class Agreement:
 
     shares: tuple[tuple[int, ...], ...] | None
     """The replicas of each member in the open global batch; None where none is open, or it is whole."""
+
+    def leaves_behind(self, progress: MemberProgress) -> bool:
+        """Return whether a member has not made an update that others have made."""
+        return not progress.is_joining and progress.committed < self.committed
 
     @classmethod
     def of(cls, everyone: Sequence[MemberProgress], replicas: int) -> Agreement:

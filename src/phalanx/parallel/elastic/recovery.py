@@ -12,25 +12,28 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from phalanx.cluster.view import View
-from phalanx.comm import process_group
-from phalanx.comm.batch.replicas import Replicas, assign_replicas
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import MembershipClient, wait_for
-from phalanx.comm.groups import name_axes
-from phalanx.comm.timeouts import collective_timeout
-from phalanx.errors import PeerLostError
-from phalanx.parallel.data.replica_round import gradient_group
-from phalanx.parallel.elastic.peer_state import receive_state, send_state
+from phalanx.errors import ConfigError, PeerLostError, ShardLostError
+from phalanx.parallel.elastic.assignment import ReplicaAssignment
+from phalanx.parallel.elastic.meeting import (
+    await_next_view,
+    exchange_progress,
+    form_groups,
+    leave_unless_in,
+    report_epoch,
+    rows_of_replica,
+)
 from phalanx.parallel.elastic.progress import Agreement, MemberProgress
-from phalanx.parallel.session import session
-from phalanx.plan.value import Axis
+from phalanx.parallel.elastic.shard_recovery import ShardRecovery
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -51,15 +54,6 @@ class ReplicaSums(Protocol):
 
     def finish(self) -> None:
         """Forget the partial sums: the parameters change now."""
-
-
-def use_mesh_of(context: Context) -> None:
-    """Let the Plans of distributed models, which split batches over all ranks, be of as many ranks as there are now."""
-    for record in session.models.values():
-        if record.applied is not None:
-            mesh = (Axis(name=record.applied.plan.step.batch_axes[0], size=context.world_size),)
-            record.applied = replace(record.applied, plan=record.applied.plan.model_copy(update={"mesh": mesh}))
-            name_axes({axis.name: (None, axis.size) for axis in mesh})
 
 
 @dataclass
@@ -87,18 +81,15 @@ class ElasticRecovery:
     has_joined: bool = False
     """Whether this rank took the state of a peer."""
 
+    shards: ShardRecovery | None = None
+    """Keeps the shards of the optimizer's state complete, where ranks shard it."""
+
+    is_sharded: bool = False
+    """Whether ranks shard the state of the optimizer, which may not be distributed yet."""
+
     _models: list[weakref.ref[ReplicaSums]] = field(default_factory=list)
     _agreed: int = -1
     """The newest planned view that all members have."""
-
-    _is_moved: bool = False
-    """Whether the assignment of replicas is to be made anew at the next global batch."""
-
-    _took_over: int = -1
-    """The global batch in which replicas were taken over last."""
-
-    _shares: tuple[tuple[int, ...], ...] | None = None
-    """The replicas of each rank in the global batch that comes next, where others have begun it."""
 
     _is_whole: bool = False
     """Whether this rank has the sums over all replicas of the open global batch."""
@@ -108,7 +99,10 @@ class ElasticRecovery:
 
     _commit_at: float | None = None
 
+    _assignment: ReplicaAssignment = field(init=False)
+
     def __post_init__(self) -> None:
+        self._assignment = ReplicaAssignment(self.context, self.replicas)
         self.replicas.on_round_start = self.start_round
 
     def add(self, model: ReplicaSums) -> None:
@@ -175,6 +169,16 @@ class ElasticRecovery:
             self.membership.send("joined", epoch=view.epoch, step=0, seconds=0.0, lost=[], new=[])
         self._commit_at = now
 
+    def share_update(self) -> None:
+        """Give all members the parameters that each has updated, where ranks shard optimizer state. Collective."""
+        assert self.shards is not None
+        try:
+            self.shards.share_update()
+        except RuntimeError as error:
+            if not self.lose(error):
+                raise
+            self._recover(is_after_update=True)
+
     def repeat(self, call: Callable[[], ResultT]) -> ResultT:
         """Return what a collective call returns, made again by the ranks that are left where one was lost in it.
 
@@ -191,7 +195,7 @@ class ElasticRecovery:
             except RuntimeError as error:
                 if not self.lose(error):
                     raise
-                _, members = self._recover(is_call_complete=is_complete)
+                _, members = self._recover(is_after_update=True, is_call_complete=is_complete)
                 is_passed = any(progress.calls > self.calls for progress in members)
                 if not is_passed and not all(progress.is_call_complete for progress in members):
                     continue
@@ -209,19 +213,24 @@ class ElasticRecovery:
             self.join()
         if self._agreed >= 0:
             view, self._agreed = self.membership.view_of(self._agreed), -1
-            self._leave_unless_in(view)
+            self._hand_over(view)
+            leave_unless_in(view, self.membership)
             self._recover(view=view, is_between=True)
-        elif self._shares is not None:
-            self.replicas.take_over(self._shares, self.context.rank)
-            self._shares = None
-        elif self.committed > self._took_over and self._waiting is not None:
+        elif self._assignment.take_shares() or self.committed <= self._assignment.took_over:
+            return
+        elif self._waiting is not None:
             view, attempt = self._waiting
             self._recover(view=view, attempt=attempt, is_between=True)
-        elif self.committed > self._took_over and self._is_moved:
-            self._reassign()
+        else:
+            self._assignment.renew()
 
     def join(self) -> None:
         """Become a member of the job that runs, with the state of a peer. For a process that was started beside it."""
+        if self.is_sharded and self.shards is None:
+            raise ConfigError(
+                "a rank joins a job whose ranks shard optimizer state, and its optimizer is not distributed yet. Give "
+                "it to px.distribute before px.load, Checkpointer.resume() and the first batch."
+            )
         self.membership.send("ready")
         while self.membership.is_joining:
             view = self.membership.newest
@@ -230,18 +239,21 @@ class ElasticRecovery:
                 continue
             try:
                 self._recover(view=view, is_joining=True)
+            except ShardLostError:
+                raise
             except RuntimeError as error:
                 if self.membership.await_newer(view.epoch) is None:
                     raise
                 logger.info("joining again: %s", error)
                 continue
             self.membership.is_joining = False
-            self.has_joined = True
+        self.has_joined = True
 
     def _recover(
         self,
         *,
         is_open: bool = False,
+        is_after_update: bool = False,
         view: View | None = None,
         attempt: int = 0,
         is_between: bool = False,
@@ -252,6 +264,7 @@ class ElasticRecovery:
 
         Args:
             is_open: Whether this rank has gradients of a global batch that is not committed.
+            is_after_update: Whether this rank has made the update of the last one, and does not begin the next yet.
             view: The members; the newest that comes where one was lost.
             attempt: How often members of this view have met before.
             is_between: Whether this rank is about to begin a global batch.
@@ -263,7 +276,7 @@ class ElasticRecovery:
         """
         started, failure = time.monotonic(), self.failure
         before = None if is_joining else self.membership.view
-        mine = MemberProgress(
+        own = MemberProgress(
             self.committed,
             computed=tuple(self.replicas.local) if is_open else (),
             is_whole=is_open and self._is_whole,
@@ -274,129 +287,73 @@ class ElasticRecovery:
         )
         while True:
             if view is None:
-                view, attempt = self._next_view(failure), 0
+                view, attempt = await_next_view(self.membership, failure), 0
             self.membership.use(view)
+            mine = own if self.shards is None else self.shards.add_to(own)
             try:
-                everyone = self._exchange(mine, view, attempt)
+                everyone = exchange_progress(mine, self.membership, view, attempt)
                 agreement = Agreement.of(everyone, self.replicas.count)
-                if is_joining and view.ids.index(self.membership.id) not in agreement.members:
+                if mine.is_joining and view.ids.index(self.membership.id) not in agreement.members:
                     attempt += 1
                     continue
-                self._form(view, everyone, agreement, attempt, is_joining=is_joining)
+                form_groups(self.context, view, everyone, agreement, attempt)
+                if mine.is_joining:
+                    self.committed, self.calls = agreement.committed, everyone[agreement.source].calls
+                if self.shards is not None:
+                    self.shards.take(everyone, mine, agreement)
                 has_all = len(agreement.members) == len(view.members)
                 self._waiting = None if has_all else (view, attempt + 1)
                 break
+            except ShardLostError:
+                raise
             except RuntimeError as error:
-                is_lost = is_joining or self.lose(error)
-                newer = self.membership.await_newer(view.epoch, LOSS_S)
-                if not is_lost or (newer is not None and is_joining) or attempt > MOST_ATTEMPTS:
-                    raise
-                if newer is None:  # one did not come, and is asked about when the others meet again
+                if own.is_joining and not self.membership.is_joining:  # it has shards that others may not have any more
+                    own = MemberProgress(self.committed, is_between=True, calls=self.calls)
+                if self._is_view_over(error, view, attempt, is_joining=own.is_joining):
+                    failure, view = self.failure, None
+                else:  # one did not come, and is asked about when the others meet again
                     logger.warning("meeting again: %s", error)
                     attempt += 1
-                else:
-                    failure, view = self.failure, None
-        self.failure = None
-        is_whole = self._continue(mine, agreement)
+        self.failure, self._agreed = None, -1
+        is_whole = self._continue(mine, agreement, is_after_update=is_after_update)
         again = 0 if is_whole or not is_open else len(self.replicas.local) - len(mine.computed)
         lost = () if before is None else tuple(id for id in before.ids if id not in view.ids)
         new = [view.members[index].id for index in agreement.members if everyone[index].is_joining]
-        self._report(lost, new, time.monotonic() - started, again)
+        self._commit_at = None
+        redone = again * rows_of_replica(self.context, self.replicas)
+        report_epoch(
+            self.context, self.membership, self.replicas, step=self.committed, waited_s=time.monotonic() - started,
+            lost=lost, new=new, redone=redone,
+        )  # fmt: skip
         return is_whole, [progress for progress in everyone if not progress.is_joining]
 
-    def _next_view(self, failure: PeerLostError | None) -> View:
-        """Return the view of those that are left.
+    def _is_view_over(self, error: RuntimeError, view: View, attempt: int, *, is_joining: bool) -> bool:
+        """Return whether a newer view is there after an error, which is raised if meeting again is of no use."""
+        is_lost = is_joining or self.lose(error)
+        newer = self.membership.await_newer(view.epoch, LOSS_S)
+        if not is_lost or (newer is not None and is_joining) or attempt > MOST_ATTEMPTS:
+            raise error
+        return newer is not None
 
-        Raises:
-            SystemExit: If this rank leaves the job.
-            PeerLostError: If the launcher sends no view.
-        """
-        assert self.membership.view is not None
-        view = self.membership.await_newer(self.membership.view.epoch)
-        if view is None:
-            raise failure or PeerLostError("the launcher sent no view of the members that are left")
-        self._leave_unless_in(view)
-        return view
+    def _hand_over(self, view: View) -> None:
+        """Give the shards of ranks that leave to those that stay, while all are there."""
+        now = self.membership.view
+        assert now is not None
+        stay = [rank for rank, id in enumerate(now.ids) if id in view.ids]
+        if self.shards is None or len(stay) == len(now.ids):
+            return
+        try:
+            self.shards.hand_over(stay)
+        except RuntimeError as error:
+            if not self.lose(error):
+                raise
+            logger.warning("a rank was lost while others left, whose shards may be lost with them: %s", error)
 
-    def _leave_unless_in(self, view: View) -> None:
-        if self.membership.id not in view.ids:
-            logger.info("this rank leaves the job: %s", view.reason)
-            raise SystemExit(0)
-
-    def _exchange(self, mine: MemberProgress, view: View, attempt: int) -> list[MemberProgress]:
-        """Return the progress of every member of a view, by rank. Collective.
-
-        A member may be in the middle of its computation; the launcher says whether it is alive.
-        """
-        if len(view.members) == 1:
-            return [mine]
-        store = process_group.store_of(view, f"progress/{attempt}")
-        store.set(self.membership.id, mine.to_json())
-        process_group.await_members(store, view.ids, view, collective_timeout().total_seconds())
-        return [MemberProgress.from_json(store.get(id)) for id in view.ids]
-
-    def _form(
-        self, view: View, everyone: list[MemberProgress], agreement: Agreement, attempt: int, *, is_joining: bool
-    ) -> None:
-        """Form the groups of those that go on now, and give those of them that join the state of another."""
-        self.context.take_view(view.part(agreement.members), attempt)
-        use_mesh_of(self.context)
-        if len(agreement.members) > 1:
-            gradient_group(self.context)
-        joiners = [rank for rank, index in enumerate(agreement.members) if everyone[index].is_joining]
-        source = agreement.members.index(agreement.source)
-        if is_joining:
-            receive_state(source)
-            self.committed, self.calls = agreement.committed, everyone[agreement.source].calls
-        elif self.context.rank == source:
-            for rank in joiners:
-                send_state(rank)
-
-    def _continue(self, mine: MemberProgress, agreement: Agreement) -> bool:
+    def _continue(self, mine: MemberProgress, agreement: Agreement, *, is_after_update: bool) -> bool:
         """Take up this rank's part of what is agreed; see `_recover` for what is returned."""
-        is_behind = not mine.is_joining and mine.committed < agreement.committed
-        self._shares = None
-        if agreement.is_whole or is_behind:  # the replicas change after this update, of which others have heard
-            self._shares, self._is_moved = agreement.shares, True
-        elif agreement.shares is None:
-            self._reassign()
-        else:
-            self.replicas.take_over(agreement.shares, self.context.rank)
-            self._is_moved = True
-        if agreement.shares is not None:
-            self._took_over = agreement.committed
-        if agreement.is_whole or is_behind:
-            return True
-        if mine.computed:
+        is_complete = agreement.is_whole or agreement.leaves_behind(mine)
+        self._assignment.take(agreement, is_later=is_complete or is_after_update)
+        if mine.computed and not is_complete:
             for model in self._live():
                 model.roll_back(mine.computed)
-        return False
-
-    def _reassign(self) -> None:
-        self._is_moved = False
-        self.replicas.reassign(assign_replicas(self.replicas.count, self.context.world_size), self.context.rank)
-
-    def _report(self, lost: Sequence[str], new: Sequence[str], seconds: float, again: int) -> None:
-        """Tell the launcher, and whoever reads the log; `again` replicas are computed here that had been computed."""
-        self._commit_at, view = None, self.membership.view
-        assert view is not None
-        rows = 0 if self.context.rows_for is None else self.context.rows_for(self.replicas.count) // self.replicas.count
-        self.membership.send(
-            "joined",
-            epoch=view.epoch,
-            step=self.committed,
-            seconds=round(seconds, 4),
-            redone=again * rows,
-            lost=list(lost),
-            new=list(new),
-        )
-        if self.context.rank == 0:
-            log = logger.warning if lost else logger.info
-            log(
-                "membership epoch %d: %d ranks, after %s; this rank waited %.2f s, replicas of each rank: %s",
-                view.epoch,
-                len(view.members),
-                view.reason or "a change",
-                seconds,
-                ", ".join(str(len(local)) for local in self.replicas.by_rank),
-            )
+        return is_complete

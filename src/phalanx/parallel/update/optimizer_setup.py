@@ -59,6 +59,11 @@ def set_up_optimizer(
             "module that holds both, torch.nn.ModuleList([first, second]), or give each an optimizer."
         )
     check_elementwise(optimizer, model)
+    if applied.mirror is not None and (strategy.lars or strategy.lamb):
+        raise ConfigError(
+            f"strategy.{'lars' if strategy.lars else 'lamb'} needs norms of whole parameters, and ranks of this job, "
+            "which may leave and join (-n a:b), shard optimizer state. Turn one of the two off."
+        )
     trained.add(model)
     why = _why_no_torch_scaler(optimizer, applied)
     if why is not None:
@@ -111,6 +116,10 @@ def _follow_plan(
         keep_state(optimizer, "loss_scale", scale, elsewhere="first")
     for updater in applied.updaters:
         updater.bind(optimizer)
+    if applied.mirror is not None:
+        from phalanx.parallel.update.sharded_optimizer import shard_state
+
+        shard_state(optimizer, applied.mirror)
     if applied.drift is not None:
         applied.drift.bind(optimizer, counts=applied.is_sharded or (applied.reducer is None and bool(applied.updaters)))
 

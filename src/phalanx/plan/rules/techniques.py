@@ -50,6 +50,7 @@ def update_from_strategy(strategy: DistributedStrategy, mesh: tuple[Axis, ...]) 
             offload="cpu" if sharding.optimize_offload else "none",
             along=(SHARD_AXIS,) if _has(mesh, SHARD_AXIS) else (),
             wire_dtype="float16" if strategy.fp16_allreduce else None,
+            mirror=sharding.mirror,
             reduce=reduce,
         )
     if strategy.localsgd:
