@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from phalanx.parallel.logical_replicas import _inelastic, _inexact
+from phalanx.parallel.logical_replicas import _inelastic, why_inexact
 from phalanx.parallel.zero.elastic_plan import describe, with_whole_gradients
 from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, ReduceScatter, Scaler, Step
 
@@ -17,21 +17,28 @@ def plan_of(*axes: Axis) -> Plan:
 
 
 def test_data_parallel_is_exact() -> None:
-    assert _inexact(plan_of(Axis(name="data", size=2)), is_shared=True) is None
+    assert why_inexact(plan_of(Axis(name="data", size=2)), is_shared=True) is None
 
 
-def test_a_tensor_parallel_group_counts_as_one_rank_and_may_not_be_lost() -> None:
-    plan = plan_of(Axis(name="data", size=2), Axis(name="model", size=2))
-    assert _inexact(plan, is_shared=True) is None
-    assert "slices of a lost rank" in (_inelastic(plan) or "")
+@pytest.mark.parametrize("axis", ["model", "stage", "context"])
+def test_ranks_that_compute_a_replica_together_count_as_one_and_may_not_be_lost(axis: str) -> None:
+    plan = plan_of(Axis(name="data", size=2), Axis(name=axis, size=2))
+    assert why_inexact(plan, is_shared=True) is None
+    assert "what a lost rank holds" in (_inelastic(plan) or "")
     assert _inelastic(plan_of(Axis(name="data", size=2))) is None
 
 
-@pytest.mark.parametrize("axis", ["context", "stage"])
-def test_other_axes_are_refused(axis: str) -> None:
-    reason = _inexact(plan_of(Axis(name="data", size=2), Axis(name=axis, size=2)), is_shared=True)
+def test_other_axes_are_refused() -> None:
+    reason = why_inexact(plan_of(Axis(name="data", size=2), Axis(name="experts", size=2)), is_shared=True)
     assert reason is not None
-    assert repr(axis) in reason
+    assert "'experts'" in reason
+
+
+@pytest.mark.parametrize(("axis", "part"), [("stage", "a pipeline's stages"), ("context", "context parallel")])
+def test_sharding_of_what_ranks_compute_together_is_refused(axis: str, part: str) -> None:
+    plan = plan_of(Axis(name="data", size=2), Axis(name=axis, size=2))
+    sharded = plan.model_copy(update={"params": (ParamRule(match="*", update=ReduceScatter(zero=1)),)})
+    assert part in (why_inexact(sharded, is_shared=False) or "")
 
 
 def sharded_plan(update: ReduceScatter, **step: Any) -> Plan:

@@ -126,7 +126,7 @@ def _find_unequal(
     batch = batch_size_of(layers.calls)
     if cluster.is_uniform or not batch:
         return None, None
-    replicas = base.logical_replicas
+    replicas = base.logical_replicas or None
     balanced = base.model_copy(update={"balance": "samples" if replicas is None else "replicas"})
     try:
         check_balance(plan_from_strategy(balanced, ModelShape(layers.captured.parameters), cluster.devices))

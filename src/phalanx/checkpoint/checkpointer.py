@@ -11,7 +11,7 @@ from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.graceful_stop import GracefulStop
 from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks, is_elastic
-from phalanx.checkpoint.saving import check_count, save_training
+from phalanx.checkpoint.saving import check_count, is_between_replicas, save_training
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.comm.elastic.shared_state import share_with_joiners
 from phalanx.parallel.optim.ema import EMA
@@ -96,9 +96,13 @@ class Checkpointer:
     def step(self) -> None:
         """Count an optimizer step; save if one is due, or save and exit with code 0 if the job was asked to end.
 
+        A step that waits for further logical replicas of this rank does not count.
+
         Raises:
             SystemExit: With code 0, on all ranks after the same step, once any of them got SIGTERM.
         """
+        if is_between_replicas():
+            return  # the optimizer's step has not updated yet
         self.steps += 1
         if self._stop.is_at(self.steps):
             started = time.perf_counter()

@@ -127,6 +127,7 @@ def load_newest(source: str | Path | Mapping[str, Tensor], training: TrainingSta
     reader = CheckpointReader(manifest)
     restorer = Restorer(ranks, _with_kept_average(training, manifest), reader)
     restorer.check()
+    restorer.resume_replicas()
     if manifest.tables and has_tables(training.model):
         load_tables(manifest.folder / manifest.tables)
     ranks.decide("loaded", restorer.run, lambda _: None)

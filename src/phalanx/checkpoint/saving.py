@@ -155,10 +155,15 @@ def _save(
     return save.path
 
 
+def is_between_replicas() -> bool:
+    """Return whether gradients of some replicas of a global batch were computed, and the parameters not updated."""
+    replicas = context.current().replicas if context.is_initialized() else None
+    return replicas is not None and replicas.are_shared and replicas.is_round_open
+
+
 def _check_round() -> None:
     """Raise between two replicas of one global batch: the position would be that of its start, and the buffers not."""
-    replicas = context.current().replicas if context.is_initialized() else None
-    if replicas is not None and replicas.are_shared and replicas.is_round_open:
+    if is_between_replicas():
         raise ConfigError(
             "px.save was called between two logical replicas of one global batch. Save after an update: "
             "if px.has_updated(optimizer): px.save(...)."

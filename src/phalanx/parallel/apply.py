@@ -25,7 +25,7 @@ from phalanx.parallel.checks.replica_check import VARIABLE, compare_every, watch
 from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
 from phalanx.parallel.data.forward_passes import follow_forward_passes
-from phalanx.parallel.logical_replicas import use_replicas
+from phalanx.parallel.logical_replicas import check_statistics, use_replicas
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, is_module_held, shape_of
 from phalanx.parallel.session import Applied, applied_to, list_applied, session, set_applied
@@ -90,6 +90,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     if dist.is_initialized() or not context.is_distributed:
         _set_readers(mesh, context)
         use_replicas(plan, mesh, context)
+        check_statistics(model, plan)
         use_split(plan, mesh, context)
     name_axes(mesh.axes())
     mirror = None

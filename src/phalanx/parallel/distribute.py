@@ -17,7 +17,6 @@ from torch.utils.data import IterableDataset
 import phalanx.comm.context as context_of
 from phalanx.cluster.env.environment import Environment
 from phalanx.comm.agreement import agree
-from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
@@ -28,7 +27,7 @@ from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, ref
 from phalanx.parallel.checks.same_samples_check import SampleWatch
 from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
 from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
-from phalanx.parallel.logical_replicas import ReplicaGate
+from phalanx.parallel.logical_replicas import hold_updates
 from phalanx.parallel.memory.guarded_model import guard_memory
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.session import (
@@ -42,7 +41,7 @@ from phalanx.parallel.session import (
     optimizer_record,
     session,
 )
-from phalanx.parallel.step.gate import follow_torch_scaler, refuse_torch_scaler
+from phalanx.parallel.step.gate import follow_torch_scaler
 from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step.shared_loss import share_losses
@@ -176,10 +175,15 @@ def _launched_plan() -> Plan | None:
 
 def _with_replicas(strategy: DistributedStrategy) -> DistributedStrategy:
     """Return a strategy with the logical replicas that `phalanx run --replicas` asks for, unless it says how many."""
-    launched = Environment(os.environ).integer("PHALANX_REPLICAS", 1)
+    launched = Environment(os.environ).integer("PHALANX_REPLICAS", 0)
     if strategy.logical_replicas is not None or launched is None:
         return strategy
     return strategy.model_copy(update={"logical_replicas": launched})
+
+
+def asked_replicas() -> int | None:
+    """Return how many logical replicas script or launcher ask for; 0 for none, None if they say nothing."""
+    return _with_replicas(use_strategy(None)).logical_replicas
 
 
 def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
@@ -193,8 +197,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = join("distributed_optimizer"), session.loader
     follow_torch_scaler(optimizer)
-    if context.replicas is not None:
-        _wait_for_replicas(optimizer, context, context.replicas)
+    hold_updates(optimizer, context)
     add_action(optimizer, StepPhase.CHECK_PARAMETERS, StepWatch())
     if isinstance(optimizer, LBFGS) and context.is_distributed:
         share_losses(optimizer)
@@ -222,13 +225,6 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
     return optimizer
-
-
-def _wait_for_replicas(optimizer: Optimizer, context: Context, replicas: Replicas) -> None:
-    """Let an optimizer update once for all logical replicas of this rank."""
-    add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas, context.recovery).admit)
-    if replicas.are_shared:
-        refuse_torch_scaler(optimizer, "ranks hold several logical replicas, and it cannot see that an update waits")
 
 
 def _set_up_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,8 +24,11 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.elastic.peer_state import schedulers_of
 from phalanx.parallel.elastic.recovery import ElasticRecovery
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.session import StepPhase
+from phalanx.parallel.step.gate import refuse_torch_scaler
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.zero.elastic_plan import describe, shards_of_plan, why_inelastic
-from phalanx.plan.rules.mesh import MODEL_AXIS
+from phalanx.plan.rules.mesh import CONTEXT_AXIS, MODEL_AXIS, STAGE_AXIS
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
 logger = logging.getLogger("phalanx.parallel")
@@ -47,17 +52,10 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
         return
     assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes))
     is_shared = membership is not None or len(assignment) < plan.step.replicas
-    reason = _inexact(plan, is_shared=is_shared) or (None if membership is None else _inelastic(plan))
+    reason = why_inexact(plan, is_shared=is_shared) or (None if membership is None else _inelastic(plan))
     if reason is not None:
         raise PlanError(f"logical replicas cannot be combined with {reason}.")
-    if context.replicas is None or context.replicas.assignment != assignment:
-        index = mesh.index(mesh.batch_axes)
-        replicas = Replicas(
-            assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None
-        )
-        context.use_replicas(replicas)
-        context.recovery = None if membership is None else ElasticRecovery(context, membership, replicas)
-    torch.set_num_threads(plan.step.replica_threads)
+    split_over_replicas(plan, assignment, mesh, context)
     update = shards_of_plan(plan)
     if update is not None and membership is not None:
         context.recovery.is_sharded = True
@@ -77,6 +75,28 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
         )
 
 
+def split_over_replicas(plan: Plan, assignment: tuple[range, ...], mesh: Mesh, context: Context) -> None:
+    """Assign the replicas of a Plan to its ranks, and compute with its number of threads."""
+    if context.replicas is None or context.replicas.assignment != assignment:
+        index, membership = mesh.index(mesh.batch_axes), members.current()
+        replicas = Replicas(
+            assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None
+        )
+        context.use_replicas(replicas)
+        context.recovery = None if membership is None else ElasticRecovery(context, membership, replicas)
+    torch.set_num_threads(plan.step.replica_threads)
+
+
+def hold_updates(optimizer: Optimizer, context: Context) -> None:
+    """Let an optimizer update once for all logical replicas of this rank, if there are any."""
+    replicas = context.replicas
+    if replicas is None:
+        return
+    add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas, context.recovery).admit)
+    if replicas.are_shared:
+        refuse_torch_scaler(optimizer, "ranks hold several logical replicas, and it cannot see that an update waits")
+
+
 def _limits(context: Context) -> str:
     """Return what the promise of equal bits depends on, as the end of a sentence."""
     if context.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
@@ -84,17 +104,17 @@ def _limits(context: Context) -> str:
     return f" with {'GPUs' if context.device.type == 'cuda' else 'processors'} of one kind"
 
 
-def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
+def why_inexact(plan: Plan, *, is_shared: bool) -> str | None:
     """Return what of a Plan has other bits on other numbers of ranks; None if nothing does.
 
     Args:
         plan: The Plan.
         is_shared: Whether some rank holds several replicas.
     """
-    groups = {*plan.step.batch_axes, MODEL_AXIS}
+    groups = {*plan.step.batch_axes, MODEL_AXIS, STAGE_AXIS, CONTEXT_AXIS}
     other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in groups), None)
     if other is not None:
-        return f"the mesh axis {other!r}: context and pipeline parallel have no replicas yet"
+        return f"the mesh axis {other!r}, along which nothing is known of the order of sums"
     if not plan.step.broadcast:
         return "parameter_broadcast=False, by which each rank begins with parameters of its own"
     if not plan.step.sync_buffers and is_shared:
@@ -111,10 +131,38 @@ def _inexact(plan: Plan, *, is_shared: bool) -> str | None:
             "sync_batch_norm on fewer ranks than replicas: a layer waits for the samples of all replicas, and those of "
             "one rank run one after the other. Start as many ranks as there are replicas, or turn it off"
         )
+    return _inexact_together(plan, is_shared=is_shared)
+
+
+def _inexact_together(plan: Plan, *, is_shared: bool) -> str | None:
+    """Return which two techniques of a Plan have other bits on other numbers of ranks; None if none have."""
+    accumulates = plan.step.accumulate > 1 and is_shared
     is_sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
-    if plan.step.accumulate > 1 and is_sharded and is_shared:
+    has_stages = any(axis.size > 1 and axis.name == STAGE_AXIS for axis in plan.mesh)
+    if is_sharded and any(axis.size > 1 and axis.name == CONTEXT_AXIS for axis in plan.mesh):
+        return "sharding and context parallel together, which add up gradients at once"
+    if has_stages and is_sharded:
+        return "sharding of a pipeline's stages, which adds up their gradients by rank"
+    if has_stages and accumulates:
+        return "gradient_merge of a pipeline on fewer ranks than replicas. Ask for more micro-batches instead"
+    if is_sharded and accumulates:
         return "gradient_merge and sharding together on fewer ranks than replicas"
     return None
+
+
+def check_statistics(model: nn.Module, plan: Plan) -> None:
+    """Raise unless what layers count in a forward pass can be the same on other numbers of ranks.
+
+    Raises:
+        PlanError: If a pipeline has a layer whose statistics depend on how many micro-batches there were.
+    """
+    has_stages = any(axis.size > 1 and axis.name == STAGE_AXIS for axis in plan.mesh)
+    for name, module in model.named_modules() if has_stages and plan.step.replicas else ():
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
+            raise PlanError(
+                f"{name!r} averages its statistics over all micro-batches (momentum=None), and logical replicas with "
+                "other numbers of rows are cut into other numbers of these. Give it a momentum, 0.1."
+            )
 
 
 def _inelastic(plan: Plan) -> str | None:
@@ -122,7 +170,7 @@ def _inelastic(plan: Plan) -> str | None:
     if (why := why_inelastic(plan)) is not None:
         return why
     if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
-        return "tensor parallel where ranks may leave and join (-n a:b): the slices of a lost rank have no other copy"
+        return "model parallel where ranks may leave and join (-n a:b): what a lost rank holds has no other copy"
     if plan.step.balance is not None:
         return "balance where ranks may leave and join (-n a:b), which share replicas out evenly"
     if plan.step.accumulate > 1:

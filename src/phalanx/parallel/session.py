@@ -194,6 +194,12 @@ class OptimizerRecord:
     """Whether `update` is a rule of ours."""
 
     wrap_closure: Callable[[Closure], Closure] | None = None
+    updates: int = 0
+    """Updates that it has made here."""
+
+    has_closure: bool = False
+    """Whether its last step was given a closure."""
+
     has_updated: bool = True
     """Whether the last step updated."""
 
@@ -282,6 +288,12 @@ class TrainingSession:
 
     is_trial: bool = False
     """Whether optimizers step that train nothing of the script's, to see what they do."""
+
+    has_label_weights: bool | Tensor = False
+    """Whether a loss was a mean over what counts on all ranks, and not the mean over samples too."""
+
+    loaded_obstacle: str | None = None
+    """Why the run that saved the checkpoint which was loaded cannot be continued as replicas."""
 
     has_compared_data: bool = False
     has_named_old_words: bool = False

@@ -57,9 +57,10 @@ class DistributedStrategy(BaseModel):
     sync_buffers: bool = True
     """Keep floating-point buffers equal: batch-norm statistics are averaged with the gradients, others are rank 0's."""
 
-    logical_replicas: int | None = Field(default=None, gt=0)
+    logical_replicas: int | None = Field(default=None, ge=0)
     """Split every global batch over so many logical replicas, which ranks hold: the trained weights have the same bits
-    on any number of ranks up to it. One for each rank, without that promise, when None."""
+    on any number of ranks up to it. When None, one for each rank of the first start: a checkpoint that is loaded on
+    fewer ranks goes on with as many replicas as it was trained with. One for each rank now when 0."""
 
     balance: Literal["replicas", "samples"] | None = None
     """Measure how fast each rank computes, and give faster ranks more of the logical replicas, or without replicas more

@@ -50,8 +50,8 @@ def distribute(
         plan: A Plan to apply instead of the one the strategy makes. For one that places single operators, the step that
             it is of is captured here, from a batch of the data.
         replicas: Logical replicas over which every global batch is split: the trained weights have the same bits on any
-            number of ranks up to it. As `strategy.logical_replicas`; one for each rank, without that promise, when
-            omitted.
+            number of ranks up to it. As `strategy.logical_replicas`. When omitted one for each rank, and on fewer ranks
+            than a checkpoint was trained with, as many as it was; when 0 always one for each rank.
         balance: What faster ranks get more of, as `strategy.balance`: logical replicas, or without these samples of
             each global batch, whose size stays. Even parts when omitted.
         mirror: 1 lets each rank keep the optimizer state of the next one too, where `strategy.sharding` is on, so that

@@ -15,7 +15,7 @@ from phalanx.checkpoint.tensors.safetensors_file import TensorFile
 from phalanx.errors import DataError, InternalError
 from phalanx.ps.snapshot.dense import unpack_tree
 
-_DICTS = frozenset({"aliases", "model", "optimizer", "random", "kept"})
+_DICTS = frozenset({"aliases", "model", "optimizer", "random", "kept", "replicas", "streams"})
 """Words of values that are dicts."""
 
 

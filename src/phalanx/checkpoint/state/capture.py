@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.checkpoint.tensors.local_tensors import LocalTensor, ModelView, local_tensor, rank_name
+from phalanx.comm import context
+from phalanx.comm.batch.random_streams import random_state
 from phalanx.errors import ConfigError
+from phalanx.parallel.data.replica_record import ReplicaRecord, streams_of
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part
@@ -80,6 +81,7 @@ def capture(training: TrainingState, extra: Mapping[str, Any] | None = None) -> 
         "averages": view.averages_parameters,
         "model": view.values,
         "random": random_state(),
+        **_replicas(training.optimizer),
         "kept": {f"{name}/{key}": state for name, key, state in _stateful_entries(training)},
     }
     if training.optimizer is not None:
@@ -107,6 +109,13 @@ def capture(training: TrainingState, extra: Mapping[str, Any] | None = None) -> 
         rank_name(view.rank, name): local_tensor(name, local_part(tensor)) for name, tensor in tensors.items()
     }
     return RankState(local_tensors, tree)
+
+
+def _replicas(optimizer: Optimizer | None) -> dict[str, Any]:
+    if not context.is_initialized():
+        return {}
+    record, streams = ReplicaRecord.of(context.current(), optimizer), streams_of(context.current())
+    return {"replicas": record.values(), **({} if streams is None else {"streams": streams})}
 
 
 def _stateful_entries(training: TrainingState) -> list[tuple[str, str, dict[str, Any]]]:
@@ -219,32 +228,7 @@ def _make_counters(scheduler: Any, state: dict[str, Any]) -> None:
         _make_counters(part, saved)
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of the random generators of this process: Python's, NumPy's, torch's and the GPU's."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
-        "numpy": (kind, torch.from_numpy(np.array(keys, dtype=np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the random generators of this process."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"].clone())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].clone())
+# --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def merge_rank_states(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -21,16 +22,22 @@ from phalanx.checkpoint.state.capture import (
     load_scheduler,
     merge_rank_states,
     param_names,
-    set_random_state,
 )
 from phalanx.checkpoint.state.tables import has_tables
 from phalanx.checkpoint.tensors.local_tensors import AVERAGE, MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView, rank_name
 from phalanx.checkpoint.tensors.names import check_names
 from phalanx.checkpoint.tensors.safetensors_file import bytes_of
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
+from phalanx.comm import context
+from phalanx.comm.batch.random_streams import RandomState, RandomStreams, set_random_state
+from phalanx.data.loader.loader import ShardedLoader
 from phalanx.data.sampling.seeding import seed_all
 from phalanx.errors import ConfigError
+from phalanx.parallel.data.replica_record import ReplicaRecord
+from phalanx.parallel.distribute import asked_replicas
 from phalanx.parallel.optim.ema import EMA
+from phalanx.parallel.resume_replicas import resume_replicas
+from phalanx.parallel.session import is_distributed_optimizer, session
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part
 
@@ -51,6 +58,9 @@ class Restorer:
         self._averages = bool(reader.values(0, "averages"))
         self.source_rank = ranks.rank if self._is_same_size else 0
         """The saved rank whose values this rank loads."""
+
+        self._has_new_replicas = False
+        """Whether the number of logical replicas is the checkpoint's, and not the script's."""
 
         self.aliases: dict[str, str] = self._merge_ranks("aliases")
         self.layout: dict[str, TensorLayout] = {}
@@ -145,6 +155,25 @@ class Restorer:
         if self._has("extra") and not self._is_common("extra"):
             logger.warning("extra differs between the ranks that saved it; all ranks get rank 0's")
 
+    def resume_replicas(self) -> None:
+        """Split batches over what the checkpoint was trained with, unless the run says otherwise. Collective."""
+        optimizer, loader = self.training.optimizer, self.training.loader
+        is_training = isinstance(loader, ShardedLoader) and loader.training
+        if not self._has("replicas") or optimizer is None or not is_training or not is_distributed_optimizer(optimizer):
+            return
+        record = self._replica_record()
+        session.loaded_obstacle = record.obstacle
+        if asked_replicas() != 0:
+            self._has_new_replicas = resume_replicas(record, context.current(), loader)
+
+    def _replica_record(self) -> ReplicaRecord:
+        """Return that of rank 0; all have one, but for their threads."""
+        ranks = range(self.manifest.world_size)
+        records = [ReplicaRecord.read(self.reader.values(rank, "replicas"), self.manifest.folder) for rank in ranks]
+        if len({record.threads for record in records}) == 1:
+            return records[0]
+        return replace(records[0], rounding="its ranks computed with different numbers of threads")
+
     def run(self) -> None:
         """Read and load everything. Not collective."""
         for common, name in self.local_names.items():
@@ -158,7 +187,7 @@ class Restorer:
         if self.training.scheduler is not None:
             load_scheduler(self.training.scheduler, self.reader.values(self.source_rank, "scheduler"))
         if self.training.loader is not None:
-            self.training.loader.load_state_dict(self.reader.values(self.source_rank, "loader"))
+            self._load_loader(self.training.loader)
         if self.training.ema is not None:
             self._load_average(self.training.ema)
         self._load_kept()
@@ -266,7 +295,46 @@ class Restorer:
         self.reader.read(name, target, chunk)
         return shard_like(param, target)
 
+    def _load_loader(self, loader: Any) -> None:
+        state = self.reader.values(self.source_rank, "loader")
+        if asked_replicas() == 0 and isinstance(state, dict):
+            state.pop("replicas", None)  # asked not to go on with them
+        loader.load_state_dict(state)
+
+    def _load_streams(self) -> bool:
+        """Let random numbers go on as those of the shares of a batch; return whether they do.
+
+        They are where the checkpoint was trained with shares that are not those of its ranks, or is now.
+        """
+        if not self._has("replicas") or not context.is_initialized():
+            return False
+        current = context.current()
+        record = self._replica_record()
+        replicas, ranks = current.replicas, current.readers.count
+        is_as_many = record.count == (ranks if replicas is None else replicas.count)
+        if record.is_asked or not is_as_many or (replicas is None and not self._has("streams")):
+            return False
+        states = self._streams()
+        if states.keys() != set(range(record.count)):
+            return False  # of ranks that held parts of a model
+        if replicas is None:
+            set_random_state(states[current.readers.index])
+        elif self._has_new_replicas or replicas.were_ranks:
+            replicas.streams = RandomStreams(states, replicas.assignment[current.readers.index])
+        else:
+            return False
+        return True
+
+    def _streams(self) -> dict[int, RandomState]:
+        """Return the random numbers of each share of a batch: of its rank, or of the replica that it was."""
+        if not self._has("streams"):
+            return {rank: self.reader.values(rank, "random") for rank in range(self.manifest.world_size)}
+        by_rank = [self.reader.values(rank, "streams") for rank in range(self.manifest.world_size)]
+        return {int(name): state for streams in by_rank for name, state in streams.items() if name.isdecimal()}
+
     def _load_random(self) -> None:
+        if self._load_streams():
+            return
         if self.ranks.rank < self.manifest.world_size:
             set_random_state(self.reader.values(self.ranks.rank, "random"))
             return

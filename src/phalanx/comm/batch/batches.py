@@ -112,6 +112,12 @@ class Batches:
         self.in_hand: BatchShare | None = None
         """Share of the batch that was computed on last, or given out since; None between two epochs."""
 
+        self.trained = 0
+        """Batches to train on that were given out."""
+
+        self.passes = 0
+        """Passes over loaders of such batches that began."""
+
         self._waiting = _Waiting()
         self._passed = _Waiting()
         """Batches of which nothing is left and that a script seems to have looked at only, for statistics say. It may
@@ -148,6 +154,7 @@ class Batches:
             is_resumed: Whether the pass begins inside an epoch.
         """
         if is_training:
+            self.passes += 1
             # A pass over the data that computed nothing, for statistics say, has no batch that is yet to come. What is
             # left of a resumed epoch nobody takes statistics of.
             self._pass_by(
@@ -187,6 +194,7 @@ class Batches:
             self._before_evaluation = self.in_hand
         self.in_hand, self._is_evaluating = share, not iteration.is_training
         if iteration.is_training:
+            self.trained += 1
             self._current = self._named = None
             self._waiting.add(entry)
             self._begin_turn(entry)

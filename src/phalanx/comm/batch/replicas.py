@@ -17,6 +17,7 @@ from types import MethodType
 import numpy as np
 import torch
 
+from phalanx.comm.batch.random_streams import RandomStreams
 from phalanx.errors import ConfigError
 
 
@@ -89,6 +90,10 @@ class Replicas:
 
         self.is_round_open = False
         """Whether gradients of the global batch at hand were computed and the parameters not updated."""
+
+        self.streams: RandomStreams | None = None
+        """The random numbers of the replicas of this rank, where each was a rank of a run without replicas: they go on
+        as that rank's did. Seeded anew at each turn when None."""
 
         self._listeners: list[weakref.WeakMethod[Callable[[int, bool], None]]] = []
         self.on_round_start: Callable[[], None] | None = None
@@ -180,6 +185,11 @@ class Replicas:
         """Whether some rank holds several replicas, or may come to."""
         return self.is_elastic or self.count > len(self.assignment)
 
+    @property
+    def were_ranks(self) -> bool:
+        """Whether each was a rank of a run without replicas, which goes on with as few differences as can be."""
+        return self.streams is not None
+
     def on_turn(self, listener: Callable[[int, bool], None]) -> None:
         """Call a method at the start of each turn, as long as its object lives.
 
@@ -204,7 +214,10 @@ class Replicas:
             for reference in self._listeners:
                 if (listener := reference()) is not None:
                     listener(turn.replica, is_continued)
-        self._seed(turn.seed)
+        if self.streams is None:
+            self._seed(turn.seed)
+        else:
+            self.streams.switch(turn.replica)
 
     def begin_backward(self) -> None:
         """Note that a backward pass runs in this turn."""
@@ -217,7 +230,8 @@ class Replicas:
     def end_pass(self, seed: int) -> None:
         """Note that a pass over a loader is over: no replica's turn is on, and all ranks draw the same numbers."""
         self._turn, self._is_over = None, False
-        self._seed(seed)
+        if self.streams is None:
+            self._seed(seed)
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

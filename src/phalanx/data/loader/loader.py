@@ -137,6 +137,11 @@ class ShardedLoader:
         return self._options.source.dataset
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the data has an order of its own, and is read from its start."""
+        return self._options.source.is_stream
+
+    @property
     def columns(self) -> tuple[str, ...] | None:
         """The names of the columns of a batch, in order, where a pipeline or a generator's feeds say them."""
         if self._options.pipeline is not None:
@@ -341,7 +346,7 @@ class ShardedLoader:
     def _replicas(self) -> int | None:
         """Return the number of logical replicas that compute on the batches; None without such."""
         shard = self._options.here()
-        return None if shard.replicas is None else shard.count
+        return None if shard.replicas is None or shard.replicas.were_ranks else shard.count
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state` in the next iteration, at any number of ranks and any batch size.

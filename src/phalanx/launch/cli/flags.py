@@ -222,7 +222,7 @@ _CONTEXT: dict[str, Any] = {
 )
 @click.option(
     "--replicas",
-    type=_Count("number of logical replicas", 1),
+    type=_Count("number of logical replicas", 0),
     envvar="PHALANX_REPLICAS",
     help="Logical replicas that split global batches: results have the same bits on any number of ranks up to it.",
 )

@@ -49,6 +49,7 @@ class StepWatch:
         Raises:
             ConfigError: If it trains nothing, or gradients that other ranks have no part in.
         """
+        optimizer_record(optimizer).updates += 1
         models = list_applied()
         self._follow(optimizer, len(models))
         is_concerned = len(self._unmanaged) < len(self._params)

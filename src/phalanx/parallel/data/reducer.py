@@ -32,9 +32,11 @@ from itertools import accumulate, count
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm.batch.backward_end import at_backward_end, is_repeated
 from phalanx.comm.context import Context
+from phalanx.comm.groups import Group
 from phalanx.comm.labels import label_calls
 from phalanx.comm.waiting import waits
 from phalanx.errors import ConfigError, PeerLostError, PlanError
@@ -107,15 +109,25 @@ def check_no_graph() -> None:
         )
 
 
-def _check_axes(buckets: Sequence[GradientBucket], mesh: Mesh) -> None:
-    """Raise if gradients are added up over other ranks than those that hold replicas."""
+def _groups_within(buckets: Sequence[GradientBucket], mesh: Mesh) -> dict[int, Group]:
+    """Return, by bucket, the ranks that have a term each of one replica's gradients: they hold parts of a sequence.
+
+    Collective.
+
+    Raises:
+        PlanError: If gradients are not added up over the ranks that hold replicas.
+    """
     along = {axis for axis in mesh.batch_axes if mesh.size((axis,)) > 1}
-    other = next((bucket for bucket in buckets if set(bucket.axes) != along), None)
-    if other is not None:
-        raise PlanError(
-            f"gradients of {other.names[0]!r} are added up along {other.axes}, and logical replicas along "
-            f"{mesh.batch_axes}. Turn one of the two off."
-        )
+    groups = {}
+    for index, bucket in enumerate(buckets):
+        if not along <= set(bucket.axes):
+            raise PlanError(
+                f"gradients of {bucket.names[0]!r} are added up along {bucket.axes}, and logical replicas along "
+                f"{mesh.batch_axes}. Turn one of the two off."
+            )
+        if within := tuple(axis for axis in bucket.axes if axis not in mesh.batch_axes):
+            groups[index] = mesh.gradient_group(within)
+    return groups
 
 
 class Reducer:
@@ -169,11 +181,13 @@ class Reducer:
         self._model = type(model).__name__
         self._round: ReplicaRound | None = None
         if context.replicas is not None:
-            _check_axes(buckets, mesh)
+            within = _groups_within(buckets, mesh)
             group = mesh.gradient_group(mesh.batch_axes)  # made now, in the order of the models
             is_elastic = context.replicas.is_elastic  # the group of the ranks that are left is another one
             current_group = partial(gradient_group, context) if is_elastic else lambda: group
-            self._round = ReplicaRound(model, context.replicas, current_group)
+            self._round = ReplicaRound(
+                model, context.replicas, current_group, within=within, has_micro_batches=not overlapped
+            )
             if context.recovery is not None:
                 self._round.recovery = context.recovery
                 context.recovery.add(self)
@@ -183,12 +197,23 @@ class Reducer:
         )
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
         self._unscaled = frozenset() if overlapped else frozenset(sums)
+        self._handles: list[RemovableHandle] = []
         for index, bucket in enumerate(self._buckets if overlapped else ()):
             for gradient in bucket.gradients:
-                is_sum = gradient.name in sums
+                is_sum, param = gradient.name in sums, gradient.param
                 gain = float(self._readers.shares) if is_sum else 1.0  # of a sum the mean is taken too
-                gradient.param.register_hook(sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain))
-                gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
+                weigh = sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain)
+                on_gradient = partial(self._on_gradient, index, gradient)
+                self._handles += [
+                    param.register_hook(weigh),
+                    param.register_post_accumulate_grad_hook(on_gradient),
+                ]
+
+    def close(self) -> None:
+        """Leave the gradients alone from now on: another takes over, between two steps."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     @property
     def is_reducing(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,22 @@ class ReplicaRound:
         model: The model, whose buffers every replica of a round finds alike.
         replicas: Those of the job.
         group: Returns the ranks that hold them now.
+        within: By bucket, the ranks that have a term each of one replica's gradients.
+        has_micro_batches: Whether gradients add up over the micro-batches of a replica, before they come here.
     """
 
-    def __init__(self, model: nn.Module, replicas: Replicas, group: Callable[[], Group]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        replicas: Replicas,
+        group: Callable[[], Group],
+        *,
+        within: Mapping[int, Group] | None = None,
+        has_micro_batches: bool = False,
+    ) -> None:
         self._model = weakref.ref(model)
-        self._replicas, self._group = replicas, group
+        self._replicas, self._group, self._within = replicas, group, within or {}
+        self._has_micro_batches = has_micro_batches
         self._sums: dict[int, PartialSums] = {}
         """By bucket."""
 
@@ -71,7 +82,7 @@ class ReplicaRound:
         if replicas.are_shared:
             replicas.on_turn(self._begin_turn)
             for param in model.parameters():
-                if param.requires_grad:
+                if param.requires_grad and not has_micro_batches:
                     param.register_hook(_GradientCheck(param, self))
 
     @property
@@ -145,6 +156,8 @@ class ReplicaRound:
         model = self._model()
         if model is not None and not self._of_first:
             self._of_first = [entry for entry in _copy_buffers(model) if not entry[2].is_floating_point()]
+        elif self._has_micro_batches:
+            _write(self._of_first)  # replicas with other numbers of rows are cut into other numbers of micro-batches
         elif (name := _differing(self._of_first, of_floats=False)) is not None:
             raise ConfigError(
                 f"buffer {name} differs between the logical replicas of this rank, and only floating-point buffers are "
@@ -209,6 +222,8 @@ class ReplicaRound:
         """Begin to add up a bucket over all replicas; None if it is put aside. Collective for the last replica."""
         replicas, flat = self._replicas, bucket.flat
         current = replicas.local[0] if replicas.current is None else replicas.current
+        if index in self._within:
+            wait_for(dist.all_reduce(flat, group=self._within[index], async_op=True))
         if not replicas.is_elastic and len(replicas.local) == 1 and self._adds_up_in_place(flat):
             return _all_reduce(flat, self._group())
         sums = self._sums.setdefault(index, PartialSums(replicas.count))

@@ -18,7 +18,7 @@ from phalanx.comm.batch.batches import Shares, row_weight_of
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
-from phalanx.parallel.session import list_applied
+from phalanx.parallel.session import list_applied, session
 from phalanx.plan.mesh import is_sum_of_ranks
 
 
@@ -54,8 +54,37 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
     if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
         raise ConfigError(f"weighted_mean takes the weight of a rank's losses as one number, found {_looks(weight)}.")
     _check_models()
+    session.has_label_weights = True
     mean, factor = global_mean_of(total.detach(), weight, _shares_now())
     return apply_function(_Mean, total.reshape(()), mean, factor)
+
+
+def mean_over_labels(total: Tensor, weight: Tensor) -> Tensor:
+    """Return the mean loss over all ranks, as `weighted_mean`, or over this replica where ranks have become replicas.
+
+    Of those all labels count. They know the weight of the global batch by their own rows, and gradients are divided by
+    it as the ranks divided.
+    """
+    shares, context = _shares_now(), context_of.current()
+    if context.replicas is None:
+        mean, factor = global_mean_of(total.detach(), weight, shares)
+        return apply_function(_Mean, total.reshape(()), mean, factor)
+    own, count = weight.double(), context.readers.shares
+    whole = own * count if not shares else own * shares[0].global_rows / max(shares[0].rows, 1)
+    factor = _factor(whole, row_weight_of(shares, count), count).to(total.dtype)
+    return apply_function(_Mean, total.reshape(()), total.detach() / own.to(total.dtype), factor)
+
+
+def _factor(whole: Tensor, by_rows: float, ranks: int) -> Tensor:
+    """Return what the gradient of a rank's sum is multiplied by, besides its rows."""
+    return ranks / (whole * by_rows) if by_rows else torch.zeros_like(whole)
+
+
+def _note_weights(weight: Tensor, whole: Tensor, shares: Shares, ranks: int) -> None:
+    """Remember whether labels weigh otherwise than rows, without waiting for a device."""
+    rows, all_rows = (shares[0].rows, shares[0].global_rows) if shares else (1, ranks)
+    differs = whole * rows != weight * all_rows
+    session.has_label_weights = differs | session.has_label_weights
 
 
 def mean_of_means(mean: Tensor, weight: Tensor) -> Tensor:
@@ -113,6 +142,7 @@ def global_mean_of(total: Tensor, weight: Tensor | float, shares: Shares) -> tup
     sums = torch.stack([total.reshape(()).double(), torch.as_tensor(weight, device=total.device).reshape(()).double()])
     if not by_rows:
         sums = torch.zeros_like(sums)  # rows that do not count may hold anything
+    own = sums[1].clone()
     if readers is not None and ranks > 1:
         with peers_named("the weighted mean of a loss", readers.group):
             dist.all_reduce(sums, group=readers.group)
@@ -121,7 +151,8 @@ def global_mean_of(total: Tensor, weight: Tensor | float, shares: Shares) -> tup
             "weighted_mean found a weight of 0 on all ranks: no loss of this batch counts. Leave such batches out, on "
             "all ranks alike."
         )
-    factor = ranks / (sums[1] * by_rows) if by_rows else torch.zeros_like(sums[1])
+    _note_weights(own, sums[1], shares, ranks)
+    factor = _factor(sums[1], by_rows, ranks)
     return (sums[0] / sums[1]).to(total.dtype), factor.to(total.dtype)
 
 

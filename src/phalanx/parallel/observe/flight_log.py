@@ -164,7 +164,8 @@ class FlightLog:
                     "kind": "buckets",
                     "names": self._names,
                     "groups": self._group_names(optimizer),
-                    "replicas": None if replicas is None else replicas.count,
+                    # Replicas that were ranks come back with the checkpoint from which a replay begins.
+                    "replicas": None if replicas is None or replicas.were_ranks else replicas.count,
                     "threads": torch.get_num_threads(),
                 }
             )

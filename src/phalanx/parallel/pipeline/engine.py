@@ -181,7 +181,7 @@ class PipelineEngine:
             check(self.model, tuple(tree_leaves((inputs, target))), {})
         count, planned_count = microbatches_of(self.route, *self._of_copies(rows))
         self._warn_of(rows, count, planned_count)
-        shares, readers = self._context.passes.enter((inputs, target)), self._context.readers.count
+        shares, readers = self._context.passes.enter((inputs, target)), self._context.readers.shares
         weight = row_weight_of(shares, readers, is_sum=self._is_sum) / count * float(scaled(torch.ones(())))
         batch = self._batch = Batch(
             split(self.in_order(inputs), rows, count), split(target, rows, count), loss_fn, weight

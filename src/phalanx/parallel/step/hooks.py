@@ -113,6 +113,7 @@ def _register(
 
 def _before_update(record: OptimizerRecord, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     has_closure = named.get("closure") or args[1:2] not in ((), (None,))
+    record.has_closure = bool(has_closure)
     if has_closure and any(action.needs_gradients for action in record.actions):
         raise ConfigError(
             "optimizer.step(closure) was called, and a setting (clip, dgc, or amp in pure precision) acts on the "

@@ -83,7 +83,7 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
             f"a norm of order {order:g} of sharded tensors has other bits on other numbers of ranks, and logical "
             "replicas were asked for. Use norm_type 2 or inf."
         )
-    if order == 2.0 and context_of.is_initialized() and context_of.current().replicas is not None:
+    if order == 2.0 and _has_exact_norms():
         return _norms_of_any_split(tensors, groups, dtype)
     norms = _local_norms(tensors, order, dtype)
     largest = math.isinf(order)
@@ -97,6 +97,12 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
             part = all_reduce(norms[members] ** order, "sum", group=group) ** (1.0 / order)
         norms[members] = part
     return norms
+
+
+def _has_exact_norms() -> bool:
+    """Return whether norms have to be the same however tensors are split."""
+    replicas = context_of.current().replicas if context_of.is_initialized() else None
+    return replicas is not None and not replicas.were_ranks  # ranks have rounded theirs
 
 
 def _norms_of_any_split(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
             sync_bn=strategy.sync_batch_norm,
             broadcast=strategy.parameter_broadcast,
             sync_buffers=strategy.sync_buffers,
-            replicas=strategy.logical_replicas,
+            replicas=strategy.logical_replicas or None,
             replica_threads=strategy.replica_threads,
             balance=strategy.balance,
         ),

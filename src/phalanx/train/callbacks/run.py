@@ -224,6 +224,7 @@ class Run:
                     f"{loaded.path} was not saved by a callback, so where its run was is not known. Load it with "
                     "phalanx.load before training."
                 )
+            self.steps_per_epoch = _length(self.loader)  # the checkpoint may have brought its number of replicas
             self._take_over(state)
         return loaded
 

@@ -23,7 +23,7 @@ from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.checks.misuse import check_trains, warn_without_optimizer
 from phalanx.parallel.checks.step_check import is_managed
-from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
+from phalanx.parallel.data.weighted_mean import global_mean_of, mean_over_labels
 from phalanx.parallel.distribute import add_model
 from phalanx.parallel.memory.out_of_memory import memory_explained
 from phalanx.parallel.session import applied_to, is_distributed_optimizer, model_record
@@ -201,7 +201,7 @@ class TrainStep:
             return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scale_loss)
         loss, fetched = self._loss(inputs, target, weight is not None)
         if weight is not None:
-            loss = weighted_mean(loss, weight)
+            loss = mean_over_labels(loss, weight)
         elif self._own is not None and context.current().replicas is None:
             loss = self._own.mean(loss, target)
         self._scale_loss(loss).backward()
@@ -229,11 +229,17 @@ class TrainStep:
             return None
         if context.current().replicas is not None:
             require_all_labels(target, self._counted)
-            return None
+            return self._weight_of_ranks(target)
         if self._counted is None:
             return None
         is_apart = context.current().readers.count > 1 or self._pipeline is not None
         return self._counted.weight(target) if is_apart else None
+
+    def _weight_of_ranks(self, target: Any) -> Tensor | None:
+        """Return the weight with which the ranks of a run divided that now are its replicas."""
+        replicas = context.current().replicas
+        were_ranks = replicas is not None and replicas.were_ranks
+        return self._counted.weight(target) if were_ranks and self._counted is not None else None
 
     def _of_microbatches(self, inputs: Any, target: Any, weight: Tensor) -> LossFunction:
         """Return a loss of micro-batches that add up to the mean over the whole batch. Collective."""

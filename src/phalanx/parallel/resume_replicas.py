@@ -1,0 +1,121 @@
+"""`resume_replicas`: go on with the shares of global batches that a checkpoint was trained with, on other ranks.
+
+A run splits global batches over its ranks. Where one of its checkpoints is loaded on fewer ranks, each share becomes a
+logical replica: the same samples, in the same shapes, with its rank's random numbers, added up in the order in which
+the ranks added up. Until the number of ranks changes nothing is different, and nothing costs more.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch import nn
+
+from phalanx.comm.batch.replicas import assign_replicas
+from phalanx.comm.context import Context
+from phalanx.data.loader.loader import ShardedLoader
+from phalanx.parallel.checks.step_check import watch_every_optimizer
+from phalanx.parallel.data.replica_record import ReplicaRecord
+from phalanx.parallel.elastic.peer_state import schedulers_of
+from phalanx.parallel.logical_replicas import hold_updates, split_over_replicas, why_inexact
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.session import (
+    StepPhase,
+    applied_to,
+    distributed_models,
+    distributed_optimizers,
+    model_record,
+    optimizer_record,
+)
+from phalanx.parallel.step.gate import follow_updates
+from phalanx.parallel.techniques import reduce_gradients
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+def resume_replicas(record: ReplicaRecord, context: Context, loader: ShardedLoader) -> bool:
+    """Split training batches over what a checkpoint was trained with; return whether they are now. Collective.
+
+    Nothing changes where the run has replicas of its own, or as many ranks as the checkpoint was trained with.
+
+    Args:
+        record: What the checkpoint holds.
+        context: Of this process, between two steps.
+        loader: Gives out the batches.
+    """
+    ranks = context.readers.count
+    if context.replicas is not None or (record.count == ranks and not record.is_asked):
+        return False
+    why = "a stream is read once, in order" if loader.is_stream else _obstacle(record, context)
+    if why is not None and record.is_asked:
+        return False  # an error, which the loader raises
+    if context.rank == 0:
+        what = ("logical replica" if record.is_asked else "data-parallel rank") + "s" * (record.count != 1)
+        logger.info("the checkpoint was trained with %d %s: %s", record.count, what, _outcome(record, ranks, why))
+    if why is not None:
+        return False
+    for model in distributed_models():
+        _split(model, record, context)
+    for optimizer in distributed_optimizers():
+        hold_updates(optimizer, context)
+        for scheduler in schedulers_of(optimizer):  # the loop runs more often than the optimizer updates
+            follow_updates(scheduler)
+    watch_every_optimizer()
+    return True
+
+
+def _outcome(record: ReplicaRecord, ranks: int, why: str | None) -> str:
+    ranks_now = f"{ranks} rank{'s' * (ranks != 1)}"
+    if why is not None:
+        return f"continuing with one share for each of {ranks_now}, and sums and random numbers differ, for {why}"
+    differs = "" if record.rounding is None else f", with sums that round otherwise, for {record.rounding}"
+    return f"continuing with logical_replicas={record.count} on {ranks_now}{differs}; logical_replicas=0 turns it off"
+
+
+def _obstacle(record: ReplicaRecord, context: Context) -> str | None:
+    """Return why the ranks cannot go on as the replicas of a checkpoint, as the end of a sentence; None if they can."""
+    if record.obstacle is not None:
+        return record.obstacle
+    if record.count < context.readers.count:
+        return "there are more ranks than shares of a batch"
+    if context.split is not None:
+        return 'balance="samples" splits global batches by the speed of ranks'
+    actions = {action.phase for each in distributed_optimizers() for action in optimizer_record(each).actions}
+    if StepPhase.SCALE_LEARNING_RATE in actions:
+        return "scale_lr follows the number of ranks"
+    return next((why for model in distributed_models() if (why := _why_not(model, record)) is not None), None)
+
+
+def _why_not(model: nn.Module, record: ReplicaRecord) -> str | None:
+    """Return why a model that is distributed cannot be trained by replicas from now on."""
+    applied = applied_to(model)
+    assert applied is not None
+    plan = applied.plan
+    if applied.is_sharded:
+        return "its parameters are sharded over several ranks by now. Ask for replicas= where it is distributed"
+    if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
+        return "ranks hold parts of the model"
+    if plan.step.accumulate > 1:
+        return "gradient_merge accumulates over batches of ranks"
+    if plan.step.scaler is not None:
+        return "float16 scales losses by what all ranks saw"
+    return why_inexact(plan, is_shared=record.count > applied.plan.world_size)
+
+
+def _split(model: nn.Module, record: ReplicaRecord, context: Context) -> None:
+    """Add up the gradients of a model over replicas from now on. Collective."""
+    applied = applied_to(model)
+    assert applied is not None
+    step = applied.plan.step.model_copy(update={"replicas": record.count, "replica_threads": record.threads})
+    plan = applied.plan.model_copy(update={"step": step})
+    mesh = Mesh.of(plan, context)
+    context.mesh_readers = mesh.readers()
+    assignment = assign_replicas(record.count, mesh.size(mesh.batch_axes))
+    split_over_replicas(plan, assignment, mesh, context)
+    if applied.reducer is not None:
+        applied.reducer.close()
+    reducer = reduce_gradients(plan, model, mesh, None, context)
+    if reducer is not None and applied.drift is not None:
+        reducer.after_exchange = applied.drift.exchanged
+    model_record(model).applied = replace(applied, plan=plan, reducer=reducer)
