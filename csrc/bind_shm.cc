@@ -117,6 +117,14 @@ void bind_shm(nb::module_& module) {
                calls.append(nb::make_tuple(call.verb, call.detail, call.label, call.number, call.age_s, call.missing));
              return nb::make_tuple(found.made, found.ended, calls);
            })
+      .def("wait_times", [](Group& group) {
+             phalanx::WaitTimes times;
+             {
+               const nb::gil_scoped_release release;
+               times = group.wait_times();
+             }
+             return nb::make_tuple(times.in_calls_s, times.main_s, times.entered_s);
+           })
       .def("disagree", &Group::disagree, nb::arg("text"), Free())
       .def("progress", &Group::progress, Free())
       .def("close", &Group::close, Free())

@@ -21,6 +21,7 @@ constexpr WaitPolicy kSharedCores = {0, 5e-5};  // who yields takes turns from t
 
 constexpr int kSleepMs = 50;       // until a sleeper looks around again
 constexpr auto kLookEvery = 200ms;
+constexpr std::int64_t kSameWaitNs = 20'000'000;  // who comes back within it waits on
 
 WaitPolicy wait_policy_of(int ranks) {
   cpu_set_t cores;
@@ -59,6 +60,10 @@ std::string described(const CallSignature& signature) {
   return text;
 }
 
+std::int64_t nanoseconds(std::chrono::steady_clock::time_point moment) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(moment.time_since_epoch()).count();
+}
+
 bool is_main_thread() { return ::syscall(SYS_gettid) == ::getpid(); }
 
 thread_local std::string calls_label;
@@ -84,7 +89,10 @@ Group::Group(int fd, int rank, int size, const std::string& name, double timeout
       mail_(region_),
       pid_(::getpid()),
       wait_policy_(wait_policy_of(size)),
-      timeout_s_(timeout_s) {}
+      timeout_s_(timeout_s) {
+  wait_times_.main_s.resize(static_cast<std::size_t>(size));
+  wait_times_.entered_s.resize(static_cast<std::size_t>(size));
+}
 
 Group::~Group() { close(); }
 
@@ -107,6 +115,7 @@ CounterReached Group::writable() {
 void Group::enter(const CallSignature& signature, bool has_more) {
   Member& me = region_.me();
   me.rounds[round_ & 1].signature = signature;
+  me.rounds[round_ & 1].entered_at = nanoseconds(Clock::now());
   me.rounds[round_ & 1].has_more = has_more;
   if (signature.label != 0) std::strncpy(me.rounds[round_ & 1].label, calls_.front()->label.c_str(), kLabelBytes - 1);
   me.entered.store(round_, std::memory_order_release);
@@ -115,7 +124,24 @@ void Group::enter(const CallSignature& signature, bool has_more) {
 
 CounterReached Group::everyone_entered() const { return {&region_, &Member::entered, round_}; }
 
+// Everyone has entered the round: whoever did so last kept the others waiting.
+void Group::note_last() {
+  const std::int64_t entered_at = region_.me().rounds[round_ & 1].entered_at;
+  std::int64_t last_at = entered_at;
+  int last = region_.rank();
+  for (int r = 0; r < region_.size(); ++r) {
+    const std::int64_t at = region_.member(r).rounds[round_ & 1].entered_at;
+    if (at > last_at) last = r, last_at = at;
+  }
+  const auto index = static_cast<std::size_t>(last);
+  wait_times_.entered_s[index] += static_cast<double>(last_at - entered_at) * 1e-9;
+  const std::int64_t waits_since = main_waits_since_.load(std::memory_order_relaxed);
+  const std::int64_t since = std::max(entered_at, waits_since);
+  if (waits_since != 0 && last_at > since) wait_times_.main_s[index] += static_cast<double>(last_at - since) * 1e-9;
+}
+
 void Group::leave_round() {
+  note_last();
   region_.me().left.store(round_, std::memory_order_release);
   region_.ring_others();
 }
@@ -320,7 +346,7 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
     const std::lock_guard guard(way_lock_);
     ++waiters_;
   }
-  if (is_main_in_call) region_.me().main_waits.store(1, std::memory_order_release);
+  if (is_main_in_call) begin_main_wait(op, start);
   bool is_done;
   while (!(is_done = is_done_after_advance(op))) {
     const Clock::time_point now = Clock::now();
@@ -335,10 +361,26 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
       break;
     }
   }
-  if (is_main_in_call) region_.me().main_waits.store(0, std::memory_order_release);
+  if (is_main_in_call) end_main_wait(start);
   const std::lock_guard guard(way_lock_);
   if (--waiters_ == 0) way_is_free_.notify_all();
   return is_done;
+}
+
+// A caller that waits a second at a time, to look at signals in between, waits on when it comes back.
+void Group::begin_main_wait(const Op& op, Clock::time_point start) {
+  region_.me().main_waits.store(1, std::memory_order_release);
+  const std::int64_t now = nanoseconds(start);
+  if (waited_call_ != op->number || now - wait_left_ > kSameWaitNs) wait_began_ = now;
+  waited_call_ = op->number;
+  main_waits_since_.store(wait_began_, std::memory_order_relaxed);
+}
+
+void Group::end_main_wait(Clock::time_point start) {
+  region_.me().main_waits.store(0, std::memory_order_release);
+  wait_left_ = nanoseconds(Clock::now());
+  main_in_calls_.fetch_add(wait_left_ - nanoseconds(start), std::memory_order_relaxed);
+  main_waits_since_.store(0, std::memory_order_relaxed);
 }
 
 void Group::wait(const Op& op, double timeout_s) {
@@ -394,6 +436,13 @@ UnderWay Group::under_way() {
   if (!calls_.empty()) under_way.calls.push_back(report(calls_.front(), now));
   for (const Op& op : mail_.pending()) under_way.calls.push_back(report(op, now));
   return under_way;
+}
+
+WaitTimes Group::wait_times() {
+  const std::lock_guard guard(lock_);
+  WaitTimes times = wait_times_;
+  times.in_calls_s = static_cast<double>(main_in_calls_.load(std::memory_order_relaxed)) * 1e-9;
+  return times;
 }
 
 std::string Group::waited_for() {

@@ -49,6 +49,13 @@ struct UnderWay {
   std::vector<CallUnderWay> calls;
 };
 
+// Seconds that this rank spent on others so far. A round waits for the rank that enters it last.
+struct WaitTimes {
+  double in_calls_s = 0;           // the main thread waited for the end of collectives: for others, and for the bytes
+  std::vector<double> main_s;      // of that until the last rank had entered, by that rank
+  std::vector<double> entered_s;   // from its own entry to that of the last rank, by that rank; it may compute meanwhile
+};
+
 class Group {
  public:
   using Op = std::shared_ptr<Operation>;
@@ -92,6 +99,8 @@ class Group {
   // The collectives this rank has made so far, and what it waits for: the first collective that has not ended (the later
   // ones wait for it), and every message.
   UnderWay under_way();
+  // Whom this rank waited for in collectives, and how long.
+  WaitTimes wait_times();
   // A collective that the main thread of another rank waits in and this rank has not called, in words that name both;
   // empty where there is none. A rank whose main thread waits for that one elsewhere waits for ever.
   std::string waited_for();
@@ -124,6 +133,7 @@ class Group {
   CounterReached everyone_entered() const;         // co_await
   void compare(const CallSignature& signature) const;   // throws Disagreement
   void leave_round();
+  void note_last();
   std::byte* slot(int rank) const { return region_.slot(rank, round_); }
 
   CallSignature signature_of(Kind kind, Type type, std::size_t count, Reduce how = Reduce::kSum, int root = 0);
@@ -149,6 +159,8 @@ class Group {
   void shorten(const Op& op, Clock::time_point deadline);
   bool is_done_after_advance(const Op& op);
   bool await_end(const Op& op, Clock::time_point limit);
+  void begin_main_wait(const Op& op, Clock::time_point start);
+  void end_main_wait(Clock::time_point start);
   void sleep_on(const Op& op);
 
   Region region_;
@@ -163,6 +175,13 @@ class Group {
   std::uint32_t round_ = 0;
   std::exception_ptr broken_;
   Clock::time_point looked_;
+
+  WaitTimes wait_times_;
+  // Nanoseconds of the clock, and since when the main thread waits for the end of a collective: 0 while it does not.
+  std::atomic<std::int64_t> main_waits_since_ = 0, main_in_calls_ = 0;
+  // Of its last wait; only the main thread looks at them.
+  std::int64_t wait_began_ = 0, wait_left_ = 0;
+  std::uint64_t waited_call_ = 0;
 
   std::mutex way_lock_;
   std::condition_variable way_is_free_;

@@ -53,6 +53,7 @@ struct Member {
   std::atomic<std::uint32_t> sleeping;  // threads of this rank that wait for its bell
   struct alignas(kLine) Round {
     CallSignature signature;
+    std::int64_t entered_at;  // nanoseconds of the clock that all processes of a host share
     std::uint32_t has_more;
     char label[kLabelBytes];  // what the call is for, in words; read only where ranks disagree
   } rounds[2];

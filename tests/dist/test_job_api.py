@@ -92,7 +92,12 @@ def test_a_job_goes_round_by_http(server, owner, tree):
     record.write_text("no JSON")
     assert owner.hang(job.id) == ""
 
+    assert owner.slow(job.id) == ""
+    paths.launcher_logs(folder, 0).joinpath("slow.json").write_text(json.dumps({"lines": ["rank 0 waited for rank 1"]}))
+    assert owner.slow(job.id) == "rank 0 waited for rank 1"
+
     server.end(job)
+    assert owner.slow(job.id) == "rank 0 waited for rank 1"
     assert owner.log(job.id, offset=part.next).ended
     assert owner.retry(job.id).spec == job.spec
     assert owner.plan(job.id) == ""

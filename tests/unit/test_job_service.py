@@ -154,7 +154,20 @@ def test_a_member_of_one_workspace_sees_nothing_of_another(acting, store, tree):
     mallory = acting(Actor("mallory"))
     assert mallory.jobs() == []
     assert [space.name for space in mallory.workspaces()] == ["other"]
-    of_jobs = ["job", "attempts", "events", "stop", "retry", "logs_of", "log", "plan", "hang", "reporting", "usage"]
+    of_jobs = [
+        "job",
+        "attempts",
+        "events",
+        "stop",
+        "retry",
+        "logs_of",
+        "log",
+        "plan",
+        "hang",
+        "slow",
+        "reporting",
+        "usage",
+    ]
     for verb in of_jobs:
         with pytest.raises(NotFoundError) as hidden:
             getattr(mallory, verb)(job)

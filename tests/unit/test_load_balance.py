@@ -122,6 +122,9 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
     assert groups.cores() == 0.25
     write(tmp_path / "cpuacct" / "pod" / "box", cpuacct__usage="2500000000\n")
     assert groups.cpu_seconds() == 2.5
+    write(tmp_path / "cpu" / "pod" / "box", cpu__stat="nr_periods 9\nnr_throttled 3\nthrottled_time 0\n")
+    write(tmp_path / "cpu" / "pod", cpu__stat="nr_periods 9\nnr_throttled 3\nthrottled_time 2500000000\n")
+    assert groups.throttled_seconds() == 2.5  # the group above holds it back
     memory = tmp_path / "memory" / "pod" / "box"
     write(memory, memory__limit_in_bytes="9223372036854771712\n", memory__usage_in_bytes="100\n")
     assert groups.memory_left() is None
@@ -141,6 +144,9 @@ def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
     assert groups.memory_left() == 2000
     write(root, cpu__max="50000 100000\n")
     assert groups.cores() == 0.5
+    assert groups.throttled_seconds() == 0.0
+    write(root, cpu__stat="usage_usec 1500000\nthrottled_usec 750000\n")
+    assert groups.throttled_seconds() == 0.75
 
 
 def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:

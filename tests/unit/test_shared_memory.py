@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +126,35 @@ def test_a_message_longer_than_the_ring_waits_for_its_receiver():
             second.receive(0, 0, 0, 9)
         assert sent.is_done
         assert torch.equal(got, long)
+
+
+def test_the_wait_for_a_rank_counts_from_ones_own_entry_and_only_while_the_main_thread_waits():
+    tensors = [torch.ones(8), torch.ones(8), torch.ones(8)]
+    with members(3) as groups:
+        calls = []
+        for group, tensor in zip(groups, tensors, strict=True):
+            calls.append(group.all_reduce(*to_reduce(tensor, "all_reduce"), reduction(ReduceOp.SUM, tensor, "")))
+            time.sleep(0.05)
+        for group, call in zip(groups, calls, strict=True):
+            group.wait(call)
+        in_calls_s, main_s, entered_s = groups[0].wait_times()
+        assert main_s == [0.0, 0.0, 0.0]  # all were there before it asked for the end
+        assert in_calls_s < 0.05
+        assert entered_s[:2] == [0.0, 0.0]
+        assert 0.1 <= entered_s[2] < 0.2
+        assert 0.05 <= groups[1].wait_times()[2][2] < 0.15
+        assert groups[2].wait_times()[2] == [0.0, 0.0, 0.0]
+
+
+def test_a_wait_in_slices_is_one_wait():
+    with members(2) as groups:
+        first = groups[0].barrier()
+        assert not groups[0].ends_within(first, 0.05)
+        threading.Timer(0.05, groups[1].barrier).start()
+        groups[0].wait(first)
+        in_calls_s, main_s, _ = groups[0].wait_times()
+        assert 0.1 <= main_s[1] < 0.2
+        assert 0.09 <= in_calls_s < 0.2
 
 
 def test_operations_under_way_fail_when_the_group_ends():

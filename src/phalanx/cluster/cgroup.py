@@ -48,6 +48,12 @@ class ControlGroups:
                 return used / 1e6
         return time.process_time()
 
+    def throttled_seconds(self) -> float:
+        """Return how long the processes of the group that was held back most might not run so far, for its quota."""
+        times = [(_field(folder / "cpu.stat", "throttled_time") or 0.0) / 1e9 for folder in self._folders["cpu"]]
+        times += [(_field(folder / "cpu.stat", "throttled_usec") or 0.0) / 1e6 for folder in self._folders[""]]
+        return max(times, default=0.0)
+
     def memory_left(self) -> float | None:
         """Return the bytes that the processes of the tightest group may still take; None without a limit."""
         left = []

@@ -202,6 +202,10 @@ class Jobs:
     def hang(self, job: str) -> str:
         """Return why the job does not go on, as its launcher found it; empty while it goes on, or has ended."""
 
+    @route("GET", "/jobs/{job}/slow", "get_slow", is_text=True)
+    def slow(self, job: str) -> str:
+        """Return which ranks are slow and why, a line each: of the last minute, or of an attempt that has ended."""
+
     @route("GET", "/machine", "get_machine")
     def machine(self) -> dict[str, ResourceUse]:
         """Return how much of this machine's resources jobs use: cores, bytes of memory, GPUs."""

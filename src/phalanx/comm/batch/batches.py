@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from phalanx.comm.batch.input_time import input_time
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
 from phalanx.errors import ConfigError
 
@@ -174,7 +175,8 @@ class Batches:
             if clock is not None:
                 clock.begin_batch()
             try:
-                batch = next(loaded)
+                with input_time:
+                    batch = next(loaded)
             except StopIteration:
                 if clock is not None:
                     clock.end_input(None)

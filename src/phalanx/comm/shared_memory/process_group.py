@@ -78,6 +78,10 @@ class SharedMemoryGroup(NamedGroup):
         """Return what `csrc/shm_group.h` says of calls that have not ended, or None where ranks share no memory."""
         return self._core.under_way() if isinstance(self._carrier, Native) else None
 
+    def wait_times(self) -> Any:
+        """Return whom this rank waited for, as `csrc/shm_group.h` says, or None where ranks share no memory."""
+        return self._core.wait_times() if isinstance(self._carrier, Native) else None
+
     def shutdown(self) -> None:
         """Leave the group. Operations under way fail."""
         if self._core is not None:

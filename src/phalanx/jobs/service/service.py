@@ -207,10 +207,19 @@ class JobService(Jobs):
         from phalanx.launch.job.logs import HANG
 
         record = self.job(job)
-        if record.state.is_terminal or not record.attempt:
+        return "" if record.state.is_terminal else self._report_lines(record, HANG)
+
+    def slow(self, job: str) -> str:
+        from phalanx.launch.job.logs import SLOW
+
+        return self._report_lines(self.job(job), SLOW)
+
+    def _report_lines(self, record: Job, name: str) -> str:
+        """Return the lines of a report that the launcher of a job's last attempt wrote; none where there is none."""
+        if not record.attempt:
             return ""
         try:
-            text = (paths.launcher_logs(self._folder(record, None), 0) / HANG).read_text(encoding="utf-8")
+            text = (paths.launcher_logs(self._folder(record, None), 0) / name).read_text(encoding="utf-8")
             return "\n".join(str(line) for line in json.loads(text)["lines"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return ""  # it goes on, or a script wrote a file of that name

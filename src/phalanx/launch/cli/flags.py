@@ -272,6 +272,15 @@ _CONTEXT: dict[str, Any] = {
     help="Seconds from that report to the end of the job, while the rank does not work; 0 waits for ever.",
 )
 @click.option(
+    "--slow_share",
+    type=click.FloatRange(0.0, 1.0),
+    envvar="PHALANX_SLOW_SHARE",
+    default=0.05,
+    show_default=True,
+    show_envvar=True,
+    help="Part of the time that ranks may wait for one until a report says why it is slow; 0 for no report.",
+)
+@click.option(
     "--lang",
     type=click.Choice(LANGUAGES),
     callback=_choose_language,

@@ -37,10 +37,11 @@ def command(job: str | None, pid: int | None, as_json: bool) -> None:
     time.sleep(_BETWEEN_S)
     observations = [settled(*pair) for pair in zip(first, observe(processes), strict=True)]
     verdict = judge(observations)
+    slow = slow_lines(processes)
     if as_json:
-        click.echo(json.dumps(_as_json(observations, verdict), indent=1))
+        click.echo(json.dumps(_as_json(observations, verdict, slow), indent=1))
         return
-    click.echo(render(observations, verdict), nl=False)
+    click.echo(render(observations, verdict, slow), nl=False)
 
 
 def find_job(job: str | None, pid: int | None) -> list[Watched]:
@@ -92,9 +93,21 @@ def settled(before: Observation, now: Observation) -> Observation:
     return replace(now, location=location, activity=activity, cpu=max(now.cpu, before.cpu))
 
 
-def render(observations: Sequence[Observation], verdict: Verdict | None) -> str:
+def slow_lines(processes: Sequence[Watched]) -> list[str]:
+    """Return which of these processes were slow in the last minute, and why, as the launcher of their job says."""
+    pids = {process.pid for process in processes}
+    jobs = [job for job in registry.jobs() if pids & {process["pid"] for process in job["processes"]}]
+    return [line for job in jobs for line in job.get("slow") or ()]
+
+
+def render(observations: Sequence[Observation], verdict: Verdict | None, slow: Sequence[str] = ()) -> str:
     """Return the verdict, and where every process is, as text."""
-    head = list(verdict.lines) if verdict is not None else [tr("no rank is seen to wait for another: the job goes on")]
+    if verdict is not None:
+        head = [*verdict.lines]
+    elif slow:
+        head = [tr("the job is not hung, but slow. In the last minute:"), *slow]
+    else:
+        head = [tr("no rank is seen to wait for another: the job goes on")]
     width = max(len(o.title) for o in observations)
     rows = [f"  {o.title:<{width}}  {o.pid:>8}  {_doing(o, verdict)}" for o in observations]
     return "\n".join([*head, "", *rows]) + "\n"
@@ -112,9 +125,10 @@ def _doing(observation: Observation, verdict: Verdict | None) -> str:
     return f"{observation.cpu:.0%} CPU, {where}"
 
 
-def _as_json(observations: Sequence[Observation], verdict: Verdict | None) -> dict[str, Any]:
+def _as_json(observations: Sequence[Observation], verdict: Verdict | None, slow: Sequence[str]) -> dict[str, Any]:
     return {
         "hung": verdict is not None,
+        "slow": [*slow],
         "verdict": None if verdict is None else verdict.to_json(),
         "processes": [observation.to_json() for observation in observations],
     }

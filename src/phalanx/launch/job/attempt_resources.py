@@ -166,6 +166,7 @@ def facts(
         flight_log=options.flight_log,
         timeout_s=options.timeout_s,
         hang_after_s=options.hang_after_s,
+        slow_share=options.slow_share,
         gloo_path=gloo_path,
         interface=network.interface_towards(layout.master[0], network.system_routes()),
         is_multi_host=request.nodes.is_multi_node,

@@ -38,6 +38,9 @@ from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import ROLES, LaunchRequest, check_script, resolve
 from phalanx.launch.request.topology import NodeOffer, Topology, build_topology
+from phalanx.launch.slow.stragglers import Losses
+from phalanx.launch.slow.watch import SlowWatch
+from phalanx.launch.slow.words import lines_of
 from phalanx.versions import require_torch
 
 if TYPE_CHECKING:
@@ -241,6 +244,8 @@ class Launcher:
                 on_started=lambda pids: self._entry.write(_process_rows(layout, facts, pids)),
                 on_hang=self._note_hang,
                 hang=self._hang_watch(layout),
+                on_slow=self._note_slow,
+                slow=SlowWatch(self._options.slow_share, has_other_hosts=self._link is not None),
             )
             try:
                 trial.start(stage.store)
@@ -271,6 +276,11 @@ class Launcher:
     def _note_hang(self, verdict: Verdict | None) -> None:
         self._entry.write_hang(verdict)
         self._logs.record_hang(verdict)
+
+    def _note_slow(self, losses: Losses, goodput: str) -> None:
+        lines = lines_of(losses)
+        self._entry.write_slow(lines)
+        self._logs.record_slow(lines, goodput=goodput, losses=losses.to_json())
 
     def _hang_watch(self, layout: Topology) -> HangWatch:
         settings = HangSettings(after_s=self._options.hang_after_s, timeout_s=self._options.hang_timeout_s)

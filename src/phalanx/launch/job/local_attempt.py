@@ -27,6 +27,9 @@ from phalanx.launch.process import environment
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.request.topology import Process
+from phalanx.launch.slow.stragglers import Losses
+from phalanx.launch.slow.watch import SlowWatch
+from phalanx.launch.slow.words import goodput_line, lines_of
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -102,6 +105,12 @@ class LocalAttempt:
     hang: HangWatch
     """Watches the processes of this attempt."""
 
+    on_slow: Callable[[Losses, str], None]
+    """Called with what was lost in the last minute now and then, and at the end with all of it and the goodput."""
+
+    slow: SlowWatch
+    """Adds up where they lose time."""
+
     _alive: dict[str, Process] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
     _starts: dict[str, int] = field(default_factory=dict)
@@ -156,6 +165,7 @@ class LocalAttempt:
                 self._poll(POLL_S)
         finally:
             self.hang.stop()
+            losses = self.slow.stop()
         stopped_by = self.stops.take()
         failed = self._failed_at is not None
         if not failed and not stopped_by:
@@ -171,6 +181,7 @@ class LocalAttempt:
         elif stopped_by:
             self._report_failure([self._own_exit(stopped_by)])
         self.console.finish(failed=failed)
+        self._report_losses(losses, is_shown=not failed)
         return Outcome(exits=self._exits + self._remote_exits, failed=failed, stopped_by=stopped_by)
 
     def _is_over(self) -> bool:
@@ -203,6 +214,8 @@ class LocalAttempt:
         self._note_lingering()
         if (news := self.hang.take()) is not None:
             self._take_hang_news(news)
+        if (losses := self.slow.take()) is not None:
+            self.on_slow(losses, "")
         if time.monotonic() > self._next_disk_check:
             self._next_disk_check = time.monotonic() + DISK_CHECK_S
             self.check_disk_space()
@@ -241,6 +254,13 @@ class LocalAttempt:
             self._exits.append(self._hang_exit(verdict))
             self._failed_at = time.monotonic()
 
+    def _report_losses(self, losses: Losses, *, is_shown: bool) -> None:
+        """Say whom the ranks waited for, and what was left of the time."""
+        goodput = goodput_line(losses, self.slow.start_s)
+        self.on_slow(losses, goodput)
+        if is_shown and not losses.is_empty:
+            self.console.write("\n".join([*lines_of(losses), goodput]) + "\n")
+
     def _hang_exit(self, verdict: Verdict) -> ProcessExit:
         """What to report of a job that is ended because it hangs: the process that the others wait for."""
         processes = [p for p in self.layout.local if p.title in verdict.culprits] or list(self.layout.local)
@@ -270,13 +290,14 @@ class LocalAttempt:
         self._pids[name] = pid
         if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
             self.on_started(self._pids)
-            self._watch_for_hangs()
+            self._watch()
 
-    def _watch_for_hangs(self) -> None:
+    def _watch(self) -> None:
         """Watch the processes of a job in which some wait for others."""
         processes = [Watched(title=p.title, role=p.role, pid=self._pids[p.id]) for p in self.layout.local]
         if sum(map(len, self.layout.endpoints.values())) > 1:
             self.hang.watch(processes)
+            self.slow.watch(processes)
 
     def _on_exit(self, name: str, code: int, at: float) -> None:
         if name == self.starter.store_id and not self._stopping:

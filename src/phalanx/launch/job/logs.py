@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +26,9 @@ ENDED = "ended.json"
 HANG = "hang.json"
 """Why the job does not go on, for programs; there while it does not."""
 
+SLOW = "slow.json"
+"""Which ranks the others wait for, and why, for programs: of the last minute, or of a run that has ended."""
+
 _BLOCK = 4096
 """Bytes without which a file can hardly grow."""
 
@@ -35,6 +38,7 @@ _LAUNCHER_BYTES = 16 << 10
 _OURS = (
     ENDED,
     HANG,
+    SLOW,
     "workerlog.*",
     "serverlog.*",
     "heterlog.*",
@@ -94,6 +98,15 @@ class LogFolder:
                 path.unlink(missing_ok=True)
             else:
                 write_atomically(path, json.dumps(verdict.to_json()))
+
+    def record_slow(self, lines: Sequence[str], **facts: Any) -> None:
+        """Write which ranks are slow, and why, in words and in numbers; no lines where none is."""
+        path = self.path / SLOW
+        with self.tolerating(SLOW):
+            if lines:
+                write_atomically(path, json.dumps({"lines": [*lines], **facts}))
+            else:
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def tolerating(self, name: str) -> Iterator[None]:

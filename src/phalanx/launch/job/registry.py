@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,12 @@ class RegistryEntry:
             "control": None if control is None else str(control),
             "elastic": {},
             "hang": None,
+            "slow": [],
         }
 
     def write(self, listed: list[dict[str, Any]], elastic: dict[str, Any] | None = None) -> None:
         """Publish the processes of the current attempt, and the members of an elastic one."""
-        self._job |= {"processes": listed, "elastic": elastic or {}, "hang": None}
+        self._job |= {"processes": listed, "elastic": elastic or {}, "hang": None, "slow": []}
         self._publish()
 
     def write_hang(self, verdict: Verdict | None) -> None:
@@ -56,6 +58,12 @@ class RegistryEntry:
             None if verdict is None else {"since": time.time() - verdict.waited_s, "lines": verdict.lines}
         )
         self._publish()
+
+    def write_slow(self, lines: Sequence[str]) -> None:
+        """Publish which ranks are slow, and why; no lines where none is."""
+        if self._job["slow"] != [*lines]:
+            self._job["slow"] = [*lines]
+            self._publish()
 
     def _publish(self) -> None:
         record = json.dumps(self._job)
@@ -140,6 +148,7 @@ def render(listed: list[dict[str, Any]]) -> str:
         lines += _elastic_lines(job.get("elastic") or {})
         if hang := job.get("hang"):
             lines.append(f"  hung: {hang['lines'][0]} (phalanx why {job['job_id']})")
+        lines += [f"  slow: {line}" for line in job.get("slow") or ()]
     return "\n".join(lines) + "\n"
 
 

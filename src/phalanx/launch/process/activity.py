@@ -82,6 +82,27 @@ class Activity:
     completed: Mapping[str, int] = field(default_factory=dict)
     calls: tuple[Call, ...] = ()
 
+    input_s: float = 0.0
+    """Seconds in loaders so far, of the thread that trains; this and what follows is of `TimeUse`."""
+
+    input_cpu_s: float = 0.0
+    """Of those, what it used of a processor."""
+
+    collector_s: float = 0.0
+    """Seconds of the garbage collector."""
+
+    begun_calls_s: float = 0.0
+    """Seconds while a collective of torch's own backends had not ended, to a tenth."""
+
+    in_calls_s: float = 0.0
+    """Seconds that the main thread waited in collectives over shared memory: for others, and for the bytes."""
+
+    main_waits_s: Mapping[str, float] = field(default_factory=dict)
+    """Of those, until the last rank had come, by that rank."""
+
+    entered_waits_s: Mapping[str, float] = field(default_factory=dict)
+    """The same from this rank's own entry, by whichever thread; its main thread may have computed meanwhile."""
+
     @property
     def progress(self) -> tuple[int, int, int]:
         """Numbers of which one grows with every step and with every collective."""

@@ -180,11 +180,14 @@ def _observe_steps() -> None:
 def _start_reporting() -> None:
     """Let the launcher see which calls this process is in, where other processes may wait for it."""
     hang_after_s = float(os.environ.get("PHALANX_HANG_AFTER_S") or 0)
-    if hang_after_s and (int(os.environ["PHALANX_WORLD_SIZE"]) > 1 or os.environ.get("PHALANX_SERVER_ENDPOINTS")):
+    times_itself = float(os.environ.get("PHALANX_SLOW_SHARE") or 0) > 0
+    if (hang_after_s or times_itself) and (
+        int(os.environ["PHALANX_WORLD_SIZE"]) > 1 or os.environ.get("PHALANX_SERVER_ENDPOINTS")
+    ):
         from phalanx.launch.process.reporter import start_reporting
 
         with contextlib.suppress(OSError):  # a system without memfd or /proc: a hang is then known by its stack alone
-            start_reporting(hang_after_s)
+            start_reporting(hang_after_s, times_itself=times_itself)
 
 
 def _run_script_to_end(script: str) -> int:

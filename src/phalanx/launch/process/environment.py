@@ -51,6 +51,9 @@ class JobFacts:
     hang_after_s: float = 0.0
     """Seconds after which a wait is looked at; 0 for never."""
 
+    slow_share: float = 0.0
+    """Part of the time that ranks may wait for one; 0 where nobody asks."""
+
     replicas: int | None = None
     """Logical replicas that the job asks for; None leaves it to the script."""
 
@@ -109,6 +112,7 @@ def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str 
         "PHALANX_EVENTS_FILE": events_file(process, facts.log_dir),
         "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
         "PHALANX_HANG_AFTER_S": f"{facts.hang_after_s:g}",
+        "PHALANX_SLOW_SHARE": f"{facts.slow_share:g}",
         **({} if facts.replicas is None else {"PHALANX_REPLICAS": str(facts.replicas)}),
         **({"PHALANX_CHECK_NAN_INF": "1"} if facts.check_nan_inf else {}),
         **({"PHALANX_FLIGHT_LOG": "1"} if facts.flight_log else {}),

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.launch.process.activity import ActivityMemory, Call
+from phalanx.launch.process.time_use import LOOK_S, TimeUse
 
 STACKS = "phalanx-stacks"
 """What the file is called, in `/proc/PID/fd`, into which a rank writes its stacks when it gets `STACKS_SIGNAL`."""
@@ -41,17 +42,18 @@ _WORKER = re.compile(r"worker (\d+)")
 _MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
-def start_reporting(hang_after_s: float) -> None:
+def start_reporting(hang_after_s: float, *, times_itself: bool) -> None:
     """Let this rank say from now on what it is in, and let its launcher look at its stacks.
 
     Args:
-        hang_after_s: How long a call may take before somebody looks.
+        hang_after_s: How long a call may take before somebody looks; 0 where nobody looks for hangs.
+        times_itself: Whether it also says what it spends its time on.
     """
     allow_tracer(_grandparent())
     register_stacks()
-    interval_s = min(_SLOWEST_S, max(_FASTEST_S, hang_after_s / 5))
-    reporter = Reporter(interval_s)
-    reporter.count_steps()
+    interval_s = min(_SLOWEST_S, max(_FASTEST_S, hang_after_s / 5)) if hang_after_s else _SLOWEST_S
+    reporter = Reporter(interval_s, TimeUse() if times_itself else None)
+    reporter.begin()
     threading.Thread(target=reporter.run, name="phalanx reporter", daemon=True).start()
 
 
@@ -79,10 +81,12 @@ class Reporter:
 
     Args:
         interval_s: Seconds between two looks.
+        time_use: What this rank spends its time on, where that is to be said.
     """
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, time_use: TimeUse | None = None) -> None:
         self._interval_s = interval_s
+        self._time_use = time_use
         self._memory = ActivityMemory()
         self._steps = 0
         self._last_step = 0.0
@@ -90,8 +94,10 @@ class Reporter:
         self._before: dict[str, tuple[int, int]] = {}
         self._recorded: tuple[dict[str, tuple[int, int]], list[Call]] = ({}, [])
 
-    def count_steps(self) -> None:
-        """Count the steps of every optimizer of torch; a script without torch has none."""
+    def begin(self) -> None:
+        """Count the steps of every optimizer of torch; a script without torch has none. Count this rank's time."""
+        if self._time_use is not None:
+            self._time_use.begin()
         if "torch" not in sys.modules:
             return
         import torch
@@ -118,7 +124,19 @@ class Reporter:
                 activity = self._look()
             if activity:
                 self._memory.write(activity)
-            time.sleep(self._interval_s)
+            self._pause()
+
+    def _pause(self) -> None:
+        """Wait for the next look; meanwhile see whether collectives of torch's backends last, where there are such."""
+        until = time.monotonic() + self._interval_s
+        while self._time_use is not None and self._before and time.monotonic() < until - LOOK_S:
+            time.sleep(LOOK_S)
+            with contextlib.suppress(Exception):
+                # A card works on calls of NCCL while its rank goes on: that says nothing of waits.
+                counts = [count for key, count in _recorded_counts() if key.endswith("@gloo")]
+                has_begun = any(begun > completed for begun, completed in counts)
+                self._time_use.look(has_begun_call=has_begun)
+        time.sleep(max(0.0, until - time.monotonic()))
 
     def _look(self) -> dict[str, Any]:
         calls, begun, completed = [*_requests()], {}, {}
@@ -144,6 +162,7 @@ class Reporter:
             "begun": begun,
             "completed": completed,
             "calls": calls,
+            **({} if self._time_use is None else self._time_use.read(groups)),
         }
 
     def _recorded_calls(self, counts: dict[str, tuple[int, int]], members: dict[str, tuple[int, ...]]) -> list[Call]:

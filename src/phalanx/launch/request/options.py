@@ -53,6 +53,7 @@ class Options:
     timeout_s: float = 60.0
     hang_after_s: float = 10.0
     hang_timeout_s: float = 300.0
+    slow_share: float = 0.05
     world_size_counts: Counts | None = None
     """What RANK and WORLD_SIZE of the launcher's own environment count."""
 

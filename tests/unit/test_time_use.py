@@ -1,0 +1,107 @@
+"""What a rank counts of its own time: input and collector; and what asks for it shows."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, dataloader
+
+from phalanx.comm.batch.input_time import InputTime, input_time
+from phalanx.launch.cli.why_command import render
+from phalanx.launch.hang.locations import Location
+from phalanx.launch.hang.observe import Observation
+from phalanx.launch.job import registry
+from phalanx.launch.process.time_use import TimeUse
+
+
+class SlowSamples(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02)
+        return index
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeUse]:
+    monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__next__", dataloader._BaseDataLoaderIter.__next__)
+    before, counts = list(gc.callbacks), TimeUse()
+    counts.begin()
+    yield counts
+    gc.callbacks[:] = before
+
+
+def test_the_time_in_a_loader_counts_and_what_it_only_waits_is_told_apart(counting: TimeUse) -> None:
+    before = input_time.seconds, input_time.cpu_seconds
+    for _ in DataLoader(SlowSamples(), batch_size=2):
+        time.sleep(0.05)  # a step
+    assert 0.08 <= input_time.seconds - before[0] < 0.15
+    assert input_time.cpu_seconds - before[1] < 0.04
+    assert counting.read({})["input_s"] == round(input_time.seconds, 4)
+
+
+def test_a_loader_in_a_loader_counts_once_and_one_of_another_thread_not_at_all() -> None:
+    times = InputTime()
+    with times, times:
+        time.sleep(0.02)
+    assert 0.02 <= times.seconds < 0.035
+
+    def load() -> None:
+        with times:
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    assert times.seconds < 0.035
+
+
+def test_collections_count(counting: TimeUse) -> None:
+    junk: Any = [[] for _ in range(100_000)]
+    gc.collect()
+    assert counting.read({})["collector_s"] > 0.0005
+    assert len(junk) == 100_000
+
+
+class Group:
+    """A group that says what it waited for."""
+
+    def __init__(self, *times: float) -> None:
+        self.times = times
+
+    def wait_times(self) -> tuple[float, list[float], list[float]]:
+        return 2 * sum(self.times), list(self.times), list(self.times)
+
+
+def test_waits_of_groups_are_by_global_rank_and_stay_when_a_group_ends() -> None:
+    counts = TimeUse()
+    assert counts.read({"1": (Group(0.0, 2.0), (4, 7))})["main_waits_s"] == {"7": 2.0}
+    again = Group(0.0, 0.5)  # of the same name, made anew
+    assert counts.read({"1": (again, (4, 7))})["main_waits_s"] == {"7": 2.5}
+    again.times = (0.0, 0.75)
+    fields = counts.read({"1": (again, (4, 7)), "2": (Group(1.0, 0.0), (4, 5))})
+    assert fields["main_waits_s"] == fields["entered_waits_s"] == {"7": 2.75, "4": 1.0}
+    assert fields["in_calls_s"] == 7.5
+
+
+def test_a_slow_rank_is_shown_to_whoever_lists_or_asks() -> None:
+    line = "rank 0 waited 412 s an hour for rank 1 (11% of the time): it slept 30% of the time"
+    job = {
+        "job_id": "3f",
+        "script": "train.py",
+        "mode": "collective",
+        "pid": 4,
+        "age_s": 60,
+        "processes": [],
+        "slow": [line],
+    }
+    assert f"\n  slow: {line}\n" in registry.render([job])
+    seen = Observation(title="rank 0", role="worker", pid=5, location=Location(kind="unknown"), at=0.0)
+    assert render([seen], None, [line]).startswith(f"the job is not hung, but slow. In the last minute:\n{line}\n\n")
+    assert render([seen], None).startswith("no rank is seen to wait for another")
