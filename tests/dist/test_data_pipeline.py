@@ -20,7 +20,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.dist
 
 ROWS = 101
-WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+WORKERS: dict[str, Any] = {"num_workers": 2}
 """Ranks of tests would start their workers from a fork server that has yet to import torch."""
 
 

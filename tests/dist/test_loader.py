@@ -66,8 +66,8 @@ class RankDependent(Sampler[int]):
 
 
 def _workers(count: int) -> dict[str, Any]:
-    """Return the options of that many workers; ranks of tests would start them from a fork server without torch."""
-    return {"num_workers": count, "multiprocessing_context": "fork"}
+    """Return the options of that many workers."""
+    return {"num_workers": count}
 
 
 def _report_bad_records(loader: ShardedLoader) -> list[tuple[list[int], int]]:

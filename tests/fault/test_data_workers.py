@@ -28,14 +28,20 @@ def slow(x):
     time.sleep(600 if x > 3 else 0)
     return torch.tensor(os.getpid())
 
-if sys.argv[1] == "generator":
-    loader = ShardedLoader(GeneratorDataset(reader, "pid", capacity=8, process=True), batch_size=1)
-else:
-    data = Pipeline((torch.arange(100),)).map(slow).batch(1)
-    loader = ShardedLoader(data, shuffle=False, num_workers=2)
-for _, (pid,) in zip(range(2), loader):
-    print(int(pid), flush=True)
-time.sleep(600)
+def main():
+    if sys.argv[1] == "generator":
+        loader = ShardedLoader(GeneratorDataset(reader, "pid", capacity=8, process=True), batch_size=1)
+    else:
+        data = Pipeline((torch.arange(100),)).map(slow).batch(1)
+        context = "forkserver" if "forkserver" in sys.argv else "fork"
+        loader = ShardedLoader(data, shuffle=False, num_workers=2, multiprocessing_context=context)
+    for _, (pid,) in zip(range(2), loader):
+        print(int(pid), flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -46,20 +52,27 @@ def script(tmp_path: Path) -> Iterator[Path]:
     return path
 
 
-@pytest.mark.parametrize("data", ["generator", "pipeline"])
-def test_workers_that_wait_die_with_a_killed_parent(script: Path, data: str) -> None:
-    training = subprocess.Popen([sys.executable, script, data], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("how", ["generator", "pipeline", "pipeline forkserver", "pipeline forkserver ends"])
+def test_workers_that_wait_die_with_a_killed_parent(script: Path, how: str) -> None:
+    """A fork server is their parent where it has started them, and lives on."""
+    command = [sys.executable, script, *how.split()]
+    training = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert training.stdin is not None
     assert training.stdout is not None
     try:
         workers = {int(training.stdout.readline()) for _ in range(2)}
         assert training.pid not in workers
         # A handle of a process becomes readable when it has ended.
         handles = [os.pidfd_open(worker) for worker in workers]
-        training.send_signal(signal.SIGKILL)
+        if "ends" in how:
+            training.stdin.close()
+        else:
+            training.send_signal(signal.SIGKILL)
         for handle in handles:
             assert select.select([handle], [], [], 10.0)[0], "a data worker outlived the training"
             os.close(handle)
     finally:
         training.kill()
         training.wait()
+        training.stdin.close()
         training.stdout.close()

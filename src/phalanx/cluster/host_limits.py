@@ -13,6 +13,9 @@ from phalanx.cluster.disk_space import free_bytes
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 
+SHARED_MEMORY_WANTED = 256 << 20
+"""Room in /dev/shm below which batches of loader workers may not fit; a container has 64 MB unless told otherwise."""
+
 _NO_LIMIT = 1 << 60
 """What version 1 says where there is none: the largest number of whole pages."""
 
@@ -72,6 +75,11 @@ class HostLimits:
     def is_throttled(self) -> bool:
         """Whether threads on all the cores would use the quota up long before its period ends."""
         return self.cpu_quota is not None and self.cpu_quota < self.cores * 0.75
+
+
+def has_little_shared_memory() -> bool:
+    """Return whether batches of loader workers may not fit into /dev/shm."""
+    return _shared_memory()[1] < SHARED_MEMORY_WANTED
 
 
 def _shared_memory() -> tuple[int | None, int]:

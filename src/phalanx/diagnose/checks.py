@@ -92,14 +92,14 @@ def host_name(name: str, addresses: list[str]) -> Check:
 def shared_memory(total: int | None, free: int) -> Check:
     """Judge /dev/shm by its bytes; `total` is None when it is absent."""
     if total is None:
-        advice = "Mount a tmpfs at /dev/shm: loader workers pass batches through it."
+        advice = "Mount a tmpfs at /dev/shm: processes of Python, loader workers among them, keep semaphores there."
         return Check(name="/dev/shm", state="failed", observed="absent", advice=advice)
     observed = f"{format_bytes(free)} free of {format_bytes(total)}"
     if free < SHM_WANTED:
         state: State = "failed" if free < SHM_NEEDED else "warning"
         advice = (
             "Give the container more (docker run --shm-size=8g; an emptyDir of medium Memory), or remove old files. "
-            "Ranks need none of it, but each loader worker (num_workers) passes its batches through it."
+            "Ranks and the workers of their loaders need none of it, but other programs may."
         )
         return Check(name="/dev/shm", state=state, observed=observed, advice=advice)
     return Check(name="/dev/shm", state="ok", observed=observed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections import deque
@@ -12,6 +13,7 @@ from typing import Any
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
+from phalanx.comm.tensor_sharing import share_by_memfd
 from phalanx.data.pipeline.columns import samples_of
 from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.data.samples.batch import collate
@@ -128,7 +130,8 @@ def _dataloader_options(options: dict[str, Any]) -> dict[str, Any]:
 class WorkerStart:
     """Ties a worker's life to the training process, then calls the user's `worker_init_fn`.
 
-    torch's workers check their parent only between two batches: one whose generator blocks would never end.
+    torch's workers check their parent only between two batches: one whose generator blocks would never end. And their
+    parent may be a fork server, which outlives the training.
 
     Args:
         then: The user's function of the worker's number, if any.
@@ -136,16 +139,35 @@ class WorkerStart:
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
+        self.training = os.getpid()
         # The kernel sends the signal when the *thread* that forked ends, so it is set only for the main thread.
-        is_main = threading.current_thread() is threading.main_thread()
-        self.parent = os.getpid() if is_main else 0
+        self.is_by_main_thread = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
         """Start worker number `worker` of this process."""
-        # Another parent: a fork server's child, or training has died already, which torch notices at the next batch.
-        if os.getppid() == self.parent:
+        if self.is_by_main_thread and os.getppid() == self.training:
             _prctl_pr_set_pdeathsig(signal.SIGKILL)
-            if os.getppid() != self.parent:
+            if os.getppid() != self.training:
                 os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            _end_with(self.training)
+        share_by_memfd()
         if self.then is not None:
             self.then(worker)
+
+
+def _end_with(pid: int) -> None:
+    """Kill this process when another one has ended, or if it has ended already."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except OSError:  # a kernel older than 5.3: torch looks at the parent between two batches
+        return
+
+    def wait() -> None:
+        select.select([process], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end with the training", daemon=True).start()

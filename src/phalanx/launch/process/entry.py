@@ -126,6 +126,7 @@ def _run_script(message: dict[str, Any]) -> int:
     log_format.configure_rank(message["log_format"])
     sys.argv = [message["script"], *message["args"]]
     _watch_isolated_ranks()
+    _spare_shared_memory()
     _observe_steps()
     _start_reporting()
     failed = False
@@ -153,6 +154,17 @@ def _watch_isolated_ranks() -> None:
         from phalanx.launch.process.isolated_ranks import watch_steps
 
         watch_steps(world_size)
+
+
+def _spare_shared_memory() -> None:
+    """Where /dev/shm may not hold the batches of loader workers, whoever starts them, pass them without it."""
+    from phalanx.cluster.host_limits import has_little_shared_memory
+
+    # In a server without torch the script imports it later, if at all, and then it is as without a launcher.
+    if "torch" in sys.modules and has_little_shared_memory():
+        from phalanx.comm.tensor_sharing import share_by_memfd
+
+        share_by_memfd()
 
 
 def _observe_steps() -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.cluster.host_limits import HostLimits
+from phalanx.cluster.host_limits import SHARED_MEMORY_WANTED, HostLimits
 from phalanx.i18n import tr
 from phalanx.units import format_bytes
-
-SHM_WANTED = 256 << 20
-"""Room in /dev/shm below which loader workers end with a bus error; a container has 64 MB unless told otherwise."""
 
 FILES_WANTED = 1024
 MEMORY_WANTED = 256 << 20
@@ -34,10 +31,11 @@ def warnings(limits: HostLimits, environment: Mapping[str, str], interfaces: Seq
         environment: Variables the job starts with.
         interfaces: Network interfaces of this host.
     """
-    if limits.shared_memory is None or limits.shared_memory_free < SHM_WANTED:
+    if limits.shared_memory is None or limits.shared_memory_free < SHARED_MEMORY_WANTED:
         yield tr(
-            "/dev/shm has {free} free. Ranks do not need it, but loader workers (num_workers) pass batches through it "
-            "and would end with a bus error: docker run --shm-size=8g, or num_workers=0.",
+            "/dev/shm has {free} free. Ranks do not need it, and loader workers (num_workers) pass batches through "
+            "memory without a file instead; those that a script starts by spawn, and other programs, may end with a "
+            "bus error: docker run --shm-size=8g.",
             free=format_bytes(limits.shared_memory_free),
         )
     if limits.open_files < FILES_WANTED:
