@@ -13,6 +13,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+TRACKER_WAIT_S = 1.0
+"""Seconds that a resource tracker of Python gets to remove what processes that were killed have left."""
+
 KILL_WAIT_S = 5.0
 """Seconds after which a process that the kernel will not end (stuck in a device) is given up."""
 
@@ -122,10 +125,24 @@ def reap() -> list[tuple[int, int]]:
     return ended
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """Return whether `pid` is the process by which Python removes semaphores and shared memory of others that ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker import main" in file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def kill_descendants() -> None:
-    """SIGKILL everything below this process and wait until it is gone, `KILL_WAIT_S` at most."""
-    deadline = time.monotonic() + KILL_WAIT_S
-    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+    """SIGKILL everything below this process and wait until it is gone, `KILL_WAIT_S` at most.
+
+    Resource trackers end by themselves when all that they track for has ended, and take its files in /dev/shm along.
+    """
+    started = time.monotonic()
+    while (pids := descendants(os.getpid())) and time.monotonic() < started + KILL_WAIT_S:
+        if time.monotonic() < started + TRACKER_WAIT_S:
+            pids = [pid for pid in pids if not is_resource_tracker(pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
