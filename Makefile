@@ -31,8 +31,7 @@ quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
 
 # Real kills and freezes come last, by themselves: what waits for them must not wait for the rest of the suite too.
 test: $(STAMP)   ## the whole suite, in two processes side by side
-	tests/side_by_side $(BIN)/python
-	$(BIN)/python -m pytest tests/fault
+	tests/side_by_side $(BIN)/python; code=$$?; $(BIN)/python -m pytest tests/fault && exit $$code
 
 test-unit: $(STAMP)  ## pure parts, no process
 	$(BIN)/python -m pytest tests/unit
@@ -51,6 +50,10 @@ check: $(STAMP)  ## formatting, lint, types, layers
 
 bench: $(STAMP)  ## every benchmark, against its peer
 	$(BIN)/python -m benchmarks
+
+.PHONY: bench-quick
+bench-quick: $(STAMP)  ## every benchmark once and small: that it works, not what it measures
+	$(BIN)/python -m benchmarks --quick
 
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
