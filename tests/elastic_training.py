@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import time
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from elastic_job import ElasticJob, tell
+from elastic_job import ElasticJob, spawn, tell
 from phalanx.comm import process_group
 from phalanx.comm.elastic import membership
 from phalanx.errors import PeerLostError
@@ -53,6 +52,14 @@ class Net(nn.Module):
 
 def end(_where: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if os.environ.get("FREEZE") else signal.SIGKILL)
+
+
+def await_replacement() -> None:
+    """Go on after the first loss only when another member has come."""
+    current = membership.current()
+    assert current is not None
+    if current.view is not None and current.view.epoch == 1:
+        assert current.await_newer(1) is not None, "no joiner came"
 
 
 def digest(model: nn.Module) -> str:
@@ -133,8 +140,8 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
             if context.recovery is not None:
                 updates = context.recovery.committed
             net.fault = where if updates == at else None
-            if own == "n0.0" and os.environ.get("SLOW"):
-                time.sleep(0.2)  # until a joiner is there
+            if own == "n0.0" and os.environ.get("AWAITS_REPLACEMENT"):
+                await_replacement()
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -149,7 +156,7 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
                 if net.fault == "after":
                     end("after")
                 if own == "n0.0" and updates in spawns:
-                    tell("spawn")
+                    spawn()
                 if (own, updates) == leaves:
                     tell("leave", reason="asked to")
     current = membership.current()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from elastic_job import ElasticJob, tell
+from elastic_job import ElasticJob, spawn
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
 from phalanx.checkpoint import saving
 from phalanx.parallel.step.gate import has_updated
@@ -83,7 +83,7 @@ def test_a_frozen_rank_that_is_alone_on_its_host_is_fenced(undisturbed: str) -> 
 
 
 def test_a_joiner_takes_part_with_the_same_result(undisturbed: str) -> None:
-    joined = job({}, (2,), members=2, env={"SLOW": "1"})
+    joined = job({}, (2,), members=2)
     values = joined.run()
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert len(values) == 3
@@ -91,7 +91,7 @@ def test_a_joiner_takes_part_with_the_same_result(undisturbed: str) -> None:
 
 
 def test_a_lost_rank_is_replaced(undisturbed: str) -> None:
-    replaced = job({"n0.1": (2, "backward")}, members=2, replaces=True, env={"SLOW": "1"})
+    replaced = job({"n0.1": (2, "backward")}, members=2, replaces=True, env={"AWAITS_REPLACEMENT": "1"})
     values = replaced.run()
     assert {value[0] for value in values.values()} == {undisturbed}
     assert set(values) == {"n0.0", "n0.2"}
@@ -116,15 +116,13 @@ def train_with_checkpoints(folder: str, faults: dict[str, int], spawn_at: int) -
         saving.clean = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # a save is complete on disk before this
     for _ in range(loader.epoch, EPOCHS):
         for x, y in loader:
-            if own == "n0.0" and os.environ.get("SLOW"):
-                time.sleep(0.2)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             if has_updated(optimizer):
                 checkpointer.step()
                 if own == "n0.0" and checkpointer.steps == spawn_at:
-                    tell("spawn")
+                    spawn()
     checkpointer.close()
     return digest(model), checkpointer.steps
 
@@ -142,7 +140,7 @@ def test_a_rank_lost_while_it_saves(tmp_path: Path) -> None:
 def test_a_joiner_resumes_from_a_peer_and_not_from_the_checkpoint(tmp_path: Path) -> None:
     env = {"PHALANX_REPLICAS": str(REPLICAS)}
     ((expected, _),) = run_ranks(train_with_checkpoints, 1, str(tmp_path / "one"), {}, 0, env=env)
-    job = ElasticJob(train_with_checkpoints, str(tmp_path / "elastic"), {}, 4, members=2, env={**env, "SLOW": "1"})
+    job = ElasticJob(train_with_checkpoints, str(tmp_path / "elastic"), {}, 4, members=2, env=env)
     values = job.run()
     assert list(values.values()) == [(expected, 12)] * 3
 
@@ -159,21 +157,23 @@ class Loses(px.Callback):
 
 
 class Spawns(px.Callback):
+    """Has the first member ask for another one after its first update."""
+
+    def __init__(self, *, is_meant: bool) -> None:
+        self.is_meant = is_meant and os.environ.get("PHALANX_MEMBER_ID") == "n0.0"
+
     def on_update(self, run: px.Run) -> None:
-        if os.environ.get("PHALANX_MEMBER_ID") == "n0.0" and os.environ.get("SLOW"):
-            if run.step == 2:
-                tell("spawn")
-            time.sleep(0.2)
+        if self.is_meant:
+            self.is_meant = False
+            spawn()
 
 
-def train_model(member: str, step: int) -> Any:
+def train_model(member: str, step: int, *, spawns: bool = False) -> Any:
     torch.manual_seed(3)
     net = Net()
     model = px.Model(net, nn.CrossEntropyLoss(), torch.optim.AdamW(net.parameters(), lr=0.01), metrics={"acc1"})
     data = TensorDataset(*images())
-    model.train(
-        EPOCHS, data, callbacks=[Loses(member, step), Spawns()], global_batch=GLOBAL, seed=5
-    )
+    model.train(EPOCHS, data, callbacks=[Loses(member, step), Spawns(is_meant=spawns)], global_batch=GLOBAL, seed=5)
     return digest(net), model.eval(data)["acc1"]
 
 
@@ -182,7 +182,7 @@ def test_a_model_goes_on_without_a_lost_rank() -> None:
     ((expected, accuracy),) = run_ranks(train_model, 1, "", 0, env=env)
     values = ElasticJob(train_model, "n0.1", 6, members=3, env=env).run()
     assert list(values.values()) == [(expected, accuracy)] * 2
-    values = ElasticJob(train_model, "", 0, members=2, env={**env, "SLOW": "1"}).run()
+    values = ElasticJob(partial(train_model, spawns=True), "", 0, members=2, env=env).run()
     assert list(values.values()) == [(expected, accuracy)] * 3
 
 
@@ -219,7 +219,7 @@ def test_a_rank_that_freezes_while_the_others_recover_is_fenced(undisturbed: str
 
 def test_a_joiner_waits_while_the_others_finish_what_a_lost_rank_left(undisturbed: str) -> None:
     """The rank that was to give the joiner its state ends; the others have begun the next global batch by then."""
-    joined = job({"n0.0": (-1, "send")}, (2,), members=3, env={"SLOW": "1"})
+    joined = job({"n0.0": (-1, "send")}, (2,), members=3)
     values = joined.run()
     assert {value[0] for value in values.values()} == {undisturbed}
     assert set(values) == {"n0.1", "n0.2", "n0.3"}
@@ -237,7 +237,7 @@ def test_a_group_that_only_some_members_began_to_form(undisturbed: str) -> None:
 
 
 def test_a_rank_lost_right_after_a_joiner_was_taken_in(undisturbed: str) -> None:
-    joined = job({"n0.1": (-1, "recovered")}, (2,), members=2, env={"SLOW": "1"})
+    joined = job({"n0.1": (-1, "recovered")}, (2,), members=2)
     values = joined.run()
     assert {value[0] for value in values.values()} == {undisturbed}
     assert set(values) == {"n0.0", "n0.2"}

@@ -95,13 +95,13 @@ def test_a_frozen_rank_is_fenced_while_others_wait_for_its_parameters(undisturbe
 
 @pytest.mark.parametrize("env", [MIRROR, NO_MIRROR])
 def test_a_joiner_takes_its_shard_from_the_others(undisturbed: str, env: dict[str, str]) -> None:
-    values = job({}, (2,), members=2, env={**env, "SLOW": "1"}).run()
+    values = job({}, (2,), members=2, env=env).run()
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert values["n0.0"][3] == 3
 
 
 def test_a_job_that_begins_with_one_rank_is_joined(undisturbed: str) -> None:
-    values = job({}, (2,), members=1, env={**NO_MIRROR, "SLOW": "1"}).run()
+    values = job({}, (2,), members=1, env=NO_MIRROR).run()
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert values["n0.0"][3] == 2
 
@@ -121,7 +121,7 @@ def test_a_rank_lost_while_another_hands_over(undisturbed: str) -> None:
 
 
 def test_a_lost_rank_is_replaced(undisturbed: str) -> None:
-    replaced = job({"n0.1": (2, "backward")}, members=2, replaces=True, env={**MIRROR, "SLOW": "1"})
+    replaced = job({"n0.1": (2, "backward")}, members=2, replaces=True, env={**MIRROR, "AWAITS_REPLACEMENT": "1"})
     values = replaced.run()
     assert {value[0] for value in values.values()} == {undisturbed}
     assert set(values) == {"n0.0", "n0.2"}
