@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -28,9 +29,15 @@ PARTICIPLES = frozenset(PARTICIPLE_WORDS.split())
 """Participles that name no function of their own: `build_plan`, not `planned`."""
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax of a file."""
+    return ast.parse(path.read_text())
+
+
 def vague_variables(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of every variable and parameter with a vague name; fields may be those of files."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     fields = {item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign)}
     for node in ast.walk(tree):
@@ -44,7 +51,7 @@ def vague_variables(path: Path) -> Iterator[tuple[int, str]]:
 
 def participle_functions(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of every function that is called by a bare participle."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in PARTICIPLES:
             yield node.lineno, node.name
 
@@ -53,7 +60,7 @@ def shared_class_names() -> dict[str, list[str]]:
     """Return every public class name that files of several packages define, with those files."""
     places: dict[str, set[str]] = defaultdict(set)
     for path in files():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].add(str(path.relative_to(SOURCE)))
     return {name: sorted(paths) for name, paths in places.items() if len({p.split("/")[0] for p in paths}) > 1}
@@ -62,7 +69,7 @@ def shared_class_names() -> dict[str, list[str]]:
 def missing_subjects(path: Path) -> list[str]:
     """Return the names before the colon of a module's first line that its code does not have."""
     text = path.read_text()
-    docstring = ast.get_docstring(ast.parse(text)) or ""
+    docstring = ast.get_docstring(tree_of(path)) or ""
     subject, colon, _ = docstring.partition("\n")[0].partition(": ")
     code = text.partition(docstring[-20:])[2]
     names = re.findall(r"`(\w+)`", subject) if colon else []
