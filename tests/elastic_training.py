@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from elastic_job import ElasticJob, spawn, tell
+from fake_launcher import FakeLauncher, spawn, tell
 from phalanx.comm import process_group
 from phalanx.comm.elastic import membership
 from phalanx.errors import PeerLostError
@@ -164,7 +164,7 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
     return digest(model), updates, epoch, context.world_size
 
 
-def job(*args: Any, members: int, **options: Any) -> ElasticJob:
-    return ElasticJob(
+def job(*args: Any, members: int, **options: Any) -> FakeLauncher:
+    return FakeLauncher(
         train, *args, members=members, env={"PHALANX_REPLICAS": str(REPLICAS), **options.pop("env", {})}, **options
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,29 @@ def launch(cwd: Path, *arguments: str, timeout_s: float = 60.0, **more: object) 
 def launch_servers(cwd: Path, servers: int, workers: int, *arguments: str, **more: object) -> Launch:
     """Run a job with parameter servers, as `launch` does."""
     return launch(cwd, "--server_num", str(servers), "--worker_num", str(workers), *arguments, **more)  # type: ignore[arg-type]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports for processes that must agree on them beforehand. Each is free until somebody binds it."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def free_port() -> str:
+    """Return one of `free_ports`, as a flag takes it."""
+    return str(free_ports(1)[0])
+
+
+def wait_until(look: Callable[[], Any], timeout_s: float = 60.0, pause_s: float = 0.01) -> Any:
+    """Wait for something that another process does, which nothing announces; return what `look` then returns."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"it did not come within {timeout_s:g} s"
+        time.sleep(pause_s)
+    return found
 
 
 def result_of(log: str) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from elastic_job import ElasticJob, spawn
+from fake_launcher import FakeLauncher, spawn
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
 from phalanx.checkpoint import saving
 from phalanx.parallel.step.gate import has_updated
@@ -131,7 +131,7 @@ def test_a_rank_lost_while_it_saves(tmp_path: Path) -> None:
     env = {"PHALANX_REPLICAS": str(REPLICAS)}
     ((expected, _),) = run_ranks(train_with_checkpoints, 1, str(tmp_path / "one"), {}, 0, env=env)
     folder = tmp_path / "elastic"
-    values = ElasticJob(train_with_checkpoints, str(folder), {"n0.0": 6}, 0, members=3, env=env).run()
+    values = FakeLauncher(train_with_checkpoints, str(folder), {"n0.0": 6}, 0, members=3, env=env).run()
     assert {value for value in values.values()} == {(expected, 12)}
     assert len(values) == 2
     assert (folder / "step-12").exists()
@@ -140,7 +140,7 @@ def test_a_rank_lost_while_it_saves(tmp_path: Path) -> None:
 def test_a_joiner_resumes_from_a_peer_and_not_from_the_checkpoint(tmp_path: Path) -> None:
     env = {"PHALANX_REPLICAS": str(REPLICAS)}
     ((expected, _),) = run_ranks(train_with_checkpoints, 1, str(tmp_path / "one"), {}, 0, env=env)
-    job = ElasticJob(train_with_checkpoints, str(tmp_path / "elastic"), {}, 4, members=2, env=env)
+    job = FakeLauncher(train_with_checkpoints, str(tmp_path / "elastic"), {}, 4, members=2, env=env)
     values = job.run()
     assert list(values.values()) == [(expected, 12)] * 3
 
@@ -180,9 +180,9 @@ def train_model(member: str, step: int, *, spawns: bool = False) -> Any:
 def test_a_model_goes_on_without_a_lost_rank() -> None:
     env = {"PHALANX_REPLICAS": str(REPLICAS)}
     ((expected, accuracy),) = run_ranks(train_model, 1, "", 0, env=env)
-    values = ElasticJob(train_model, "n0.1", 6, members=3, env=env).run()
+    values = FakeLauncher(train_model, "n0.1", 6, members=3, env=env).run()
     assert list(values.values()) == [(expected, accuracy)] * 2
-    values = ElasticJob(partial(train_model, spawns=True), "", 0, members=2, env=env).run()
+    values = FakeLauncher(partial(train_model, spawns=True), "", 0, members=2, env=env).run()
     assert list(values.values()) == [(expected, accuracy)] * 3
 
 

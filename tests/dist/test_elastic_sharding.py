@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from elastic_job import ElasticJob, tell
+from fake_launcher import FakeLauncher, tell
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
 from phalanx.errors import ConfigError
 from phalanx.parallel.step.gate import has_updated
@@ -196,10 +196,10 @@ def test_checkpoints_hold_the_state_of_all_ranks_also_where_one_is_lost_in_a_sav
     env = {"PHALANX_REPLICAS": str(REPLICAS)}
     ((expected, _),) = run_ranks(train_with_checkpoints, 1, str(tmp_path / "one"), {}, 0, env=env)
     folder = str(tmp_path / "elastic")
-    first = ElasticJob(train_with_checkpoints, folder, {"n0.1": 3}, 6, members=3, env=env).run()
+    first = FakeLauncher(train_with_checkpoints, folder, {"n0.1": 3}, 6, members=3, env=env).run()
     assert {value[1] for value in first.values()} == {6}
     assert len(first) == 2
-    second = ElasticJob(train_with_checkpoints, folder, {}, 9, members=4, env=env).run()
+    second = FakeLauncher(train_with_checkpoints, folder, {}, 9, members=4, env=env).run()
     assert {value[1] for value in second.values()} == {9}
     assert run_ranks(train_with_checkpoints, 2, folder, {}, 0, env=env) == [(expected, 12)] * 2
 
@@ -228,7 +228,7 @@ def give_what(settings: dict[str, Any], why: str) -> None:
 
 def test_what_shards_cannot_do_is_an_error_that_says_so() -> None:
     env = {"PHALANX_REPLICAS": "2"}
-    ElasticJob(ask_for_part_of_the_state, members=2, env=env).run()
-    ElasticJob(give_two_optimizers, members=1, env=env).run()
-    ElasticJob(give_what, {"sharding_configs": {"stage": 3}}, "stage 3 where ranks may leave", members=1, env=env).run()
-    ElasticJob(give_what, {"lamb": True}, "norms of whole parameters", members=1, env=env).run()
+    FakeLauncher(ask_for_part_of_the_state, members=2, env=env).run()
+    FakeLauncher(give_two_optimizers, members=1, env=env).run()
+    FakeLauncher(give_what, {"sharding_configs": {"stage": 3}}, "stage 3 where ranks may leave", members=1, env=env).run()
+    FakeLauncher(give_what, {"lamb": True}, "norms of whole parameters", members=1, env=env).run()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import phalanx as px
 from phalanx.comm import agreement
 from phalanx.comm.shared_memory import region
-from ranks import run_ranks
+from ranks import FLEET_ONLY, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -47,16 +47,6 @@ def test_each_rank_logs_its_group():
     outcomes = run_ranks(_sum_of_ranks, 2, expect_failure=True)
     for rank, outcome in enumerate(outcomes):
         assert f"init shm context nranks: 2 local rank: {rank} gpu id: -1 ring id: 0" in outcome.output
-
-
-FLEET_ONLY = dict.fromkeys(
-    (
-        "PHALANX_RANK", "PHALANX_WORLD_SIZE", "PHALANX_MASTER_ADDR", "PHALANX_MASTER_PORT", "PHALANX_ROLE",
-        "PHALANX_WORKER_ENDPOINTS", "PHALANX_ENDPOINT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-        "PHALANX_LOCAL_RANK", "PHALANX_LOCAL_WORLD_SIZE", "PHALANX_NODE_RANK", "PHALANX_NODE_COUNT", "GROUP_RANK",
-        "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
-    )
-)  # fmt: skip
 
 
 def test_fleets_variables_alone_form_a_group_by_files(tmp_path: Path):

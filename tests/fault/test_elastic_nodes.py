@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 import network_spaces
-from elastic_stand_in import ElasticJob, ids, no_launcher_left, start_nodes
+from elastic_launch import ElasticLaunch, ids, no_launcher_left, start_nodes
+from launching import free_port
 
 pytestmark = [pytest.mark.fault, pytest.mark.usefixtures(no_launcher_left.__name__)]
 
 
 @pytest.fixture
 def port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return free_port()
 
 
-def kill_node(job: ElasticJob, node: int, number: int = signal.SIGKILL) -> None:
+def kill_node(job: ElasticLaunch, node: int, number: int = signal.SIGKILL) -> None:
     job.nodes[node].process.send_signal(number)
 
 
@@ -197,7 +196,7 @@ def test_silence_is_noticed_where_no_rank_waits(tmp_path: Path) -> None:
         job.end()
 
 
-def start_in_spaces(folder: Path, spaces: network_spaces.NetworkSpaces) -> ElasticJob:
+def start_in_spaces(folder: Path, spaces: network_spaces.NetworkSpaces) -> ElasticLaunch:
     """Start a launcher in each namespace, with one rank each."""
     return start_nodes(
         folder,

@@ -1,4 +1,4 @@
-"""A script that speaks the membership protocol and trains nothing, and what a test sees of it.
+"""`ElasticLaunch`: our launcher, with a script that speaks the membership protocol and trains nothing.
 
 It takes up every view at once, ends when `end` exists, and sends what it finds in `say.MEMBER`, a JSON message.
 """
@@ -97,8 +97,8 @@ def no_launcher_left() -> Iterator[None]:
 
 
 @dataclass
-class ElasticJob:
-    """A launcher that runs the stand-in, and its members; with several nodes, that of the first, and the others."""
+class ElasticLaunch:
+    """A launcher that runs this script, and its members; with several nodes, that of the first, and the others."""
 
     launcher: Launch
     nodes: list[Launch] = field(default_factory=list)
@@ -194,7 +194,7 @@ def start_nodes(
     nodes: Sequence[int] | None = None,
     ips: Sequence[str] = (),
     enter: Callable[[int], tuple[str, ...]] = lambda _: (),
-) -> ElasticJob:
+) -> ElasticLaunch:
     """Start launchers with loopback addresses that stand for hosts.
 
     Args:
@@ -209,12 +209,12 @@ def start_nodes(
     (folder / "job.py").write_text(JOB)
     addresses = ips or [f"127.0.0.{node + 2}" for node in range(count)]
     hosts = ("--ips", ",".join(addresses), "--http_port", port, *arguments)
-    job: ElasticJob | None = None
+    job: ElasticLaunch | None = None
     for node in range(count) if nodes is None else nodes:
         if job is None:
             flags = ("--node_rank", str(node), "--log_dir", f"log{node}", *hosts, "job.py")
             first = Launch(flags, folder, program=(*enter(node), *RUN))
-            job = ElasticJob(first, [first], hosts)
+            job = ElasticLaunch(first, [first], hosts)
         else:
             job.start_node(node, program=(*enter(node), *RUN))
     assert job is not None
@@ -226,7 +226,7 @@ def ids(view: dict[str, Any]) -> list[str]:
     return [member["id"] for member in view["members"]]
 
 
-def start(folder: Path, *arguments: str, script_arguments: tuple[str, ...] = (), **more: Any) -> ElasticJob:
-    """Start a launcher in a folder and wait until each first member knows view 0."""
+def start(folder: Path, *arguments: str, script_arguments: tuple[str, ...] = (), **more: Any) -> ElasticLaunch:
+    """Start a launcher in a folder, with its flags, those of the script, and what else `Launch` takes."""
     (folder / "job.py").write_text(JOB)
-    return ElasticJob(Launch((*arguments, "job.py", *script_arguments), folder, **more))
+    return ElasticLaunch(Launch((*arguments, "job.py", *script_arguments), folder, **more))

@@ -1,6 +1,6 @@
-"""Run a function as an elastic job from a test, with a stand-in for the launcher's part: views, fencing, joiners.
+"""`FakeLauncher`: runs a function on real ranks of an elastic job; views, fencing and joiners come from the test.
 
-    job = ElasticJob(train, ranks=3, env={"PHALANX_REPLICAS": "4"})
+    job = FakeLauncher(train, members=3, env={"PHALANX_REPLICAS": "4"})
     values = job.run()          # what each member returned, by member id; lost members are missing
 
 Members end themselves where a test wants it: `os.kill(os.getpid(), signal.SIGKILL)` is as real from inside.
@@ -28,7 +28,7 @@ class Member:
     """One process of the job, and this side of its connection."""
 
     id: str
-    rank: ranks._Rank
+    rank: ranks.Rank
     socket: socket.socket
     is_member: bool
     is_leaving: bool = False
@@ -37,7 +37,7 @@ class Member:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 
-class ElasticJob:
+class FakeLauncher:
     """See the module."""
 
     def __init__(
@@ -72,7 +72,7 @@ class ElasticJob:
                 self._send_view(planned=False, reason="start")
                 self._serve(time.monotonic() + self._timeout_s)
             finally:
-                ranks._end([member.rank for member in self.members.values()])
+                ranks.end_ranks([member.rank for member in self.members.values()])
                 for member in self.members.values():
                     member.socket.close()
                 self.outputs = {id: member.rank.outcome.output for id, member in self.members.items()}
@@ -82,7 +82,7 @@ class ElasticJob:
             if m.rank.outcome.failed and m.rank.outcome.error_type not in ("Killed", "SystemExit")
         ]
         if failed:
-            raise ranks.RankFailedError(ranks._report([m.rank.outcome for m in self.members.values()]))
+            raise ranks.RankFailedError(ranks.describe_outcomes([m.rank.outcome for m in self.members.values()]))
         return {id: m.rank.outcome.value for id, m in self.members.items() if not m.rank.outcome.failed}
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ class ElasticJob:
         env["PHALANX_MEMBER_ID"] = id
         if self._hosts > 1:
             env["PHALANX_HOST_ID"] = f"host {len(self.members) % self._hosts}"
-        started = ranks._start(
+        started = ranks.start_rank(
             _member_main, (theirs, self._fn, self._args), len(self.members), env, self._folder, self._timeout_s
         )
         theirs.close()
@@ -116,7 +116,7 @@ class ElasticJob:
                 if member.socket in ready:
                     self._take(member)
                 if member.rank.pipe in ready:
-                    ranks._receive(member.rank)
+                    ranks.receive_reply(member.rank)
                     member.is_over = True
                     self._ended(member)
 
@@ -196,7 +196,7 @@ def _member_main(connection: socket.socket, fn: Callable[..., Any], args: tuple[
 
 
 def tell(kind: str, **values: Any) -> None:
-    """Tell the stand-in something, from a member."""
+    """Tell the launcher something, from a member."""
     from phalanx.comm.elastic import membership
 
     current = membership.current()
@@ -205,7 +205,7 @@ def tell(kind: str, **values: Any) -> None:
 
 
 def spawn() -> None:
-    """Ask the stand-in for another member, and go on when it is in a view: the steps that follow take it in."""
+    """Ask the launcher for another member, and go on when it is in a view: the steps that follow take it in."""
     from phalanx.comm.elastic import membership
 
     current = membership.current()
