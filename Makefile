@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-dist test-fault check bench docs tutorials clean
+.PHONY: help setup quickstart test test-unit test-dist test-fault soak check bench docs tutorials clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
@@ -41,6 +41,12 @@ test-dist: $(STAMP)  ## real ranks
 
 test-fault: $(STAMP)  ## real kills
 	$(BIN)/python -m pytest tests/fault
+
+SEED   ?= 1
+FAULTS ?= 200
+
+soak: $(STAMP)   ## random faults in jobs of every kind: make soak SEED=1 FAULTS=200
+	$(BIN)/python -m benchmarks.soak --seed $(SEED) --faults $(FAULTS)
 
 check: $(STAMP)  ## formatting, lint, types, layers
 	$(BIN)/ruff format --no-cache --check .

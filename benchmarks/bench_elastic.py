@@ -1,13 +1,11 @@
 """Elastic training: what a killed, frozen or new rank costs; torchrun with checkpoints and torchft 0.2.0 beside it.
 
     python -m benchmarks.bench_elastic [--quick] [--json] [--cases kill,stop,join] [--repeat 3]
-    python -m benchmarks.bench_elastic --faults 200 [--seed 1]
 
 Four ranks train a small model; one is killed (SIGKILL), or stopped (SIGSTOP), in the middle. A stall is the longest
 time between two optimizer updates of one survivor, less a usual step; under torchrun, which ends all ranks, between two
 updates of the job. A sample is lost that should have entered an update and did not, and doubled if it entered one
-more. "join" has 100 MB of state. `--faults` draws random faults, several in one job, and compares each job's weights
-and samples with those of an undisturbed one.
+more. "join" has 100 MB of state. Random faults: `python -m benchmarks.soak`.
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic_faults import draw_faults
 from benchmarks.elastic_jobs import ROOT, Trained, read_lines, run_command, run_job
 from benchmarks.peers import FOLDER
 from benchmarks.report import machine
@@ -363,38 +359,6 @@ def _show(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.2f}"
 
 
-# -- random faults ---------------------------------------------------------------------------------------------
-
-FAULTS_OF_A_JOB = 6
-FAULTY = ("--epochs", 40, "--samples", 240, "--pause", 0.003)
-SHORT_PATIENCE = {"PHALANX_PATIENCE_S": "0.5"}
-
-
-def soak(count: int, seed: int, jobs_at_once: int) -> int:
-    """Let random faults happen in many jobs; return how many jobs were not as the undisturbed one."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-soak-") as folder:
-        undisturbed = run_job(Path(folder) / "undisturbed", ranks="1:2", script=FAULTY, env=SHORT_PATIENCE)
-        seeds = range(seed, seed + -(-count // FAULTS_OF_A_JOB))
-        with ThreadPoolExecutor(jobs_at_once) as pool:
-            jobs = pool.map(lambda number: _faulty_job(Path(folder) / str(number), number, undisturbed), seeds)
-            results = list(jobs)
-    bad = sum(has_failed for _, has_failed in results)
-    print(f"{sum(fired for fired, _ in results)} faults in {len(results)} jobs; {bad} jobs were not as without faults")
-    return bad
-
-
-def _faulty_job(folder: Path, seed: int, undisturbed: Trained) -> tuple[int, bool]:
-    faults = draw_faults(seed, FAULTS_OF_A_JOB, ranks=RANKS, first=10, every=30)
-    flags = ("--max_restarts", "100")
-    job = run_job(folder, faults=faults, launcher=flags, script=FAULTY, env=SHORT_PATIENCE)
-    fired = len(list(folder.glob("fault.*")))
-    problems = job.problems(undisturbed)
-    print(f"seed {seed}: {fired} faults, {job.seconds:.1f} s, {'; '.join(problems) or 'as without faults'}", flush=True)
-    if problems:
-        print(json.dumps(faults), job.report(), sep="\n", flush=True)
-    return fired, bool(problems)
-
-
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -402,12 +366,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repetition of one case, only to see that it works")
     parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
     parser.add_argument("--repeat", type=int, default=3, help="jobs of each case and engine")
-    parser.add_argument("--faults", type=int, default=0, help="draw so many random faults instead")
-    parser.add_argument("--seed", type=int, default=1, help="of the first job with random faults")
-    parser.add_argument("--jobs", type=int, default=2, help="jobs with random faults at once")
     asked = parser.parse_args()
-    if asked.faults:
-        sys.exit(bool(soak(asked.faults, asked.seed, asked.jobs)))
     cases = ["kill"] if asked.quick else asked.cases.split(",")
     if unknown := set(cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

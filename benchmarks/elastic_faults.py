@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 POINTS = (
@@ -12,12 +13,22 @@ POINTS = (
 )  # fmt: skip
 """Where a rank may end: in its loop, and in what the others do because another one ended or joins."""
 
-WITHIN = ("recover", "agreed", "formed", "recovered", "send", "sent", "receive", "received")
-"""Points that a rank reaches only after the membership has changed."""
+ANYWHERE = (
+    "recover", "agreed", "formed", "recovered", "send", "sent", "receive", "received",
+    "save", "write", "written", "saved",
+)  # fmt: skip
+"""Points that a rank reaches only after the membership has changed, or when a checkpoint is due."""
 
 
 def draw_faults(
-    seed: int, count: int, *, ranks: int, first: int, every: int, stops: float = 0.25
+    seed: int,
+    count: int,
+    *,
+    ranks: int,
+    first: int,
+    every: int,
+    stops: float = 0.25,
+    points: Sequence[str] = POINTS,
 ) -> list[dict[str, Any]]:
     """Return orders for one job.
 
@@ -28,6 +39,7 @@ def draw_faults(
         first: Update of the first.
         every: Updates between two.
         stops: Share of SIGSTOP, the others being SIGKILL.
+        points: Where they may happen.
     """
     generator = random.Random(seed)
     orders: list[dict[str, Any]] = []
@@ -36,8 +48,8 @@ def draw_faults(
         pair = generator.random() < 0.3 and count - len(orders) > 1
         chosen = generator.sample(range(ranks), 2 if pair else 1)
         for rank in chosen:
-            point = generator.choice(POINTS)
-            anywhere = point in WITHIN
+            point = generator.choice(points)
+            anywhere = point in ANYWHERE
             orders.append(
                 {
                     "update": update,

@@ -151,6 +151,7 @@ def digest(model: nn.Module) -> str:
 
 def mark_recovery(faults: Faults) -> None:
     """Let faults happen inside of what a job does to recover, too."""
+    from phalanx.checkpoint import saving
     from phalanx.parallel.data import replica_round
     from phalanx.parallel.elastic import meeting, recovery, shard_recovery
 
@@ -163,6 +164,7 @@ def mark_recovery(faults: Faults) -> None:
     faults.around(meeting, "receive_state", "receive", after="received")
     faults.around(shard_recovery.ShardRecovery, "share_update", "share", after="shared")
     faults.around(shard_recovery.ShardRecovery, "send", "reshard", after="resharded")
+    faults.around(saving, "write_manifest", "write", after="written")
 
 
 def train(args: argparse.Namespace, log: Log) -> None:
@@ -179,16 +181,17 @@ def train(args: argparse.Namespace, log: Log) -> None:
         net, optimizer, data, global_batch=args.batch, seed=SEED, strategy=strategy
     )
     scheduler = px.follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7))
-    if args.resume and (args.folder / "checkpoints").exists():
-        px.load(args.folder / "checkpoints", model, optimizer, loader, scheduler=scheduler)
+    first, folder = 0, args.folder / "checkpoints"
+    if args.resume and folder.exists():
+        first = px.load(folder, model, optimizer, loader, scheduler=scheduler).step or 0
     net.reach = faults.reach
     mark_recovery(faults)
     optimizer.register_step_pre_hook(lambda *_: faults.reach("optimizer"))
     faults.context = context = px.init()
-    is_first, ids, folder = True, {}, args.folder / "checkpoints"
+    is_first, ids = True, {}
     while loader.epoch < args.epochs:
         for x, y, numbers in loader:
-            update = committed(context)
+            update = first + committed(context)
             faults.reach("load")
             time.sleep(args.pause)
             replica = context.replicas.current if context.replicas is not None else 0
@@ -210,7 +213,7 @@ def train(args: argparse.Namespace, log: Log) -> None:
                 faults.reach("updated")
                 if args.save_every and not (update + 1) % args.save_every:
                     faults.reach("save")
-                    px.save(folder, model, optimizer, loader, scheduler=scheduler, keep=2)
+                    px.save(folder, model, optimizer, loader, scheduler=scheduler, keep=2, step=update + 1)
                     faults.reach("saved")
     faults.reach("end")
     log.write(hash=digest(model), updates=committed(context))
@@ -232,7 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each pass of the loop sleeps")
     parser.add_argument("--save-every", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="begin with the newest checkpoint of the folder")
+    parser.add_argument("--resume", action="store_true", help="begin with the newest checkpoint of the folder, if any")
     parser.add_argument("--sharding", action="store_true", help="shard optimizer state (ZeRO 1)")
     parser.add_argument("--mirror", type=int, default=0, help="1: with a mirror of each shard")
     return parser.parse_args()

@@ -1,7 +1,6 @@
 """Random faults in elastic jobs: every sample is trained once, and the weights are those of the undisturbed run.
 
-The seed is printed when a test fails, and PHALANX_TEST_SEED draws other faults. `python -m benchmarks.bench_elastic
---faults 200` draws many.
+The seed is printed when a test fails, and PHALANX_TEST_SEED draws other faults. `python -m benchmarks.soak` draws many.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_elastic import SHORT_PATIENCE
 from benchmarks.elastic_faults import draw_faults
 from benchmarks.elastic_jobs import Trained, read_lines, run_job
+from benchmarks.soak.elastic import PATIENCE
 
 pytestmark = pytest.mark.fault
 
@@ -39,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_random_faults_change_neither_samples_nor_weights(undisturbed: Trained, tmp_path: Path, seed: int) -> None:
     faults = draw_faults(seed, FAULTS, ranks=4, first=5, every=15)
     flags = ("--max_restarts", "100")
-    job = run_job(tmp_path / "job", faults=faults, launcher=flags, script=SCRIPT, env=SHORT_PATIENCE)
+    job = run_job(tmp_path / "job", faults=faults, launcher=flags, script=SCRIPT, env=PATIENCE)
     assert not job.problems(undisturbed), f"PHALANX_TEST_SEED={seed}\n{faults}\n{job.report()}"
     assert list((tmp_path / "job").glob("fault.*")), "no fault came about"
 

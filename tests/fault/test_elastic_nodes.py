@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import network_spaces
+from benchmarks import network_spaces
 from elastic_launch import ElasticLaunch, ids, no_launcher_left, start_nodes
 from launching import free_port
 

@@ -78,8 +78,11 @@ class HostLimits:
 
 
 def has_little_shared_memory() -> bool:
-    """Return whether batches of loader workers may not fit into /dev/shm."""
-    return _shared_memory()[1] < SHARED_MEMORY_WANTED
+    """Return whether batches of loader workers may not fit into /dev/shm; False on a system that does not say."""
+    try:
+        return _shared_memory()[1] < SHARED_MEMORY_WANTED
+    except OSError:
+        return False
 
 
 def _shared_memory() -> tuple[int | None, int]:

@@ -130,7 +130,7 @@ def is_resource_tracker(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker import main" in file.read()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it is gone, or of another user
         return False
 
 
