@@ -1,7 +1,9 @@
 """Hangs: is the right rank named, at the right line, and how soon; beside it what torch says of the same fault.
 
-    python -m benchmarks.bench_doctor                      every fault of `doctor_faults`, with the default --hang_after
+    python -m benchmarks.bench_doctor                      every fault, with the default --hang_after
     python -m benchmarks.bench_doctor --only sleep --hang_after 2
+
+The faults are those of `doctor_faults`, which tests read too, and of `doctor_waits`.
 
 torch runs the same script under torchrun, with a timeout of its process group of `--torch_timeout` seconds in place of
 30 minutes, so that it speaks at all.
@@ -20,10 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.doctor_faults import FAULTS, Fault
+from benchmarks.doctor_waits import WAITS
 
 _BIN = Path(sys.executable).parent
 _LIMIT_S = 120.0
@@ -116,19 +120,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--range", default=":", help="which of those, such as 0:10, or 1::2")
     parser.add_argument("--hang_after", type=float, default=10.0)
     parser.add_argument("--torch_timeout", type=float, default=0.0, help="also run torchrun, with this timeout")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at once; they mostly wait")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one fault, soon, only to see that it works")
     chosen = parser.parse_args(arguments)
-    rows = []
     part = slice(*(int(number) if number else None for number in chosen.range.split(":")))
-    faults = [fault for fault in FAULTS if chosen.only in fault.name][part]
+    faults = [fault for fault in (*FAULTS, *WAITS) if chosen.only in fault.name][part]
     if chosen.quick:
         faults, chosen.hang_after = faults[:1], 1.0
-    for fault in faults:
+
+    def run(fault: Fault) -> tuple[Outcome, Outcome | None]:
         found = ours(fault, chosen.hang_after)
         other = torch(fault, chosen.torch_timeout) if chosen.torch_timeout else None
-        rows.append((found, other))
         sys.stderr.write(f"{_row(found)}  {_row(other) if other else ''}\n")
+        return found, other
+
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        rows = list(pool.map(run, faults))
     if chosen.json:
         print(json.dumps([{"phalanx": asdict(a), "torch": asdict(b) if b else None} for a, b in rows], indent=1))
     right = [found for found, _ in rows if found.is_right]

@@ -1,7 +1,7 @@
 """Faults that make a job hang, as data: the script, who must be named, at which line, and in which words.
 
 A script may be of plain torch, or of Phalanx. The line that must be named carries the comment `# FAULT`; more than one
-where ranks contradict each other. Tests and `bench_doctor` read the same list.
+where ranks contradict each other. Tests and `bench_doctor` read the same list; `doctor_waits` has more for the latter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def steps(count=25):
     for _ in range(count):
         dist.all_reduce(x)
 """
-_GLOO = (
+GLOO = (
     _TORCH
     + """
 dist.init_process_group("gloo")
 steps()
 """
 )
-_SHM = (
+SHM = (
     _TORCH
     + """
 import phalanx as px
@@ -39,11 +39,19 @@ px.init()
 steps()
 """
 )
-_DDP = (
+DDP = (
     _TORCH
     + """
 from torch.nn.parallel import DistributedDataParallel
 
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+_BACKWARD = (
+    DDP
+    + """
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -56,9 +64,6 @@ class Slow(torch.autograd.Function):
             time.sleep(1000)  # FAULT
         return gradient
 
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(8):
     optimizer.zero_grad()
     Slow.apply(model(torch.ones(2, 8))).sum().backward()
@@ -66,7 +71,7 @@ for step in range(8):
 """
 )
 _WORKER = (
-    _GLOO
+    GLOO
     + """
 from torch.utils.data import DataLoader, Dataset
 
@@ -108,34 +113,34 @@ class Fault:
         return [number for number, line in enumerate(self.script.splitlines(), 1) if "# FAULT" in line]
 
 
-def _on_rank_1(act: str, base: str = _GLOO) -> str:
+def on_rank_1(act: str, base: str = GLOO) -> str:
     """A script in which rank 1 does something else, and then the collective that rank 0 is in."""
     body = "\n".join(f"    {line}" for line in act.splitlines())
     return f"{base}\nif rank == 1:\n    note()\n{body}\ndist.all_reduce(x)\n"
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(name="sleep, gloo", script=_on_rank_1("time.sleep(1000)  # FAULT"), words=("waits, without using",)),
-    Fault(name="sleep, shared memory", script=_on_rank_1("time.sleep(1000)  # FAULT", _SHM), words=("float32[4]",)),
-    Fault(name="sleep in backward of DDP", script=_DDP, words=("backward",)),
+    Fault(name="sleep, gloo", script=on_rank_1("time.sleep(1000)  # FAULT"), words=("waits, without using",)),
+    Fault(name="sleep, shared memory", script=on_rank_1("time.sleep(1000)  # FAULT", SHM), words=("float32[4]",)),
+    Fault(name="sleep in backward of DDP", script=_BACKWARD, words=("backward",)),
     Fault(
         name="stopped by a signal",
-        script=_on_rank_1("os.kill(os.getpid(), signal.SIGSTOP)  # FAULT"),
+        script=on_rank_1("os.kill(os.getpid(), signal.SIGSTOP)  # FAULT"),
         words=("stopped by a signal or a debugger", "kill -CONT"),
     ),
     Fault(
         name="interpreter lock held in C",
-        script=_on_rank_1("ctypes.PyDLL(None).sleep(1000)  # FAULT"),
+        script=on_rank_1("ctypes.PyDLL(None).sleep(1000)  # FAULT"),
         words=("holds its interpreter lock",),
     ),
     Fault(
         name="lock taken twice",
-        script=_on_rank_1("lock = threading.Lock()\nlock.acquire()\nlock.acquire()  # FAULT"),
+        script=on_rank_1("lock = threading.Lock()\nlock.acquire()\nlock.acquire()  # FAULT"),
     ),
-    Fault(name="queue that nobody fills", script=_on_rank_1("queue.Queue().get()  # FAULT"), words=("Queue.get",)),
+    Fault(name="queue that nobody fills", script=on_rank_1("queue.Queue().get()  # FAULT"), words=("Queue.get",)),
     Fault(
         name="file locked by another process",
-        script=_on_rank_1(
+        script=on_rank_1(
             "holder = subprocess.Popen([sys.executable, '-c', "
             '\'import fcntl, time; f = open("lock", "w"); fcntl.flock(f, 2); print(flush=True); time.sleep(1000)\'], '
             "stdout=subprocess.PIPE)\nholder.stdout.readline()\nfile = open('lock', 'w')\n"
@@ -144,23 +149,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="subprocess that does not end",
-        script=_on_rank_1("subprocess.run(['sleep', '1000'])  # FAULT"),
+        script=on_rank_1("subprocess.run(['sleep', '1000'])  # FAULT"),
         words=("in run",),
     ),
     Fault(
         name="pipe that nobody writes to",
-        script=_on_rank_1("reading, writing = os.pipe()\nos.read(reading, 1)  # FAULT"),
+        script=on_rank_1("reading, writing = os.pipe()\nos.read(reading, 1)  # FAULT"),
     ),
-    Fault(name="endless loop", script=_on_rank_1("while True:  # FAULT\n    pass  # FAULT"), words=("of a core",)),
+    Fault(name="endless loop", script=on_rank_1("while True: pass  # FAULT"), words=("of a core",)),
     Fault(
         name="collective under a rank-dependent branch",
-        script=_GLOO + "note()\nif rank == 0:\n    dist.all_reduce(torch.ones(3))  # FAULT\ndist.barrier()  # FAULT\n",
+        script=GLOO + "note()\nif rank == 0:\n    dist.all_reduce(torch.ones(3))  # FAULT\ndist.barrier()  # FAULT\n",
         culprits=(0, 1),
         words=("different calls", "barrier", "all_reduce"),
     ),
     Fault(
         name="two groups in another order",
-        script=_GLOO
+        script=GLOO
         + "other = dist.new_group([0, 1])\nfor group in (None, other) if rank == 0 else (other, None):\n    note()\n"
         + "    dist.all_reduce(x, group=group)  # FAULT\n",
         culprits=(0, 1),
@@ -168,7 +173,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="two groups in another order, shared memory",
-        script=_SHM
+        script=SHM
         + "other = dist.new_group([0, 1])\nfor group in (None, other) if rank == 0 else (other, None):\n    note()\n"
         + "    dist.all_reduce(x, group=group)  # FAULT\n",
         culprits=(0, 1),
@@ -176,19 +181,19 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="both receive first",
-        script=_GLOO + "note()\ndist.recv(x, 1 - rank)  # FAULT\ndist.send(x, 1 - rank)\n",
+        script=GLOO + "note()\ndist.recv(x, 1 - rank)  # FAULT\ndist.send(x, 1 - rank)\n",
         culprits=(0, 1),
         words=("wait for each other", "recv"),
     ),
     Fault(
         name="a message that is not sent",
-        script=_GLOO + "if rank == 0:\n    note()\n    dist.recv(x, 1)\nelse:\n    time.sleep(1000)  # FAULT\n",
+        script=GLOO + "if rank == 0:\n    note()\n    dist.recv(x, 1)\nelse:\n    time.sleep(1000)  # FAULT\n",
         words=("recv",),
     ),
     Fault(name="deadlocked data worker", script=_WORKER, words=("DataLoader.__next__", "data worker (pid")),
     Fault(
         name="uneven loaders",
-        script=_GLOO
+        script=GLOO
         + "note()\nfor batch in range(10 if rank == 0 else 9):\n    dist.all_reduce(torch.ones(3))  # FAULT\n"
         + "dist.barrier()  # FAULT\n",
         culprits=(0, 1),
@@ -196,13 +201,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="one of four ranks sleeps",
-        script=_on_rank_1("time.sleep(1000)  # FAULT"),
+        script=on_rank_1("time.sleep(1000)  # FAULT"),
         ranks=4,
         words=("ranks 0, 2, 3 wait",),
     ),
     Fault(
         name="a new group that one rank does not make",
-        script=_GLOO + "if rank == 0:\n    note()\n    dist.new_group([0, 1])\nelse:\n    time.sleep(1000)  # FAULT\n",
+        script=GLOO + "if rank == 0:\n    note()\n    dist.new_group([0, 1])\nelse:\n    time.sleep(1000)  # FAULT\n",
         words=("new_group",),
     ),
 )
