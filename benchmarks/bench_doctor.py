@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from pathlib import Path
 
 from benchmarks.doctor_faults import FAULTS, Fault
 from benchmarks.doctor_waits import WAITS
+from benchmarks.elastic_jobs import MARK, end
 
 _BIN = Path(sys.executable).parent
 _LIMIT_S = 120.0
@@ -92,7 +94,8 @@ def _run(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(script or fault.script)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        mark = uuid.uuid4().hex
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
         with (folder / "output").open("w") as file:
             job = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -109,8 +112,9 @@ def _run(
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-        mark = folder / "fault"
-        return (folder / "output").read_text(), ended - (float(mark.read_text()) if mark.exists() else started)
+        end(mark)  # a rank that holds its interpreter lock hears no SIGTERM, and torchrun may be gone before it
+        fault_at = folder / "fault"
+        return (folder / "output").read_text(), ended - (float(fault_at.read_text()) if fault_at.exists() else started)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
