@@ -122,6 +122,27 @@ def test_the_whole_state_is_that_of_an_optimizer_that_keeps_all() -> None:
     assert [part[:3] for part in taken] == [part[:3] for part in again]
     assert all(same_state(mine[3], theirs[3]) for mine, theirs in zip(taken, again, strict=True))
     assert not loaded.optimizer.state
+    alone = Rank(adamw, 0, 1, 0)
+    alone.optimizer.load_state_dict(gathered)
+    with alone.state.whole(()):
+        saved = alone.optimizer.state_dict()["state"]
+    assert all(same_state(saved[index], entries) for index, entries in expected["state"].items())
+
+
+def test_state_of_steps_before_it_was_sharded_stays() -> None:
+    whole, own = params(), params()
+    optimizers = [adamw(whole), adamw(own)]
+    for of, optimizer in zip((whole, own), optimizers, strict=True):
+        set_gradients(of, 0)
+        optimizer.step()
+    state = ShardedState(optimizers[1], 0, 1, 0)
+    for of in (whole, own):
+        set_gradients(of, 1)
+    optimizers[0].step()
+    state.put_slices(optimizers[1])
+    optimizers[1].step()
+    state.put_back(optimizers[1])
+    assert all(torch.equal(mine, other) for mine, other in zip(own, whole, strict=True))
 
 
 def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

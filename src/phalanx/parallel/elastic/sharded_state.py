@@ -94,6 +94,12 @@ class ShardedState:
         """Whether the optimizer lives."""
         return self._optimizer() is not None
 
+    @property
+    def share(self) -> float:
+        """How much of the parameters' elements this rank has state of, from 0 to 1."""
+        total = sum(param.numel() for param in self._params)
+        return sum(stop - start for _, start, stop, _ in self._slices) / max(total, 1)
+
     # -- an update -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -231,6 +237,7 @@ class ShardedState:
         Args:
             received: The state that this rank does not keep.
         """
+        self._take_loaded()
         optimizer = self._optimizer()
         assert optimizer is not None
         present = _by_parameter([*received, *self._own()])
@@ -260,7 +267,7 @@ class ShardedState:
     def _take_loaded(self) -> None:
         """Keep what this rank needs of state that was loaded for whole parameters."""
         optimizer = self._optimizer()
-        if optimizer is None or self._away is not None or self._is_whole or not optimizer.state:
+        if optimizer is None or self._away is not None or self._is_whole or not (self._slices and optimizer.state):
             return
         loaded = {index: optimizer.state[param] for index, param in enumerate(self._params) if param in optimizer.state}
         # State of a parameter without dims looks like a count of steps; that of others tells.
