@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from memory_traps import MODELS, Trap
+from memory_traps import MODELS, Trap, limit_memory
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 def train(kind: str, settings: dict[str, Any], phase: str, how: str, number: int = 4) -> dict[str, torch.Tensor]:
     gc.freeze()
+    limit_memory()
     torch.manual_seed(0)
     net, x, y = MODELS[kind]()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -107,6 +108,7 @@ class Gathering(torch.nn.Module):
 
 
 def gather(phase: str, number: int) -> str:
+    limit_memory()
     net = Gathering()
     px.distribute(net)
     Trap.set(phase if px.init().rank == 1 else "", number)

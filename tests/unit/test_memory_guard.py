@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 import random
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from memory_traps import MESSAGE, MODELS, Trap, digest
+from memory_traps import MESSAGE, MODELS, Trap, digest, limit_memory
 from phalanx.parallel.memory.blocks import find_blocks
 from phalanx.parallel.session import model_record
 
@@ -29,7 +30,9 @@ STEPS = 3
 def _few_objects() -> Iterator[None]:
     """Let each collection look at what the test made only."""
     gc.freeze()
+    limit_memory()
     yield
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     Trap.set("", 0)
     gc.unfreeze()
 
@@ -94,6 +97,12 @@ def test_every_remedy_in_turn_keeps_the_bits(kind: str, phase: str, caplog: pyte
     assert "rank 0 ran out of memory" in caplog.text
 
 
+def test_without_a_limit_on_the_host_nothing_is_noted() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        train("rows", "forward", 2)
+
+
 def test_the_word_leaves_the_error_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         train("rows", "forward", 2, word="raise")
@@ -137,6 +146,11 @@ def remember(net: Any, x: Tensor) -> Tensor:
     return net.body(x + net.seen)  # type: ignore[no-any-return]
 
 
+def count_in_place(net: Any, x: Tensor) -> Tensor:
+    net.seen.mul_(0.9).add_(x.mean(0))
+    return net.body(x + net.seen)  # type: ignore[no-any-return]
+
+
 def skip_by_python(net: Any, x: Tensor) -> Tensor:
     return net.body(x) if random.random() < 0.5 else net.body(-x)
 
@@ -151,7 +165,7 @@ def total(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("changed", [remember, skip_by_python, two_outputs])
+@pytest.mark.parametrize("changed", [remember, skip_by_python, two_outputs, count_in_place])
 def test_buffers_outputs_and_random_numbers_of_python_come_back(changed: Any, phase: str) -> None:
     def gradients(trap: str) -> list[Tensor]:
         torch.manual_seed(0)
@@ -213,6 +227,19 @@ def penalised(net: Any, x: Tensor) -> Tensor:
     return net(x).mean() + net.body[0].weight.square().sum()  # type: ignore[no-any-return]
 
 
+class Weighted(nn.Module):
+    """A term of the loss that was computed before the model, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+
+def with_an_older_term(net: Any, x: Tensor) -> Tensor:
+    older = Weighted().weight.square()
+    return older + net(x).mean()  # type: ignore[no-any-return]
+
+
 def inner_loss(net: Any, x: Tensor) -> Tensor:
     features: list[Tensor] = []
     handle = net.body[3].register_forward_hook(lambda _net, _inputs, output: features.append(output))
@@ -231,14 +258,34 @@ def with_changed_input(net: Any, x: Tensor) -> Tensor:
     return loss  # type: ignore[no-any-return]
 
 
+def with_a_later_buffer(net: Any, x: Tensor) -> Tensor:
+    net(x)
+    net.register_buffer("later", torch.zeros(8))
+    return net(x).mean()  # type: ignore[no-any-return]
+
+
+def enqueue(net: Any, x: Tensor) -> Tensor:
+    net.queue[:8] = x.mean(0)
+    return net.body(x)  # type: ignore[no-any-return]
+
+
+def with_a_large_queue(net: Any, x: Tensor) -> Tensor:
+    net.register_buffer("queue", torch.zeros(1 << 17))
+    net._changed = enqueue
+    return net(x).mean()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("loss_of", "why"),
     [
         (before_the_first_output, "before gradients had arrived at all outputs"),
         (penalised, "beside its outputs"),
+        (with_an_older_term, "beside its outputs"),
         (inner_loss, "beside its outputs"),
         (with_input_gradients, "inputs of the model have gradients"),
         (with_changed_input, "an input was changed in place"),
+        (with_a_later_buffer, "buffer 'later' of Around"),
+        (with_a_large_queue, "buffer 'queue' of Around"),
     ],
 )
 def test_what_cannot_be_repeated_exactly_raises_the_error_with_the_reason(loss_of: Any, why: str) -> None:

@@ -97,7 +97,10 @@ def test_explain_prints_the_order_of_a_step(is_model_first: bool) -> None:
     calls = [lambda: fleet.distributed_model(model), lambda: fleet.distributed_optimizer(optimizer)]
     for call in calls if is_model_first else reversed(calls):
         call()
-    order = "accumulate gradients, check parameters, push tables, clip gradients, update, pull tables, move averages"
+    order = (
+        "accumulate gradients, check parameters, reserve memory, push tables, clip gradients, update, pull tables, "
+        "move averages"
+    )
     for explanation in (px.explain(model), px.explain(model, optimizer=optimizer)):
         assert f"optimizer.step(): {order}" in " ".join(str(explanation).split())
 

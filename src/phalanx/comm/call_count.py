@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 def calls_issued() -> int:
     """Return the collectives issued so far on all groups of this process; 0 where it is alone."""
-    if not dist.is_initialized():
-        return 0
-    return sum(map(_calls_of, dist.distributed_c10d._world.pg_map))
+    groups = dist.distributed_c10d._world.pg_map if dist.is_available() else {}
+    return sum(map(_calls_of, groups)) if groups else 0
 
 
 def _calls_of(group: Any) -> int:

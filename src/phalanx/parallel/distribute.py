@@ -29,6 +29,7 @@ from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
 from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
 from phalanx.parallel.logical_replicas import hold_updates
 from phalanx.parallel.memory.guarded_model import guard_memory
+from phalanx.parallel.memory.guarded_step import guard_step
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.session import (
     StepPhase,
@@ -199,6 +200,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     follow_torch_scaler(optimizer)
     hold_updates(optimizer, context)
     add_action(optimizer, StepPhase.CHECK_PARAMETERS, StepWatch())
+    _guard_step(optimizer, context)
     if isinstance(optimizer, LBFGS) and context.is_distributed:
         share_losses(optimizer)
     factor = factor_for(
@@ -225,6 +227,11 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
     return optimizer
+
+
+def _guard_step(optimizer: Optimizer, context: Context) -> None:
+    if use_strategy(None).out_of_memory == "recompute":
+        guard_step(optimizer, context.device)
 
 
 def _set_up_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

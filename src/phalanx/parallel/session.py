@@ -114,6 +114,9 @@ class StepPhase(IntEnum):
     """Note that the update begins, where its seconds are measured."""
 
     CHECK_PARAMETERS = auto()
+    RESERVE_MEMORY = auto()
+    """Find the memory that the update is going to take, while nothing is changed."""
+
     SCALE_LEARNING_RATE = auto()
     PUSH_TABLES = auto()
     """Push gradients to tables, with the learning rate of this step."""

@@ -104,8 +104,8 @@ class DistributedStrategy(BaseModel):
     recompute_configs: Annotated[dict[str, Any], KeysOf(configs.RecomputeConfigs)] = {}
 
     out_of_memory: Literal["recompute", "raise"] = "recompute"
-    """What a rank does that runs out of memory in a forward or backward pass: recompute activations from then on, and
-    repeat the pass; or raise the error."""
+    """What a rank does that runs out of memory in a forward or backward pass, in a cross entropy, or at the optimizer's
+    first step: free memory, recompute activations from then on, and repeat what failed; or raise the error."""
 
     gradient_merge: bool = False
     """Accumulate the gradients of `k_steps` batches before one update."""

@@ -6,6 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+
+class ReleasedGraphError(RuntimeError):
+    """A backward pass needs what was let go of."""
+
 
 Node = Any
 """Torch's `grad_fn`s."""
@@ -35,6 +42,24 @@ def reach(
         within.add(node)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return within, border
+
+
+def nodes_of(tensors: Any) -> list[Node]:
+    """Return the nodes that made tensors, or to which gradient edges lead."""
+    leaves = tree_leaves(tensors, is_leaf=lambda value: isinstance(value, GradientEdge))  # which is a tuple
+    nodes = [leaf.grad_fn if isinstance(leaf, Tensor) else getattr(leaf, "node", None) for leaf in leaves]
+    return [node for node in nodes if node is not None]
+
+
+def is_whole(node: Node) -> bool:
+    """Return whether a node has still what it saved, so that no backward pass went through it."""
+    try:
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                getattr(node, name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def leaves_of(nodes: Iterable[Node]) -> list[Tensor]:
@@ -70,7 +95,8 @@ def _drop(_tensor: Tensor) -> None:
 
 
 def _refuse(_packed: None) -> Tensor:
-    raise RuntimeError(
-        "a backward pass went through a graph a second time, after the first had run out of memory: it was computed "
-        "again then, and the first graph is gone. Compute the outputs again."
+    raise ReleasedGraphError(
+        "a backward pass came to a graph whose activations are gone: memory had run out, and they were let go of. "
+        "loss.backward() computes them again, once, and only without retain_graph, create_graph and inputs. For a "
+        "second pass, or torch.autograd.grad, compute the outputs again."
     )

@@ -11,7 +11,6 @@ random numbers, changing buffers, and, while a backward pass runs, the gradients
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import weakref
@@ -22,17 +21,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-import phalanx.comm.context as context_of
 from phalanx.comm.call_count import calls_issued
-from phalanx.comm.events.run_events import record_event
+from phalanx.parallel.memory.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
+from phalanx.parallel.memory.free_memory import can_run_out
 from phalanx.parallel.memory.graphs import Node
-from phalanx.parallel.memory.pass_state import CannotRepeatError, PassState, StateKeeper
-from phalanx.parallel.memory.remedies import Remedies
-
-logger = logging.getLogger("phalanx.parallel")
+from phalanx.parallel.memory.pass_state import PassState, StateKeeper, tensors_of
+from phalanx.parallel.memory.remedies import Remedies, Remedy, report_remedy
 
 T = TypeVar("T")
 _numbers = count()
@@ -43,14 +39,14 @@ MARK = "phalanx.guarded_pass"
 class GuardedPass:
     """A forward pass whose backward pass is to come. Lives as long as its graph, to which it does not refer."""
 
-    __slots__ = ("arrived", "compute", "exchanges", "guard", "is_over", "number", "outputs", "state")
+    __slots__ = ("arrived", "compute", "exchanges", "guard", "is_over", "is_released", "number", "outputs", "state")
 
     def __init__(
         self, guard: MemoryGuard, compute: Callable[[], Any], state: PassState, *, exchanges: bool = False
     ) -> None:
         self.guard, self.compute, self.state, self.exchanges = guard, compute, state, exchanges
         self.number = next(_numbers)
-        self.is_over = False
+        self.is_over = self.is_released = False
         self.arrived: dict[int, tuple[Tensor | None, ...]] = {}
         """By number of the node: what it was called with in the backward pass that runs."""
 
@@ -82,6 +78,7 @@ class _Arrival:
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         if running.is_backward and not self._pass.is_over:
+            running.in_loss = None
             self._pass.arrived[self._number] = gradients
             running.passes.add(self._pass)
 
@@ -97,6 +94,9 @@ class _Running:
         self.passes: set[GuardedPass] = set()
         """Passes that gradients have arrived at in the backward pass that runs."""
 
+        self.in_loss: tuple[object, tuple[Tensor | None, ...]] | None = None
+        """Where in a loss the backward pass is that runs, and what arrived there."""
+
 
 running = _Running()
 
@@ -104,8 +104,8 @@ running = _Running()
 def last_nodes(outputs: Any) -> list[tuple[Node, list[Tensor]]]:
     """Return the nodes that made outputs, each with its tensors, in the order of the outputs."""
     nodes: dict[Node, list[Tensor]] = {}
-    for tensor in tree_leaves(outputs):
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+    for tensor in tensors_of(outputs):
+        if tensor.grad_fn is not None:
             nodes.setdefault(tensor.grad_fn, []).append(tensor)
     return list(nodes.items())
 
@@ -128,6 +128,7 @@ class MemoryGuard:
         remedies: What there is to apply.
         device: Where it computes.
         sharding: How to repeat passes of a model that ZeRO shards; None for any other.
+        begin: Called before the first pass that is guarded.
     """
 
     def __init__(
@@ -136,11 +137,15 @@ class MemoryGuard:
         remedies: Remedies,
         device: torch.device,
         sharding: Sharding | None = None,
+        begin: Callable[[MemoryGuard], None] = lambda _: None,
     ) -> None:
         self.model = weakref.ref(model)
         self.remedies, self.device = remedies, device
         self.keeper = StateKeeper(model, device)
-        self._sharding = sharding
+        self._sharding, self._begin = sharding, begin
+        self._has_begun = False
+        """Whether there was a pass."""
+
         self._parameters: tuple[nn.Parameter, ...] | None = None
 
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -168,8 +173,10 @@ class MemoryGuard:
             self._sharding.reset(model)
 
     def can_run(self) -> bool:
-        """Return whether a pass that begins now would be guarded: one with a graph, by itself."""
-        if running.is_forward or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """Return whether a pass that begins now would be guarded: one with a graph, by itself, that can fail."""
+        if torch.compiler.is_compiling() or running.is_forward or not torch.is_grad_enabled():
+            return False
+        if not can_run_out(self.device):
             return False
         if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
             return False  # who looks at what operators do must not see ours
@@ -182,6 +189,9 @@ class MemoryGuard:
             compute: The pass. It may be called again as long as its graph lives, so it should not keep the model alive.
             inputs: All tensors that it reads beside parameters and buffers.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(self)
         state, calls = self.keeper.keep(inputs), calls_issued()
         running.is_forward = True
         try:
@@ -209,7 +219,7 @@ class MemoryGuard:
                     error.add_note("The forward pass was not repeated with less memory: it calls collectives itself.")
                     raise
                 failure = MemoryFailure.of(error, "forward", self.device, handled)
-            self.remedy(failure, time.perf_counter() - started)
+            self.remedy_next(failure, time.perf_counter() - started)
             self._restore(state, failure)
 
     def _restore(self, state: PassState, failure: MemoryFailure) -> None:
@@ -219,27 +229,10 @@ class MemoryGuard:
         except CannotRepeatError as why:
             raise failure.error_because(str(why)) from None
 
-    def remedy(self, failure: MemoryFailure, lost_s: float) -> None:
-        """Apply the next remedy, and say so."""
+    def remedy_next(self, failure: MemoryFailure, lost_s: float) -> Remedy | None:
+        """Apply the next remedy if there is one, say so, and return it."""
+        if not self.remedies.remain():
+            return None
         remedy = self.remedies.apply_next()
-        context = context_of.current()
-        model = self.model()
-        logger.warning(
-            "rank %d ran out of memory in a %s pass of %s (%s). It %s, and repeats the pass; results keep their "
-            "bits.%s",
-            context.rank,
-            failure.phase,
-            type(model).__name__,
-            failure.amounts,
-            remedy.effect,
-            f" To begin with it: {remedy.setting}." if remedy.setting else "",
-        )
-        record_event(
-            "out_of_memory",
-            rank=context.rank,
-            phase=failure.phase,
-            remedy=remedy.name,
-            requested=failure.requested,
-            free_bytes=failure.free_bytes,
-            lost_s=round(lost_s, 4),
-        )
+        report_remedy(remedy, failure, type(self.model()).__name__, lost_s)
+        return remedy

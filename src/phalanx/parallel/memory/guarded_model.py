@@ -7,12 +7,13 @@ import weakref
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from phalanx.comm.context import Context
+from phalanx.parallel.memory.free_memory import return_large_blocks
 from phalanx.parallel.memory.guard import MemoryGuard, Sharding
 from phalanx.parallel.memory.guarded_backward import guard_backward
+from phalanx.parallel.memory.guarded_loss import guard_losses
 from phalanx.parallel.memory.remedies import Remedies
 from phalanx.parallel.session import Applied, model_record
 from phalanx.plan.rules.mesh import STAGE_AXIS
@@ -38,12 +39,19 @@ def guard_memory(model: nn.Module, applied: Applied, context: Context) -> None:
         from phalanx.parallel.zero import interrupted  # a job that shards nothing does not wait for this
 
         sharding = Sharding(interrupted.reset_passes, interrupted.is_all_gathered)
-    guard = MemoryGuard(model, Remedies(model, applied.plan.modules, context.device), context.device, sharding)
+    guard = MemoryGuard(model, Remedies(model, applied.plan.modules, context.device), context.device, sharding, _begin)
     # Torch calls this in the place of the forward pass with its hooks, copies and pickles leave it out, and it can
     # hold the model weakly: unlike a wrapped forward it makes no ring.
     model._compiled_call_impl = partial(_call, weakref.ref(model), guard)
     model_record(model).memory_guard = guard
+
+
+def _begin(guard: MemoryGuard) -> None:
+    """Guard what follows the first pass, too."""
     guard_backward(guard)
+    guard_losses(guard.device.type)
+    # In the heap, small blocks that stay lie between large ones that are freed, and none that is larger fits there.
+    return_large_blocks(guard.device)
 
 
 def why_unguarded(model: nn.Module, plan: Plan, context: Context) -> str | None:
@@ -68,9 +76,9 @@ def _regathers(update: ReduceScatter) -> bool:
 def _call(model: weakref.ref[nn.Module], guard: MemoryGuard, *inputs: Any, **named: Any) -> Any:
     module = model()
     assert module is not None
-    if torch.compiler.is_compiling() or not guard.can_run():
+    if not guard.can_run():
         return module._call_impl(*inputs, **named)
-    return guard.run(partial(_call_again, model, inputs, named), (inputs, named))
+    return guard.run(partial(_call_again, model, inputs, named), (inputs, named) if named else inputs)
 
 
 def _call_again(model: weakref.ref[nn.Module], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,89 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from phalanx.errors import InternalError
-from phalanx.parallel.data.bucket_buffers import stored
+from phalanx.parallel.memory.changing_buffers import (
+    CannotRepeatError,
+    ChangingBuffers,
+    KeptBuffers,
+    keep_buffers,
+    list_slots,
+)
 
 Restore = Callable[[], None]
-
-
-class CannotRepeatError(InternalError):
-    """A forward pass cannot be repeated with the same result."""
-
-
-@dataclass(slots=True)
-class _KeptBuffer:
-    owner: nn.Module
-    name: str
-    buffer: Tensor
-    value: Tensor | None
-    """None for one that forward passes leave alone, as far as is known; then `version` says whether this one did."""
-
-    version: int
-
-    def is_changed(self) -> bool:
-        return self.owner._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version
-
-    def restore(self) -> None:
-        if self.value is not None:
-            # .data leaves the version counter alone: a graph may have saved the buffer.
-            stored(self.buffer.data).copy_(self.value)
-            self.owner._buffers[self.name] = self.buffer
-        elif self.buffer._version == self.version:  # another tensor may have taken its place
-            self.owner._buffers[self.name] = self.buffer
-        else:
-            raise CannotRepeatError(
-                f"buffer {self.name!r} of {type(self.owner).__name__} was changed by a forward pass, and its value "
-                "before was not kept"
-            )
-
-
-class ChangingBuffers:
-    """The buffers of a model, and which of them its forward passes change: only those are copied before each pass.
-
-    The first pass shows which. Later ones are told by the version counter, which batch normalisation leaves alone: its
-    statistics count as changing from the start.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._changing: set[tuple[int, str]] | None = None
-        self._has_buffers = any(True for _ in model.buffers())
-
-    def keep(self, *, every: bool = False) -> list[_KeptBuffer]:
-        """Return the buffers with the values they have now."""
-        model = self._model()
-        if model is None or not self._has_buffers:
-            return []
-        is_first = self._changing is None or every
-        return [
-            _KeptBuffer(
-                owner,
-                name,
-                buffer,
-                stored(buffer.detach()).clone() if is_first or self._is_changing(owner, name) else None,
-                buffer._version,
-            )
-            for owner in model.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
-
-    def _is_changing(self, owner: nn.Module, name: str) -> bool:
-        return isinstance(owner, _NormBase) or (id(owner), name) in (self._changing or ())
-
-    def learn(self, before: list[_KeptBuffer]) -> None:
-        """Look at which buffers a pass that has ended changed."""
-        is_first, self._changing = self._changing is None, self._changing or set()
-        for entry in before:
-            is_other = (
-                is_first and entry.value is not None and not torch.equal(stored(entry.buffer.detach()), entry.value)
-            )
-            if is_other or entry.is_changed():
-                self._changing.add((id(entry.owner), entry.name))
 
 
 class RandomNumbers:
@@ -143,31 +70,16 @@ class ModuleState:
     That is buffers that it reads and may change, and random numbers of Python and NumPy.
     """
 
-    _MOST_ELEMENTS = 1 << 16
-    """Of a buffer that is copied, changed or not; of a larger one a change in place is an error."""
-
     def __init__(self, module: nn.Module) -> None:
         self._random_states = [_restore(setter, state) for setter, state in _other_states()]
-        self._buffers = [
-            _KeptBuffer(
-                owner,
-                name,
-                buffer,
-                stored(buffer.detach()).clone() if buffer.numel() <= self._MOST_ELEMENTS else None,
-                buffer._version,
-            )
-            for owner in module.modules()
-            if not isinstance(owner, _NormBase)  # in training it does not read its statistics
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
+        # In training, batch norm does not read its statistics.
+        self._buffers = keep_buffers([slot for slot in list_slots(module) if not slot.is_norm])
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Begin the block with that state; random numbers are afterwards what they were before it."""
         now = [_restore(setter, state) for setter, state in _other_states()]
-        for entry in self._buffers:
-            entry.restore()
+        self._buffers.restore()
         for restore in self._random_states:
             restore()
         try:
@@ -175,6 +87,15 @@ class ModuleState:
         finally:
             for restore in now:
                 restore()
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors in nested values, in their order."""
+    if isinstance(values, Tensor):  # torch's function takes 5 us
+        return [values]
+    if type(values) is tuple and all(isinstance(value, Tensor) for value in values):
+        return list(values)
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _nothing() -> None:
@@ -189,7 +110,7 @@ def _has_version(tensor: Tensor) -> bool:
 class PassState:
     """What one forward pass began with."""
 
-    buffers: list[_KeptBuffer]
+    buffers: KeptBuffers
     random_states: list[Restore]
     autocast: tuple[str, bool, torch.dtype]
     inputs: list[tuple[Tensor, int]]
@@ -203,8 +124,7 @@ class PassState:
         """
         if any(tensor._version != version for tensor, version in self.inputs):
             raise CannotRepeatError("an input was changed in place")
-        for entry in self.buffers:
-            entry.restore()
+        self.buffers.restore()
         for restore in self.random_states:
             restore()
 
@@ -235,7 +155,7 @@ class StateKeeper:
             self._buffers.keep(),
             self._random.keep(),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            [(leaf, leaf._version) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and _has_version(leaf)],
+            [(tensor, tensor._version) for tensor in tensors_of(inputs) if _has_version(tensor)],
         )
 
     def end(self, state: PassState) -> None:
@@ -247,12 +167,11 @@ class StateKeeper:
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """Let what the block does to buffers and random numbers leave no trace."""
-        before = self._buffers.keep(every=True)
+        before = self._buffers.keep_all()
         states = [*self._random.keep(), *(_restore(setter, state) for setter, state in _other_states())]
         try:
             yield
         finally:
-            for entry in before:
-                entry.restore()
+            before.restore()
             for restore in states:
                 restore()

@@ -7,6 +7,7 @@ them too; on a GPU it then moves to host memory what recomputed blocks keep.
 
 from __future__ import annotations
 
+import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+import phalanx.comm.context as context_of
+from phalanx.comm.events.run_events import record_event
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward, wrap_innermost_forward
 from phalanx.parallel.memory.activation_checkpointing import recomputed
 from phalanx.parallel.memory.blocks import Block, find_blocks, inner_blocks
+from phalanx.parallel.memory.failures import MemoryFailure
 from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule
+
+logger = logging.getLogger("phalanx.parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,48 @@ class Remedy:
 
     setting: str
     """What a strategy has to say to begin with it; empty where none does."""
+
+
+FREE_CACHES = Remedy("free_caches", "frees what nothing refers to", "")
+"""What comes first, and costs nothing later."""
+
+_WHERE = {
+    "forward": "a forward pass",
+    "backward": "a backward pass",
+    "loss": "the loss after a forward pass",
+    "step": "the optimizer's step",
+}
+"""In the words of the log, by phase."""
+
+
+def report_remedy(remedy: Remedy, failure: MemoryFailure, subject: str, lost_s: float) -> None:
+    """Say in the log and in the event file what is done about memory that ran out.
+
+    Args:
+        remedy: What is done.
+        failure: What ran out.
+        subject: The class of the model or optimizer.
+        lost_s: Seconds of what is done again.
+    """
+    rank = context_of.current().rank
+    logger.warning(
+        "rank %d ran out of memory in %s of %s (%s). It %s, and repeats what failed; results keep their bits.%s",
+        rank,
+        _WHERE[failure.phase],
+        subject,
+        failure.amounts,
+        remedy.effect,
+        f" To begin with it: {remedy.setting}." if remedy.setting else "",
+    )
+    record_event(
+        "out_of_memory",
+        rank=rank,
+        phase=failure.phase,
+        remedy=remedy.name,
+        requested=failure.requested,
+        free_bytes=failure.free_bytes,
+        lost_s=round(lost_s, 4),
+    )
 
 
 _WHOLLY = ModuleRule(match="*", recompute="full")
@@ -81,7 +129,7 @@ class Remedies:
         return self._steps
 
     def _list(self, model: nn.Module) -> Iterator[Step]:
-        yield Remedy("free_caches", "frees what nothing refers to", ""), lambda: return_large_blocks(self._device)
+        yield FREE_CACHES, lambda: return_large_blocks(self._device)
         blocks = self._blocks(model)
         half, cut = len(blocks) // 2, dict[nn.Module, SegmentedRun]()
         for part, amount in ((blocks[:half], f"{half} of its {len(blocks)} blocks"), (blocks[half:], "all its blocks")):
