@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import wrong_numbers_rank
-from launching import BIN, launch
+from launching import launch
+from phalanx.diagnose.replay.commands import command
 from phalanx.diagnose.replay.flight import Flight
 from phalanx.parallel.observe.flight_log import MOST_BYTES, FlightLog, compressed, flight_file, read_flight_log
 
@@ -29,25 +30,25 @@ def fly(folder: Path, fault: str, *arguments: str, ranks: int = 2) -> None:
 
 
 def replay(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run(
-        [BIN / "phalanx", "replay", *arguments, "--json", "log"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    done = CliRunner().invoke(command, [*arguments, "--json", str(folder / "log")])
+    assert done.stdout, done.exception
+    return done.exit_code, json.loads(done.stdout)
 
 
-def test_a_run_agrees_with_its_replay_from_the_nearest_checkpoint(tmp_path: Path) -> None:
-    fly(tmp_path, "", "--folder", str(tmp_path / "saved"))
-    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    code, report = replay(tmp_path, "--step", "4")
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without a fault, with its checkpoints in `saved`."""
+    folder = tmp_path_factory.mktemp("clean")
+    fly(folder, "", "--folder", str(folder / "saved"))
+    return folder
+
+
+def test_a_run_agrees_with_its_replay_from_the_nearest_checkpoint(clean: Path) -> None:
+    before = sorted(path.name for path in (clean / "saved").iterdir())
+    code, report = replay(clean, "--step", "4")
     assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
     assert report["checkpoint"].endswith("step-4")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
+    assert sorted(path.name for path in (clean / "saved").iterdir()) == before
 
 
 def test_a_flipped_bit_names_step_replica_rank_and_bucket(tmp_path: Path) -> None:
@@ -84,9 +85,8 @@ def test_a_nan_is_found_and_its_sample_named(tmp_path: Path) -> None:
     assert "for sample 37 of the dataset" in report["error"]
 
 
-def test_a_log_takes_a_few_hundred_bytes_a_step_and_is_bounded(tmp_path: Path) -> None:
-    fly(tmp_path, "")
-    entries = [entry for entry in read_flight_log(flight_file(tmp_path / "log", 1)) if entry["kind"] == "step"]
+def test_a_log_takes_a_few_hundred_bytes_a_step_and_is_bounded(clean: Path, tmp_path: Path) -> None:
+    entries = [entry for entry in read_flight_log(flight_file(clean / "log", 1)) if entry["kind"] == "step"]
     assert [entry["step"] for entry in entries] == list(range(6))
     assert all(len(json.dumps(entry)) < 400 for entry in entries)
     log = FlightLog()
