@@ -50,11 +50,12 @@ with atheris.instrument_imports(include=["phalanx"]):
     from phalanx.ps.snapshot.records import read_records
     from phalanx.ps.wire import frame
 
-FOLDER = Path(tempfile.mkdtemp(prefix="phalanx-fuzz-"))
+INPUT = tempfile.TemporaryFile()  # noqa: SIM115 -- has no name, and goes with the process however that ends
+"""The file of parsers that read files."""
 
 
 def as_file(data: bytes) -> Path:
-    path = FOLDER / "input"
+    path = Path(f"/proc/self/fd/{INPUT.fileno()}")
     path.write_bytes(data)
     return path
 

@@ -149,7 +149,7 @@ def test_faster_ranks_read_more_samples_and_gradients_are_those_of_one_process(
 
 def test_ranks_of_equal_speed_keep_equal_parts_whatever_they_wait_for_each_other() -> None:
     results = run_ranks(wait_for_each_other, 2)
-    assert [set(rows) for rows in results] == [{8, 2, 3}] * 2 or all(set(rows) <= {8, 3, 2} for rows in results)
+    assert all(set(rows) <= {8, 3, 2} for rows in results)
 
 
 def wait_for_each_other() -> list[int]:
