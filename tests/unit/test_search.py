@@ -72,7 +72,7 @@ def test_no_choice_can_be_asked_for() -> None:
         search(GPT3, "h100x8,nodes=16", top_k=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(jobs())
 def test_the_best_is_that_of_trying_everything(job: tuple[dict[str, Any], str]) -> None:
     found = search(*job, top_k=SIMULATED)
@@ -83,7 +83,7 @@ def test_the_best_is_that_of_trying_everything(job: tuple[dict[str, Any], str]) 
     assert found.priced <= found.choices
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(jobs())
 def test_the_fastest_are_simulated_and_in_that_order(job: tuple[dict[str, Any], str]) -> None:
     found = search(*job)
@@ -93,14 +93,14 @@ def test_the_fastest_are_simulated_and_in_that_order(job: tuple[dict[str, Any], 
     assert search(*job, top_k=1).best == found.best
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(jobs())
 def test_the_bound_of_a_choice_is_below_its_time(job: tuple[dict[str, Any], str]) -> None:
     for run in list_runs(read_request(*job)):
         assert lower_bound(run, estimate_tensor_parallel(run)) <= predict(run).step_time_s * (1 + 1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(jobs())
 def test_stopped_early_the_bound_still_holds(job: tuple[dict[str, Any], str]) -> None:
     stopped, whole = search(*job, top_k=1, time_limit=0.0), search(*job, top_k=1)
