@@ -18,6 +18,8 @@ from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
 
+pytestmark = pytest.mark.dist
+
 
 class Nodes:
     """Node groups on loopback addresses, each with the views it was told."""
@@ -118,6 +120,7 @@ def test_the_next_node_takes_over_from_a_coordinator_that_ended(nodes: Callable[
 def test_most_nodes_go_on_without_one_that_is_silent_and_it_cannot_go_on_alone(
     nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mesh_module, "BEAT_S", 0.05)
     monkeypatch.setattr(mesh_module, "LOST_AFTER_S", 0.6)
     three = nodes()
     three.start()
