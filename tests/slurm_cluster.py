@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from debian import WAIT_FOR_APT
+from launching import free_ports
 from phalanx.cluster.network import command_line
 
 PACKAGES = ("slurm-wlm", "munge")
@@ -88,7 +89,7 @@ class SlurmCluster:
             (self.folder / name).mkdir()
         addresses = self._hosts.addresses if self._hosts else ("127.0.0.1", "127.0.0.2")
         names = NODES if self._hosts else (socket.gethostname(),) * 2
-        ports = _free_ports(3)
+        ports = free_ports(3)
         nodes = [
             f"NodeName={node} NodeHostname={name} NodeAddr={address} Port={port} CPUs={CPUS} RealMemory={MEMORY_MIB}"
             for node, name, address, port in zip(NODES, names, addresses, ports[1:], strict=True)
@@ -240,13 +241,6 @@ def _install() -> None:
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; Slurm takes none by itself."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(made.getsockname()[1]) for made in sockets]
 
 
 def _until(condition: object, what: str, timeout_s: float = 30.0) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import job_stand_in
+from launching import wait_until
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.backend import Phase, Submission
 from phalanx.jobs.backends import local
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.models import Cause
+from phalanx.jobs.scheduling.queue import Amount
 
 pytestmark = pytest.mark.dist
 
@@ -47,13 +48,6 @@ def submit(backend: Local, tmp_path: Path) -> Iterator[Callable[..., Submission]
         assert local._marked_pids(submission.folder) == []
 
 
-def until(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def ran(submission: Submission, node: int = 0) -> int:
     path = submission.folder / f"ran-{node}"
     return path.read_text().count("started") if path.exists() else 0
@@ -61,7 +55,7 @@ def ran(submission: Submission, node: int = 0) -> int:
 
 def test_an_attempt_runs_to_its_end_once(backend: Local, submit: Callable[..., Submission]) -> None:
     done = submit("true")
-    until(lambda: backend.status(done, "").phase is Phase.SUCCEEDED)
+    wait_until(lambda: backend.status(done, "").phase is Phase.SUCCEEDED)
     backend.submit(done)
     Local(MACHINE, gpus=(), node=backend._node).submit(done)
     assert ran(done) == 1
@@ -72,25 +66,25 @@ def test_another_controller_finds_what_runs_and_starts_nothing_twice(
     backend: Local, submit: Callable[..., Submission]
 ) -> None:
     runs = submit("nap 60", resources={"nodes": 2})
-    until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
+    wait_until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
     (runs.folder / "node-1.pid").unlink()  # As if the controller had died before it noted the pid.
     other = Local(MACHINE, gpus=(), node=backend._node)
     assert other.submit(runs) == backend.submit(runs)
     assert (ran(runs, 0), ran(runs, 1)) == (1, 1)
-    until(lambda: other.status(runs, "").phase is Phase.RUNNING)
+    wait_until(lambda: other.status(runs, "").phase is Phase.RUNNING)
     other.stop(runs, "", 5)
     backend.stop(runs, "", 5)
-    until(lambda: other.status(runs, "").phase is Phase.FAILED)
+    wait_until(lambda: other.status(runs, "").phase is Phase.FAILED)
     ends = [attempt_files.read_exit_record(runs.folder, node) for node in (0, 1)]
     assert [end.outcome for end in ends if end] == ["stopped", "stopped"]
 
 
 def test_a_killed_node_is_lost_and_what_it_left_is_killed(backend: Local, submit: Callable[..., Submission]) -> None:
     runs = submit("hold", resources={"nodes": 2})
-    until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
+    wait_until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
     pid = local._read_pid_note(runs.folder, 1)["pid"]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: backend.status(runs, "").failure is not None)
+    wait_until(lambda: backend.status(runs, "").failure is not None)
     status = backend.status(runs, "")
     assert status.phase is Phase.RUNNING
     assert status.failure is not None
@@ -103,11 +97,11 @@ def test_a_node_that_the_kernel_killed_for_memory_says_so(
     backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = submit("hold")
-    until(lambda: ran(runs) == 1)
+    wait_until(lambda: ran(runs) == 1)
     before = local._oom_kills()
     monkeypatch.setattr(local, "_oom_kills", lambda: before + 1)
     os.kill(local._read_pid_note(runs.folder, 0)["pid"], signal.SIGKILL)
-    until(lambda: backend.status(runs, "").phase is Phase.FAILED)
+    wait_until(lambda: backend.status(runs, "").phase is Phase.FAILED)
     failure = backend.status(runs, "").failure
     assert failure is not None
     assert failure.cause is Cause.OOM
@@ -117,7 +111,7 @@ def test_a_node_that_does_not_end_is_killed_after_its_grace(
     backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = submit("sulk")
-    until(lambda: ran(runs) == 1 and len(local._marked_pids(runs.folder)) > 1)
+    wait_until(lambda: ran(runs) == 1 and len(local._marked_pids(runs.folder)) > 1)
     backend.stop(runs, "", 0.05)
     assert backend.status(runs, "").phase is Phase.RUNNING
     monkeypatch.setattr(local, "_LATE_S", 0.0)
@@ -128,7 +122,7 @@ def test_a_node_that_does_not_end_is_killed_after_its_grace(
 
 def test_secrets_pass_through_no_argument_and_no_environment(backend: Local, submit: Callable[..., Submission]) -> None:
     runs = submit("nap 60", secrets={"TOKEN": "s3cret-value"})
-    until(lambda: (runs.folder / "secrets-0").exists() and "s3cret" in (runs.folder / "secrets-0").read_text())
+    wait_until(lambda: (runs.folder / "secrets-0").exists() and "s3cret" in (runs.folder / "secrets-0").read_text())
     for pid in local._marked_pids(runs.folder):
         assert b"s3cret-value" not in local._read(pid, "cmdline") + local._read(pid, "environ")
     assert "s3cret-value" not in (runs.folder / "attempt.json").read_text()
@@ -151,7 +145,7 @@ def test_cards_belong_to_one_node_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(BackendError, match="needs 1 gpu, and 0 are free"):
             backend.submit(three)
         logs = [each.folder / "logs" / "node-0.log" for each in (one, two)]
-        until(lambda: all("cards" in log.read_text() for log in logs))
+        wait_until(lambda: all("cards" in log.read_text() for log in logs))
         assert sorted(log.read_text().split("cards ")[1] for log in logs) == ["0\n", "1\n"]
         backend.cleanup(one, "")
         backend.submit(three)

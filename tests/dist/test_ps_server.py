@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launching import wait_until
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.ps.table.placement import owner_of, shard_of, table_salt
 from phalanx.ps.server.main import TICK_S
-from phalanx.ps.snapshot_lookup import Lookup
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
+from phalanx.ps.snapshot_lookup import Lookup
+from phalanx.ps.table.placement import owner_of, shard_of, table_salt
 from phalanx.ps.wire.message import RpcReply
 from ps_requests import SPEC, gradient, keys
 from ps_servers import Server, Worker, servers
@@ -293,7 +294,7 @@ def test_a_base_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
             worker.push(gradient(many, 1.0), step=step)
         state = tmp_path / "0"
         assert worker.call("report", {}).meta["log_bytes"] > 0
-        base = wait_for(lambda: [p for p in state.glob("base-*") if not p.name.endswith(".part")])
+        base = wait_until(lambda: [p for p in state.glob("base-*") if not p.name.endswith(".part")])
         assert open_snapshot(base[0]).manifest.rows == {"items": 2000}
         worker.push(gradient((7,), 1.0), step=20)
         worker.close()
@@ -305,16 +306,6 @@ def test_a_base_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
         assert report["tables"]["items"]["pushed"] == 40_001
         assert report["steps"] == [21]
         worker.close()
-
-
-def wait_for(question: Callable[[], list[Path]]) -> list[Path]:
-    """Ask until there is an answer; a base is begun and ended by the server's clock."""
-    asked = threading.Event()
-    for _ in range(200):
-        if answer := question():
-            return answer
-        asked.wait(0.05)
-    raise AssertionError("no base snapshot came")
 
 
 def test_text_is_written_by_each_server(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import os
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launching import wait_until
 from phalanx.files import liveness_lock
 from phalanx.jobs.backend_registry import Backends
 from phalanx.jobs.connect import open_jobs
@@ -60,13 +59,6 @@ def _is_free(lock: Path) -> bool:
         return taken is not None
 
 
-def until(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_job_outlives_its_controller_and_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, code = tmp_path / "home", tmp_path / "code"
     code.mkdir()
@@ -91,14 +83,14 @@ def test_a_job_outlives_its_controller_and_a_killed_rank(tmp_path: Path, monkeyp
             one.join()
         assert len(controllers(home)) == 1
         saved = home / "jobs" / job / "checkpoints"
-        until(lambda: (saved / "step-1").exists() and int((saved / "step-1").read_text()) > 3)
+        wait_until(lambda: (saved / "step-1").exists() and int((saved / "step-1").read_text()) > 3)
         os.kill(controllers(home)[0], signal.SIGKILL)
-        until(lambda: _is_free(home / "keeper.lock"))
+        wait_until(lambda: _is_free(home / "keeper.lock"))
         os.kill(int((saved / "pid-1").read_text()), signal.SIGKILL)
         monkeypatch.setenv("PHALANX_HOME", str(home))
         with open_jobs() as looking:  # any command finds a controller for jobs that have none
             looking.jobs()
-        until(lambda: jobs.job(job).state.is_terminal)
+        wait_until(lambda: jobs.job(job).state.is_terminal)
         assert jobs.job(job).state is JobState.SUCCEEDED, (jobs.job(job), (home / "controller.log").read_text())
         first, second = jobs.attempts(job)
         assert first.failure is not None
@@ -112,7 +104,7 @@ def test_a_job_outlives_its_controller_and_a_killed_rank(tmp_path: Path, monkeyp
             *("queued", "preparing", "running", "restarting"),
             *("preparing", "running", "succeeded"),
         ]
-        until(lambda: not controllers(home))
+        wait_until(lambda: not controllers(home))
 
 
 def test_a_controller_whose_home_is_removed_ends_and_starts_nothing_more(
@@ -125,7 +117,7 @@ def test_a_controller_whose_home_is_removed_ends_and_starts_nothing_more(
         spec = TrainingJob.model_validate({"name": "waits", "command": "true", "resources": {"cpu": 100000}})
         store.jobs.create(spec, owner="ann")
         ensure_controller(home)
-        until(lambda: bool(store.jobs.find()[0].reason))
+        wait_until(lambda: bool(store.jobs.find()[0].reason))
     shutil.rmtree(home)
-    until(lambda: not controllers(home))
+    wait_until(lambda: not controllers(home))
     assert not home.exists()

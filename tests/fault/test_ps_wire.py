@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from launching import wait_until
 from phalanx.errors import PeerLostError
 from phalanx.ps.wire import Connection
 from phalanx.ps.wire import secret as handshake
@@ -67,14 +68,6 @@ def connect(endpoint: str, timeout_s: float = 20.0, retry_s: float = 0.0, connec
 
 def recorded(record: Path) -> list[list]:
     return [json.loads(line) for line in record.read_text().splitlines()]
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    """Wait for something that another process does, which nothing announces."""
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -133,7 +126,7 @@ def test_a_server_that_stands_still_for_a_while_gets_again_what_it_did_not_answe
         found: list[int] = []
         waiting = threading.Thread(target=lambda: found.extend(one.result().meta["seq"] for one in pending))
         waiting.start()
-        wait_for(lambda: "it did not answer in time); connecting again" in caplog.text)
+        wait_until(lambda: "it did not answer in time); connecting again" in caplog.text)
         process.send_signal(signal.SIGCONT)
         waiting.join(20)
         assert found == [1, 2]
@@ -146,7 +139,7 @@ def test_a_killed_server_is_lost_at_once_for_all_that_wait(tmp_path):
     with server(tmp_path / "record", how="holds") as (process, endpoint):
         connection = connect(endpoint)
         pending = [connection.send("hold", {}), connection.send("pull", {})]
-        wait_for((tmp_path / "record").exists)
+        wait_until((tmp_path / "record").exists)
         process.kill()
         started = time.monotonic()
         for one in pending:
@@ -171,7 +164,7 @@ def test_what_was_not_answered_is_sent_again_in_order_with_its_numbers(tmp_path,
             target=lambda: held.extend(connection.send("note", {}, [one], one.nbytes) for one in rows)
         )
         sending.start()
-        wait_for(lambda: len(recorded(first)) == 2)
+        wait_until(lambda: len(recorded(first)) == 2)
         process.kill()
         process.wait()
         with server(second, endpoint) as (_, _):
@@ -252,7 +245,7 @@ def test_a_server_that_goes_while_nobody_waits_is_noticed_and_closing_ends_the_w
         connection = connect(endpoint, retry_s=60.0)
         process.kill()
         process.wait()
-        wait_for(lambda: "(it closed the connection); connecting again" in caplog.text)
+        wait_until(lambda: "(it closed the connection); connecting again" in caplog.text)
         started = time.monotonic()
         connection.close()
         assert not connection._link.thread.is_alive()
@@ -276,5 +269,5 @@ os.kill(os.getpid(), 9)
         for _ in range(2):
             subprocess.run([sys.executable, "-c", script, endpoint], check=False)
         assert len(recorded(tmp_path / "record")) == 3
-        wait_for(lambda: (len(os.listdir(files)), len(os.listdir(threads))) == before)
+        wait_until(lambda: (len(os.listdir(files)), len(os.listdir(threads))) == before)
         connection.close()
