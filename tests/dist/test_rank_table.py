@@ -6,14 +6,13 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launching import BIN, Launch, launch
+from launching import BIN, Launch, free_port, launch
 
 pytestmark = pytest.mark.dist
 
@@ -65,13 +64,6 @@ def write_table(path: Path, *places: tuple[str, int]) -> None:
     group |= {"group_name": "", "instance_count": count, "instance_list": instances}
     table = {"board_id": BOARD, "group_count": "1", "group_list": [group], "status": "completed"}
     path.write_text(json.dumps(table).replace("}]}]", "},]}]"))
-
-
-def free_port() -> str:
-    """A port for ranks that must agree on one beforehand. Taken only if someone binds it within a second."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture
