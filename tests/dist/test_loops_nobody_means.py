@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from launching import launch
+from phalanx.launch.process.isolated_ranks import watch_steps
+from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -46,7 +48,8 @@ OWN_ROWS = "data = torch.utils.data.Subset(data, range(int(os.environ['RANK']), 
 DDP = "torch.distributed.init_process_group('gloo')\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
 
 
-def said(folder: Path, script: str) -> str:
+def launched(folder: Path, script: str) -> str:
+    """Return what a job prints that the launcher has started."""
     (folder / "train.py").write_text(START + script + LOOP)
     done = launch(folder, "-n", "2", "train.py")
     assert done.code == 0, done.err
@@ -54,27 +57,60 @@ def said(folder: Path, script: str) -> str:
     return done.out + done.err
 
 
+def execute(script: str) -> None:
+    """Run a script, watched as the launcher has it."""
+    watch_steps(2)
+    exec(compile(START + script + LOOP, "train.py", "exec"), {"__name__": "__main__"})
+
+
+def executed(script: str) -> str:
+    """Return what two ranks print that are not started anew."""
+    outcomes = run_ranks(execute, 2, script, expect_failure=True)
+    assert not any(outcome.failed for outcome in outcomes), outcomes
+    assert all("trained" in outcome.output for outcome in outcomes)
+    return "".join(outcome.output for outcome in outcomes)
+
+
+def assert_said_once(text: str, warning: str) -> None:
+    assert text.count(warning) == 1
+    assert sum(known in text for known in (SAME_ROWS, OWN_ORDERS, NEVER_MET, NOT_GIVEN)) == 1
+
+
 @pytest.mark.parametrize(
     ("script", "warning"),
-    [
-        (DISTRIBUTED + PLAIN, SAME_ROWS),
-        (SEEDS + FOUR_LINES + PLAIN, OWN_ORDERS),
-        (PLAIN, NEVER_MET),
-        ("px.init()\n" + PLAIN, NOT_GIVEN),
-    ],
-    ids=["loader", "loader, with seeds of its own on each rank", "everything", "all but init"],
+    [(DISTRIBUTED + PLAIN, SAME_ROWS), (SEEDS + FOUR_LINES + PLAIN, OWN_ORDERS)],
+    ids=["loader", "loader, with seeds of its own on each rank"],
+)
+def test_a_loader_that_was_forgotten_is_said_once(script: str, warning: str) -> None:
+    assert_said_once(executed(script), warning)
+
+
+@pytest.mark.parametrize(
+    ("script", "warning"),
+    [(PLAIN, NEVER_MET), ("px.init()\n" + PLAIN, NOT_GIVEN)],
+    ids=["everything", "all but init"],
 )
 def test_what_was_forgotten_is_said_once(tmp_path: Path, script: str, warning: str) -> None:
-    text = said(tmp_path, script)
-    assert text.count(warning) == 1
-    assert sum(told in text for told in (SAME_ROWS, OWN_ORDERS, NEVER_MET, NOT_GIVEN)) == 1
+    assert_said_once(launched(tmp_path, script), warning)
+
+
+def assert_nothing_said(text: str) -> None:
+    assert not any(known in text for known in (SAME_ROWS, OWN_ORDERS, NEVER_MET, "side by side"))
 
 
 @pytest.mark.parametrize(
     "script",
-    [DISTRIBUTED + SHARDED, HANDED_OVER, SEEDS + OWN_ROWS + DISTRIBUTED + PLAIN, DDP + PLAIN, "px.init()\n" + DDP.splitlines()[1] + "\n" + SHARDED],
-    ids=["sampler", "distribute", "rows of its own", "torch alone", "DDP after init"],
+    [DISTRIBUTED + SHARDED, HANDED_OVER, SEEDS + OWN_ROWS + DISTRIBUTED + PLAIN],
+    ids=["sampler", "distribute", "rows of its own"],
+)
+def test_loaders_that_are_meant_are_not_remarked_upon(script: str) -> None:
+    assert_nothing_said(executed(script))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [DDP + PLAIN, "px.init()\n" + DDP.splitlines()[1] + "\n" + SHARDED],
+    ids=["torch alone", "DDP after init"],
 )
 def test_what_is_meant_is_not_remarked_upon(tmp_path: Path, script: str) -> None:
-    text = said(tmp_path, script)
-    assert not any(told in text for told in (SAME_ROWS, OWN_ORDERS, NEVER_MET, "side by side"))
+    assert_nothing_said(launched(tmp_path, script))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,15 +41,38 @@ def record(folder: Path, fault: str, engine: str, ranks: int, *, perturb: bool =
     return read_run(f"{ranks} ranks", folder, ranks)
 
 
-def verify(folder: Path, fault: str, engine: str, ranks: int = 2, **env: str) -> RunVerdict:
-    alone = record(folder / "1", fault, engine, 1, **env)
-    control = None if env else record(folder / "control", fault, engine, 1, perturb=True)
-    return compare_runs(alone, record(folder / "n", fault, engine, ranks, **env), control)
+References = Callable[[str, str], tuple[RecordedRun, RecordedRun]]
+
+OF_ONE_RANK_TOO = ("seed from clock", "shuffled by world", "batch norm", "dropout", "unseeded augmentation")
+"""Faults that change what one rank computes, too. With any of the others one rank trains as with none."""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Returns the run of one rank with a fault by an engine, and its control; recorded once where faults share them."""
+
+    @functools.cache
+    def recorded(fault: str, engine: str) -> tuple[RecordedRun, RecordedRun]:
+        folder = tmp_path_factory.mktemp("references")
+        alone = record(folder / "1", fault, engine, 1)
+        return alone, record(folder / "control", fault, engine, 1, perturb=True)
+
+    return lambda fault, engine: recorded(fault if fault in OF_ONE_RANK_TOO else "", engine)
+
+
+def verify(folder: Path, references: References, fault: str, engine: str, ranks: int = 2) -> RunVerdict:
+    alone, control = references(fault, engine)
+    return compare_runs(alone, record(folder, fault, engine, ranks), control)
+
+
+def verify_replicas(folder: Path, fault: str) -> RunVerdict:
+    one, two = (record(folder / str(ranks), fault, "px", ranks, PHALANX_REPLICAS="4") for ranks in (1, 2))
+    return compare_runs(one, two, None)
 
 
 @pytest.mark.parametrize("fault", VERIFY, ids=lambda fault: f"{fault.name}, {fault.engine}")
-def test_a_wrong_number_is_named_with_its_cause(fault: WrongNumber, tmp_path: Path) -> None:
-    difference = verify(tmp_path, fault.name, fault.engine).difference
+def test_a_wrong_number_is_named_with_its_cause(fault: WrongNumber, references: References, tmp_path: Path) -> None:
+    difference = verify(tmp_path, references, fault.name, fault.engine).difference
     assert difference is not None
     assert (difference.cause, difference.step) == (fault.cause, fault.step), difference
     assert difference.tensor == fault.tensor or not fault.tensor
@@ -55,8 +80,8 @@ def test_a_wrong_number_is_named_with_its_cause(fault: WrongNumber, tmp_path: Pa
 
 
 @pytest.mark.parametrize("engine", ["loop", "ddp", "px"])
-def test_runs_that_differ_by_rounding_only_are_equal(engine: str, tmp_path: Path) -> None:
-    verdict = verify(tmp_path, "", engine, ranks=3 if engine == "px" else 2)
+def test_runs_that_differ_by_rounding_only_are_equal(engine: str, references: References, tmp_path: Path) -> None:
+    verdict = verify(tmp_path, references, "", engine, ranks=3 if engine == "px" else 2)
     assert verdict.is_equal, verdict.text()
     assert verdict.steps == STEPS
     assert 0 < verdict.largest < verdict.tolerance < 1e-3
@@ -64,12 +89,12 @@ def test_runs_that_differ_by_rounding_only_are_equal(engine: str, tmp_path: Path
 
 
 def test_replicas_have_the_same_bits_with_dropout_and_augmentation(tmp_path: Path) -> None:
-    verdict = verify(tmp_path, "dropout", "px", PHALANX_REPLICAS="4")
+    verdict = verify_replicas(tmp_path, "dropout")
     assert (verdict.is_equal, verdict.is_exact, verdict.same_bits) == (True, True, True), verdict.text()
 
 
 def test_a_flipped_bit_of_a_replica_shows_where_bits_must_agree(tmp_path: Path) -> None:
-    difference = verify(tmp_path, "flipped bit of a replica", "px", PHALANX_REPLICAS="4").difference
+    difference = verify_replicas(tmp_path, "flipped bit of a replica").difference
     assert difference is not None
     assert (difference.step, difference.kind, difference.tensor) == (2, "gradient", "second.weight"), difference
 
