@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -73,6 +74,21 @@ def train_over(folder: Path, name: str, parts: Sequence[tuple[int, int]]) -> tup
     for ranks, steps in parts:
         outcome = run_ranks(partial(train_on, folder, name, steps), ranks)[0]
     return outcome
+
+
+def train_both(folder: Path, steps: int) -> list[str]:
+    """Train one case after the other in the same processes."""
+    digests = []
+    for name in CASES:
+        digests.append(train_on(folder / name, name, steps)[0])
+        gc.collect()  # the next strategy is another
+    return digests
+
+
+def test_one_process_may_train_several_models_one_after_the_other(tmp_path: Path) -> None:
+    undisturbed = run_ranks(train_both, 2, tmp_path / "undisturbed", 6)[0]
+    run_ranks(train_both, 2, tmp_path / "disturbed", 3)
+    assert run_ranks(train_both, 1, tmp_path / "disturbed", 3)[0] == undisturbed
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -190,3 +206,34 @@ def test_sharded_parameters_go_on_over_ranks_and_round_otherwise_on_one(tmp_path
     assert "its parameters are sharded over several ranks" in run_ranks(train_with, 2, "sharded", tmp_path)[0][0]
     (line,) = run_ranks(train_with, 1, "sharded", tmp_path)[0]
     assert "logical_replicas=2 on 1 rank, with sums that round otherwise, for torch adds up" in line
+
+
+def train_and_log(folder: Path) -> tuple[list[str], list[float]]:
+    """Resume if there is a checkpoint, train an epoch whose loop logs the mean loss; return what loading said too."""
+    torch.manual_seed(1)
+    net, data = text()
+    net, optimizer, loader = px.distribute(net, sgd(net), data, global_batch=GLOBAL, seed=5)
+    lines, _ = lines_of("phalanx.parallel")
+    checkpointer, losses = px.Checkpointer(folder, net, optimizer, loader), []
+    checkpointer.resume()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        losses.append(px.global_mean(loss).item())
+        optimizer.step()
+        checkpointer.step()
+    checkpointer.save()
+    checkpointer.close()
+    return [line for line in lines if "was trained with" in line], losses
+
+
+def test_a_mean_over_ranks_in_the_loop_is_that_of_its_pass_and_needs_equally_many(tmp_path: Path) -> None:
+    run_ranks(train_and_log, 4, tmp_path)
+    (line,), losses = run_ranks(train_and_log, 2, tmp_path)[0]
+    assert "logical_replicas=4 on 2 ranks" in line
+    assert len(losses) == 2 * EPOCH
+    assert all(2.0 < loss < 4.0 for loss in losses), "about log(20), of whole passes"
+    (line,), losses = run_ranks(train_and_log, 3, tmp_path)[0]
+    assert "its loop averages over the ranks at every batch, and some would have more batches" in line
+    assert len(losses) == EPOCH

@@ -219,7 +219,8 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         tables.add_optimizer(optimizer)
         add_action(optimizer, StepPhase.PUSH_TABLES, tables.before_step)
         add_action(optimizer, StepPhase.PULL_TABLES, tables.after_step)
-    optimizer_record(optimizer).is_distributed = True
+    record = optimizer_record(optimizer)
+    record.is_distributed, record.given_before = True, (context.batches.trained, context.batches.passes)
     if context.recovery is not None:
         OptimizerState(optimizer)
     for model in distributed_models():

@@ -79,6 +79,8 @@ def _obstacle(record: ReplicaRecord, context: Context) -> str | None:
         return record.obstacle
     if record.count < context.readers.count:
         return "there are more ranks than shares of a batch"
+    if record.has_means and not record.is_asked and record.count % context.readers.count:
+        return "its loop averages over the ranks at every batch, and some would have more batches than others"
     if context.split is not None:
         return 'balance="samples" splits global batches by the speed of ranks'
     actions = {action.phase for each in distributed_optimizers() for action in optimizer_record(each).actions}

@@ -200,6 +200,9 @@ class OptimizerRecord:
     updates: int = 0
     """Updates that it has made here."""
 
+    given_before: tuple[int, int] = (0, 0)
+    """Batches to train on, and passes over loaders of such, before it was distributed."""
+
     has_closure: bool = False
     """Whether its last step was given a closure."""
 
@@ -294,6 +297,9 @@ class TrainingSession:
 
     has_label_weights: bool | Tensor = False
     """Whether a loss was a mean over what counts on all ranks, and not the mean over samples too."""
+
+    has_means_in_loop: bool = False
+    """Whether the script averaged over the ranks within a loop over batches to train on (`px.global_mean`)."""
 
     loaded_obstacle: str | None = None
     """Why the run that saved the checkpoint which was loaded cannot be continued as replicas."""

@@ -144,6 +144,11 @@ class Batches:
         self._used: list[_LoadedBatch] = []
         """The training batches that were recognised in forward passes since the last backward pass."""
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the batch in hand is one to train on."""
+        return self.in_hand is not None and not self._is_evaluating
+
     # -- loaders -------------------------------------------------------------------------------------------------
 
     def begin(self, *, is_training: bool, shares: Shares = (), is_resumed: bool = False) -> Iteration:

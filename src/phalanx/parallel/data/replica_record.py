@@ -13,7 +13,7 @@ from phalanx.comm.batch.random_streams import RandomState
 from phalanx.comm.context import Context
 from phalanx.errors import DataError
 from phalanx.parallel.data.replica_sums import adds_up_in_tree
-from phalanx.parallel.session import list_applied, session
+from phalanx.parallel.session import applied_to, list_applied, session
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,9 @@ class ReplicaRecord:
     obstacle: str | None = None
     """Why the run cannot be continued as so many replicas of fewer ranks; None if it can, or if that is not known."""
 
+    has_means: bool = False
+    """Whether the loop averages over the ranks at its batches, so that all have to make equally many passes."""
+
     rounding: str | None = None
     """What of its sums replicas would round otherwise; None if nothing."""
 
@@ -41,8 +44,8 @@ class ReplicaRecord:
         replicas, threads = context.replicas, torch.get_num_threads()
         if replicas is None:
             obstacle, rounding = _obstacle(context, optimizer), _rounding(context)
-            return cls(context.readers.count, threads, False, obstacle, rounding)
-        return cls(replicas.count, threads, replicas.streams is None)
+            return cls(context.readers.count, threads, False, obstacle, session.has_means_in_loop, rounding)
+        return cls(replicas.count, threads, replicas.streams is None, has_means=session.has_means_in_loop)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: object) -> ReplicaRecord:
@@ -52,17 +55,17 @@ class ReplicaRecord:
             DataError: If it is something else.
         """
         count, threads, is_asked = values.get("count"), values.get("threads"), values.get("is_asked")
-        obstacle, rounding = values.get("obstacle"), values.get("rounding")
+        obstacle, rounding, has_means = values.get("obstacle"), values.get("rounding"), values.get("has_means", False)
         are_counts = all(type(number) is int and number > 0 for number in (count, threads))
         if (
             not are_counts
-            or type(is_asked) is not bool
+            or not all(type(answer) is bool for answer in (is_asked, has_means))
             or not all(isinstance(why, str | None) for why in (obstacle, rounding))
         ):
             raise DataError(
                 f"{where} says of its logical replicas {dict(values)!r}, which no save writes. Take another copy."
             )
-        return cls(cast(int, count), cast(int, threads), is_asked, obstacle, rounding)
+        return cls(cast(int, count), cast(int, threads), cast(bool, is_asked), obstacle, has_means, rounding)
 
     def values(self) -> dict[str, Any]:
         """Return it as plain numbers and text."""
@@ -83,15 +86,18 @@ def _obstacle(context: Context, optimizer: Optimizer | None) -> str | None:
         return "ranks held parts of the model, each with random numbers of its own"
     if context.split is not None:
         return 'balance="samples" splits global batches by the speed of ranks'
-    reducers = [applied.reducer for applied in list_applied() if applied.reducer is not None]
     record = None if optimizer is None else session.optimizers.get(optimizer)
+    models = [] if record is None else [applied_to(model) for model in record.models]
+    reducers = [applied.reducer for applied in models if applied is not None and applied.reducer is not None]
     if not reducers or record is None:
         return None
     if record.has_closure:
         return "its optimizer computes gradients in a closure, and cannot wait for those of all replicas"
-    batches, passes, updates = context.batches.trained, context.batches.passes, record.updates
-    if not updates:
+    if not record.updates:
         return session.loaded_obstacle
+    before, passes_before = record.given_before
+    batches, passes = context.batches.trained - before, context.batches.passes - passes_before
+    updates = record.updates
     backward = {reducer.steps for reducer in reducers}
     if backward != {updates} or not 0 <= batches - updates < max(passes, 1):  # a pass may be left after a batch
         return (

@@ -14,6 +14,7 @@ from phalanx.comm.collectives import all_gather, all_gather_list
 from phalanx.comm.context import BatchShare
 from phalanx.comm.transfers import MAX_DIMS, peers_named
 from phalanx.errors import ConfigError
+from phalanx.parallel.session import session
 from phalanx.train.metrics.exact_sum import ExactSum, quotient
 
 
@@ -29,8 +30,24 @@ def global_mean(value: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and type, without gradient; float32 at least while it is added up.
     """
-    current = context.current() if context.is_initialized() else None
-    return mean_over_ranks(value, None if current is None else current.batch or current.ended_with)
+    if not context.is_initialized():
+        return value.detach().clone()
+    current = context.current()
+    share, replicas = current.batch or current.ended_with, current.replicas
+    session.has_means_in_loop |= current.batches.is_training
+    if share is not None and replicas is not None and replicas.are_shared:
+        return _mean_of_pass(value, share)
+    return mean_over_ranks(value, share)
+
+
+def _mean_of_pass(value: Tensor, share: BatchShare) -> Tensor:
+    """Return the mean over the replicas that the ranks compute in one pass of the loop. Collective."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    weighted = value.detach().to(wide).flatten() * share.weight
+    if not share.rows:
+        weighted = torch.zeros_like(weighted)  # what does not count may be undefined
+    sums = sum_over_ranks(torch.cat([weighted, weighted.new_tensor([share.weight])]))
+    return (sums[:-1] / sums[-1].clamp_min(torch.finfo(wide).tiny)).view(value.shape).to(value.dtype)
 
 
 def mean_over_ranks(value: Tensor, share: BatchShare | None) -> Tensor:
