@@ -77,7 +77,7 @@ def cost(flag: str, steps: int, pairs: int) -> Row:
     """Compare seconds of an update with and without a flag."""
 
     def seconds(*flags: str) -> float:
-        options = ("--engine", "phalanx", "--case", "resnet18 batch norm", "--replicas", "0", "--warm", "3")
+        options = ("--engine", "phalanx", "--cases", "resnet18 batch norm", "--replicas", "0", "--warm", "3")
         with tempfile.TemporaryDirectory() as folder:
             done = _run(folder, "phalanx.launch", "-n", "2", *flags, str(RANK_SCRIPT), *options, "--steps", str(steps))
         figure = next((line for line in done.stdout.splitlines() if line.startswith("FIGURE ")), "")
