@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from open_files import no_descriptor_left
 from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, OutputBuffers, even, reduction, shares, to_move, to_reduce
 from phalanx.comm.shared_memory.work import SharedWork
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PeerLostError
 
 core = pytest.importorskip("phalanx._core")
 
@@ -175,6 +176,15 @@ def test_a_dtype_without_a_code_moves_as_bytes_and_is_not_reduced():
         reduction(ReduceOp.MAX, x, "all_reduce")
     with pytest.raises(ConfigError, match=r"reduce cannot take BXOR of torch\.float32"):
         reduction(ReduceOp.BXOR, torch.zeros(1), "reduce")
+
+
+def test_a_rank_that_does_not_join_a_group_is_named() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.01))
+    store.set("host/0", "here")
+    assert region.await_key(store, "host/0") == "here"
+    with pytest.raises(PeerLostError, match=r"rank 1 did not join the process group within 0 s; see its log"):
+        region.await_key(store, "host/1")
 
 
 def test_cuts_that_do_not_fit_are_refused():

@@ -17,6 +17,7 @@ from phalanx.cluster import network
 from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.role.role import Role
 from phalanx.comm.elastic.membership import check_members
+from phalanx.comm.polling import Pause
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 from phalanx.i18n import tr
 
@@ -64,13 +65,12 @@ class JobStore:
         """
         # Asking again and again, because torch's own wait writes two lines of warning for every wait that ends early.
         deadline = time.monotonic() + seconds
-        pause_s = FIRST_PAUSE_S
+        pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while not self.has(keys):
             if time.monotonic() >= deadline:
                 return False
             check_members()
-            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause.wait(deadline - time.monotonic())
         return True
 
     def _call(self, verb: str, *args: object) -> bytes:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.cluster.view import View
+from phalanx.comm.polling import Pause
 from phalanx.errors import InternalError, PeerLostError
 
 logger = logging.getLogger("phalanx.comm")
@@ -238,12 +239,11 @@ def wait_for(work: Any) -> None:
     if _membership is None or getattr(work, "watches_members", False):
         work.wait()
         return
-    began, pause_s = time.monotonic(), FIRST_PAUSE_S
+    began, pause = time.monotonic(), Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while not work.is_completed():
         _membership.check()
         _membership.suspect_other_nodes(time.monotonic() - began)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause.wait()
     work.wait()
 
 

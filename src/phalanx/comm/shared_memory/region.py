@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from phalanx.comm.elastic.membership import check_members
+from phalanx.comm.polling import Pause
 from phalanx.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -85,19 +86,25 @@ def join(store: Store, rank: int, local: Sequence[int], name: str, timeout_s: fl
 
 
 def await_key(store: Store, key: str) -> str:
-    """Return the value of a key of a group that is being formed, once it is set.
+    """Return what a rank tells the others of a group that is being formed, once it does.
+
+    Args:
+        store: Keys of this group alone.
+        key: A topic and the rank in the group, such as `host/1`.
 
     Raises:
         PeerLostError: If the store's timeout passes, or a member of an elastic job is lost meanwhile.
     """
     limit: timedelta = store.timeout  # type: ignore[attr-defined]
-    deadline, pause_s = time.monotonic() + limit.total_seconds(), FIRST_PAUSE_S
+    deadline, pause = time.monotonic() + limit.total_seconds(), Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while not store.check([key]):
         check_members()
         if time.monotonic() > deadline:
-            raise PeerLostError(f"a group of ranks was not formed: {key!r} did not come. See the other ranks' logs.")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            rank = key.rpartition("/")[2]
+            raise PeerLostError(
+                f"rank {rank} did not join the process group within {limit.total_seconds():.0f} s; see its log"
+            )
+        pause.wait()
     return store.get(key).decode()
 
 

@@ -7,9 +7,10 @@ import re
 import resource
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from phalanx.cluster.host_memory import available_bytes, process_memory
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)")
 _WORDS = (
@@ -24,7 +25,6 @@ _DNN_WORDS = ("could not create a primitive", "could not execute a primitive", "
 """What oneDNN says whatever the reason was."""
 
 _LITTLE_BYTES = 64 * 2**20
-_PAGE_BYTES = resource.getpagesize()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -88,17 +88,9 @@ def free_bytes(device: torch.device) -> int:
     """Return the memory that is left: of the device, or of this host and this process's limits."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    left = [_host_free()]
-    used = [int(pages) * _PAGE_BYTES for pages in Path("/proc/self/statm").read_text(encoding="ascii").split()]
-    for limit, size in ((resource.RLIMIT_AS, used[0]), (resource.RLIMIT_DATA, used[5])):
+    left, used = [available_bytes() or 0], process_memory()
+    for limit, size in ((resource.RLIMIT_AS, used.address_space), (resource.RLIMIT_DATA, used.data)):
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
             left.append(max(most - size, 0))
     return min(left)
-
-
-def _host_free() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -6,17 +6,15 @@ import math
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.cluster.host_memory import process_memory
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # a run measures itself
     from phalanx.train.callbacks.run import Run
-
-_PAGE_BYTES = resource.getpagesize()
 
 
 class EpochClock:
@@ -66,7 +64,7 @@ def memory(device: torch.device) -> dict[str, int]:
             "memory_bytes": torch.cuda.memory_allocated(device),
             "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
         }
-    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+    resident = process_memory().resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     return {"memory_bytes": resident, "peak_memory_bytes": max(peak, resident)}
 
