@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from phalanx.cluster.env.environment import REPLAY_VARIABLE
 from phalanx.parallel.observe.flight_log import flight_log
-
-REPLAY_VARIABLE = "PHALANX_REPLAY"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.cluster.env.environment import REPLAY_VARIABLE
 from phalanx.comm.context import current
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
@@ -69,9 +70,9 @@ def distribute(
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
         check_trains(model, optimizer)
-    words = {"replicas": replicas, "balance": balance, "mirror": mirror}
-    if any(value is not None for value in words.values()):
-        strategy = _with_words(strategy, plan, words)
+    overrides = {"replicas": replicas, "balance": balance, "mirror": mirror}
+    if any(value is not None for value in overrides.values()):
+        strategy = _with_overrides(strategy, plan, overrides)
     use_strategy(strategy)
     loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth
@@ -91,7 +92,7 @@ def distribute(
         add_optimizer(optimizer)
     if loader is not None and current().recovery is not None:
         loader.share_state()
-    if os.environ.get("PHALANX_REPLAY"):
+    if os.environ.get(REPLAY_VARIABLE):
         from phalanx.checkpoint.loading import load_for_replay  # no other job waits for this
 
         load_for_replay(model, optimizer, loader)
@@ -99,8 +100,10 @@ def distribute(
     return model, optimizer, loader
 
 
-def _with_words(strategy: DistributedStrategy | None, plan: Plan | None, words: dict[str, Any]) -> DistributedStrategy:
-    """Return the strategy with what was said beside it."""
+def _with_overrides(
+    strategy: DistributedStrategy | None, plan: Plan | None, words: dict[str, Any]
+) -> DistributedStrategy:
+    """Return the strategy with the settings given as arguments beside it."""
     if plan is not None:
         word = next(word for word, value in words.items() if value is not None)
         says = "its updates" if word == "mirror" else f"step.{word}"

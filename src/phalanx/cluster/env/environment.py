@@ -21,6 +21,9 @@ _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _SECRET = re.compile(r"[0-9a-fA-F]{64}")
 _LONGEST_NUMBER = 9
 
+REPLAY_VARIABLE = "PHALANX_REPLAY"
+"""Which steps of an earlier run a process is to do again, as JSON (`checkpoint/replay`)."""
+
 MOST_HOSTS = 100_000
 """Most hosts that a list may name; the largest clusters have a tenth of that."""
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from phalanx.checkpoint.replay import REPLAY_VARIABLE, ReplayRequest
+from phalanx.checkpoint.replay import ReplayRequest
+from phalanx.cluster.env.environment import REPLAY_VARIABLE
 from phalanx.diagnose.replay.flight import Flight, first_mismatch, read_flight
 from phalanx.errors import ConfigError, LaunchError
 
