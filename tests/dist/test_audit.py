@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import phalanx as px
 from benchmarks.wrong_numbers_rank import Job
+from elastic_job import ElasticJob
 from phalanx.errors import ConfigError, CorruptionError
 from phalanx.parallel.numerics.audit import choose_audited
 from phalanx.parallel.session import model_record
@@ -60,6 +67,65 @@ def refused(replicas: int | None) -> str:
 def test_without_replicas_or_ranks_it_is_an_error() -> None:
     assert "and there are none. Set strategy.logical_replicas" in run_ranks(refused, 2, None)[0]
     assert "and there is one rank" in run_ranks(refused, 1, 2)[0]
+
+
+class Draws(nn.Module):
+    """Draws from the generators of Python, NumPy and torch in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = random.random() + float(np.random.rand()) + random.gauss(0.0, 1.0)
+        output: Tensor = self.layer(nn.functional.dropout(x, 0.5)) * drawn
+        return output
+
+
+def audit_draws() -> int:
+    torch.manual_seed(0)
+    net = Draws()
+    strategy = DistributedStrategy(logical_replicas=3, audit=1.0)
+    data = TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
+    model, optimizer, loader = px.distribute(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), data, global_batch=6, strategy=strategy
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    audited = model_record(net).audit
+    assert audited is not None
+    return audited.audited
+
+
+def test_a_model_that_draws_from_python_and_numpy_computes_the_same_again() -> None:
+    assert run_ranks(audit_draws, 2) == [4, 4]
+
+
+def refused_synchronised() -> str:
+    px.init()
+    strategy = DistributedStrategy(audit=0.5, logical_replicas=2, sync_batch_norm=True)
+    with pytest.raises(ConfigError) as caught:
+        Job("batch norm", "px", strategy=strategy).run(1)
+    return str(caught.value)
+
+
+def test_what_a_rank_cannot_compute_alone_is_refused() -> None:
+    (message,) = set(run_ranks(refused_synchronised, 2))
+    assert "and its batch norms are synchronised. Set strategy.logical_replicas" in message
+
+
+def refused_elastic() -> str:
+    with pytest.raises(ConfigError) as caught:
+        Job("", "px", strategy=DistributedStrategy(audit=0.5, logical_replicas=4)).run(1)
+    return str(caught.value)
+
+
+def test_an_elastic_job_is_refused() -> None:
+    messages = set(ElasticJob(refused_elastic, members=2, env={"PHALANX_REPLICAS": "4"}).run().values())
+    assert len(messages) == 1
+    assert "and ranks of this job may leave and join" in messages.pop()
 
 
 def test_the_chosen_part_of_the_updates_is_spread_over_replicas_and_ranks() -> None:

@@ -292,6 +292,9 @@ class TrainingSession:
     on_bucket: Callable[[int, Sequence[str], Tensor], None] | None = None
     """Called with the place, the names and the values of a bucket of gradients before they are added up."""
 
+    on_overflow: Callable[[], None] | None = None
+    """Called where a step is left out because a scaled gradient is not finite."""
+
     is_trial: bool = False
     """Whether optimizers step that train nothing of the script's, to see what they do."""
 
@@ -314,6 +317,12 @@ class TrainingSession:
 
 session = TrainingSession()
 """This process's own."""
+
+
+def leave_out_step() -> None:
+    """Note that a step is left out because a scaled gradient is not finite."""
+    if session.on_overflow is not None:
+        session.on_overflow()
 
 
 def model_record(model: nn.Module) -> ModelRecord:

@@ -29,7 +29,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.checks.consistency import make_consistent
 from phalanx.parallel.session import distributed_models
 from phalanx.parallel.stateful import SavedState, saved_state_of
-from phalanx.ps.snapshot.dense import pack_tree, unpack_tree
+from phalanx.state_tree import pack_tree, unpack_tree
 
 logger = logging.getLogger("phalanx.checkpoint")
 

@@ -13,7 +13,7 @@ from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.local_tensors import RANKS, rank_name
 from phalanx.checkpoint.tensors.safetensors_file import TensorFile
 from phalanx.errors import DataError, InternalError
-from phalanx.ps.snapshot.dense import unpack_tree
+from phalanx.state_tree import unpack_tree
 
 _DICTS = frozenset({"aliases", "model", "optimizer", "random", "kept", "replicas", "streams"})
 """Words of values that are dicts."""

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from phalanx.checkpoint.tensors.local_tensors import LocalTensor, ModelView, local_tensor, rank_name
 from phalanx.comm import context
-from phalanx.comm.batch.random_streams import random_state
+from phalanx.comm.random_state import RandomState
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.replica_record import ReplicaRecord, streams_of
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part
-from phalanx.ps.snapshot.dense import pack_tree
+from phalanx.state_tree import pack_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def capture(training: TrainingState, extra: Mapping[str, Any] | None = None) -> 
         "aliases": view.aliases,
         "averages": view.averages_parameters,
         "model": view.values,
-        "random": random_state(),
+        "random": RandomState.current().to_dict(),
         **_replicas(training.optimizer),
         "kept": {f"{name}/{key}": state for name, key, state in _stateful_entries(training)},
     }
@@ -226,9 +226,6 @@ def _make_counters(scheduler: Any, state: dict[str, Any]) -> None:
             state[key] = Counter(value)
     for part, saved in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
         _make_counters(part, saved)
-
-
-# --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def merge_rank_states(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:

@@ -29,9 +29,9 @@ from phalanx.checkpoint.tensors.names import check_names
 from phalanx.checkpoint.tensors.safetensors_file import bytes_of
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.comm import context
-from phalanx.comm.batch.random_streams import RandomState, RandomStreams, set_random_state
+from phalanx.comm.batch.random_streams import RandomStreams
+from phalanx.comm.random_state import RandomState, seed_all
 from phalanx.data.loader.loader import ShardedLoader
-from phalanx.data.sampling.seeding import seed_all
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.replica_record import ReplicaRecord
 from phalanx.parallel.distribute import asked_replicas
@@ -318,7 +318,7 @@ class Restorer:
         if states.keys() != set(range(record.count)):
             return False  # of ranks that held parts of a model
         if replicas is None:
-            set_random_state(states[current.readers.index])
+            states[current.readers.index].restore()
         elif self._has_new_replicas or replicas.were_ranks:
             replicas.streams = RandomStreams(states, replicas.assignment[current.readers.index])
         else:
@@ -328,15 +328,17 @@ class Restorer:
     def _streams(self) -> dict[int, RandomState]:
         """Return the random numbers of each share of a batch: of its rank, or of the replica that it was."""
         if not self._has("streams"):
-            return {rank: self.reader.values(rank, "random") for rank in range(self.manifest.world_size)}
+            ranks = range(self.manifest.world_size)
+            return {rank: RandomState.from_dict(self.reader.values(rank, "random")) for rank in ranks}
         by_rank = [self.reader.values(rank, "streams") for rank in range(self.manifest.world_size)]
-        return {int(name): state for streams in by_rank for name, state in streams.items() if name.isdecimal()}
+        named = {name: state for streams in by_rank for name, state in streams.items() if name.isdecimal()}
+        return {int(name): RandomState.from_dict(state) for name, state in named.items()}
 
     def _load_random(self) -> None:
         if self._load_streams():
             return
         if self.ranks.rank < self.manifest.world_size:
-            set_random_state(self.reader.values(self.ranks.rank, "random"))
+            RandomState.from_dict(self.reader.values(self.ranks.rank, "random")).restore()
             return
         rank, seed = self.ranks.rank, int(self.reader.values(0, "random")["torch"].sum()) + self.ranks.rank
         seed_all(seed)

@@ -8,16 +8,13 @@ of ranks. Li et al., "EasyScale: Elastic Training with Consistent Accuracy", SC 
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 
-import numpy as np
-import torch
-
 from phalanx.comm.batch.random_streams import RandomStreams
+from phalanx.comm.random_state import seed_all
 from phalanx.errors import ConfigError
 
 
@@ -215,7 +212,7 @@ class Replicas:
                 if (listener := reference()) is not None:
                     listener(turn.replica, is_continued)
         if self.streams is None:
-            self._seed(turn.seed)
+            seed_all(turn.seed, cuda=self._uses_cuda)
         else:
             self.streams.switch(turn.replica)
 
@@ -231,11 +228,4 @@ class Replicas:
         """Note that a pass over a loader is over: no replica's turn is on, and all ranks draw the same numbers."""
         self._turn, self._is_over = None, False
         if self.streams is None:
-            self._seed(seed)
-
-    def _seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        if self._uses_cuda:
-            torch.cuda.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+            seed_all(seed, cuda=self._uses_cuda)

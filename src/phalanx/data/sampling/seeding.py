@@ -1,8 +1,6 @@
-"""`seed_all`: seed torch, NumPy and `random` at once."""
+"""`seeded`: run a block with torch, NumPy and `random` started from a seed."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import torch
@@ -10,17 +8,11 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from phalanx.comm.random_state import seed_all
 from phalanx.data.sampling import python_state
 
 _spare = np.random.MT19937(0)
 """Takes the place of NumPy's global generator for a while, which is faster than copying its state out and in."""
-
-
-def seed_all(seed: int) -> None:
-    """Start torch's CPU, NumPy's and Python's global generators from `seed`, 0 to 2**64 - 1."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 class seeded:  # noqa: N801 - used as a function is

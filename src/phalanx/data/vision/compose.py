@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm.random_state import seed_all
 from phalanx.data.sampling.row_rng import Draws
-from phalanx.data.sampling.seeding import seed_all, seeded
+from phalanx.data.sampling.seeding import seeded
 from phalanx.data.vision.pointwise import fuse
 from phalanx.data.vision.transform import Transform, as_tensor
 from phalanx.errors import ConfigError

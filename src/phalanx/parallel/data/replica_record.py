@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from phalanx.comm.batch.random_streams import RandomState
 from phalanx.comm.context import Context
 from phalanx.errors import DataError
 from phalanx.parallel.data.replica_sums import adds_up_in_tree
@@ -72,10 +71,10 @@ class ReplicaRecord:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def streams_of(context: Context) -> dict[str, RandomState] | None:
+def streams_of(context: Context) -> dict[str, Any] | None:
     """Return the random numbers of this rank's replicas, where they go on from a state."""
     streams = None if context.replicas is None else context.replicas.streams
-    return None if streams is None else {str(replica): state for replica, state in streams.states().items()}
+    return None if streams is None else {str(replica): state.to_dict() for replica, state in streams.states().items()}
 
 
 def _obstacle(context: Context, optimizer: Optimizer | None) -> str | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.elastic.membership import wait_for
-from phalanx.ps.snapshot.dense import pack_tree, unpack_tree
+from phalanx.state_tree import pack_tree, unpack_tree
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -50,7 +50,7 @@ def _encode(tree: Any) -> Tensor:
     if tree is None:
         return torch.empty(0, dtype=torch.uint8)
     tensors: dict[str, Tensor] = {}
-    packed = pack_tree(tree, "tree", tensors)
+    packed = pack_tree(tree, "tree", tensors, verb="send")
     shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
     text = json.dumps([packed, shapes]).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)

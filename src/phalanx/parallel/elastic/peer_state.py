@@ -20,13 +20,13 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.elastic.messages import bytes_of, dtype_of
 from phalanx.parallel.session import optimizer_record
 from phalanx.parallel.stateful import saved_state_of
-from phalanx.ps.snapshot.dense import pack_tree, unpack_tree
+from phalanx.state_tree import pack_tree, unpack_tree
 
 
 def send_state(rank: int) -> None:
     """Send the state of this rank to a rank that receives it."""
     tensors: dict[str, Tensor] = {}
-    tree = pack_tree(collect_state(), "state", tensors)
+    tree = pack_tree(collect_state(), "state", tensors, verb="send")
     shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
     text = torch.frombuffer(bytearray(json.dumps([tree, shapes]).encode()), dtype=torch.uint8)
     dist.send(torch.tensor([len(text)]), rank)

@@ -16,8 +16,8 @@ from phalanx.parallel.memory.guarded_backward import guard_backward
 from phalanx.parallel.memory.guarded_loss import guard_losses
 from phalanx.parallel.memory.remedies import Remedies
 from phalanx.parallel.session import Applied, model_record
-from phalanx.plan.rules.mesh import STAGE_AXIS
-from phalanx.plan.value import Plan, ReduceScatter
+from phalanx.plan.rules.collective_pass import why_not_alone
+from phalanx.plan.value import Plan
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -56,21 +56,9 @@ def _begin(guard: MemoryGuard) -> None:
 
 def why_unguarded(model: nn.Module, plan: Plan, context: Context) -> str | None:
     """Return why a rank cannot repeat a forward pass of a model alone, without changing a result; None if it can."""
-    other_axes = [axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in plan.step.batch_axes]
-    is_gathered_anew = any(isinstance(rule.update, ReduceScatter) and _regathers(rule.update) for rule in plan.params)
-    reasons = {
-        "its step is compiled": plan.step.compiled or model._compiled_call_impl is not None,
-        "it is split into stages": STAGE_AXIS in other_axes,
-        "its ranks exchange parts of activations": bool(other_axes) or bool(plan.ops),
-        "it trains with parameter servers": bool(plan.tables or context.role.server_endpoints),
-        "its batch norms are synchronised": plan.step.sync_bn and context.readers.count > 1,
-        "ZeRO 3 gathers parameters in every pass": is_gathered_anew,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _regathers(update: ReduceScatter) -> bool:
-    return update.zero == 3 and update.reshard
+    if plan.step.compiled or model._compiled_call_impl is not None:
+        return "its step is compiled"
+    return why_not_alone(plan, has_servers=bool(context.role.server_endpoints))
 
 
 def _call(model: weakref.ref[nn.Module], guard: MemoryGuard, *inputs: Any, **named: Any) -> Any:

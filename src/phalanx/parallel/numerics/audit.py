@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
+from phalanx.comm.random_state import RandomState
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
 from phalanx.errors import ConfigError, CorruptionError
 from phalanx.parallel.numerics.audit_payload import (
@@ -35,9 +36,9 @@ from phalanx.parallel.numerics.audit_payload import (
     unpack_call,
 )
 from phalanx.parallel.numerics.locate import float_tensors
-from phalanx.parallel.observe.random_state import random_states, with_random_states
 from phalanx.parallel.observe.sketch import digest
 from phalanx.parallel.session import list_applied
+from phalanx.plan.rules.collective_pass import why_not_alone
 
 _SHOWN = 4
 
@@ -97,20 +98,14 @@ class Audit:
         """Begin, once the model is distributed.
 
         Raises:
-            ConfigError: If there are no logical replicas on several ranks, or each rank has only a part of the model.
+            ConfigError: If there are no logical replicas on several ranks, or a rank cannot compute a pass alone.
         """
-        if context.replicas is None or not context.is_distributed or any(a.is_sharded for a in list_applied()):
-            why = (
-                "there are none"
-                if context.replicas is None
-                else "parameters are sharded"
-                if context.is_distributed
-                else "there is one rank"
-            )
+        why = _why_unaudited(context)
+        if why is not None:
             raise ConfigError(
                 "strategy.audit lets another rank compute a logical replica again, which has to have the same bits "
-                f"there, and {why}. Set strategy.logical_replicas (or --replicas) on two ranks or more without "
-                "sharding, or audit = 0."
+                f"there, and {why}. Set strategy.logical_replicas (or --replicas) on two ranks or more, a fixed number "
+                "of them that train data parallel without sharding, or audit = 0."
             )
         self._context = context
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -134,7 +129,7 @@ class Audit:
         leaves, spec = tree_flatten((args, kwargs))
         copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        call = AuditedCall(copies, spec, buffers, random_states())
+        call = AuditedCall(copies, spec, buffers, RandomState.current())
         self._latest = self._latest or call
         if self._replicas.current == choice.replica:
             self._call = self._latest = call
@@ -222,7 +217,7 @@ class Audit:
             name: param.detach().clone().requires_grad_(param.requires_grad) for name, param in model.named_parameters()
         }
         args, kwargs = tree_unflatten(call.leaves, call.spec)
-        with with_random_states(call.states), _without_hooks(model), torch.enable_grad():
+        with call.states.in_use(), _without_hooks(model), torch.enable_grad():
             outputs = list(float_tensors(functional_call(model, {**params, **call.buffers}, args, kwargs)))
             trained = {name: param for name, param in params.items() if param.requires_grad}
             indices = list(call.output_grads)
@@ -233,6 +228,21 @@ class Audit:
                 allow_unused=True,
             )
         return {name: digest(grad) for name, grad in zip(trained, grads, strict=True) if grad is not None}
+
+
+def _why_unaudited(context: Context) -> str | None:
+    """Return why no other rank can compute a replica again; None if one can."""
+    applied = list_applied()
+    if context.replicas is None:
+        return "there are none"
+    if context.replicas.is_elastic:
+        return "ranks of this job may leave and join (-n a:b)"
+    if not context.is_distributed:
+        return "there is one rank"
+    if any(each.is_sharded for each in applied):
+        return "parameters are sharded"
+    has_servers = bool(context.role.server_endpoints)
+    return next((why for each in applied if (why := why_not_alone(each.plan, has_servers=has_servers))), None)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.random_state import RandomState
 from phalanx.errors import ConfigError
-from phalanx.parallel.observe.random_state import RandomStates
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class AuditedCall:
     leaves: list[Any]
     spec: Any
     buffers: dict[str, Tensor]
-    states: RandomStates
+    states: RandomState
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     digests: dict[str, int] = field(default_factory=dict)
     """Of the parameters' gradients as the backward pass computed them."""
@@ -57,7 +57,10 @@ def pack_call(call: AuditedCall | None) -> bytes:
     header = {
         "leaves": [describe(leaf) for leaf in call.leaves],
         "buffers": {name: describe(buffer) for name, buffer in call.buffers.items()},
-        "states": {name: describe(state) for name, state in call.states.items()},
+        "states": {
+            name: [describe(part) for part in (state if isinstance(state, tuple) else (state,))]
+            for name, state in call.states.to_dict().items()
+        },
         "output_grads": {str(index): describe(grad) for index, grad in call.output_grads.items()},
         "digests": call.digests,
     }
@@ -90,7 +93,9 @@ def unpack_call(payload: bytes, spec: Any, device: torch.device) -> AuditedCall:
 
     leaves = [read(entry) for entry in header["leaves"]]
     buffers = {name: read(entry) for name, entry in header["buffers"].items()}
-    states = {name: read(entry, to=torch.device("cpu")) for name, entry in header["states"].items()}
+    cpu = torch.device("cpu")
+    parts = {name: tuple(read(entry, to=cpu) for entry in entries) for name, entries in header["states"].items()}
+    states = RandomState.from_dict({name: some if len(some) > 1 else some[0] for name, some in parts.items()})
     grads = {int(index): read(entry) for index, entry in header["output_grads"].items()}
     return AuditedCall(leaves, spec, buffers, states, grads)
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.random_state import RandomState
 from phalanx.parallel.numerics.operator_watch import OperatorWatch, Sighting
 from phalanx.parallel.numerics.origin import Origin, Stage, bad_rows, is_finite, kind_of
-from phalanx.parallel.observe.random_state import RandomStates, with_random_states
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -25,7 +26,7 @@ class ModelCall:
     model: nn.Module
     inputs: tuple[Any, ...]
     named: dict[str, Any]
-    states: RandomStates
+    states: RandomState
     look_up_samples: Callable[[], list[int] | None]
     """Returns the dataset indices of its rows."""
 
@@ -170,13 +171,13 @@ def _compute_again(
     try:
         if any(hasattr(param, "placements") for param in call.model.parameters()):
             with (
-                with_random_states(call.states),
+                call.states.in_use(),
                 torch.no_grad(),
                 watch.modules(),
             ):  # torch's sharding bears no look at its operators
                 output = call.model(*call.inputs, **call.named)
         else:
-            with with_random_states(call.states), torch.set_grad_enabled(with_gradients), watch.modules(), watch:
+            with call.states.in_use(), torch.set_grad_enabled(with_gradients), watch.modules(), watch:
                 output = functional_call(call.model, {**params, **buffers}, call.inputs, call.named)
     except Exception as error:  # noqa: BLE001 -- a model that cannot run twice has been checked up to here
         logger.warning("the forward pass could not be computed again: %s", error)
@@ -185,16 +186,8 @@ def _compute_again(
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a nest of containers, in order."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from float_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from float_tensors(item)
+    """Yield the floating-point and complex tensors of a nest of containers, in order."""
+    return (tensor for tensor in tensors_in(value) if tensor.is_floating_point() or tensor.is_complex())
 
 
 def _inputs(call: ModelCall) -> Iterator[tuple[str, Tensor]]:

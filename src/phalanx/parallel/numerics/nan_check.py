@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from phalanx.comm.random_state import RandomState
 from phalanx.errors import NotFiniteError
 from phalanx.parallel.numerics.locate import (
     LossSeen,
@@ -35,9 +36,9 @@ from phalanx.parallel.numerics.operator_watch import script_line
 from phalanx.parallel.numerics.origin import Origin, Stage, is_finite
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script
-from phalanx.parallel.observe.random_state import RandomStates, random_states
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.session import list_applied, parameter_name, session
+from phalanx.plan.rules.collective_pass import why_collective
 
 _MOST_CALLS = 64
 """Forward passes of a step that are remembered, the last ones: gradients may be accumulated over many."""
@@ -61,7 +62,7 @@ class NanCheck:
         self._calls: deque[ModelCall] = deque(maxlen=_MOST_CALLS)
         self._losses: deque[LossSeen] = deque(maxlen=_MOST_CALLS)
         self._search: list[Any] = []
-        self._running: tuple[nn.Module, RandomStates] | None = None
+        self._running: tuple[nn.Module, RandomState] | None = None
         """A model in its first call, and the random state before it."""
 
         self._steps = 0
@@ -77,6 +78,7 @@ class NanCheck:
         ]
         watch_losses(self._on_loss)
         sample_ids.watch()
+        session.on_overflow = self._forget_step
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -88,13 +90,14 @@ class NanCheck:
                 model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
                 model.register_forward_hook(self._after_forward)
                 # A call that runs already has no new hook before it; one inside a wrapper has.
-                self._running = (model, random_states()) if model is module else None
+                self._running = (model, RandomState.current()) if model is module else None
             self._depth.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """Note a first call; `rest` is the named inputs and the output, or the output alone of a call that raised."""
         if self._running is not None and self._running[0] is module:
-            if module.training and torch.is_grad_enabled():
-                self._calls.append(ModelCall(module, args, kwargs, self._running[1], sample_ids.look_up()))
+            if len(rest) == 2 and module.training and torch.is_grad_enabled():
+                self._calls.append(ModelCall(module, args, rest[0], self._running[1], sample_ids.look_up()))
             self._running = None
         if is_called_by_script() and any(other is module for other in self._depth):
             while self._depth.pop() is not module:
@@ -102,7 +105,7 @@ class NanCheck:
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled() and is_called_by_script() and not self._is_locating:
-            self._calls.append(ModelCall(model, args, kwargs, random_states(), sample_ids.look_up()))
+            self._calls.append(ModelCall(model, args, kwargs, RandomState.current(), sample_ids.look_up()))
 
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if self._is_locating or not self._calls or self._calls[-1].model is not model or not torch.is_grad_enabled():
@@ -122,7 +125,9 @@ class NanCheck:
         if torch.compiler.is_compiling() or session.is_trial:
             return
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        is_bad = not _are_finite([*grads, *(loss.value for loss in self._losses)])
+        # A loss that is scaled may be too large where its gradients are not, which the scaler has looked at.
+        losses = () if _is_loss_scaled(optimizer) else tuple(loss.value for loss in self._losses)
+        is_bad = not _are_finite([*grads, *losses])
         if _is_split() and dist.is_initialized():
             flag = torch.tensor([float(is_bad)], device=grads[0].device if grads else None)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -132,12 +137,15 @@ class NanCheck:
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _named: Any) -> None:
         if not torch.compiler.is_compiling() and not session.is_trial:
-            self._calls.clear()
-            self._losses.clear()
+            self._forget_step()
             self._steps += 1
             for handle in self._search:
                 handle.remove()
             self._search.clear()
+
+    def _forget_step(self) -> None:
+        self._calls.clear()
+        self._losses.clear()
 
     def _raise(self, optimizer: Optimizer) -> None:
         """Find where it came from, hear what other ranks found, and raise the same on all.
@@ -191,9 +199,13 @@ def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [norm.double() for norm in torch._foreach_norm(list(tensors))]
 
 
+def _is_loss_scaled(optimizer: Optimizer) -> bool:
+    return any(param in session.loss_scaled for group in optimizer.param_groups for param in group["params"])
+
+
 def _is_split() -> bool:
-    """Return whether ranks may have other gradients, so that one may see what others do not."""
-    return any(applied.is_sharded or applied.pipeline is not None for applied in list_applied())
+    """Return whether ranks may have other gradients, or cannot compute a step again alone."""
+    return any(applied.is_sharded or why_collective(applied.plan) is not None for applied in list_applied())
 
 
 def _gradient_name(optimizer: Optimizer) -> str:

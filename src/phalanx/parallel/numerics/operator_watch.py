@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.comm.batch.batches import tensors_in
 from phalanx.parallel.numerics.origin import is_finite
 
 _LIBRARIES = tuple(
@@ -63,7 +64,7 @@ class OperatorWatch(TorchDispatchMode):
         """Run one operator, and look at its result."""
         kwargs = kwargs or {}
         node: Any = torch._C._current_autograd_node()
-        is_clean = all(is_finite(t) for t in _tensors((args, tuple(kwargs.values())))) if self.nan is None else True
+        is_clean = all(is_finite(t) for t in tensors_in((args, tuple(kwargs.values())))) if self.nan is None else True
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         if node is None:
@@ -81,7 +82,7 @@ class OperatorWatch(TorchDispatchMode):
     def _look(self, func: Any, name: str, result: Any, node: Any, *, is_clean: bool) -> None:
         if getattr(func, "namespace", "") != "aten" or name.startswith(("empty", "new_empty")):
             return  # memory that nobody wrote yet, and what only moves bytes
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if is_finite(tensor):
                 continue
             is_nan = bool(torch.isnan(tensor).any())
@@ -113,7 +114,7 @@ class OperatorWatch(TorchDispatchMode):
             self._stack.append(label)
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            bad = next((tensor for tensor in _tensors(output) if not is_finite(tensor)), None)
+            bad = next((tensor for tensor in tensors_in(output) if not is_finite(tensor)), None)
             if bad is not None and self.module_output is None:
                 self.module_output = Sighting(self._module(), "", "", bad.detach())
             if self._stack:
@@ -136,11 +137,3 @@ def script_line() -> str:
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

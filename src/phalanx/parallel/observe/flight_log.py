@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -58,7 +59,8 @@ class FlightLog:
         """What every file begins with."""
 
         self._reduced: list[Tensor | int] = []
-        self._groups: dict[int, list[list[Tensor]]] = {}
+        self._groups: WeakKeyDictionary[Optimizer, tuple[list[int], list[list[Tensor]]]] = WeakKeyDictionary()
+        """Sizes of an optimizer's parameter groups, and its parameters by bucket."""
 
     @property
     def is_on(self) -> bool:
@@ -138,9 +140,11 @@ class FlightLog:
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         if torch.compiler.is_compiling() or session.is_trial:
             return
-        groups = self._groups.get(id(optimizer))
-        if groups is None:
-            groups = self._groups[id(optimizer)] = _grouped(optimizer)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        before, groups = self._groups.get(optimizer, ([], []))
+        if sizes != before:  # in the first step, or after add_param_group
+            groups = _grouped(optimizer)
+            self._groups[optimizer] = sizes, groups
         self._reduced += [_sum_of_words([_local_part(p.grad) for p in group if p.grad is not None]) for group in groups]
 
     @torch.no_grad()
@@ -177,7 +181,7 @@ class FlightLog:
             self.after_update(self.step)
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        groups = self._groups.get(id(optimizer), [])
+        _, groups = self._groups.get(optimizer, ([], []))
         return [[parameter_name(p) or f"parameter {list(p.shape)}" for p in (group[0], group[-1])] for group in groups]
 
 

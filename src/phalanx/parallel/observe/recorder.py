@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.comm import context
+from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.random_state import RandomState
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script, unwrapped
-from phalanx.parallel.observe.random_state import RandomStates, have_moved, random_states
-from phalanx.parallel.observe.rows import MOST_ROWS, digest_rows, sum_rows, tensors_in
+from phalanx.parallel.observe.rows import MOST_ROWS, digest_rows, sum_rows
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.observe.sketch import SIZE, Sketch, digest, sketch
 from phalanx.parallel.session import distributed_models, list_applied, session
@@ -94,7 +95,7 @@ class StepRecorder:
     def __init__(self, request: RecordRequest, rank: int) -> None:
         self._request, self._rank = request, rank
         self._tracker = ModelTracker()
-        self._stack: list[tuple[nn.Module, RandomStates]] = []
+        self._stack: list[tuple[nn.Module, RandomState]] = []
         """Modules whose calls run, and the random state before each."""
 
         self._calls: dict[str, int] = {}
@@ -120,7 +121,7 @@ class StepRecorder:
             return
         if not self._stack and module.training and torch.is_grad_enabled():
             self._begin_pass(module)
-        self._stack.append((module, random_states()))
+        self._stack.append((module, RandomState.current()))
 
     @torch.no_grad()
     def _begin_pass(self, root: nn.Module) -> None:
@@ -143,16 +144,18 @@ class StepRecorder:
             if param.requires_grad and name is not None and not hasattr(param, "placements"):
                 param.register_hook(partial(self._on_gradient, name))
 
-    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """Note an output; `rest` is the named inputs and the output, or the output alone of a call that raised."""
         if not is_called_by_script() or all(other is not module for other, _ in self._stack):
             return
         before, states = self._stack.pop()
         while before is not module:  # of a call that raised
             before, states = self._stack.pop()
-        if not (module.training and torch.is_grad_enabled()):
+        if len(rest) == 1 or not (module.training and torch.is_grad_enabled()):
             return
+        kwargs, output = rest
         if (name := self._tracker.module_name(module)) is not None:
-            draws = have_moved(states)
+            draws = states.has_changed()
             self._note_output(name, module, output, draws=draws)
         if not self._stack and any(unwrapped(module) is model for model in self._tracker.models):
             self._end_pass((*args, *kwargs.values()))

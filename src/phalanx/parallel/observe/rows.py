@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.batch.batches import tensors_in
+
 MOST_ROWS = 8192
 """Of a batch; larger ones are not looked at by the row."""
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nest of containers, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def sum_rows(tensor: Tensor) -> Any:

@@ -30,7 +30,7 @@ class SampleIds:
             return
         self._is_watching = True
         base: Any = dataloader._BaseDataLoaderIter
-        draw, give = base._next_index, base.__next__
+        draw, give, reset = base._next_index, base.__next__, base._reset
 
         def next_index(iterator: Any) -> Any:
             index = draw(iterator)
@@ -43,7 +43,12 @@ class SampleIds:
             self._latest = _indices(drawn.popleft()) if drawn else None
             return batch
 
-        base._next_index, base.__next__ = next_index, next_batch
+        def begin_again(iterator: Any, *args: Any, **options: Any) -> None:
+            if (drawn := self._drawn.get(iterator)) is not None:
+                drawn.clear()  # of batches that were requested ahead, and that a loop which was left never got
+            reset(iterator, *args, **options)
+
+        base._next_index, base.__next__, base._reset = next_index, next_batch, begin_again
 
     def current(self) -> list[int] | None:
         """Return the indices of the batch at hand; None where nobody knows them, as of a stream."""

@@ -20,7 +20,7 @@ import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_handle
-from phalanx.parallel.session import StepPhase, session
+from phalanx.parallel.session import StepPhase, leave_out_step, session
 from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import gradient_of, is_dtensor, whole_norms
 from phalanx.plan.value import Scaler
@@ -145,6 +145,7 @@ class LossScale:
         self.update(overflowed=overflowed)
         if overflowed:
             self.skipped += 1
+            leave_out_step()
             if context_of.current().rank == 0:
                 logger.warning(
                     "step skipped (%d so far): a gradient is not finite; the loss scale is %g now",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.session import optimizer_record
+from phalanx.parallel.session import leave_out_step, optimizer_record
 
 
 def refuse_scaler(optimizer: Optimizer, why: str) -> None:
@@ -52,6 +52,7 @@ def admit_scaled(optimizer: Optimizer) -> bool:
             "bfloat16, which needs none."
         )
     if bool(_whole(overflow).item()):
+        leave_out_step()
         return False
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import DataError
 from phalanx.files import sync_file
 from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest
-
-_TENSOR, _ITEMS, _TUPLE = "$tensor", "$items", "$tuple"
+from phalanx.state_tree import pack_tree, unpack_tree
 
 
 def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tuple[Any, SnapshotFile | None]:
@@ -62,57 +60,3 @@ def read_extra(directory: Path, manifest: SnapshotManifest) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{directory} holds {type(value).__name__} where values by name are due. Take another copy.")
     return value
-
-
-def pack_tree(value: object, where: str, tensors: dict[str, Any]) -> Any:
-    """Return a tree of dicts, lists and tuples as JSON.
-
-    Args:
-        value: The tree.
-        where: Its name, for messages and as the start of its tensors' names.
-        tensors: Takes the tensors, by name.
-
-    Raises:
-        ConfigError: If the tree holds something that is neither JSON nor a tensor; names where.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        while where in tensors:  # {"a": {"b": x}, "a.b": y}
-            where += "'"
-        tensors[where] = value
-        return {_TENSOR: where}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: pack_tree(v, f"{where}.{key}", tensors) for key, v in value.items()}
-        # Optimizers number their state: JSON has no such keys.
-        return {
-            _ITEMS: [[pack_tree(k, where, tensors), pack_tree(v, f"{where}.{k}", tensors)] for k, v in value.items()]
-        }
-    if isinstance(value, list | tuple):
-        parts = [pack_tree(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
-        return {_TUPLE: parts} if isinstance(value, tuple) else parts
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"Asked to save {where}, which is a {type(value).__name__}. Save tensors, numbers, text, lists, tuples, dicts."
-    )
-
-
-def unpack_tree(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the tree that `pack_tree` took.
-
-    Args:
-        value: What `pack_tree` returned.
-        tensors: The tensors, by name.
-    """
-    if isinstance(value, list):
-        return [unpack_tree(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if _TENSOR in value:
-        return tensors[value[_TENSOR]]
-    if _ITEMS in value:
-        return {unpack_tree(k, tensors): unpack_tree(v, tensors) for k, v in value[_ITEMS]}
-    if _TUPLE in value:
-        return tuple(unpack_tree(v, tensors) for v in value[_TUPLE])
-    return {key: unpack_tree(v, tensors) for key, v in value.items()}
