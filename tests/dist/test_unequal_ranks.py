@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import Dataset
 
 import phalanx as px
+from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.context import DataParallelRank
 from phalanx.errors import ConfigError
-from phalanx.parallel.balance.load_balance import EVERY
+from phalanx.parallel.balance.load_balance import EXCHANGE_INTERVAL, LoadBalance, ReplicaSplit
+from phalanx.parallel.balance.step_clock import MeasuredWork
 from phalanx.strategy import DistributedStrategy
 from ranks import run_ranks
 
@@ -163,7 +167,7 @@ def wait_for_each_other() -> list[int]:
 
     ranks.optimizer.step = late  # type: ignore[method-assign]
     ranks.net.slow = {"forward": FAST_S}
-    ranks.train(3 * EVERY)
+    ranks.train(3 * EXCHANGE_INTERVAL)
     return ranks.rows
 
 
@@ -216,6 +220,28 @@ def test_replicas_move_wherever_a_rank_is_slow_and_no_bit_changes(where: str) ->
     assert torch.equal(second, alone)
 
 
+def decide_in_columns() -> tuple[list[int], list[int]]:
+    """Return what ranks of a mesh data 2 x model 2 decide, of which the last is slow."""
+    context = px.init()
+    groups = [dist.new_group([column, column + 2]) for column in range(2)]
+    row, column = divmod(context.rank, 2)
+    context.mesh_readers = DataParallelRank(row, 2, groups[column], 8)
+    replicas = Replicas((range(4), range(4, 8)), row)
+    context.use_replicas(replicas)
+    balance = LoadBalance(context, ReplicaSplit(context, replicas))
+    batch_s = 9.0 if context.rank == 3 else 1.0
+    balance._clock.take = lambda: MeasuredWork(batch_s, 0.0, batches=1, rows=1, updates=1)  # type: ignore[method-assign]
+    for _ in range(2 * EXCHANGE_INTERVAL):
+        time.sleep(0.025)
+        balance.updated(None)  # type: ignore[arg-type]
+    return [len(local) for local in replicas.assignment], list(replicas.local)
+
+
+def test_ranks_that_compute_a_replica_together_decide_alike() -> None:
+    results = run_ranks(decide_in_columns, 4)
+    assert results == [([7, 1], list(range(7)))] * 2 + [([7, 1], [7])] * 2
+
+
 def train_within(limited: bool) -> int:
     """Return how many samples the fast rank reads at last, with no memory left if limited."""
     ranks = Ranks("samples")
@@ -249,7 +275,7 @@ def test_a_move_is_logged_and_in_the_event_file_of_the_run(tmp_path: Path) -> No
         report, 2, events, env_of_rank=lambda rank: {"PHALANX_EVENTS_FILE": f"{events}.{rank}"}
     )
     (_, first), (_, second) = results
-    move = next(event for event in first if event.get("event") == "balance")
+    move = next(event for event in first if event.get("kind") == "balance")
     assert (move["unit"], move["before"]) == ("samples", [8, 8])
     assert sum(move["after"]) == GLOBAL
     assert move["gain"] > 0.3

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from phalanx.comm.events.event_file import append_event
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import metrics
 from phalanx.parallel import session
 from phalanx.train import events
 from phalanx.train.events import EventStream
@@ -43,6 +46,19 @@ def test_tensors_and_numpy_numbers_and_words_are_written(path, stream):
 def test_a_loss_that_is_no_number_stays_json(path, stream, loss, shown):
     stream.report(0, loss=loss)
     assert strict(path.read_text())["loss"] == shown
+
+
+def test_what_is_no_step_has_a_kind_and_is_no_metric(path, monkeypatch):
+    monkeypatch.delenv("PHALANX_EVENTS_FILE", raising=False)
+    assert not append_event("balance"), "there is no file"
+    monkeypatch.setenv("PHALANX_EVENTS_FILE", str(path))
+    assert append_event("balance", unit="samples", before=[8, 8])
+    event = strict(path.read_text())
+    assert (event["kind"], event["unit"], event["before"]) == ("balance", "samples", [8, 8])
+    logs = paths.logs(path.parent / "attempt")
+    logs.mkdir(parents=True)
+    (logs / "events.worker.0.jsonl").write_text(path.read_text() + '{"step": 3, "loss": 0.5}\n')
+    assert metrics.read(path.parent / "attempt", "worker.0").events == [{"step": 3, "loss": 0.5}]
 
 
 def test_reports_close_together_are_counted_and_not_written(path, stream):

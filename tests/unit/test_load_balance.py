@@ -21,7 +21,7 @@ from phalanx.errors import PlanError, StrategyError
 from phalanx.launch.job import registry
 from phalanx.parallel.balance import headroom, load_balance
 from phalanx.parallel.balance.headroom import Headroom, most_sums
-from phalanx.parallel.balance.load_balance import EVERY, LoadBalance, ReplicaSplit
+from phalanx.parallel.balance.load_balance import EXCHANGE_INTERVAL, LoadBalance, ReplicaSplit
 from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
 from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
 from phalanx.plan.rules.balance import check_balance
@@ -283,8 +283,33 @@ def test_memory_says_how_many_replicas_and_samples_a_rank_holds(monkeypatch: pyt
     assert here.most_replicas(4, 8, 100) == max(n for n in range(1, 9) if most_sums(n, 8) <= most_sums(4, 8))
 
 
+def test_ranks_that_share_a_gpu_divide_its_memory_and_those_with_their_own_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = [torch.tensor([7]), torch.tensor([7]), torch.tensor([8]), torch.tensor([9])]
+    monkeypatch.setattr(headroom, "all_gather", lambda own, **_: torch.cat(others))
+    monkeypatch.setattr(headroom.torch, "tensor", lambda values, **_: torch.as_tensor(values))
+    role = SimpleNamespace(local_world_size=4)
+    for gpu, count in ((7, 2), (8, 1)):
+        monkeypatch.setattr(headroom, "_gpu_id", lambda _, gpu=gpu: gpu)
+        context: Any = SimpleNamespace(device=torch.device("cuda", 0), role=role)
+        assert headroom.count_sharing_ranks(context) == count
+    on_host: Any = SimpleNamespace(device=torch.device("cpu"), role=role)
+    assert headroom.count_sharing_ranks(on_host) == 4
+
+
+def test_the_marks_of_a_clock_end_with_it() -> None:
+    first = StepClock(torch.device("cuda"))
+    second = StepClock(torch.device("cuda"))
+    mark = waits.mark
+    del first
+    assert waits.mark is mark is not None, "another clock measures"
+    del second
+    assert waits.mark is None
+
+
 def test_an_address_space_limit_is_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = headroom._statm(0)
+    size = headroom.process_memory().address_space
     monkeypatch.setattr(headroom.resource, "getrlimit", lambda _: (size + (64 << 20), size))
     assert Headroom(torch.device("cpu"), 1).free() < 80 << 20
 
@@ -310,8 +335,8 @@ class Pair:
 
     def gather(self, values: torch.Tensor, **_: object) -> torch.Tensor:
         rows = values.repeat(2, 1)
-        for row, seconds in zip(rows, self.seconds, strict=True):
-            row[0] = row[2] = seconds
+        for index, (row, seconds) in enumerate(zip(rows, self.seconds, strict=True)):
+            row[0], row[1], row[3] = index, seconds, seconds
         return rows
 
     def unit_s(self, measured: MeasuredWork) -> float:
@@ -336,20 +361,20 @@ class Pair:
 
 def test_a_split_changes_when_twenty_updates_in_a_row_would_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 3.0)
-    pair.train(2 * EVERY - 1)
+    pair.train(2 * EXCHANGE_INTERVAL - 1)
     assert not pair.changes
     pair.train(1)
     assert pair.changes == [[12, 4]]
-    pair.train(10 * EVERY)
+    pair.train(10 * EXCHANGE_INTERVAL)
     assert len(pair.changes) == 1
 
 
 def test_a_single_slow_stretch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.0)
     for _ in range(4):
-        pair.train(EVERY)
+        pair.train(EXCHANGE_INTERVAL)
         pair.seconds = [1.0, 9.0]
-        pair.train(EVERY)
+        pair.train(EXCHANGE_INTERVAL)
         pair.seconds = [1.0, 1.0]
     assert not pair.changes
 
@@ -357,15 +382,15 @@ def test_a_single_slow_stretch_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gain_of_less_than_five_percent_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.06)
     assert gain(speeds_of(*pair.seconds), [8, 8], [9, 7]) < 0.05
-    pair.train(4 * EVERY)
+    pair.train(4 * EXCHANGE_INTERVAL)
     assert not pair.changes
 
 
 def test_short_updates_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 3.0)
-    pair.train(8 * EVERY, update_s=0.002)
+    pair.train(8 * EXCHANGE_INTERVAL, update_s=0.002)
     assert not pair.changes, "0.16 s are a period of the scheduler or two"
-    pair.train(40 * EVERY, update_s=0.002)
+    pair.train(40 * EXCHANGE_INTERVAL, update_s=0.002)
     assert pair.changes == [[12, 4]]
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
-from phalanx.parallel.logical_replicas import _inelastic, why_inexact
+from phalanx.cluster.role.role import Role
+from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.context import Context
+from phalanx.parallel.logical_replicas import _inelastic, use_replicas, why_inexact
 from phalanx.parallel.zero.elastic_plan import describe, with_whole_gradients
 from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, ReduceScatter, Scaler, Step
 
@@ -26,6 +31,26 @@ def test_ranks_that_compute_a_replica_together_count_as_one_and_may_not_be_lost(
     assert why_inexact(plan, is_shared=True) is None
     assert "what a lost rank holds" in (_inelastic(plan) or "")
     assert _inelastic(plan_of(Axis(name="data", size=2))) is None
+
+
+def test_replicas_that_balancing_has_moved_stay_where_another_model_asks_for_as_many() -> None:
+    def use(plan: Plan, ranks: int) -> Replicas | None:
+        mesh: Any = SimpleNamespace(batch_axes=("data",), size=lambda _: ranks, index=lambda _: 0)
+        use_replicas(plan, mesh, context)
+        return context.replicas
+
+    context = Context(Role(world_size=2, rank=0), torch.device("cpu"))
+    threads = torch.get_num_threads()
+    plan = plan_of(Axis(name="data", size=2))
+    try:
+        first = use(plan, 2)
+        assert first is not None
+        first.move((range(3), range(3, 4)))
+        assert use(plan, 2) is first
+        assert first.assignment == (range(3), range(3, 4))
+        assert use(plan, 1) is not first
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_other_axes_are_refused() -> None:

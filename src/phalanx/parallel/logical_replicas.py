@@ -45,8 +45,8 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
     if plan.step.replicas is None:
         if membership is not None:
             raise ConfigError(
-                "ranks of this job may leave and join, which needs a number of logical replicas that stays, and none "
-                "was asked for. Start it with --replicas N, or give px.distribute replicas=N."
+                "An elastic job (-n MIN:MAX) needs a fixed number of logical replicas. Add --replicas N, or replicas=N "
+                "to px.distribute."
             )
         context.use_replicas(None)
         return
@@ -77,7 +77,8 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
 
 def split_over_replicas(plan: Plan, assignment: tuple[range, ...], mesh: Mesh, context: Context) -> None:
     """Assign the replicas of a Plan to its ranks, and compute with its number of threads."""
-    if context.replicas is None or context.replicas.assignment != assignment:
+    before = context.replicas
+    if before is None or (before.count, len(before.assignment)) != (plan.step.replicas, len(assignment)):
         index, membership = mesh.index(mesh.batch_axes), members.current()
         replicas = Replicas(
             assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None

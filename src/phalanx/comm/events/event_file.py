@@ -26,13 +26,17 @@ def append_line(file: BinaryIO, event: Mapping[str, Any]) -> bool:
         return False
 
 
-def append_event(event: Mapping[str, Any]) -> bool:
-    """Append an event that is no step, such as a change of the split over the ranks; return whether it is there."""
+def append_event(kind: str, **values: Any) -> bool:
+    """Append an event that is no step, such as a change of the split over the ranks; return whether it is there.
+
+    It has a time, a kind and JSON values, and no step, by which readers tell reports of steps. Without a launcher there
+    is no file, and nothing happens.
+    """
     path = os.environ.get(EVENTS_VARIABLE)
     if not path:
         return False
     try:
         with open_events(path) as file:
-            return append_line(file, {"time": round(time.time(), 3), **event})
+            return append_line(file, {"time": round(time.time(), 3), "kind": kind, **values})
     except OSError:
         return False

@@ -75,7 +75,11 @@ def _number(name: str) -> int:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """The event on a line, or None: a rank that was killed may leave half a line, others write what they like."""
+    """The event on a line, or None: a rank that was killed may leave half a line, others write what they like.
+
+    Those without a step are no metrics: a rank ran out of memory, or the split over the ranks changed. They stay in the
+    file, beside the log that says the same.
+    """
     try:
         event = json.loads(line)
         json.dumps(event, ensure_ascii=False).encode()

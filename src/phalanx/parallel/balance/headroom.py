@@ -7,17 +7,22 @@ or that of the GPU.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import resource
+import socket
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from phalanx.cluster.cgroup import ControlGroups
+from phalanx.cluster.host_memory import available_bytes, process_memory
+from phalanx.comm.collectives import all_gather
+from phalanx.comm.context import Context
 from phalanx.parallel.data.replica_sums import PartialSums
 
-SPARE = 0.1
+RESERVED_FRACTION = 0.1
 """Part of the free memory that is left alone."""
 
 
@@ -26,11 +31,11 @@ class Headroom:
 
     Args:
         device: What computes.
-        ranks_here: Ranks of this host, which share what is left of its memory.
+        ranks: Those that share what is left of its memory.
     """
 
-    def __init__(self, device: torch.device, ranks_here: int) -> None:
-        self._device, self._ranks = device, max(1, ranks_here)
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._ranks = device, max(1, ranks)
         self._groups = ControlGroups()
         self._at_start, self._most = self._used_bytes(), 0.0
 
@@ -41,18 +46,18 @@ class Headroom:
             return float(torch.cuda.mem_get_info(self._device)[0]) / self._ranks + cached
         self._groups.refresh()
         group = self._groups.memory_left()
-        limit, address_space = resource.getrlimit(resource.RLIMIT_AS)[0], _statm(0)
+        limit, left = resource.getrlimit(resource.RLIMIT_AS)[0], available_bytes()
         return min(
-            _host_free() / self._ranks,
+            float("inf") if left is None else left / self._ranks,
             float("inf") if group is None else group / self._ranks,
-            float("inf") if limit == resource.RLIM_INFINITY else limit - address_space,
+            float("inf") if limit == resource.RLIM_INFINITY else limit - process_memory().address_space,
         )
 
     def most_replicas(self, current: int, count: int, gradient_bytes: int) -> int:
         """Return how many of `count` replicas this rank's memory holds, `current` at least."""
         if not gradient_bytes:
             return count
-        more = int(min(2 * count, max(0.0, (1 - SPARE) * self.free() / gradient_bytes)))
+        more = int(min(2 * count, max(0.0, (1 - RESERVED_FRACTION) * self.free() / gradient_bytes)))
         allowed = most_sums(current, count) + more
         return max(current, max(size for size in range(1, count + 1) if most_sums(size, count) <= allowed))
 
@@ -63,12 +68,31 @@ class Headroom:
         """
         self._most = max(self._most, self._used_bytes() - self._at_start)
         each = self._most / max(1, current)
-        return count if not each else current + int(min(count, max(0.0, (1 - SPARE) * self.free() / each)))
+        return count if not each else current + int(min(count, max(0.0, (1 - RESERVED_FRACTION) * self.free() / each)))
 
     def _used_bytes(self) -> float:
         if self._device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self._device))
-        return float(_statm(1))  # the allocator keeps what a step frees (`comm/context`)
+        return float(process_memory().resident)  # the allocator keeps what a step frees (`comm/context`)
+
+
+def count_sharing_ranks(context: Context) -> int:
+    """Return how many ranks share the memory that this one computes in: those of its host, or of its GPU.
+
+    Collective where ranks compute on GPUs.
+    """
+    if context.device.type != "cuda":
+        return context.role.local_world_size
+    own = torch.tensor([_gpu_id(context.device)], dtype=torch.int64, device=context.device)
+    return all_gather(own, same_shapes=True).tolist().count(int(own))
+
+
+def _gpu_id(device: torch.device) -> int:
+    """Return a number that is the same in all processes that see a GPU, however it is numbered there."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    seen = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index)
+    name = repr(seen) if uuid is None else str(uuid)  # torch 2.4 tells no UUID
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
 
 
 @cache
@@ -88,16 +112,3 @@ def _sums_of(run: range, count: int) -> int:
 def gradient_bytes(params: Iterable[torch.Tensor]) -> int:
     """Return the bytes of one partial sum of the gradients of parameters: 16-bit ones are added up in float32."""
     return sum(p.numel() * max(4, p.element_size()) for p in params if p.requires_grad)
-
-
-def _statm(field: int) -> int:
-    """Return the bytes of this process: 0, of its address space; 1, resident."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field]) * resource.getpagesize()
-
-
-def _host_free() -> float:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return float(value.split()[0]) * 1024
-    return float("inf")

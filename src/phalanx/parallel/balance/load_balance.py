@@ -1,9 +1,9 @@
 """`LoadBalance`: measures the ranks of a running job and gives faster ones more replicas, or more samples.
 
 Which rank computes a replica changes no bit of the result. Samples weigh by their number wherever they are computed, so
-the gradient is that of the global batch. Ranks tell each other their seconds every `EVERY` updates, and all decide
-alike: a split is changed when the same one would have saved `GAIN` of a step by the figures of each of the last two
-exchanges.
+the gradient is that of the global batch. Ranks tell each other their seconds every `EXCHANGE_INTERVAL` updates, and all
+decide alike: a split is changed when the same one would have saved `MIN_GAIN` of a step by the figures of each of the
+last two exchanges. Ranks that compute the same samples together (tensor parallel) count as the slowest of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -24,20 +24,20 @@ from phalanx.comm.batch.sample_split import START, BatchPosition, SampleSplit, s
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
 from phalanx.comm.events.event_file import append_event
-from phalanx.parallel.balance.headroom import Headroom, gradient_bytes
+from phalanx.parallel.balance.headroom import Headroom, count_sharing_ranks, gradient_bytes
 from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
 from phalanx.parallel.session import distributed_models
 from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
 
 logger = logging.getLogger("phalanx.parallel")
 
-EVERY = 10
+EXCHANGE_INTERVAL = 10
 """Updates from one exchange of figures to the next."""
 
-GAIN = 0.05
+MIN_GAIN = 0.05
 """Part of a step that another split must save."""
 
-LOOKED_AT_S = 0.2
+MIN_WINDOW_S = 0.2
 """Seconds that an exchange is of at least: shorter ones are of single periods of the scheduler."""
 
 Unit = Literal["replicas", "samples"]
@@ -186,7 +186,7 @@ class LoadBalance:
     def __init__(self, context: Context, split: Split) -> None:
         self._context, self._split = context, split
         self._clock = StepClock(context.device)
-        self._headroom = Headroom(context.device, context.role.local_world_size)
+        self._headroom = Headroom(context.device, count_sharing_ranks(context))
         self._updates = 0
         self._began = time.perf_counter()
         self._exchanged: list[list[_Figures]] = []
@@ -211,7 +211,7 @@ class LoadBalance:
         """Count an update; every so many, compare the ranks. Collective then."""
         self._clock.end_update()
         self._updates += 1
-        if self._updates % EVERY == 0:
+        if self._updates % EXCHANGE_INTERVAL == 0:
             self._exchange()
             self._decide()
 
@@ -239,21 +239,23 @@ class LoadBalance:
             self._split.position(),
         )
         self._began = time.perf_counter()
-        values = torch.tensor([own.to_list()], dtype=torch.float64).to(self._context.device)
-        figures = all_gather(values, same_shapes=True, group=self._context.readers.group).tolist()
+        readers = self._context.readers
+        values = torch.tensor([[readers.index, *own.to_list()]], dtype=torch.float64).to(self._context.device)
+        rows = all_gather(values, same_shapes=True).tolist()  # over all ranks: they have to decide alike
         if sizes != self._sizes:
             self._exchanged, self._sizes = [], sizes
-        self._exchanged.append([_Figures.of(row) for row in figures])
+        figures = [[_Figures.of(row[1:]) for row in rows if row[0] == index] for index in range(readers.count)]
+        self._exchanged.append([_slowest(together) for together in figures])
 
     def _decide(self) -> None:
         if not all(figure.unit_s > 0 for figure in self._exchanged[-1]):
             self._exchanged.clear()
             return
         # Which exchanges count is decided by what all ranks know.
-        while len(self._exchanged) > 2 and _seconds(self._exchanged[1:]) >= 2 * LOOKED_AT_S:
+        while len(self._exchanged) > 2 and _seconds(self._exchanged[1:]) >= 2 * MIN_WINDOW_S:
             del self._exchanged[0]
         halves = _halves(self._exchanged)
-        if len(self._exchanged) < 2 or min(map(_seconds, halves)) < LOOKED_AT_S:
+        if len(self._exchanged) < 2 or min(map(_seconds, halves)) < MIN_WINDOW_S:
             return
         both = _mean(self._exchanged)
         speeds, before = [figure.speed for figure in both], self._sizes
@@ -262,7 +264,7 @@ class LoadBalance:
         if after is None or after == before:
             return
         each = [[figure.speed for figure in _mean(half)] for half in halves]
-        if min(gain(half, before, after) for half in each) < GAIN:
+        if min(gain(half, before, after) for half in each) < MIN_GAIN:
             return
         position = max(figure.position for figure in self._exchanged[-1])
         self._split.change(after, position)
@@ -287,16 +289,28 @@ class LoadBalance:
             1e3 * was_s,
             100 * (1 - is_s / was_s),
         )
-        event: dict[str, Any] = {
-            "event": "balance",
-            "unit": self.unit,
-            "update": self._updates,
-            "before": list(before),
-            "after": list(after),
-            "ms_per_sample": [round(1e3 * figure.sample_s, 4) for figure in figures],
-            "gain": round(1 - is_s / was_s, 4),
-        }
-        append_event(event)
+        append_event(
+            "balance",
+            unit=self.unit,
+            update=self._updates,
+            before=list(before),
+            after=list(after),
+            ms_per_sample=[round(1e3 * figure.sample_s, 4) for figure in figures],
+            gain=round(1 - is_s / was_s, 4),
+        )
+
+
+def _slowest(figures: Sequence[_Figures]) -> _Figures:
+    """Return the figures of ranks that compute the same samples together: each waits for the slowest of them."""
+    unit_s = [figure.unit_s for figure in figures]
+    return _Figures(
+        max(unit_s) if min(unit_s) > 0 else 0.0,
+        max(figure.update_s for figure in figures),
+        max(figure.sample_s for figure in figures),
+        min(figure.most for figure in figures),
+        min(figure.measured_s for figure in figures),
+        max(figure.position for figure in figures),
+    )
 
 
 def _seconds(exchanges: Sequence[Sequence[_Figures]]) -> float:

@@ -13,7 +13,10 @@ of the quota: what it would take if every step were as large.
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +65,8 @@ class StepClock:
         self._update: _Mark | None = None
         self._rows = 0
         if self._is_cuda:
-            waits.mark = _mark_wait
+            waits.mark = mark = partial(_mark_wait)  # one of its own, to end with this clock
+            weakref.finalize(self, _end_marks, mark)
         self._begin()
 
     def _begin(self) -> None:
@@ -155,6 +159,11 @@ class _Mark:
 def _mark_wait() -> Any:
     """Return an event of now; None while a graph is captured, which nothing is timed in."""
     return None if torch.cuda.is_current_stream_capturing() else _cuda_event()
+
+
+def _end_marks(mark: Callable[[], Any]) -> None:
+    if waits.mark is mark:
+        waits.mark, waits.marks = None, []
 
 
 def _cuda_event() -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import phalanx.comm.context as context_of
-from phalanx.comm.events.run_events import record_event
+from phalanx.comm.events.event_file import append_event
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward, wrap_innermost_forward
 from phalanx.parallel.memory.activation_checkpointing import recomputed
 from phalanx.parallel.memory.blocks import Block, find_blocks, inner_blocks
@@ -77,7 +77,7 @@ def report_remedy(remedy: Remedy, failure: MemoryFailure, subject: str, lost_s: 
         remedy.effect,
         f" To begin with it: {remedy.setting}." if remedy.setting else "",
     )
-    record_event(
+    append_event(
         "out_of_memory",
         rank=rank,
         phase=failure.phase,
