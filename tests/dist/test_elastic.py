@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -19,7 +20,7 @@ from fake_launcher import FakeLauncher, spawn
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
 from phalanx.checkpoint import saving
 from phalanx.parallel.step.gate import has_updated
-from ranks import run_ranks
+from ranks import RankFailedError, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -88,6 +89,19 @@ def test_a_joiner_takes_part_with_the_same_result(undisturbed: str) -> None:
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert len(values) == 3
     assert values["n0.0"][3] == 3
+
+
+def train_over_gloo(spawns: tuple[int, ...]) -> str:
+    px.init(backend="gloo")
+    train({}, spawns)
+    return str(dist.get_backend())
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_joiner_and_a_rank_that_began_alone_use_the_backend_of_the_script(members: int) -> None:
+    env = {"PHALANX_REPLICAS": str(REPLICAS), "SLOW": "1"}
+    values = ElasticJob(train_over_gloo, (2,), members=members, env=env).run()
+    assert list(values.values()) == ["gloo"] * (members + 1)
 
 
 def test_a_lost_rank_is_replaced(undisturbed: str) -> None:
@@ -184,6 +198,75 @@ def test_a_model_goes_on_without_a_lost_rank() -> None:
     assert list(values.values()) == [(expected, accuracy)] * 2
     values = FakeLauncher(partial(train_model, spawns=True), "", 0, members=2, env=env).run()
     assert list(values.values()) == [(expected, accuracy)] * 3
+
+
+class Stops(px.Callback):
+    """Ends the training of all ranks after a step, by a request of one rank or of all."""
+
+    def __init__(self, step: int, *, only: int | None = None) -> None:
+        self.step, self.only = step, only
+
+    def on_step_end(self, run: px.Run) -> None:
+        if run.step == self.step and self.only in (None, run.rank):
+            run.stop("enough")
+
+
+def train_twice(only: int | None) -> Any:
+    """Train until a callback stops it, and then once more; return the steps of both."""
+    torch.manual_seed(3)
+    net = Net()
+    model = px.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.01))
+    counts = []
+    for callback in (Stops(2, only=only), Stops(-1)):
+        counter = Counts()
+        model.train(EPOCHS, TensorDataset(*images()), callbacks=[callback, counter], global_batch=GLOBAL, seed=5)
+        counts.append((counter.steps, counter.reason))
+    return counts
+
+
+class SpawnsInTheSecond(px.Callback):
+    """Lets a rank join in the second training of a member."""
+
+    def on_update(self, run: px.Run) -> None:
+        current = membership.current()
+        if os.environ.get("PHALANX_MEMBER_ID") == "n0.0" and run.step == 2 and current is not None:
+            assert current.view is not None
+            tell("spawn")
+            current.await_newer(current.view.epoch)
+
+
+def train_a_second_time() -> str:
+    torch.manual_seed(3)
+    net = Net()
+    model = px.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.01))
+    for callbacks in ([], [SpawnsInTheSecond()]):
+        model.train(EPOCHS, TensorDataset(*images()), callbacks=callbacks, global_batch=GLOBAL, seed=5)
+    return digest(net)
+
+
+def test_a_rank_that_would_join_in_an_earlier_training_ends_and_the_others_go_on() -> None:
+    env = {"PHALANX_REPLICAS": str(REPLICAS)}
+    (expected,) = run_ranks(train_a_second_time, 1, env=env)
+    job = ElasticJob(train_a_second_time, members=2, env=env)
+    refusal = r"joins a job with its 1st (loader|run), which the other ranks have ended: they have made 2"
+    with pytest.raises(RankFailedError, match=refusal):
+        job.run()
+    outcomes = {id: member.rank.outcome for id, member in job.members.items()}
+    assert [outcomes[id].value for id in ("n0.0", "n0.1")] == [expected] * 2
+    assert outcomes["n0.2"].failed
+
+
+class Counts(px.Callback):
+    steps, reason = 0, None
+
+    def on_train_end(self, run: px.Run) -> None:
+        self.steps, self.reason = run.step, run.stop_reason
+
+
+@pytest.mark.parametrize("only", [None, 1])
+def test_a_stopped_training_does_not_stop_the_next_one(only: int | None) -> None:
+    values = ElasticJob(train_twice, only, members=2, env={"PHALANX_REPLICAS": str(REPLICAS)}).run()
+    assert list(values.values()) == [[(3, "enough"), (EPOCHS * SAMPLES // GLOBAL, None)]] * 2
 
 
 @pytest.mark.parametrize("at", [5, 11])

@@ -76,5 +76,5 @@ def test_a_member_that_is_behind_gets_its_part_of_the_global_batch_that_others_h
 
 
 def test_without_a_member_that_has_the_state_there_is_nothing_to_agree_on() -> None:
-    with pytest.raises(PeerLostError, match="nobody is left"):
+    with pytest.raises(PeerLostError, match="all ranks that had the training state were lost"):
         Agreement.of([MemberProgress(0, is_joining=True)], 4)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from phalanx.cluster.view import View
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn, assign_replicas
 from phalanx.comm.elastic.membership import MembershipClient
-from phalanx.comm.elastic.shared_state import collect_state, load_state, share_with_joiners
-from phalanx.errors import PeerLostError
+from phalanx.comm.elastic.shared_state import collect_state, end_sharing, load_state, share_with_joiners
+from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.data.replica_sums import PartialSums
 from phalanx.parallel.elastic.progress import share_out
 
@@ -159,13 +159,32 @@ class Counts:
         self.value = state["value"]
 
 
+def test_a_rank_that_joins_in_a_training_that_the_others_have_ended_is_refused() -> None:
+    kind = f"training {time.monotonic()}"
+    over, live = Counts(1), Counts(2)
+    share_with_joiners(kind, over)
+    share_with_joiners(kind, live)
+    end_sharing(over)
+    state = collect_state()
+    assert state[f"{kind}/0"] is None
+    joiner = f"joiner {kind}"
+    first = Counts(0)
+    share_with_joiners(joiner, first)
+    with pytest.raises(ConfigError, match=r"joins a job with its 1st joiner training .*: they have made 2"):
+        load_state(state | {f"{joiner}/0": None, f"{joiner}/1": {"value": 2}})
+    assert live.value == 2
+    del first
+    load_state({**state, f"{kind}/1": {"value": 3}, f"{joiner}/0": None})
+    assert live.value == 3
+
+
 def test_state_waits_for_an_object_that_is_made_later() -> None:
     kind = f"counts {time.monotonic()}"
     first = Counts(1)
     share_with_joiners(kind, first)
     state = collect_state()
     assert state[f"{kind}/0"] == {"value": 1}
-    load_state({f"{kind}/0": {"value": 5}, f"{kind}/1": {"value": 7}})
+    load_state({**state, f"{kind}/0": {"value": 5}, f"{kind}/1": {"value": 7}})
     second = Counts(0)
     share_with_joiners(kind, second)
     assert (first.value, second.value) == (5, 7)

@@ -16,6 +16,7 @@ import threading
 import time
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import phalanx.comm.context as context_of
 from phalanx.checkpoint.ranks import is_elastic
@@ -31,6 +32,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 EDGES_TIMEOUT_S = 60.0
 """Longest wait at a step boundary for the announcements of the others."""
+
+
+_asked: WeakSet[GracefulStop] = WeakSet()
+"""Those of an elastic job that were asked to stop and are not closed."""
 
 
 class GracefulStop:
@@ -49,10 +54,11 @@ class GracefulStop:
         self._closed = threading.Event()
         self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
-        self._is_elastic = is_elastic()
-        """Whether ranks agree where they agree that an update is complete, by `ElasticRecovery.is_stopping`."""
+        self._recovery = context_of.current().recovery if is_elastic() else None
+        """Where ranks agree that an update is complete, and on stopping with it: `ElasticRecovery.is_stopping`."""
 
-        if store is not None and not self._is_elastic:
+        self._update_recovery()
+        if store is not None and self._recovery is None:
             self._thread = threading.Thread(target=self._watch, name="phalanx stop edge", daemon=True)
             self._thread.start()
 
@@ -74,13 +80,14 @@ class GracefulStop:
     def ask(self) -> None:
         """Ask all ranks to stop at a step boundary."""
         self._requested.set()
-        if self._is_elastic:
-            context_of.current().recovery.is_stop_requested = True
+        if self._recovery is not None:
+            _asked.add(self)
+            self._recovery.is_stop_requested = True
 
     def is_at(self, edge: int) -> bool:
         """Return whether all ranks stop at this step boundary; every rank calls it at every boundary.
 
-        Ranks that all ask before the same boundary stop at it.
+        Ranks that all ask before the same boundary stop at it; in an elastic job one update later.
 
         Args:
             edge: Steps done; any increasing numbers, the same on all ranks.
@@ -88,8 +95,8 @@ class GracefulStop:
         Raises:
             PeerLostError: If a rank has not announced its boundary in time.
         """
-        if self._is_elastic:
-            return bool(context_of.current().recovery.is_stopping)
+        if self._recovery is not None:
+            return bool(self._recovery.is_stopping)
         if self._store is None:
             return self._requested.is_set()
         with self._lock:
@@ -115,6 +122,13 @@ class GracefulStop:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
         self._before = {}
+        _asked.discard(self)
+        self._update_recovery()
+
+    def _update_recovery(self) -> None:
+        """Let no request outlive what was to stop: the recovery is of the process. Others are agreed on again."""
+        if self._recovery is not None:
+            self._recovery.is_stop_requested, self._recovery.is_stopping = bool(_asked), False
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.ask()

@@ -116,6 +116,8 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     if dist.is_initialized():
         _adopt(role)
         return False
+    if membership.current() is not None and role.is_worker:
+        _backend = _choose_backend(backend)  # also of a job that has one rank now, and of a rank that joins
     if role.world_size == 1 or not role.is_worker:
         return False
     if role.server_endpoints and role.attempt and role.launcher == "phalanx":

@@ -88,7 +88,10 @@ class Agreement:
         """
         trained = [index for index, progress in enumerate(everyone) if not progress.is_joining]
         if not trained:
-            raise PeerLostError("nobody is left who has the state of the job")
+            raise PeerLostError(
+                "all ranks that had the training state were lost. Restart the job; it resumes from its newest "
+                "checkpoint."
+            )
         committed = max(everyone[index].committed for index in trained)
         ahead = [index for index in trained if everyone[index].committed == committed]
         if all(everyone[index].is_between for index in ahead):

@@ -34,7 +34,7 @@ from phalanx.checkpoint.replay import replay_request
 from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
-from phalanx.comm.elastic.shared_state import share_with_joiners
+from phalanx.comm.elastic.shared_state import end_sharing, share_with_joiners
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.step.gate import has_updated
@@ -174,7 +174,8 @@ class Run:
         """Stop training on all ranks.
 
         Not collective. Called by all ranks at one place, they stop at the edge (of a step, sink or epoch) that follows;
-        called by some, at an edge soon after on which all agree.
+        called by some, at an edge soon after on which all agree. Ranks of an elastic job agree with the next update,
+        and stop after it.
         """
         self._dispatcher.request_stop(reason)
 
@@ -332,6 +333,7 @@ class Run:
                 self._dispatcher.decide("end")
         finally:
             events.run_reports(None)
+            end_sharing(self)
             self._dispatcher.close()
             with contextlib.ExitStack() as closing:  # all, also where one fails
                 for callback in self.callbacks:
