@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
+from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, strategy_of_job, train
 from fake_launcher import FakeLauncher, tell
-from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
 from phalanx.errors import ConfigError
+from phalanx.parallel.session import session
 from phalanx.parallel.step.gate import has_updated
 from ranks import RankFailedError, run_ranks
 
@@ -210,6 +211,25 @@ def ask_for_part_of_the_state() -> None:
     px.distribute(net, optimizer, strategy=px.DistributedStrategy(sharding=True))
     with pytest.raises(ConfigError, match=r"px\.Checkpointer, which gather it"):
         optimizer.state_dict()
+
+
+def explain_memory() -> None:
+    net = nn.Linear(64, 63)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(8, 64))
+    strategy = strategy_of_job()
+    model, optimizer, loader = px.distribute(net, optimizer, data, global_batch=8, strategy=strategy)
+    for (x,) in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    found = px.explain(model, optimizer=optimizer).memory.optimizer
+    state = session.optimizers[optimizer].shards._state.values()
+    assert abs(found - sum(value.nbytes for entries in state for value in entries.values())) < 32
+
+
+def test_explain_counts_the_shards_of_a_rank() -> None:
+    for env in (MIRROR, NO_MIRROR):
+        ElasticJob(explain_memory, members=3, env={"PHALANX_REPLICAS": "4", **env}).run()
 
 
 def give_two_optimizers() -> None:

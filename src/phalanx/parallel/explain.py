@@ -13,7 +13,7 @@ from phalanx.data.loader.binding import bind_argument
 from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import activation_bytes, as_trained, computes_elsewhere, is_averaged, state_of
 from phalanx.parallel.model_profile import layer_kinds
-from phalanx.parallel.session import applied_to, session
+from phalanx.parallel.session import applied_to, optimizer_record, session
 from phalanx.parallel.step.hooks import list_phases
 from phalanx.plan.report.explain import Explanation
 from phalanx.plan.report.explain import explain as explain_plan
@@ -51,6 +51,10 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
         averaged=is_averaged(model),
         step=_step_of(model, optimizer),
     )
+    shards = None if optimizer is None else optimizer_record(optimizer).shards
+    memory = explanation.memory
+    if shards is not None and memory is not None:  # of the whole state that the Plan of an elastic job says
+        explanation = replace(explanation, memory=replace(memory, optimizer=round(memory.optimizer * shards.share)))
     if not inputs or computes_elsewhere(applied):
         return explanation
     return replace(explanation, activation_bytes=activation_bytes(model, arguments))
