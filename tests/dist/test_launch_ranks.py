@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -94,9 +93,7 @@ def test_an_exit_handler_that_fails_fails_the_rank(tmp_path: Path) -> None:
     assert launch(tmp_path, "leave.py").code == 4
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_twenty_launches_at_once_share_no_port(tmp_path: Path) -> None:
+def test_eight_launches_at_once_share_no_port(tmp_path: Path) -> None:
     """Each job's two ranks meet in their own store; a clash would fail one or join two jobs."""
     from launching import RUN, Launch
 
@@ -109,15 +106,13 @@ def test_twenty_launches_at_once_share_no_port(tmp_path: Path) -> None:
         "assert other == os.environ['PHALANX_JOB_ID']\n"
         "print('met', os.environ['PADDLE_TRAINER_ENDPOINTS'], flush=True)\n"
     )
-    started = time.monotonic()
-    # Sixty processes among themselves; a test that runs beside them in the other process of `make test` goes first.
+    # Two dozen processes among themselves; a test that runs beside them in the other process of `make test` goes first.
     nice = ("nice", "-n", "10", *RUN)
-    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(20)]
-    done = [one.wait(200) for one in running]
-    assert [one.code for one in done] == [0] * 20, [one.out for one in done if one.code]
+    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(8)]
+    done = [one.wait(100) for one in running]
+    assert [one.code for one in done] == [0] * 8, [one.out for one in done if one.code]
     endpoints = [e for one in done for e in one.out.rpartition("met ")[2].strip().split(",")]
-    assert len(set(endpoints)) == 40
-    assert time.monotonic() - started < 200
+    assert len(set(endpoints)) == 16
     for one in done:
         one.gone_within(0.5)
 
