@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launching import BIN, launch
+from launching import BIN, free_port, launch
+from phalanx.launch.cli import flags
+from phalanx.launch.process import log_format
 
 pytestmark = pytest.mark.dist
 
@@ -20,6 +23,27 @@ PS = (str(BIN / "python"), "-m", "phalanx.distributed.launch_ps")
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text("print('started')")
     return tmp_path
+
+
+@pytest.fixture
+def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns what the launcher says of a command that it does not start; in this process."""
+    monkeypatch.chdir(folder)
+    # What it would do to the log lines and, for --lang, to the environment of this process, other tests would find.
+    monkeypatch.setattr(log_format, "configure_launcher", lambda *_: None)
+    monkeypatch.setenv("PHALANX_LANG", "")
+
+    def refused(*arguments: str, **environment: str) -> str:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        code = flags.run(arguments, None, name="phalanx run", wants_servers=False)
+        out, err = capfd.readouterr()
+        assert code == 2, out + err
+        assert "started" not in out
+        assert not (folder / "log").exists()
+        return " ".join(err.split())
+
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -53,13 +77,17 @@ def folder(tmp_path: Path) -> Path:
         (["--print_config", "train.py"], r"--print_config was removed: "),
     ],
 )
-def test_a_wrong_command_is_refused(folder: Path, arguments: list[str], message: str) -> None:
-    done = launch(folder, *arguments)
+def test_a_wrong_command_is_refused(refused: Callable[..., str], arguments: list[str], message: str) -> None:
+    said = refused(*arguments)
+    assert re.search(message, said), said
+
+
+def test_a_refused_command_ends_with_the_message_alone(folder: Path) -> None:
+    done = launch(folder, "-n", "0", "train.py")
     assert done.code == 2
-    assert re.search(message, " ".join(done.err.split())), done.err
+    assert "'0' is no number of processes" in done.err
     assert "Traceback" not in done.err
     assert "started" not in done.out
-    assert not (folder / "log").exists()
 
 
 @pytest.mark.parametrize(
@@ -82,12 +110,10 @@ def test_a_wrong_command_is_refused(folder: Path, arguments: list[str], message:
     ],
 )
 def test_mistakes_are_told_in_the_users_language_and_name_the_variables(
-    folder: Path, arguments: list[str], environment: dict[str, str], message: str
+    refused: Callable[..., str], arguments: list[str], environment: dict[str, str], message: str
 ) -> None:
-    done = launch(folder, *arguments, environment=environment)
-    assert done.code == 2
-    assert re.search(message, " ".join(done.err.split())), done.err
-    assert "started" not in done.out
+    said = refused(*arguments, **environment)
+    assert re.search(message, said), said
 
 
 def test_launch_ps_is_for_parameter_servers(folder: Path) -> None:
@@ -104,16 +130,15 @@ def test_a_port_in_use_is_named_with_its_owner(folder: Path) -> None:
         done = launch(folder, "--http_port", str(port), "train.py")
     assert done.code == 2
     assert re.search(
-        rf"--http_port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \(.*python.*\)\. End that process", done.err
+        rf"--http_port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \(.*python.*\)\. End that process",
+        done.err,
     )
 
 
 def test_a_fixed_port_is_the_one_the_ranks_are_told(folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     (folder / "port.py").write_text("import os; print('port', os.environ['MASTER_PORT'])")
-    assert f"port {port}\n" in launch(folder, "--master_port", str(port), "port.py").out
+    assert f"port {port}\n" in launch(folder, "--master_port", port, "port.py").out
 
 
 def test_a_log_folder_that_cannot_be_written_is_named(folder: Path) -> None:
