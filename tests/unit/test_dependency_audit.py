@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from email.message import Message
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -44,3 +45,22 @@ def test_what_is_wrong_is_named(audit: ModuleType, licence: str, version: str, a
     found = list(audit.problems([dependency], [Requirement(asked)], ADVISORIES))
     assert len(found) == len(expected)
     assert all(part in line for part, line in zip(expected, found, strict=True))
+
+
+def test_packages_that_need_each_other_are_each_looked_at_once(
+    audit: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {"a": ["b[fast]"], "b": ["a", "c; extra == 'fast'"], "c": []}
+
+    class Installed:
+        version = "1.0"
+
+        def __init__(self, name: str) -> None:
+            if name not in needs:
+                raise audit.metadata.PackageNotFoundError(name)
+            self.requires, self.metadata = needs[name], Message()
+
+    monkeypatch.setattr(audit.metadata, "distribution", Installed)
+    found = [next(found).name for found in [audit.installed([Requirement("a")])] for _ in range(3)]
+    assert sorted(found) == ["a", "b", "c"]
+    assert [dependency.name for dependency in audit.installed([Requirement("a")])] == found
