@@ -57,6 +57,20 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} µs"
 
 
+def format_length(seconds: float, *, digits: int = 0) -> str:
+    """Return a length of time as `12 s`, `3:07` or `2:03:07`.
+
+    Args:
+        seconds: The length.
+        digits: Of a length below a minute, behind the point.
+    """
+    if seconds < 60:
+        return f"{max(0.0, seconds if digits else int(seconds)):.{digits}f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def _digits(value: float, up: bool) -> float:
     """Return a value, with four digits and no less where it is to be rounded up."""
     if not up or not value:

@@ -40,7 +40,7 @@ def test_goodput_is_the_time_that_was_neither_start_nor_standstill() -> None:
     history.add_report("n0.2", {"epoch": 2, "step": 50, "seconds": 9.0, "redone": 0}, 1061.0)
     history.add_report("n0.0", {"epoch": 2, "step": 50, "seconds": 0.5, "redone": 0}, 1061.0)
     assert history.goodput(1100.0) == (
-        "goodput 94.5 %: 1 min 34 s of steps in 1 min 40 s; lost: 3.0 s start, 2.0 s n0.1 lost, 0.5 s n0.2 joined; "
+        "goodput 94.5 %: 1:34 of steps in 1:40; lost: 3.0 s start, 2.0 s n0.1 lost, 0.5 s n0.2 joined; "
         "8 samples computed again"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import NotFoundError
+from phalanx.jobs import paths
 from phalanx.jobs.attempt import logs
 from phalanx.jobs.paths import logs as folder_of
+from phalanx.launch.job.logs import HANG
 
 
 @pytest.fixture
@@ -150,3 +153,36 @@ def test_each_rank_is_heard_of_by_its_log_or_its_events(tmp_path: Path) -> None:
         (folder / name).touch()
         os.utime(folder / name, (time, time))
     assert logs.last_signs(tmp_path) == {"0": 9.0, "1": 6.0}
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "deep", "large", "surrogate", "list", "numbers", "text"])
+def test_a_hang_report_that_a_script_put_there_is_none(folder: Path, tmp_path: Path, kind: str) -> None:
+    path = paths.launcher_logs(folder, 0) / "hang.json"
+    path.parent.mkdir(parents=True)
+    report = json.dumps({"lines": ["rank 1 is elsewhere"]})
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "secret.json").write_text(report)
+        path.symlink_to(tmp_path / "secret.json")
+    else:
+        texts = {
+            "deep": "[" * 50_000,
+            "large": json.dumps({"lines": ["x" * 2**17]}),
+            "surrogate": '{"lines": ["\\ud800"]}',
+            "list": "[1]",
+            "numbers": '{"lines": 3}',
+            "text": "{",
+        }
+        path.write_text(texts[kind])
+    assert logs.read_report(folder, HANG) == ""
+
+
+def test_a_hang_report_of_the_launcher_is_read(folder: Path) -> None:
+    path = paths.launcher_logs(folder, 0) / "hang.json"
+    path.parent.mkdir(parents=True)
+    assert logs.read_report(folder, HANG) == ""
+    path.write_text(json.dumps({"lines": ["rank 1 is elsewhere", "it waits"]}))
+    assert logs.read_report(folder, HANG) == "rank 1 is elsewhere\nit waits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.addresses import parse_endpoint
-from phalanx.units import format_bytes, format_gib, format_mb, format_seconds, parse_bytes
+from phalanx.units import format_bytes, format_gib, format_length, format_mb, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,14 @@ def test_endpoints_are_read(text: str, address: tuple[str, int] | None) -> None:
 def test_port_0_is_an_endpoint_where_the_system_may_choose() -> None:
     assert parse_endpoint("a:0") is None
     assert parse_endpoint("a:0", least_port=0) == ("a", 0)
+
+
+def test_lengths_of_time_are_printed() -> None:
+    assert [format_length(seconds) for seconds in (-1.0, 0.9, 12.7, 187.0, 7387.0)] == [
+        "0 s",
+        "0 s",
+        "12 s",
+        "3:07",
+        "2:03:07",
+    ]
+    assert (format_length(4.26, digits=1), format_length(61.9, digits=1)) == ("4.3 s", "1:01")

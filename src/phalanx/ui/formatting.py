@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from phalanx.jobs.models import Event, Job, JobState
 from phalanx.ui.i18n import Say
-from phalanx.units import format_gib
+from phalanx.units import format_gib, format_length
 
 
 def when(time: datetime | None) -> Markup:
@@ -28,17 +28,7 @@ def span(start: datetime | None, end: datetime | None) -> str:
     """Return how long something took, or has taken so far."""
     if start is None:
         return "–"
-    return length(((end or datetime.now(UTC)) - start).total_seconds())
-
-
-def length(seconds: float) -> str:
-    """Return a length of time as `12 s`, `3:07` or `2:03:07`."""
-    whole = max(0, int(seconds))
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+    return format_length(((end or datetime.now(UTC)) - start).total_seconds())
 
 
 def number(value: Any) -> str:

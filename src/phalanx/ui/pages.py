@@ -15,7 +15,7 @@ from phalanx.jobs.models import Attempt, Job, JobState
 from phalanx.jobs.spec import TrainingJob
 from phalanx.ui import formatting
 from phalanx.ui.session import ROOT, ConsoleSession, current_session
-from phalanx.units import format_gib
+from phalanx.units import format_gib, format_length
 
 routes = APIRouter(include_in_schema=False)
 
@@ -106,7 +106,7 @@ def _head(session: ConsoleSession, job: Job) -> dict[str, Any]:
         "reports": reports,
         "epochs": _epochs(session, job) if job.attempt else [],
         "columns": _columns(event for _, event in reports),
-        "grace": formatting.length(float(job.spec.get("grace", 30))),
+        "grace": format_length(float(job.spec.get("grace", 30))),
     }
 
 
@@ -118,9 +118,24 @@ def _epochs(session: ConsoleSession, job: Job) -> list[dict[str, Any]]:
     by_epoch: dict[int, dict[str, Any]] = {}
     for node in range(min(resources["nodes"], _EPOCH_NODES)):
         for event in session.jobs.reports(job.id, rank=f"launcher.{node}", offset=-32768).events:
-            if event.get("kind") == "epoch" and isinstance(event.get("epoch"), int):
-                by_epoch.setdefault(event["epoch"], event)
+            if (change := _epoch(event)) is not None:
+                by_epoch.setdefault(change["epoch"], change)
     return [by_epoch[epoch] for epoch in sorted(by_epoch, reverse=True)][:_EPOCHS]
+
+
+def _epoch(event: dict[str, Any]) -> dict[str, Any] | None:
+    """What the page shows of a change of the members; None for what is none, for any script may write that file."""
+    seconds = event.get("seconds", {})
+    is_change = (
+        event.get("kind") == "epoch"
+        and isinstance(event.get("epoch"), int)
+        and isinstance(seconds, dict)
+        and all(isinstance(value, int | float) for value in seconds.values())
+    )
+    if not is_change:
+        return None
+    shown = {name: event.get(name) for name in ("epoch", "step", "ranks", "reason", "redone")}
+    return {**shown, "stall_s": max(seconds.values(), default=None)}
 
 
 def _last_reports(session: ConsoleSession, job: Job) -> list[tuple[str, dict[str, Any]]]:

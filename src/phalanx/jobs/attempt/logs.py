@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import re
@@ -29,6 +30,9 @@ TAIL_BYTES = 24 * 2**20
 
 MOST_BYTES = 2**20
 """Most that one call reads."""
+
+_REPORT_BYTES = 2**16
+"""Most of a hang report."""
 
 _LEAST_BYTES = 16
 """Fewer could be less than one letter."""
@@ -138,6 +142,31 @@ def _all(folder: Path) -> list[Path]:
     return [path for path in paths.logs(folder).rglob("*") if path.is_file() and not path.is_symlink()]
 
 
+def is_own(folder: Path, path: Path) -> bool:
+    """Return whether a file is in the logs of an attempt: jobs write there, and could link to what is not theirs."""
+    return path.resolve().is_relative_to(paths.logs(folder).resolve())
+
+
+def read_report(folder: Path, name: str) -> str:
+    """Return the lines of a report that an attempt's first launcher wrote; "" where there is none.
+
+    Args:
+        folder: The attempt's.
+        name: Name of the file, such as `hang.json`.
+    """
+    path = paths.launcher_logs(folder, 0) / name
+    try:
+        if not path.is_file() or not is_own(folder, path):
+            return ""
+        with path.open("rb") as file:
+            lines = json.loads(file.read(_REPORT_BYTES))["lines"]
+        text = "\n".join(line for line in lines if isinstance(line, str))
+        text.encode()  # half a pair of surrogates could not be sent
+        return text
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""  # there is none, or a script wrote a file of that name
+
+
 def _path(folder: Path, name: str) -> Path | None:
     """Return the file of a log, None while there is none."""
     match = re.fullmatch(r"(|server-|heter-|node-)(\d{1,6})", name, re.ASCII)
@@ -146,8 +175,7 @@ def _path(folder: Path, name: str) -> Path | None:
     path = paths.logs(folder) / _FILES[match[1]].format(match[2])
     if not path.is_file():  # Nor what a job made in its place: a pipe would be waited for, without end.
         return None
-    # Jobs write here, and could link to what is not theirs to show.
-    if not path.resolve().is_relative_to(paths.logs(folder).resolve()):
+    if not is_own(folder, path):
         raise NotFoundError(f"Log {name!r} is a link out of the attempt's folder, which is not followed.")
     return path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
@@ -218,11 +217,7 @@ class JobService(Jobs):
         """Return the lines of a report that the launcher of a job's last attempt wrote; none where there is none."""
         if not record.attempt:
             return ""
-        try:
-            text = (paths.launcher_logs(self._folder(record, None), 0) / name).read_text(encoding="utf-8")
-            return "\n".join(str(line) for line in json.loads(text)["lines"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return ""  # it goes on, or a script wrote a file of that name
+        return logs.read_report(self._folder(record, None), name)
 
     def machine(self) -> dict[str, ResourceUse]:
         from phalanx.jobs.backends.local import this_machine

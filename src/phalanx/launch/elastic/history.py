@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.view import View
+from phalanx.units import format_length
 
 SHOWN_LOSSES = 6
 """How many causes of lost time the last line names."""
@@ -115,7 +116,8 @@ class History:
         if rest := sorted(stalls, reverse=True)[SHOWN_LOSSES:]:
             lost.append(f"{sum(s for s, _ in rest):.1f} s in {len(rest)} more")
         good_s = max(0.0, total_s - start_s - sum(s for s, _ in stalls))
-        line = f"goodput {100 * good_s / total_s:.1f} %: {_duration(good_s)} of steps in {_duration(total_s)}"
+        good, total = (format_length(seconds, digits=1) for seconds in (good_s, total_s))
+        line = f"goodput {100 * good_s / total_s:.1f} %: {good} of steps in {total}"
         redone = sum(event.redone for event in self.events)
         return f"{line}; lost: {', '.join(lost)}" + (f"; {redone} samples computed again" if redone else "")
 
@@ -126,11 +128,3 @@ def _cause(event: EpochEvent) -> str:
         [f"{i} lost" for i in event.lost] + [f"{i} joined" for i in event.joined] + [f"{i} left" for i in event.left]
     )
     return " and ".join(names) or "a change"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

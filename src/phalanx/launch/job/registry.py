@@ -20,6 +20,7 @@ from phalanx.files import temporary_path, write_atomically
 from phalanx.i18n import tr
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.process import linux
+from phalanx.units import format_length
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -53,7 +54,7 @@ class RegistryEntry:
         self._publish()
 
     def write_hang(self, verdict: Verdict | None) -> None:
-        """Publish why the job does not go on, or that it does again."""
+        """Publish why the job is stalled, or that it does again."""
         self._job["hang"] = (
             None if verdict is None else {"since": time.time() - verdict.waited_s, "lines": verdict.lines}
         )
@@ -138,9 +139,8 @@ def render(listed: list[dict[str, Any]]) -> str:
         return "No job is running on this host under your account.\n"
     lines = []
     for job in listed:
-        lines.append(
-            f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {_age(job['age_s'])}"
-        )
+        age = format_length(job["age_s"])
+        lines.append(f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {age}")
         is_balanced = any(process["share"] is not None for process in job["processes"])
         shares = f"{'share':>15}{'ms/sample':>11}" if is_balanced else ""
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}{shares}  log")
@@ -185,12 +185,6 @@ def _share(process: dict[str, Any]) -> str:
         return "-"
     share = f"{100 * float(process['share']):.3g} %"
     return share if process["replicas"] is None else f"{process['replicas']} replicas"
-
-
-def _age(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 @click.command(name="ps")
