@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import wrong_numbers_rank
-from launching import launch
-from phalanx.diagnose.replay.commands import command
+from launching import BIN, launch
+from phalanx.diagnose.replay import commands
 from phalanx.diagnose.replay.flight import Flight
+from phalanx.errors import ConfigError, LaunchError
 from phalanx.parallel.observe.flight_log import MOST_BYTES, FlightLog, compressed, flight_file, read_flight_log
 
 pytestmark = pytest.mark.dist
@@ -30,7 +31,7 @@ def fly(folder: Path, fault: str, *arguments: str, ranks: int = 2) -> None:
 
 
 def replay(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    done = CliRunner().invoke(command, [*arguments, "--json", str(folder / "log")])
+    done = CliRunner().invoke(commands.command, [*arguments, "--json", str(folder / "log")])
     assert done.stdout, done.exception
     return done.exit_code, json.loads(done.stdout)
 
@@ -76,6 +77,75 @@ def test_a_model_is_replayed_from_a_checkpoint_of_its_callback(tmp_path: Path) -
     assert job.code == 0, job.out + job.err
     code, report = replay(tmp_path, "--step", "6")
     assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
+
+
+LOOP = """
+import os
+import torch, torch.nn.functional as F
+import phalanx as px
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 5))
+data = torch.utils.data.TensorDataset(torch.randn(96, 12), torch.randint(0, 5, (96,)))
+model, optimizer, loader = px.distribute(net, torch.optim.SGD(net.parameters(), 0.1), data, global_batch=16)
+if os.path.isdir("saved"):
+    px.load("saved", model, optimizer, loader)
+for number, (x, y) in enumerate(loader, 1):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    if number % 2 == 0:
+        px.save("saved", model, optimizer, loader)
+"""
+
+
+def test_checkpoints_that_are_numbered_by_themselves_are_known_by_their_updates(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    job = launch(tmp_path, "-n", "2", "--replicas", "2", "--flight_log", "train.py")
+    assert job.code == 0, job.out + job.err
+    code, report = replay(tmp_path, "--step", "5")
+    assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
+
+
+def test_a_replay_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    entries = [
+        {"kind": "begin", "script": ["train.py"], "folder": str(tmp_path)},
+        {"kind": "step", "step": 0, "loss": [1.0], "local": {}, "sum": []},
+    ]
+    write_log(tmp_path, entries)
+    done = subprocess.run(
+        [BIN / "phalanx", "replay", "--step", "0", "--timeout", "1", "log"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert "the replay did not end within 1 s. Give a longer --timeout." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def write_log(folder: Path, entries: list[dict[str, Any]]) -> None:
+    (folder / "log").mkdir()
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (folder / "log" / "flight.0.jsonl").write_text(lines)
+
+
+def test_a_replay_that_did_not_come_to_the_step_does_not_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = {n: {0: {"loss": [1.0], "local": {}, "sum": []}} for n in range(6)}
+    flight = Flight(["train.py"], str(tmp_path), replicas=2, updates=updates)
+    again = Flight(["train.py"], str(tmp_path), replicas=2, updates={0: updates[0]})
+    monkeypatch.setattr(commands, "read_flight", lambda _: flight)
+    monkeypatch.setattr(commands, "_replay", lambda *_, **__: (again, ""))
+    with pytest.raises(LaunchError, match="did not come to step 5: it made steps"):
+        commands.command.main(["--step", "5", str(tmp_path)], standalone_mode=False)
+
+
+def test_a_first_difference_needs_logical_replicas(tmp_path: Path) -> None:
+    flight = Flight(["train.py"], str(tmp_path), updates={0: {0: {"loss": [1.0]}}})
+    with pytest.raises(ConfigError, match="no logical replicas"):
+        commands._target(flight, None, "first-difference")
 
 
 def test_a_nan_is_found_and_its_sample_named(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ class ReplayRequest:
     until: int
     """Updates after which it ends, counted from the start of the run."""
 
+    start: int = 0
+    """Updates that are in the checkpoint."""
+
     checkpoint: str | None = None
     """Where to begin; the start of the run when None."""
 
@@ -49,4 +52,6 @@ def begin_replay(text: str) -> None:
             raise SystemExit(0)
 
     flight_log.begin(Path(request.log))
+    # Checkpoints have numbers of their own where a script gives none.
+    flight_log.loaded_step = request.start
     flight_log.after_update = end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -15,10 +14,9 @@ import click
 
 from phalanx.checkpoint.replay import ReplayRequest
 from phalanx.cluster.env.environment import REPLAY_VARIABLE
+from phalanx.diagnose.recorded_process import last_lines, run_recorded
 from phalanx.diagnose.replay.flight import Flight, first_mismatch, read_flight
 from phalanx.errors import ConfigError, LaunchError
-
-_LINES = 25
 
 
 @click.command("replay")
@@ -42,9 +40,14 @@ def command(run: Path, step: int | None, find: str | None, timeout_s: float, as_
     start, checkpoint = (0, None) if find == "first-difference" else flight.nearest_checkpoint(target)
     if find == "first-difference" and (loaded := flight.checkpoints.get(min(flight.updates))):
         start, checkpoint = min(flight.updates), loaded
-    replay, output = _replay(flight, target, checkpoint, timeout_s, checks_nan=find == "nan")
-    can_compare = flight.replicas is not None and bool(replay.updates)
-    mismatch = first_mismatch(flight, replay) if can_compare else None
+    replay, output = _replay(flight, target, start, checkpoint, timeout_s, checks_nan=find == "nan")
+    if target not in replay.updates and not output:
+        raise LaunchError(
+            f"the replay began with step {start} and did not come to step {target}: it made steps "
+            f"{sorted(replay.updates)}. Does the script resume from the checkpoint, and make as many steps as the run?"
+        )
+    mismatch = None if flight.replicas is None else first_mismatch(flight, replay)
+    can_compare = flight.replicas is not None and (mismatch is not None or target in replay.updates)
     report = _report(flight, replay, target, start, checkpoint) | {
         "mismatch": None if mismatch is None else asdict(mismatch),
         "equal": mismatch is None if can_compare else None,
@@ -62,6 +65,11 @@ def _target(flight: Flight, step: int | None, find: str | None) -> int:
     """
     if step is None and find is None:
         raise click.UsageError("Say which step: --step N, or --find nan, spike or first-difference.")
+    if find == "first-difference" and flight.replicas is None:
+        raise ConfigError(
+            "the run had no logical replicas, so its bits depend on the number of ranks and a first difference says "
+            "nothing. Train with --replicas N, or name a --step."
+        )
     if step is None:
         found_step = {"nan": flight.find_nan, "spike": flight.find_spike}.get(str(find), lambda: flight.last)()
         if found_step is None:
@@ -76,37 +84,36 @@ def _target(flight: Flight, step: int | None, find: str | None) -> int:
 
 
 def _replay(
-    flight: Flight, target: int, checkpoint: str | None, timeout_s: float, *, checks_nan: bool
+    flight: Flight, target: int, start: int, checkpoint: str | None, timeout_s: float, *, checks_nan: bool
 ) -> tuple[Flight, str]:
     """Run the script again up to an update; return what it logged, and its last lines if it failed.
 
     Raises:
-        LaunchError: If it made no step.
+        LaunchError: If it made no step, or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-replay-") as folder:
         log = Path(folder) / "again" / "flight.0.jsonl"
-        variables = os.environ | {REPLAY_VARIABLE: ReplayRequest(str(log), target + 1, checkpoint).to_text()}
+        variables = os.environ | {REPLAY_VARIABLE: ReplayRequest(str(log), target + 1, start, checkpoint).to_text()}
         variables |= {"PHALANX_CHECK_NAN_INF": "1"} if checks_nan else {}
         variables |= (
             {} if flight.replicas is None or flight.threads is None else {"OMP_NUM_THREADS": str(flight.threads)}
         )
         replicas = [] if flight.replicas is None else ["--replicas", str(flight.replicas)]
         command_line = [sys.executable, "-m", "phalanx.launch", "-n", "1", "--log_dir", f"{folder}/log", *replicas]
-        done = subprocess.run(
+        output = Path(folder) / "output.txt"
+        code = run_recorded(
             [*command_line, *_script_words(flight)],
-            cwd=flight.folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            check=False,
+            folder=flight.folder,
+            variables=variables,
+            output=output,
+            timeout_s=timeout_s,
+            title="the replay",
+            advice="Give a longer --timeout.",
         )
-        words = "\n".join((done.stdout + done.stderr).rstrip().splitlines()[-_LINES:])
         error = _last_error(Path(folder) / "log")
-        if not log.exists() or (done.returncode and not error):
+        if not log.exists() or (code and not error):
             raise LaunchError(
-                f"the replay failed with exit code {done.returncode}. The last lines it printed:\n{words}"
+                f"the replay failed with exit code {code}. The last lines it printed:\n{last_lines(output)}"
             )
         if error and not checks_nan:
             raise LaunchError(f"the replay failed: {error}")

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.diagnose.recorded_process import last_lines, run_recorded
 from phalanx.diagnose.verify.records import RecordedRun, read_run
 from phalanx.errors import ConfigError, LaunchError
 from phalanx.parallel.observe.recorder import RECORD_VARIABLE, RecordRequest
 
 PLAN_VARIABLE = "PHALANX_PLAN"
-_LINES = 25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,45 +53,22 @@ def record_run(spec: ComparedRun, out: Path, *, steps: int, timeout_s: float) ->
     replicas = () if spec.replicas is None else ("--replicas", str(spec.replicas))
     command = [sys.executable, "-m", "phalanx.launch", "-n", str(spec.ranks), "--log_dir", str(out / "log"), *replicas]
     output = out / "output.txt"
-    with open(output, "wb") as file:
-        process = subprocess.Popen(
-            [*command, str(spec.script), *spec.arguments],
-            cwd=spec.folder,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"the run with {spec.label} did not end within {timeout_s:g} s. Ask for fewer --steps, or give a "
-                f"longer --timeout. The last lines it printed:\n{_last_lines(output)}"
-            ) from None
-        finally:
-            _end(process)
+    code = run_recorded(
+        [*command, str(spec.script), *spec.arguments],
+        folder=spec.folder,
+        variables=variables,
+        output=output,
+        timeout_s=timeout_s,
+        title=f"the run with {spec.label}",
+        advice="Ask for fewer --steps, or give a longer --timeout.",
+    )
     run = read_run(spec.label, out / "steps", spec.ranks)
     if code != 0 and len(run.steps) < steps:
         raise LaunchError(
             f"the run with {spec.label} failed with exit code {code} after {len(run.steps)} steps. Make `phalanx run "
-            f"-n {spec.ranks} {spec.script}` work first. The last lines it printed:\n{_last_lines(output)}"
+            f"-n {spec.ranks} {spec.script}` work first. The last lines it printed:\n{last_lines(output)}"
         )
     return run
-
-
-def _last_lines(output: Path) -> str:
-    return "\n".join(output.read_text(errors="replace").rstrip().splitlines()[-_LINES:])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()  # the launcher ends its ranks
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class FlightLog:
         self.step = 0
         """Updates so far, over all runs that this one continues."""
 
+        self.loaded_step: int | None = None
+        """Updates in the checkpoint that is loaded, where somebody knows; looked up by its path otherwise."""
+
         self.after_update: Callable[[int], None] | None = None
         """Called with the number of updates after each line."""
 
@@ -106,7 +109,7 @@ class FlightLog:
         if not self.is_on:
             return
         if is_loaded:
-            self.step = self._updates_at(path, step)
+            self.step = self._updates_at(path, step) if self.loaded_step is None else self.loaded_step
         kind = "loaded" if is_loaded else "saved"
         self.write({"kind": kind, "step": self.step, "path": str(path.resolve())})
 
