@@ -33,7 +33,7 @@ from benchmarks.elastic_jobs import MARK, end
 
 _BIN = Path(sys.executable).parent
 _LIMIT_S = 120.0
-_VERDICT = re.compile(r"=+ the job does not go on =+\n(.*?)\n=+\n", re.DOTALL)
+_VERDICT = re.compile(r"=+ the job is stalled =+\n(.*?)\n=+\n", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def ours(fault: Fault, hang_after_s: float) -> Outcome:
-    """Run a fault under `phalanx run` until it has said why the job does not go on."""
+    """Run a fault under `phalanx run` until it has said why the job is stalled."""
     command = [
         _BIN / "phalanx",
         "run",

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from benchmarks.wrong_numbers_rank import Job
-from elastic_job import ElasticJob
+from fake_launcher import FakeLauncher
 from phalanx.errors import ConfigError, CorruptionError
 from phalanx.parallel.numerics.audit import choose_audited
 from phalanx.parallel.session import model_record
@@ -123,7 +123,7 @@ def refused_elastic() -> str:
 
 
 def test_an_elastic_job_is_refused() -> None:
-    messages = set(ElasticJob(refused_elastic, members=2, env={"PHALANX_REPLICAS": "4"}).run().values())
+    messages = set(FakeLauncher(refused_elastic, members=2, env={"PHALANX_REPLICAS": "4"}).run().values())
     assert len(messages) == 1
     assert "and ranks of this job may leave and join" in messages.pop()
 

@@ -100,7 +100,7 @@ def train_over_gloo(spawns: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_joiner_and_a_rank_that_began_alone_use_the_backend_of_the_script(members: int) -> None:
     env = {"PHALANX_REPLICAS": str(REPLICAS), "SLOW": "1"}
-    values = ElasticJob(train_over_gloo, (2,), members=members, env=env).run()
+    values = FakeLauncher(train_over_gloo, (2,), members=members, env=env).run()
     assert list(values.values()) == ["gloo"] * (members + 1)
 
 
@@ -247,7 +247,7 @@ def train_a_second_time() -> str:
 def test_a_rank_that_would_join_in_an_earlier_training_ends_and_the_others_go_on() -> None:
     env = {"PHALANX_REPLICAS": str(REPLICAS)}
     (expected,) = run_ranks(train_a_second_time, 1, env=env)
-    job = ElasticJob(train_a_second_time, members=2, env=env)
+    job = FakeLauncher(train_a_second_time, members=2, env=env)
     refusal = r"joins a job with its 1st (loader|run), which the other ranks have ended: they have made 2"
     with pytest.raises(RankFailedError, match=refusal):
         job.run()
@@ -265,7 +265,7 @@ class Counts(px.Callback):
 
 @pytest.mark.parametrize("only", [None, 1])
 def test_a_stopped_training_does_not_stop_the_next_one(only: int | None) -> None:
-    values = ElasticJob(train_twice, only, members=2, env={"PHALANX_REPLICAS": str(REPLICAS)}).run()
+    values = FakeLauncher(train_twice, only, members=2, env={"PHALANX_REPLICAS": str(REPLICAS)}).run()
     assert list(values.values()) == [[(3, "enough"), (EPOCHS * SAMPLES // GLOBAL, None)]] * 2
 
 

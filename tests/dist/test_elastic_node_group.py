@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import select
 import selectors
 import socket
 import time
@@ -14,6 +16,7 @@ import pytest
 from phalanx.cluster.view import View
 from phalanx.launch.elastic import mesh as mesh_module
 from phalanx.launch.elastic import node_group
+from phalanx.launch.elastic.handshake import JobKey
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
@@ -35,7 +38,7 @@ class Nodes:
                 addresses=dict(addresses),
                 node_count=len(keys),
                 listening=listening[node],
-                key=key,
+                key=JobKey(key),
                 hello=dict,
             )
             views: list[View] = []
@@ -160,17 +163,125 @@ def test_a_launcher_with_another_secret_is_not_let_in(
     assert not two.groups[1].mesh.connected
 
 
+STRANGE = [
+    b"[" * 100_000,
+    b'{"hello": {"node": Infinity}}',
+    b'{"hello": {"node": 1, "nonce": "x", "listens": ["127.0.0.1", 99999], "launch": ""}}',
+    b'{"hello": {"node": "x"}}',
+    b'{"knock": {"node": 77, "listens": ["127.0.0.1", 1]}}',
+    b'{"knock": {"node": 0, "listens": ["127.0.0.1", 99999], "launch": "", "proof": ""}}',
+    b'{"knock": {"node": 0, "listens": ["localhost", 1], "launch": "", "proof": ""}}',
+    b'{"knock": {"node": 0, "listens": ["127.0.0.1", 1e999], "launch": "", "proof": ""}}',
+    b'{"knock": {"node": 0, "listens": ["127.0.0.1", 1], "launch": "", "proof": "\\ud800"}}',
+    b"GET / HTTP/1.0",
+    b"[1]",
+    b'{"proof": 3}',
+]
+
+
 def test_what_is_no_message_of_a_launcher_does_no_harm(nodes: Callable[..., Nodes]) -> None:
     two = nodes(2)
-    stranger = socket.create_connection(two.groups[0].mesh.addresses[0])
-    with stranger:
-        stranger.sendall(b'{"knock": {"node": 77, "listens": ["127.0.0.1", 1]}}\n')
-        stranger.sendall(b'GET / HTTP/1.0\r\n\r\n{"hello": {"node": "x"}}\n[1]\n{"proof": 3}\n')
+    two.groups[1].mesh._nodes[0].next_dial = float("inf")  # it is told where node 0 is by strangers only
+    node_0 = two.groups[0].mesh.addresses[0]
+    with contextlib.ExitStack() as stack:
+        for line in STRANGE:
+            stranger = stack.enter_context(socket.create_connection(two.groups[1].mesh.addresses[1]))
+            stranger.sendall(line + b"\n")
+            has_fields = line.startswith(b'{"')
+            two.run_until(lambda end=stranger, awaited=has_fields: not awaited or _is_closed(end), among={1})
+        assert two.groups[1].mesh._nodes[0].address == node_0
+        assert two.groups[1].mesh.status(0) == "unknown"
+        two.groups[1].mesh._nodes[0].next_dial = 0.0
         two.start()
-    two.groups[1].mesh.send(0, {"fact": ["explode"]})
-    two.groups[1].mesh.send(0, {"accept": []})
+    for message in ({"fact": ["explode"]}, {"accept": []}, {}, {"fact": ["scale", [[0, float("inf")]], "", [9]]}):
+        two.groups[1].mesh.send(0, message)
     two.groups[1].record("lose", "n1.0", "killed")
     two.run_until(lambda: len(two.views[0]) == 2)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1 << 16) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_that_say_nothing_are_closed_once_there_are_many(nodes: Callable[..., Nodes]) -> None:
+    two = nodes(2)
+    mesh = two.groups[0].mesh
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * mesh_module.SPARE_HANDSHAKES):
+            stack.enter_context(socket.create_connection(mesh.addresses[0]))
+            two.run_until(lambda: not select.select([mesh.listening], [], [], 0)[0], among={0})
+        assert len(mesh._handshakes) == mesh_module.SPARE_HANDSHAKES + 2
+        two.start()
+
+
+def test_a_break_that_a_send_finds_is_a_broken_connection_and_is_dialled_again(nodes: Callable[..., Nodes]) -> None:
+    two = nodes(2)
+    two.start()
+    mesh = two.groups[0].mesh
+    channel = mesh._nodes[1].channel
+    assert channel is not None
+    channel.close()  # as `flush` does when the other end is gone
+    mesh.update(time.monotonic())
+    assert mesh.status(1) == "broken"
+    two.groups[0].record("lose", "n1.0", "killed")
+    two.run_until(lambda: len(two.views[1]) == 2)
+
+
+def test_the_node_that_is_left_of_two_goes_on_whoever_noticed_the_end_of_the_other(
+    nodes: Callable[..., Nodes],
+) -> None:
+    two = nodes(2)
+    two.start()
+    old = two.groups.pop(0).mesh
+    for handle in [peer.channel.socket for peer in old._nodes.values() if peer.channel is not None]:
+        assert handle is not None
+        handle.close()  # killed: no goodbye
+    assert old.listening is not None
+    old.listening.close()
+    channel = two.groups[1].mesh._nodes[0].channel
+    assert channel is not None
+    channel.close()
+    two.run_until(lambda: len(two.views[1]) == 2, timeout_s=2.0)
+    assert two.ids(1)[-1] == (1, ("n1.0",))
+    old.listening = None
+
+
+def test_a_node_whose_address_is_not_known_yet_is_neither_lost_nor_a_reason_to_fail(
+    nodes: Callable[..., Nodes],
+) -> None:
+    mesh = nodes().groups[1].mesh
+    del mesh._nodes[2]
+    assert (mesh.status(2), mesh.why(2)) == ("unknown", "")
+    mesh.drop(2, "it did not answer")
+    assert mesh.status(2) == "unknown"
+
+
+def test_facts_that_a_connection_lost_while_the_job_started_come_with_the_next(nodes: Callable[..., Nodes]) -> None:
+    two = nodes(2)
+    two.run_until(two.are_connected)
+    for group in two.groups.values():
+        for peer in group.mesh._nodes.values():
+            assert peer.channel is not None
+            peer.channel.close()
+    for node, group in two.groups.items():
+        group.record("add", {"id": f"n{node}.0", "host": f"host{node}", "pid": 1, "log": "", "node": node})
+    two.run_until(lambda: all(len(group.membership.members) == 2 for group in two.groups.values()))
+
+
+def test_a_node_that_is_taken_away_gets_no_ranks_until_another_launcher_is_there(nodes: Callable[..., Nodes]) -> None:
+    two = nodes(2)
+    two.start()
+    two.groups[1].drain()
+    two.run_until(lambda: two.groups[0].membership.targets == {0: 1, 1: 0})
+    assert two.groups[0].is_draining(1)
+    two.groups[0].mesh._nodes[1].launch = "another"
+    assert not two.groups[0].is_draining(1)
 
 
 def test_a_node_that_comes_later_learns_everything(nodes: Callable[..., Nodes]) -> None:

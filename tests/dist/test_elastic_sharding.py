@@ -229,7 +229,7 @@ def explain_memory() -> None:
 
 def test_explain_counts_the_shards_of_a_rank() -> None:
     for env in (MIRROR, NO_MIRROR):
-        ElasticJob(explain_memory, members=3, env={"PHALANX_REPLICAS": "4", **env}).run()
+        FakeLauncher(explain_memory, members=3, env={"PHALANX_REPLICAS": "4", **env}).run()
 
 
 def give_two_optimizers() -> None:

@@ -60,7 +60,7 @@ def test_two_ranks_that_die_together_are_both_left_out(tmp_path: Path) -> None:
     job.wait_until(lambda: ids(job.views("n0.3")[-1]) == ["n0.1", "n0.3"])
     assert job.launcher.process.stdout is not None
     lines = iter(job.launcher.process.stdout.readline, "")  # it says so a moment later, and the job must not end before
-    assert any("the restart budget is used up (--max_restarts says how often)" in line for line in lines)
+    assert any("the restart budget is used up (all 0 of --max_restarts 0 are used)" in line for line in lines)
     assert job.end().code == 0
 
 
@@ -193,6 +193,37 @@ def test_a_running_job_is_scaled_down_and_up_by_command(tmp_path: Path) -> None:
         (2, [], ["n0.3"]),
     ]
     assert not Path(listed["control"]).exists()
+
+
+def test_a_refusal_without_a_failed_process_starts_the_whole_job_again(tmp_path: Path) -> None:
+    job = start(tmp_path, "-n", "2:3", "--max_restarts", "1")
+    members = job.wait_for_view("n0.2", 0)["members"]
+    early = [member for member in members if member["id"] != "n0.2"]
+    for member in early:
+        job.wait_for_view(member["id"], 0)
+        job.say(member["id"], exit=0)
+    job.wait_until(lambda: not any(Path(f"/proc/{member['pid']}").exists() for member in early))
+    job.say("n0.2", suspect={"epoch": 0, "ids": ["n0.0", "n0.1"], "waited_s": 1.0, "step": 3})
+    job.wait_until(lambda: len([view for view in job.views("n0.2") if view["epoch"] == 0]) == 2)
+    done = job.end()
+    assert done.code == 0
+    assert "1 of at least 2 ranks are left. Restarting the whole job" in done.out
+
+
+def test_a_rank_is_added_only_once_one_that_leaves_has_freed_its_device(tmp_path: Path) -> None:
+    job = start(tmp_path, "-n", "1:2")
+    job.wait_for_view("n0.1", 0)
+    leaving = next(m["pid"] for m in job.wait_for_view("n0.0", 0)["members"] if m["id"] == "n0.1")
+    job.say("n0.1", sleep=2.0)
+    job.wait_until(lambda: not (tmp_path / "say.n0.1").exists())
+    pid = str(job.launcher.process.pid)
+    assert phalanx(tmp_path, "scale", pid, "1").returncode == 0
+    assert ids(job.wait_for_view("n0.0", 1)) == ["n0.0"]
+    assert phalanx(tmp_path, "scale", pid, "2").returncode == 0
+    job.environment("n0.2")
+    assert not Path(f"/proc/{leaving}").exists()
+    assert ids(job.wait_for_view("n0.2", 2)) == ["n0.0", "n0.2"]
+    assert job.end().code == 0
 
 
 def test_a_job_of_fixed_size_and_a_job_that_is_not_there_cannot_be_scaled(tmp_path: Path) -> None:

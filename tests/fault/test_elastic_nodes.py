@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import network_spaces
-from elastic_launch import ElasticLaunch, ids, no_launcher_left, start_nodes
-from launching import free_port
+from elastic_launch import JOB, ElasticLaunch, ids, no_launcher_left, start_nodes
+from launching import RUN, Launch, free_port
+from phalanx.launch.elastic.control import ask
+from phalanx.launch.job import registry
 
 pytestmark = [pytest.mark.fault, pytest.mark.usefixtures(no_launcher_left.__name__)]
 
@@ -136,6 +138,69 @@ def test_a_node_that_is_taken_away_leaves_at_a_step_and_the_others_go_on(tmp_pat
     assert ids(job.wait_for_view("n1.1", 2)) == ["n1.1"]
     job.end()
     assert job.nodes[1].code == 0
+
+
+def test_a_second_request_kills_the_ranks_of_a_node_that_is_taken_away_and_no_others(tmp_path: Path, port: str) -> None:
+    job = start_nodes(tmp_path, 2, port, "--nnodes", "1:2", "-n", "1")
+    job.wait_for_view("n1.0", 0)
+    job.wait_for_view("n0.0", 0)
+    job.say("n1.0", sleep=60.0)
+    job.wait_until(lambda: not (tmp_path / "say.n1.0").exists())
+    kill_node(job, 1, signal.SIGTERM)
+    job.wait_for_view("n0.0", 1)
+    kill_node(job, 1, signal.SIGTERM)
+    asked = time.monotonic()
+    job.nodes[1].wait(10.0).gone_within(0.5)
+    assert time.monotonic() - asked < 8.0
+    assert job.nodes[0].process.poll() is None
+    job.end()
+    assert job.nodes[0].code == 0
+
+
+def test_a_node_that_is_taken_away_gets_no_ranks_when_the_job_is_scaled(tmp_path: Path, port: str) -> None:
+    job = start_nodes(tmp_path, 2, port, "--nnodes", "1:2", "-n", "1:2")
+    job.wait_for_view("n1.1", 0)
+    job.wait_for_view("n0.0", 0)
+    for member in ("n1.0", "n1.1"):
+        job.say(member, sleep=3.0)  # it leaves later, so that the node is there while the job is scaled
+        job.wait_until(lambda member=member: not (tmp_path / f"say.{member}").exists())
+    kill_node(job, 1, signal.SIGTERM)
+    assert ids(job.wait_for_view("n0.0", 1)) == ["n0.0", "n0.1"]
+    (listed,) = [entry for entry in registry.collect() if entry["pid"] == job.nodes[0].process.pid]
+    ask(listed["control"], {"scale": 4})
+    job.nodes[1].wait(20.0).gone_within(0.5)
+    assert job.nodes[1].code == 0
+    assert not (tmp_path / "seen.n1.2").exists()
+    job.end()
+    assert job.nodes[0].code == 0
+
+
+@pytest.mark.skipif(not network_spaces.are_possible(), reason="needs root to make network namespaces")
+def test_nodes_that_know_the_first_one_only_begin_together(tmp_path: Path) -> None:
+    with network_spaces.NetworkSpaces(3) as spaces:
+        first = spaces.addresses[0]
+        shared = ("--http_port", "29500", "--nnodes", "1:3", "--master_addr", first, "-n", "1")
+        job = start_counted(tmp_path, shared, spaces)
+        for node in range(3):
+            assert ids(job.wait_for_view(f"n{node}.0", 0)) == ["n0.0", "n1.0", "n2.0"]
+        job.end()
+        assert [launcher.code for launcher in job.nodes] == [0, 0, 0]
+
+
+def start_counted(folder: Path, shared: tuple[str, ...], spaces: network_spaces.NetworkSpaces) -> ElasticLaunch:
+    """Start a launcher in each namespace, the last one when the others have met."""
+    (folder / "job.py").write_text(JOB)
+    secret = {"PHALANX_JOB_SECRET": "ab" * 32}
+
+    def flags(node: int) -> tuple[str, ...]:
+        return ("--node_rank", str(node), "--log_dir", f"log{node}", *shared, "job.py")
+
+    launcher = Launch(flags(0), folder, program=(*spaces.enter(0), *RUN), environment=secret)
+    job = ElasticLaunch(launcher, [launcher], shared)
+    for node in (1, 2):
+        job.start_node(node, program=(*spaces.enter(node), *RUN), environment=secret)
+        time.sleep(2.0 if node == 1 else 0.0)
+    return job
 
 
 def test_nodes_that_are_taken_away_together_end_the_job(tmp_path: Path, port: str) -> None:

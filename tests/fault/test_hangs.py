@@ -30,8 +30,8 @@ def hang(folder: Path, fault: Fault, *flags: str) -> Launch:
 
 
 def report_of(done: Launch) -> str:
-    """The frame that says why the job does not go on, its lines joined again where they were wrapped."""
-    found = re.search(r"=+ the job does not go on =+\n(.*?)\n=+\n", done.out, re.DOTALL)
+    """The frame that says why the job is stalled, its lines joined again where they were wrapped."""
+    found = re.search(r"=+ the job is stalled =+\n(.*?)\n=+\n", done.out, re.DOTALL)
     assert found, done.out + done.err
     return re.sub(r"\s+", " ", found[1])
 
@@ -112,13 +112,65 @@ def test_a_rank_that_works_is_named_and_the_job_goes_on_and_everyone_may_ask(
     assert (facts["hung"], facts["verdict"]["culprits"], facts["verdict"]["works"]) == (True, ["rank 1"], True)
 
 
+POOL = """
+import multiprocessing
+
+def burn(_):
+    while True:
+        pass
+
+if rank == 1:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.map(burn, [0])  # FAULT
+dist.all_reduce(x)
+"""
+
+
+def test_a_rank_that_waits_for_processes_of_its_own_works_as_long_as_they_do(
+    tmp_path: Path, running: list[Launch]
+) -> None:
+    job = start(tmp_path, running, fault_named("sleep, gloo").script.partition("\nif rank == 1")[0] + POOL, *SOON)
+    wait_until(lambda: listed(job).get("hang"))
+    verdict = json.loads((tmp_path / "log" / "hang.json").read_text())
+    assert (verdict["culprits"], verdict["works"]) == (["rank 1"], True)
+    assert any("a process that it started, is at work" in line for line in verdict["lines"])
+    time.sleep(3.0)  # well beyond --hang_timeout
+    assert job.process.poll() is None
+
+
+ELASTIC = """
+import os
+import torch, torch.nn.functional as F
+import phalanx as px
+torch.manual_seed(0)
+net = torch.nn.Linear(12, 5)
+data = torch.utils.data.TensorDataset(torch.randn(960, 12), torch.randint(0, 5, (960,)))
+model, optimizer, loader = px.distribute(net, torch.optim.SGD(net.parameters(), 0.1), data, global_batch=16)
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    while os.environ["PHALANX_MEMBER_ID"] == "n0.1" and step == 40:
+        pass
+    optimizer.step()
+"""
+
+
+def test_a_rank_of_an_elastic_job_that_loops_without_end_is_named(tmp_path: Path, running: list[Launch]) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    running.append(Launch(("-n", "1:2", "--hang_after", "1", "--hang_timeout", "0", "train.py"), tmp_path))
+    wait_until(lambda: listed(running[0]).get("hang"))
+    verdict = json.loads((tmp_path / "log" / "hang.json").read_text())
+    assert (verdict["culprits"], verdict["works"]) == (["rank 1"], True)
+    assert re.match(r"rank 1 is at train\.py:1[23]; rank 0 waits", verdict["lines"][0])
+
+
 def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path) -> None:
     script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", "time.sleep(4)")
     (tmp_path / "train.py").write_text(script + "steps(50)\ntime.sleep(3)\n")
     done = launch(tmp_path, "-n", "2", "--hang_after", "1", "--hang_timeout", "30", "train.py")
     assert done.code == 0, done.out
     assert "rank 1 is at train.py" in report_of(done)
-    assert "the job goes on, after" in done.out
+    assert "the job makes progress again, after" in done.out
 
 
 def test_the_first_steps_may_take_longer(tmp_path: Path) -> None:
@@ -126,7 +178,7 @@ def test_the_first_steps_may_take_longer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script.replace("\nsteps()\n", "\nsteps(2)\n"))
     done = launch(tmp_path, "-n", "2", *SOON, "train.py")
     assert done.code == 0
-    assert "the job does not go on" not in done.out
+    assert "the job is stalled" not in done.out
 
 
 def test_a_job_of_torchrun_is_explained_by_any_of_its_processes(tmp_path: Path, running: list[Launch]) -> None:

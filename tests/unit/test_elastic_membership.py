@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster.view import Member, View
+from phalanx.launch.elastic import picture
 from phalanx.launch.elastic.budget import WINDOW_S, RestartBudget
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 
@@ -32,6 +34,10 @@ def next_view(membership: Membership) -> View | None:
     if view is not None:
         membership.adopt(view)
     return view
+
+
+def scale(membership: Membership, size: int) -> None:
+    membership.scale({0: size}, f"scaled to {size} ranks", (membership.version[0] + 1, 0))
 
 
 def taken_up(membership: Membership) -> None:
@@ -86,7 +92,7 @@ def test_a_second_planned_view_waits_until_the_first_is_taken_up() -> None:
 
 def test_a_member_that_dies_while_it_leaves_makes_the_others_notice() -> None:
     membership = started(3)
-    membership.scale({0: 2}, "scaled to 2 ranks")
+    scale(membership, 2)
     view = next_view(membership)
     assert view is not None
     assert (view.ids, view.planned) == (("n0.0", "n0.1"), True)
@@ -102,14 +108,14 @@ def test_scaling_up_again_keeps_those_that_were_to_leave() -> None:
     membership = started(4)
     membership.lose("n0.0", "killed")
     next_view(membership)  # departures wait for it
-    membership.scale({0: 1}, "scaled to 1 rank")
-    membership.scale({0: 3}, "scaled to 3 ranks")
+    scale(membership, 1)
+    scale(membership, 3)
     taken_up(membership)
     assert next_view(membership) is None
     membership.add(member(4))
-    membership.scale({0: 4}, "scaled to 4 ranks")
+    scale(membership, 4)
     assert membership.surplus_joiners(0) == []
-    membership.scale({0: 3}, "scaled to 3 ranks")
+    scale(membership, 3)
     assert membership.surplus_joiners(0) == ["n0.4"]
 
 
@@ -180,7 +186,7 @@ class World:
 
     def scale(self, number: int) -> None:
         size = self.least + number % (self.count - self.least + 1)
-        self.membership.scale({0: size}, "scaled")
+        scale(self.membership, size)
         for member_id in self.membership.surplus_joiners(0):
             self.alive.discard(member_id)
             self.membership.lose(member_id, "not needed")
@@ -227,3 +233,27 @@ def test_whatever_happens_views_are_of_the_living_and_epochs_grow(
     if world.membership.refusal:
         assert next_view(world.membership) is None
         assert world.membership.missing(0) == 0
+
+
+def test_changes_of_the_size_come_to_the_same_on_all_nodes_in_whatever_order_they_are_told() -> None:
+    grown, shrunk = ({0: 3}, "scaled to 3 ranks", (2, 0)), ({0: 1}, "scaled to 1 rank", (1, 1))
+    ends = []
+    for order in ([grown, shrunk], [shrunk, grown], [grown]):
+        membership = started(3)
+        for change in order:
+            membership.scale(*change)
+        ends.append((membership.targets, membership.departures))
+    assert ends == [({0: 3}, {})] * 3
+
+
+def test_a_node_that_missed_a_change_of_the_size_learns_it_and_its_older_one_does_not_count() -> None:
+    behind, ahead = started(3), started(3)
+    for membership in (behind, ahead):
+        scale(membership, 1)
+    scale(ahead, 2)
+    for source, target in ((behind, ahead), (ahead, behind)):
+        picture.merge(target, json.loads(json.dumps(picture.to_json(source))))
+    assert behind.targets == ahead.targets == {0: 2}
+    assert list(behind.departures) == list(ahead.departures) == ["n0.2"]
+    scale(behind, 3)
+    assert behind.departures == {}

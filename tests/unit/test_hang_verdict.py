@@ -64,6 +64,18 @@ def test_a_rank_that_computes_is_named_and_said_to_work() -> None:
     assert any("97%" in line for line in verdict.lines)
 
 
+def test_a_rank_whose_processes_compute_works_and_one_whose_compiler_does_compiles() -> None:
+    idle = judge([waiting(0), waiting(1), rank(2, ASLEEP, made=6)])
+    busy = judge([waiting(0), waiting(1), rank(2, ASLEEP, made=6, work="is computing")])
+    compiler = Location(kind="compile")
+    compiling = judge([waiting(0), waiting(1), rank(2, compiler, made=6, work="is computing")])
+    assert idle is not None
+    assert busy is not None
+    assert compiling is not None
+    assert (idle.works, busy.works, compiling.works, compiling.is_compiling) == (False, True, True, True)
+    assert any("a process that it started, is at work" in line for line in busy.lines)
+
+
 def test_a_stopped_rank_is_certain_wherever_its_stack_is() -> None:
     verdict = judge([waiting(0), rank(1, ALL_REDUCE, made=7, calls=(call(7),), is_stopped=True), waiting(2)])
     assert verdict is not None
@@ -216,9 +228,9 @@ def test_a_job_is_named_by_its_id_or_any_of_its_processes(
 @pytest.mark.parametrize(
     ("job", "pid", "problem"),
     [
-        (None, None, r"3 jobs fit here; running are: ab12 \(a.py\), cd34 \(b.py\), ab99"),
-        ("ab", None, "2 jobs fit here"),
-        ("x", None, "0 jobs fit here"),
+        (None, None, r"3 jobs match; running jobs: ab12 \(a.py\), cd34 \(b.py\), ab99"),
+        ("ab", None, "2 jobs match"),
+        ("x", None, "0 jobs match"),
         ("cd34", None, "Job cd34 has not started"),
         ("ab1", 7, "two ways to name a job"),
         (None, 1 << 22, "There is no process 4194304"),

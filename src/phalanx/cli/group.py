@@ -24,7 +24,7 @@ _COMMANDS = {
     "why": (
         "phalanx.launch.cli.why_command",
         "command",
-        "Say why a running job does not go on: which rank, where, and who waits for it.",
+        "Say why a running job is stalled: which rank, where, and who waits for it.",
     ),
     "rank-table": ("phalanx.launch.cli.rank_table_commands", "command", "Make, check or convert a rank table."),
     "predict": (

@@ -50,7 +50,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "all states": ("All states", "全部状态"),
     "search": ("Name contains", "名称包含"),
     "phases": ("Phases", "阶段"),
-    "hang": ("The job does not go on", "作业停滞不前"),
+    "hang": ("The job is stalled", "作业停滞不前"),
     "slow": ("Ranks wait for a slow one", "各进程等待较慢的进程"),
     "failure": ("Why it failed", "失败原因"),
     "rank": ("Rank", "进程"),

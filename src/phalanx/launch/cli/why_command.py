@@ -1,4 +1,4 @@
-"""`phalanx why`: say why a running job does not go on."""
+"""`phalanx why`: say why a running job is stalled."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def find_job(job: str | None, pid: int | None) -> list[Watched]:
         names = ", ".join(f"{j['job_id']} ({j['script']})" for j in running) or tr("none")
         raise LaunchError(
             tr(
-                "{count} jobs fit here; running are: {names}. Name one, or a process by --pid.",
+                "{count} jobs match; running jobs: {names}. Name one, or a process by --pid.",
                 count=len(chosen),
                 names=names,
             )

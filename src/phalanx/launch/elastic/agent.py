@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from phalanx.cluster.view import Member, View
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.budget import RestartBudget
-from phalanx.launch.elastic.channel import MemberChannel
+from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
 from phalanx.launch.elastic.history import EpochEvent, History
 from phalanx.launch.elastic.membership import distribute_ranks
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
@@ -32,6 +32,10 @@ SAME_ERROR_S = 60.0
 
 class RankHost(Protocol):
     """Who starts and ends processes for the agent, and is told what happened."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many more processes may run here now."""
 
     def start_joiner(self, member_id: str) -> None:
         """Start a process that will join."""
@@ -61,7 +65,7 @@ class MemberExit:
 
     member_id: str
     code: int
-    said: str
+    description: str
     """How it ended, in words."""
 
     kind: str = ""
@@ -131,10 +135,10 @@ class ElasticAgent:
         elif fence is not None:
             self._lose(member_id, fence)
         elif self._is_fatal(ended):
-            self.group.tell({"refuse": f"{self.title(member_id)} {ended.said}"})
+            self.group.broadcast({"refuse": f"{self.title(member_id)} {ended.description}"})
             return False
         else:
-            self._lose(member_id, f"{self.title(member_id)} {ended.said}")
+            self._lose(member_id, f"{self.title(member_id)} {ended.description}")
         return True
 
     def _is_fatal(self, ended: MemberExit) -> bool:
@@ -151,7 +155,7 @@ class ElasticAgent:
         now = time.monotonic()
         is_repeated = now - self._errors.get(ended.error, -SAME_ERROR_S) < SAME_ERROR_S
         self._note_error(ended.error)
-        self.group.tell({"error": ended.error})
+        self.group.broadcast({"error": ended.error})
         return is_repeated or not self._was_used
 
     def _note_error(self, error: str) -> None:
@@ -186,6 +190,7 @@ class ElasticAgent:
             self._suspicion.update(now)
             self.group.update(now)
             if self.membership.view is not None and not self.membership.refusal:
+                self._keep_draining()
                 self._start_joiners(now)
                 self._dismiss(self.membership.surplus_joiners(self.node))
                 self._dismiss_stranded()
@@ -221,7 +226,7 @@ class ElasticAgent:
         for message in channel.receive() if channel is not None else ():
             try:
                 self._handle(member_id, message)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except UNREADABLE as error:
                 logger.warning("%s sent %.200r, which is no membership message (%r)", member_id, message, error)
 
     def _handle(self, member_id: str, message: dict[str, Any]) -> None:
@@ -235,7 +240,7 @@ class ElasticAgent:
             self._leave(member_id, str(message["leave"].get("reason", "")))
         elif "joined" in message:
             self._take_up(member_id, message["joined"])
-            self.group.tell({"took_up": {"id": member_id, **message["joined"]}})
+            self.group.broadcast({"took_up": {"id": member_id, **message["joined"]}})
         elif "abandon" in message:
             self._abandon(str(message["abandon"]["why"]))
         elif "done" in message:
@@ -246,7 +251,7 @@ class ElasticAgent:
         if sum(targets.values()) > self.membership.limits.least:
             targets[self.node] -= 1
         self.group.record("depart", [member_id], reason or "by its own wish")
-        self._scale(targets, "as before")
+        self.group.scale(targets, "as before")
 
     def _abandon(self, why: str) -> None:
         """End the job: a lost rank had what is needed to go on."""
@@ -304,7 +309,7 @@ class ElasticAgent:
     def _announce(self, view: View) -> None:
         if view.epoch > 0:
             log = logger.info if view.planned else logger.warning
-            log("view %d: %s. %d ranks go on", view.epoch, view.reason, len(view.members))
+            log("view %d: %s. Continuing with %d ranks", view.epoch, view.reason, len(view.members))
         for event in self.history.add_view(view, time.time()):
             self.rank_host.on_event(event)
         self.rank_host.on_view(view)
@@ -326,14 +331,16 @@ class ElasticAgent:
         """Tell the ranks, and the other nodes, that the job ends."""
         self._is_closed = True
         if not self._is_outcast:
-            self.group.tell({"refuse": self.membership.refusal})
+            self.group.broadcast({"refuse": self.membership.refusal})
         epoch = -1 if self.membership.view is None else self._view.epoch
         for member_id in self._channels:
             self._send(member_id, {"refused": {"epoch": epoch, "why": self.membership.refusal}})
 
     def _start_joiners(self, now: float) -> None:
         starting = [i for i in self._channels if i not in self.membership.members]
-        for _ in range(self.membership.missing(self.node) - len(starting)):
+        missing = self.membership.missing(self.node) - len(starting)
+        # Who leaves or is killed has its device until it has ended.
+        for _ in range(min(missing, self.rank_host.free_slots)):
             if self._owed > 0:
                 if self.budget.remaining(now) <= 0:
                     self._note_spent_budget()
@@ -365,9 +372,6 @@ class ElasticAgent:
                 self.group.record("finish", member_id)
             self._dismiss(own)
 
-    def _scale(self, targets: dict[int, int], reason: str) -> None:
-        self.group.record("scale", [list(item) for item in targets.items()], reason)
-
     # Nodes that come and go.
 
     def join(self, picture: dict[str, Any]) -> None:
@@ -375,13 +379,13 @@ class ElasticAgent:
         self._next_id = 1 + max((int(i.partition(".")[2]) for i in _ids_of(self.node, picture)), default=-1)
         self.group.adopt_picture(picture)
         own = self.group.places[self.node]
-        self.group.tell({"arrive": {"capacity": own.capacity, "store": own.store}})
+        self.group.broadcast({"arrive": {"capacity": own.capacity, "store": own.store}})
 
     def _welcome(self, node: int, capacity: int, store: str) -> None:
         self.group.places[node] = NodePlace(capacity, store)
         if self.group.is_coordinator and not self._is_closed:
             size = min(self.membership.limits.most, sum(self.membership.targets.values()) + capacity)
-            self._scale(distribute_ranks(size, self.live_capacity), f"node {node} is there")
+            self.group.scale(distribute_ranks(size, self.live_capacity), f"node {node} is there")
 
     @property
     def may_drain(self) -> bool:
@@ -399,8 +403,12 @@ class ElasticAgent:
 
     def drain(self) -> None:
         """Have the ranks of this node leave: it is about to be taken away."""
-        targets = {**self.membership.targets, self.node: 0}
-        self._scale(targets, f"node {self.node} is about to be taken away")
+        self.group.drain()
+
+    def _keep_draining(self) -> None:
+        """Undo what a node decided that did not know yet that this one is about to be taken away."""
+        if self.membership.targets.get(self.node) and self.group.is_draining(self.node):
+            self.group.drain()
 
     # Commands.
 
@@ -420,14 +428,15 @@ class ElasticAgent:
             raise LaunchError("The job is starting or about to end, so its ranks stay as they are.")
         before = sum(self.membership.targets.values())
         self._owed = 0
-        self._scale(distribute_ranks(size, self.live_capacity), f"scaled to {size} ranks")
+        self.group.scale(distribute_ranks(size, self.live_capacity), f"scaled to {size} ranks")
         return f"{before} ranks -> {size} ranks" if before != size else f"the job has {size} ranks already"
 
     @property
     def live_capacity(self) -> dict[int, int]:
-        """Most ranks of each node that can be reached."""
-        live = self.group.mesh.connected | {self.node}
-        return {node: brought.capacity for node, brought in self.group.places.items() if node in live}
+        """Most ranks of each node that can be reached: none where it is about to be taken away."""
+        live = {node: self.group.places[node] for node in self.group.places.keys() & self.group.mesh.connected}
+        live[self.node] = self.group.places[self.node]
+        return {node: 0 if self.group.is_draining(node) else own.capacity for node, own in live.items()}
 
     def status(self) -> dict[str, Any]:
         """Return what `phalanx ps` shows of the members."""

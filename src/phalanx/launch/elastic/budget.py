@@ -15,6 +15,9 @@ class RestartBudget:
     """Counts replacements: `total` in all, or, where that is None, `DEFAULT_IN_WINDOW` within `WINDOW_S`."""
 
     total: int | None
+    max_restarts: int = 0
+    """What --max_restarts allows in all, of whole restarts too."""
+
     _times: deque[float] = field(default_factory=deque)
 
     def remaining(self, now: float) -> int:
@@ -35,5 +38,5 @@ class RestartBudget:
     def limit(self) -> str:
         """The limit in words."""
         if self.total is not None:
-            return "--max_restarts says how often"
+            return f"all {self.max_restarts} of --max_restarts {self.max_restarts} are used"
         return f"{DEFAULT_IN_WINDOW} in {WINDOW_S / 60:g} minutes; --max_restarts changes it"

@@ -15,6 +15,9 @@ _READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
 """Bytes after which a line without an end is no message of ours."""
 
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading the fields of a message may raise that is none of this version."""
+
 
 class MemberChannel:
     """The agent's end; never blocks, however slowly the rank reads."""
@@ -71,7 +74,7 @@ class MemberChannel:
         return [message for line in lines if (message := self._parse(line)) is not None]
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(line)
             if isinstance(message, dict):
                 return message

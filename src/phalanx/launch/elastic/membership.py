@@ -53,6 +53,15 @@ class Membership:
     targets: dict[int, int] = field(default_factory=dict)
     """Ranks that each node should have."""
 
+    version: tuple[int, int] = (0, -1)
+    """Of the targets: how often they were changed, and the node that did it last; the greater one counts."""
+
+    surplus: set[str] = field(default_factory=set)
+    """Members that are to leave because of the targets."""
+
+    draining: set[str] = field(default_factory=set)
+    """Launchers whose node is about to be taken away."""
+
     members: dict[str, Member] = field(default_factory=dict)
     """Every process that was started, by id."""
 
@@ -77,7 +86,6 @@ class Membership:
     refusal: str = ""
     """Why the job cannot go on; empty while it can."""
 
-    _surplus: set[str] = field(default_factory=set)
     _broke_off: dict[str, str] = field(default_factory=dict)
     """Processes that were gone before all had gone on without them."""
 
@@ -133,15 +141,30 @@ class Membership:
         self.took_up[member_id] = max(epoch, self.took_up.get(member_id, -1))
         return self.is_settled and not was_settled
 
-    def scale(self, targets: dict[int, int], reason: str) -> None:
-        """Change how many ranks each node should have."""
-        self.targets = dict(targets)
-        for member_id in self._surplus:
-            self.departures.pop(member_id, None)
-        self._surplus.clear()
+    def scale(self, targets: dict[int, int], reason: str, version: tuple[int, int]) -> None:
+        """Change how many ranks each node should have, unless a later change is known."""
+        if version <= self.version:
+            return
+        self._keep_surplus()
+        self.targets, self.version = dict(targets), version
         for node, target in targets.items():
-            self._surplus.update(self._staying(node)[target:])
-        self.depart(self._surplus, reason)
+            self.surplus.update(self._staying(node)[target:])
+        self.depart(self.surplus, reason)
+
+    def adopt_targets(self, targets: dict[int, int], surplus: set[str], version: tuple[int, int]) -> None:
+        """Take what a change of another node came to, unless a later one is known."""
+        if version > self.version or not self.targets:
+            self._keep_surplus()
+            self.targets, self.surplus, self.version = targets, surplus, version
+
+    def _keep_surplus(self) -> None:
+        for member_id in self.surplus:
+            self.departures.pop(member_id, None)
+        self.surplus = set()
+
+    def drain(self, launch: str) -> None:
+        """Give a launcher no more ranks."""
+        self.draining.add(launch)
 
     def adopt(self, view: View) -> None:
         """Go on with a newer view."""
@@ -152,7 +175,7 @@ class Membership:
         self.members |= {member.id: member for member in view.members}
         out = set(before) - set(view.ids)
         self.leaving = {i for i in self.leaving | out if i not in self.gone and i not in self.finished}
-        self._surplus -= out
+        self.surplus -= out
         self._broke_off.clear()
 
     # What follows.

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import json
 import logging
 import secrets
@@ -23,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.launch.elastic.channel import MemberChannel
+from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
+from phalanx.launch.elastic.handshake import Address, JobKey, parse_address
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -36,6 +35,9 @@ DIAL_S = 1.0
 
 REDIAL_S = 0.5
 HANDSHAKE_S = 5.0
+SPARE_HANDSHAKES = 16
+"""Connections of unknown origin that may be open beyond one of each node."""
+
 CLOSE_S = 0.5
 """How long the other nodes may take to read what was sent last."""
 
@@ -57,6 +59,9 @@ class _Handshake:
     node: int
     """The node that was dialled; -1 for one that dialled here."""
 
+    host: str
+    """Address of the other end."""
+
     nonce: str
     hello: dict[str, Any] | None = None
 
@@ -68,7 +73,7 @@ class _Handshake:
 
 @dataclass(slots=True)
 class _Node:
-    address: tuple[str, int]
+    address: Address
     status: Status = "unknown"
     channel: MemberChannel | None = None
     heard_at: float = 0.0
@@ -82,15 +87,14 @@ class NodeMesh:
     """One node's end of the mesh."""
 
     node: int
-    addresses: dict[int, tuple[str, int]]
+    addresses: dict[int, Address]
     """Where each node listens, this one included."""
 
     node_count: int
     listening: socket.socket | None
     """None in a job of one node."""
 
-    key: bytes = field(repr=False)
-    """What all launchers of the job know; empty where nothing proves who they are."""
+    key: JobKey
 
     hello: Callable[[], dict[str, Any]]
     """Returns what a node is told first."""
@@ -102,6 +106,9 @@ class NodeMesh:
 
     on_lost: Callable[[int], None] = lambda _node: None
     """Called when a node is found to be gone or silent."""
+
+    mismatched: dict[int, str] = field(default_factory=dict)
+    """Nodes that came with another secret than the job's, and from which host."""
 
     _launch: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells this launcher from one that is started later on the same node."""
@@ -116,7 +123,7 @@ class NodeMesh:
             self.listening.setblocking(False)
         self._nodes = {node: _Node(address) for node, address in self.addresses.items() if node != self.node}
 
-    def add_node(self, node: int, address: tuple[str, int]) -> None:
+    def add_node(self, node: int, address: Address) -> None:
         """Learn where a node listens."""
         if node != self.node and node not in self._nodes and 0 <= node < self.node_count:
             self.addresses[node] = address
@@ -134,7 +141,15 @@ class NodeMesh:
 
     def status(self, node: int) -> Status:
         """Return what is known of a node."""
-        return self._nodes[node].status
+        peer = self._nodes.get(node)
+        return "unknown" if peer is None else peer.status
+
+    def launch(self, node: int) -> str:
+        """Return what tells a node's launcher from others that were or will be there; "" before it was met."""
+        if node == self.node:
+            return self._launch
+        peer = self._nodes.get(node)
+        return "" if peer is None else peer.launch
 
     def send(self, node: int, message: dict[str, Any]) -> None:
         """Send to one node, if it is connected."""
@@ -172,6 +187,7 @@ class NodeMesh:
         for handshake in [h for h in self._handshakes if now > h.deadline]:
             self._end_handshake(handshake)
         for node, peer in list(self._nodes.items()):
+            self._note_break(peer)
             if peer.status in ("connected", "broken") and now - peer.heard_at > LOST_AFTER_S:
                 self.drop(node, f"no sign of life for {LOST_AFTER_S:g} s")
             if peer.status != "connected" and now >= peer.next_dial:
@@ -180,14 +196,16 @@ class NodeMesh:
 
     def why(self, node: int) -> str:
         """Return in words why a node is lost, or "" while it is not."""
-        peer = self._nodes[node]
+        peer = self._nodes.get(node)
+        if peer is None:
+            return ""
         words = {"gone": "is gone: its launcher has ended", "left": "has ended"}
         return f"is gone or cut off: {peer.why}" if peer.status == "silent" else words.get(peer.status, "")
 
     def drop(self, node: int, why: str) -> None:
         """Count a node that does not answer as lost."""
-        peer = self._nodes[node]
-        if peer.status in ("gone", "silent", "left"):
+        peer = self._nodes.get(node)
+        if peer is None or peer.status in ("gone", "silent", "left"):
             return
         if peer.channel is not None:
             peer.channel.close()
@@ -209,7 +227,7 @@ class NodeMesh:
         # Whoever closes with something unread resets the connection, and what was sent last may be lost with it.
         until = time.monotonic() + CLOSE_S
         while (waiting := [c.socket for c in channels if c.socket is not None]) and time.monotonic() < until:
-            select.select(waiting, [], [], until - time.monotonic())
+            select.select(waiting, [], [], max(0.0, until - time.monotonic()))
             for channel in channels:
                 channel.receive()
         for channel in channels:
@@ -250,23 +268,31 @@ class NodeMesh:
                     self.on_lost(dial.node)
         elif dial.node > self.node or peer.status == "connected":
             # It dials here itself, and may have to learn where.
+            proof = self.key.proof("knock", *self._knock_parts(self._place))
             with contextlib.suppress(OSError):
-                dial.socket.send(json.dumps({"knock": self._place}).encode() + b"\n")
+                dial.socket.send(json.dumps({"knock": {**self._place, "proof": proof}}).encode() + b"\n")
             dial.socket.close()
         else:
             channel = MemberChannel(dial.socket, f"node {dial.node}")
-            handshake = _Handshake(channel, time.monotonic() + HANDSHAKE_S, dial.node, secrets.token_hex(16))
-            self._handshakes.append(handshake)
+            handshake = self._begin_handshake(channel, dial.node, peer.address[0])
             channel.send({"hello": self._own_hello(handshake)})
 
     def _accept(self) -> None:
         assert self.listening is not None
         try:
-            connection, _ = self.listening.accept()
+            connection, (host, _) = self.listening.accept()
         except OSError:
             return
-        channel = MemberChannel(connection, "a node")
-        self._handshakes.append(_Handshake(channel, time.monotonic() + HANDSHAKE_S, -1, secrets.token_hex(16)))
+        # Whoever opens connections and says nothing must not use up the files of this process.
+        strangers = [handshake for handshake in self._handshakes if not handshake.is_ours]
+        if len(strangers) >= self.node_count + SPARE_HANDSHAKES:
+            self._end_handshake(strangers[0])
+        self._begin_handshake(MemberChannel(connection, f"{host}, which dialled here,"), -1, host)
+
+    def _begin_handshake(self, channel: MemberChannel, node: int, host: str) -> _Handshake:
+        handshake = _Handshake(channel, time.monotonic() + HANDSHAKE_S, node, host, secrets.token_hex(16))
+        self._handshakes.append(handshake)
+        return handshake
 
     def _shake_hands(self, handshake: _Handshake) -> None:
         if handshake not in self._handshakes:
@@ -278,7 +304,7 @@ class NodeMesh:
                 if self._take_hello(handshake, message):
                     self._connect(handshake, messages[position + 1 :])
                     return
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except UNREADABLE:
                 self._end_handshake(handshake)
                 return
         if handshake.channel.socket is None:
@@ -287,33 +313,41 @@ class NodeMesh:
     def _take_hello(self, handshake: _Handshake, message: dict[str, Any]) -> bool:
         """Take one message of a handshake; returns whether the other end is one of the job."""
         if "proof" in message and handshake.hello is not None and not handshake.is_ours:
-            self._check(message["proof"], "dial", handshake.nonce, handshake.hello["nonce"])
+            nonces = handshake.nonce, handshake.hello["nonce"]
+            self._check(handshake, int(handshake.hello["node"]), message["proof"], "dial", *nonces)
             return True
         if "knock" in message:
-            self._note_knock(int(message["knock"]["node"]), message["knock"]["listens"])
+            self._note_knock(handshake, message["knock"])
             raise ValueError("it will be dialled")
         hello = message["hello"]
         node, nonce = int(hello["node"]), str(hello["nonce"])
         if not 0 <= node < self.node_count or node == self.node or (handshake.is_ours and node != handshake.node):
             raise ValueError(f"node {node} is another")
+        hello["listens"] = parse_address(hello["listens"])
         handshake.hello = hello
         if not handshake.is_ours:
-            proof = self._proof("accept", nonce, handshake.nonce)
+            proof = self.key.proof("accept", nonce, handshake.nonce)
             handshake.channel.send({"hello": {**self._own_hello(handshake), "proof": proof}})
             return False
-        self._check(str(hello["proof"]), "accept", handshake.nonce, nonce)
-        handshake.channel.send({"proof": self._proof("dial", nonce, handshake.nonce)})
+        # Sent also where the other has another secret: it is to see that too.
+        handshake.channel.send({"proof": self.key.proof("dial", nonce, handshake.nonce)})
+        self._check(handshake, node, hello["proof"], "accept", handshake.nonce, nonce)
         return True
 
-    def _note_knock(self, node: int, address: list[Any]) -> None:
+    def _note_knock(self, handshake: _Handshake, knock: dict[str, Any]) -> None:
         """Dial a node that says where it listens."""
-        host, port = address
+        node, address = int(knock["node"]), parse_address(knock["listens"])
         if not 0 <= node < self.node_count or node == self.node:
             return
-        self.add_node(node, (str(host), int(port)))
+        self._check(handshake, node, knock["proof"], "knock", *self._knock_parts(knock))
+        self.add_node(node, address)
         peer = self._nodes[node]
         if peer.status != "connected" and node < self.node:
-            peer.address, peer.next_dial = (str(host), int(port)), 0.0
+            peer.address, peer.next_dial = address, 0.0
+
+    @staticmethod
+    def _knock_parts(knock: dict[str, Any]) -> tuple[object, ...]:
+        return knock["node"], *knock["listens"], knock["launch"]
 
     def _own_hello(self, handshake: _Handshake) -> dict[str, Any]:
         return {**self.hello(), **self._place, "nonce": handshake.nonce}
@@ -322,13 +356,19 @@ class NodeMesh:
     def _place(self) -> dict[str, Any]:
         return {"node": self.node, "listens": self.addresses[self.node], "launch": self._launch}
 
-    def _proof(self, side: str, first: str, second: str) -> str:
-        return hmac.new(self.key, f"{side} {first} {second}".encode(), hashlib.sha256).hexdigest()
-
-    def _check(self, proof: str, side: str, first: str, second: str) -> None:
-        if not hmac.compare_digest(proof, self._proof(side, first, second)):
-            logger.warning("a launcher that does not know this job's PHALANX_JOB_SECRET tried to join; it is refused")
-            raise ValueError(proof)
+    def _check(self, handshake: _Handshake, node: int, proof: object, purpose: str, *parts: object) -> None:
+        """Raise ValueError if the other end, which says that it is `node`, does not know the job's secret."""
+        if self.key.is_proof(proof, purpose, *parts):
+            self.mismatched.pop(node, None)
+            return
+        if self.mismatched.get(node) != handshake.host:
+            self.mismatched[node] = handshake.host
+            logger.warning(
+                "a launcher at %s that says it is node %d does not know this job's PHALANX_JOB_SECRET; it is refused",
+                handshake.host,
+                node,
+            )
+        raise ValueError(f"node {node} has another secret")
 
     def _end_handshake(self, handshake: _Handshake) -> None:
         if handshake in self._handshakes:
@@ -338,11 +378,11 @@ class NodeMesh:
     def _connect(self, handshake: _Handshake, more: list[dict[str, Any]]) -> None:
         assert handshake.hello is not None
         node = int(handshake.hello["node"])
-        address, port = handshake.hello["listens"]
+        address: Address = handshake.hello["listens"]
         self._handshakes.remove(handshake)
-        self.add_node(node, (str(address), int(port)))
+        self.add_node(node, address)
         peer = self._nodes[node]
-        peer.address = self.addresses[node] = (address, port)  # a pod that comes back has another
+        peer.address = self.addresses[node] = address  # a pod that comes back has another
         launch = str(handshake.hello["launch"])
         was_restarted, peer.launch = peer.launch not in ("", launch), launch
         if peer.channel is not None:
@@ -363,7 +403,12 @@ class NodeMesh:
         for message in channel.receive():
             peer.heard_at = time.monotonic()
             self._take(node, message)
-        if channel.socket is None and peer.channel is channel and peer.status == "connected":
+        if peer.channel is channel:
+            self._note_break(peer)
+
+    def _note_break(self, peer: _Node) -> None:
+        """Dial again where a connection broke, be it while something was read or sent."""
+        if peer.status == "connected" and (peer.channel is None or peer.channel.socket is None):
             peer.channel, peer.status, peer.next_dial = None, "broken", 0.0
 
     def _take(self, node: int, message: dict[str, Any]) -> None:

@@ -10,13 +10,15 @@ refuse     why                        the job cannot go on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.view import View
 from phalanx.launch.elastic import picture
+from phalanx.launch.elastic.channel import UNREADABLE
 from phalanx.launch.elastic.consensus import BallotNumber, ViewBallot, ViewVote, is_quorum
+from phalanx.launch.elastic.handshake import parse_address
 from phalanx.launch.elastic.membership import Membership
 from phalanx.launch.elastic.mesh import NodeMesh
 
@@ -50,6 +52,9 @@ class NodeGroup:
     names: tuple[str, ...]
     """What to call each node in messages."""
 
+    form: list[dict[str, Any]] = field(default_factory=list)
+    """What the nodes that begin together bring, for one whose connection broke before it was told."""
+
     on_view: Callable[[View], None] = lambda _: None
     """Called with each view that was decided."""
 
@@ -66,7 +71,7 @@ class NodeGroup:
         self.mesh.on_message = self.take
         self.mesh.on_connect = self._on_connect
         self.mesh.on_lost = self._on_lost
-        self.mesh.on_restart = lambda node: self._lose_members(node, "was started again")
+        self.mesh.on_restart = self._on_restart
 
     # What happens here.
 
@@ -76,7 +81,21 @@ class NodeGroup:
         self.mesh.broadcast({"fact": fact})
         return picture.record_fact(self.membership, fact)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def scale(self, targets: Mapping[int, int], reason: str) -> None:
+        """Change how many ranks each node should have."""
+        version = (self.membership.version[0] + 1, self.node)
+        self.record("scale", [list(item) for item in targets.items()], reason, version)
+
+    def drain(self) -> None:
+        """Have all ranks of this node leave, and no more begin here: it is about to be taken away."""
+        self.record("drain", self.mesh.launch(self.node))
+        self.scale({**self.membership.targets, self.node: 0}, f"node {self.node} is about to be taken away")
+
+    def is_draining(self, node: int) -> bool:
+        """Return whether a node is about to be taken away."""
+        return self.mesh.launch(node) in self.membership.draining
+
+    def broadcast(self, message: dict[str, Any]) -> None:
         """Send something to every other node."""
         self.mesh.broadcast(message)
 
@@ -129,24 +148,32 @@ class NodeGroup:
         return {*self.membership.active, *self.membership.joiners, *self.membership.leaving}
 
     def _lose_members(self, node: int, why: str) -> None:
-        for member_id in sorted(i for i in self._alive if self.membership.members[i].node == node):
+        lost = sorted(i for i in self._alive if self.membership.members[i].node == node)
+        for member_id in lost:
             self.record("lose", member_id, f"{self.names[node]} (node {node}) {why}")
-        if self.membership.view is None:
-            return
-        targets = [[n, 0 if n == node else count] for n, count in self.membership.targets.items()]
-        self.record("scale", targets, "as before")
+        # Whoever notices it later must not undo what was decided since.
+        if lost and self.membership.view is not None:
+            self.scale({**self.membership.targets, node: 0}, "as before")
+
+    def _on_restart(self, node: int) -> None:
+        if self.membership.view is None and node in self.places:
+            self.membership.refusal = f"{self.names[node]} (node {node}) was started again before the job had started"
+        self._lose_members(node, "was started again")
 
     def _on_lost(self, node: int) -> None:
         logger.warning("%s (node %d): connection %s", self.names[node], node, self.mesh.status(node))
 
     def _on_connect(self, node: int, _hello: dict[str, Any]) -> None:
         logger.info("%s (node %d) is connected", self.names[node], node)
-        if self.membership.view is not None:
-            self.mesh.send(node, {"picture": self._picture()})
+        if self.membership.view is None and self.form:
+            self.mesh.send(node, {"form": self.form})
+        # Facts went to connected nodes only.
+        self.mesh.send(node, {"picture": self._picture()})
 
     def _picture(self) -> dict[str, Any]:
         places = [[node, brought.capacity, brought.store] for node, brought in self.places.items()]
-        return {**picture.to_json(self.membership), "job_id": self.job_id, "places": places}
+        addresses = list(self.mesh.addresses.items())
+        return {**picture.to_json(self.membership), "job_id": self.job_id, "places": places, "addresses": addresses}
 
     @property
     def _stores(self) -> dict[int, str]:
@@ -209,7 +236,6 @@ class NodeGroup:
 
     def take(self, node: int, message: dict[str, Any]) -> None:
         """Take a message of another node."""
-        (kind, body), *_ = message.items()
         handlers: dict[str, Callable[[int, Any], None]] = {
             "fact": self._take_fact,
             "picture": self._take_picture,
@@ -219,13 +245,15 @@ class NodeGroup:
             "accepted": self._take_accepted,
             "decided": lambda _node, view: self._adopt(View.from_json(view)),
             "refuse": self._take_refusal,
+            "form": lambda _node, _offers: None,  # known here since this node began
         }
         try:
+            (kind, body), *_ = message.items()
             if kind in handlers:
                 handlers[kind](node, body)
             else:
                 self.on_other(node, message)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except UNREADABLE as error:
             logger.warning("node %d sent %.200r, which this version does not know (%r)", node, message, error)
 
     def _take_fact(self, _node: int, fact: list[Any]) -> None:
@@ -236,6 +264,8 @@ class NodeGroup:
 
     def adopt_picture(self, remote: dict[str, Any]) -> None:
         """Add what other nodes know."""
+        for node, address in remote["addresses"]:
+            self.mesh.add_node(int(node), parse_address(address))
         self.places |= {node: NodePlace(count, store) for node, count, store in remote["places"] if node != self.node}
         if picture.merge(self.membership, remote) and self.membership.view is not None:
             self.on_view(self.membership.view)

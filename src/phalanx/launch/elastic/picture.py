@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from phalanx.cluster.view import Member, View
@@ -24,8 +25,8 @@ _FACTS: dict[str, Any] = {
     "lose": lambda membership, member_id, reason: membership.lose(member_id, reason),
     "finish": lambda membership, member_id: membership.finish(member_id),
     "depart": lambda membership, member_ids, reason: membership.depart(member_ids, reason),
-    # Objects of JSON have no numbers as keys.
-    "scale": lambda membership, targets, reason: membership.scale({node: n for node, n in targets}, reason),
+    "scale": lambda membership, *change: _scale(membership, *change),
+    "drain": lambda membership, launch: membership.drain(launch),
 }
 
 
@@ -34,6 +35,9 @@ def to_json(membership: Membership) -> dict[str, Any]:
     return {
         "view": None if membership.view is None else membership.view.to_json(),
         "targets": list(membership.targets.items()),
+        "version": membership.version,
+        "surplus": sorted(membership.surplus),
+        "draining": sorted(membership.draining),
         "members": [member.to_json() for member in membership.members.values()],
         "ready": membership.ready,
         "gone": membership.gone,
@@ -57,12 +61,31 @@ def merge(membership: Membership, picture: dict[str, Any]) -> bool:
         membership.admit(member_id)
     for member_id, epoch in picture["took_up"].items():
         membership.take_up(member_id, epoch)
+    version, surplus = _version(picture["version"]), set(picture["surplus"])
+    membership.adopt_targets(_targets(picture["targets"]), surplus, version)
     for member_id, reason in picture["departures"].items():
-        membership.depart([member_id], reason)
+        # Who was to leave for older targets only may stay by now.
+        if member_id not in surplus or version >= membership.version:
+            membership.depart([member_id], reason)
+    for launch in picture["draining"]:
+        membership.drain(launch)
     is_newer = picture["view"] is not None and picture["view"]["epoch"] > own_epoch
     if is_newer:
-        membership.targets = {node: count for node, count in picture["targets"]}
         membership.adopt(View.from_json(picture["view"]))
         ended = membership.gone.keys() | membership.finished
         membership.leaving |= set(picture["leaving"]) - ended
     return is_newer
+
+
+def _scale(membership: Membership, targets: Iterable[tuple[int, int]], reason: str, version: tuple[int, int]) -> None:
+    membership.scale(_targets(targets), reason, _version(version))
+
+
+def _targets(values: Iterable[tuple[int, int]]) -> dict[int, int]:
+    # Objects of JSON have no numbers as keys.
+    return {int(node): int(count) for node, count in values}
+
+
+def _version(values: tuple[int, int]) -> tuple[int, int]:
+    number, node = values
+    return int(number), int(node)

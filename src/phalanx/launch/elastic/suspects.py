@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.cluster.view import Member
-from phalanx.launch.elastic.process_activity import ProcessActivity, stopped_state
+from phalanx.launch.process.usage import ProcessUsage, stopped_state
 
 LONGEST_WATCH_S = 2.0
 """How long a process that could run is watched before it counts as frozen, where others waited as long."""
@@ -32,7 +32,7 @@ class _Case:
     since: float
     until: float
     waited_s: float
-    before: ProcessActivity
+    before: ProcessUsage
     next_look: float
     reporters: set[str] = field(default_factory=set)
 
@@ -53,7 +53,7 @@ class Suspects:
         case = self._cases.get(member.id)
         if case is None:
             watch_s = min(max(waited_s, SHORTEST_WATCH_S), LONGEST_WATCH_S)
-            activity = ProcessActivity.measure(member.pid)
+            activity = ProcessUsage.measure(member.pid)
             case = _Case(member, now, now + watch_s, waited_s, activity, now + SHORTEST_WATCH_S)
             self._cases[member.id] = case
         case.reporters.add(reporter)
@@ -81,7 +81,7 @@ class Suspects:
         if now < case.next_look:
             return None
         watched_s, case.next_look = now - case.since, now + LOOK_S
-        if work := ProcessActivity.measure(case.member.pid).describe_since(case.before, watched_s):
+        if work := ProcessUsage.measure(case.member.pid).describe_since(case.before, watched_s):
             return False, work
         if now < case.until:
             return None

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.i18n import tr
@@ -14,6 +14,7 @@ from phalanx.launch.hang.locations import WAITS, Location, location_of, location
 from phalanx.launch.hang.processes import ProcessState, children_of, state_of, troubles_of
 from phalanx.launch.hang.stacks import Frame, read_stacks
 from phalanx.launch.process.activity import Activity, ActivityReader, Call, activity_from
+from phalanx.launch.process.usage import ProcessUsage
 
 LOOK_S = 0.3
 """Over how long the use of processor time is measured."""
@@ -56,6 +57,9 @@ class Observation:
     cpu: float = 0.0
     """Part of a core that its main thread used."""
 
+    work: str = ""
+    """What it did with all its threads and all it started, in words; empty for nothing."""
+
     idle_s: float = 0.0
     """For how long its main thread has not worked, as far as somebody watched it."""
 
@@ -69,6 +73,11 @@ class Observation:
 
     problem: str = ""
     """Why its stack is not known."""
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it, or what it started, may come to an end by itself."""
+        return self.cpu >= IDLE_CPU or bool(self.work)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -98,10 +107,15 @@ class Observation:
 def observe(processes: Sequence[Watched]) -> list[Observation]:
     """Look at every process once."""
     before = [state_of(process.pid) for process in processes]
+    usage = [ProcessUsage.measure(process.pid) for process in processes]
     started = time.monotonic()
     time.sleep(LOOK_S)
+    # Before stacks are read: some ranks write theirs themselves.
+    used_s = time.monotonic() - started
+    work = [ProcessUsage.measure(p.pid).describe_since(u, used_s) for p, u in zip(processes, usage, strict=True)]
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(_observe_process, processes, before, [started] * len(before)))
+        seen = list(pool.map(_observe_process, processes, before, [started] * len(before)))
+    return [replace(o, work="" if o.ended else words) for o, words in zip(seen, work, strict=True)]
 
 
 def _observe_process(process: Watched, before: ProcessState, started: float) -> Observation:

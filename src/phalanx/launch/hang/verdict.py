@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from phalanx.i18n import tr
 from phalanx.launch.hang.locations import WAITS
 from phalanx.launch.hang.observe import IDLE_CPU, Observation
-from phalanx.launch.hang.words import details_of, duration, group_name, names_of, whereabouts, words_of_call
+from phalanx.launch.hang.words import describe_call, describe_location, details_of, duration, group_name, names_of
 from phalanx.launch.process.activity import Call
 
 Cause: TypeAlias = Literal["rank", "order", "mismatch", "network"]
@@ -40,7 +40,7 @@ class Verdict:
 
     waited_s: float
     works: bool
-    """Whether one of the culprits uses a processor: it may come, and the job is not to be ended."""
+    """Whether one of the culprits, or what it started, computes or reads: it may come, and the job is not ended."""
 
     is_certain: bool
     """Whether waiting longer would change nothing: one is stopped or has ended, or the calls contradict each other."""
@@ -67,7 +67,7 @@ class _Wait:
     @property
     def words(self) -> str:
         """`all_reduce 4117 (float32[25557032]) called at train.py:92`."""
-        return words_of_call(self.of, self.call)
+        return describe_call(self.of, self.call)
 
     @property
     def is_unsure(self) -> bool:
@@ -110,9 +110,8 @@ def judge(observations: Sequence[Observation]) -> Verdict | None:
     titles = names_of(waits)
     words = next(iter(waits.values())).words
     line = tr(
-        "{ranks} are all in {call}{time}, and none is missing: what carries it does not go on (network, device or "
-        "driver)",
-        ranks=titles, call=words, time=duration(waited_s),
+        "all ranks have entered {call}{time} but it does not complete ({ranks}): check network, device and driver",
+        call=words, time=duration(waited_s), ranks=titles,
     )  # fmt: skip
     return _verdict("network", tuple(waits), [line], waits, waited_s) if len(waits) > 1 else None
 
@@ -183,20 +182,19 @@ def _all_waits(waits: Mapping[str, _Wait], waited_s: float) -> str:
 
 def _rank_verdict(culprits: Sequence[Observation], waits: Mapping[str, _Wait], waited_s: float) -> Verdict:
     lines = []
-    where = "; ".join(whereabouts(culprit) for culprit in culprits[:_MOST])
+    where = "; ".join(describe_location(culprit) for culprit in culprits[:_MOST])
     if len(culprits) > _MOST:
         where += tr(" (and {count} more)", count=len(culprits) - _MOST)
     lines.append(f"{where}; {_all_waits(waits, waited_s)}")
     for culprit in culprits[:_MOST]:
         lines += [f"{culprit.title}: {line}" for line in details_of(culprit)]
-    is_idle = all(culprit.cpu < IDLE_CPU for culprit in culprits)
     is_certain = all(culprit.is_stopped or culprit.ended or culprit.holds_lock for culprit in culprits)
     verdict = _verdict("rank", tuple(culprit.title for culprit in culprits), lines, waits, waited_s)
     return replace(
         verdict,
-        works=not is_idle,
+        works=any(culprit.is_working for culprit in culprits),
         is_certain=is_certain,
-        is_compiling=any(culprit.location.kind == "compile" and culprit.cpu >= IDLE_CPU for culprit in culprits),
+        is_compiling=any(culprit.location.kind == "compile" and culprit.is_working for culprit in culprits),
     )
 
 

@@ -1,4 +1,4 @@
-"""`HangWatch`: a thread of the launcher that sees when the job does not go on, and finds out why.
+"""`HangWatch`: a thread of the launcher that sees when the job is stalled, and finds out why.
 
 A look at every tick costs a few reads of /proc and of the ranks' activity. Stacks are read only when a rank has been in
 one call, or without a use of its processor, for longer than is usual.
@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from phalanx.launch.hang.processes import state_of
 from phalanx.launch.hang.verdict import Verdict, judge
 from phalanx.launch.process.activity import Activity, ActivityReader
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
+from phalanx.launch.process.usage import ProcessUsage
 
 FIRST_STEPS = 3
 FIRST_CALLS = 20
@@ -52,7 +53,8 @@ class HangSettings:
     """Seconds that a wait may take beyond what is usual; 0 for no watch."""
 
     timeout_s: float
-    """Seconds from the report to the end of the job, while nobody who is waited for works; 0 for never."""
+    """Seconds from the report to the end of the job, while nobody who is waited for, nor what it started, works; 0 for
+    never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,9 @@ class _Rank:
     works: bool = False
     """Whether its main thread used its processor since the last tick."""
 
+    usage: ProcessUsage | None = None
+    """What it and all it started had used at the last tick, once others wait for it."""
+
     idle_since: float = 0.0
     progress: tuple[int, int, int] = (0, 0, 0)
 
@@ -93,6 +98,11 @@ class _Rank:
         if share >= IDLE_CPU or progress != self.progress or not self.idle_since:
             self.idle_since = now
         self.progress = progress
+
+    def has_worked(self, tick_s: float) -> bool:
+        """Whether it, or anything that it started, did something since the last tick."""
+        before, self.usage = self.usage, ProcessUsage.measure(self.process.pid)
+        return self.works or before is None or bool(self.usage.describe_since(before, tick_s))
 
     def waited_s(self, now: float) -> float:
         """How long this rank has been in one call, or has not used its processor."""
@@ -145,7 +155,11 @@ class HangWatch:
         """Watch these processes from now on, and no others."""
         with self._lock:
             before = {rank.process.pid: rank for rank in self._ranks.values()}
-            self._ranks = {process.title: before.get(process.pid) or _Rank(process) for process in processes}
+            self._ranks = {}
+            for process in processes:
+                rank = self._ranks[process.title] = before.get(process.pid) or _Rank(process)
+                # In an elastic job its number may be another now.
+                rank.process = replace(process, ended=rank.process.ended)
         if self._thread is None and self.settings.after_s:
             self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
             self._thread.start()
@@ -157,7 +171,7 @@ class HangWatch:
                 rank = self._ranks[title]
                 rank.process = replace(rank.process, ended=ended)
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def receive_look(self, message: dict[str, Any]) -> None:
         """Take what the launchers of other hosts ask or saw."""
         self._heard.put(message)
 
@@ -231,13 +245,27 @@ class HangWatch:
                     self._conclude(_seen_everywhere(message["everywhere"]), ranks, late)
                 except (KeyError, TypeError, ValueError) as error:
                     logger.warning("what another host saw of its ranks cannot be read (%r)", error)
+            elif not self._is_part(self._reported, {rank.process.title for rank in ranks}):
+                verdict = judge(_seen_everywhere(message["everywhere"]))
+                if verdict is None or verdict.culprits != self._reported.culprits:
+                    self._resume(self._reported)
+
+    @staticmethod
+    def _is_part(verdict: Verdict, titles: Collection[str]) -> bool:
+        """Whether ranks of this host wait, or are waited for."""
+        return any(title in titles for title in (*verdict.waiting, *verdict.culprits))
+
+    def _resume(self, verdict: Verdict) -> None:
+        self._reported = None
+        self._forgiven_s = max(self._forgiven_s, time.monotonic() - verdict.at + verdict.waited_s)
+        self._news.put(HangNews(kind="resumed", verdict=verdict))
 
     def _conclude(self, observations: Sequence[Observation], ranks: Sequence[_Rank], late: Sequence[_Rank]) -> None:
         """Judge, and report a verdict that counts."""
         verdict = judge(observations)
         if verdict is None:
             return
-        if self._counts(verdict, late):
+        if self._should_report(verdict, late):
             self._reported, self._quiet_s = verdict, 0.0
             self._progress = {rank.process.title: rank.progress for rank in ranks}
             self._news.put(HangNews(kind="hung", verdict=verdict))
@@ -247,7 +275,7 @@ class HangWatch:
     def _usual_s(self, rank: _Rank) -> float:
         return max(rank.usual_s, self._forgiven_s)
 
-    def _counts(self, verdict: Verdict, late: Sequence[_Rank]) -> bool:
+    def _should_report(self, verdict: Verdict, late: Sequence[_Rank]) -> bool:
         """Whether a verdict is to be reported now. A start may take long, and so may a compiler."""
         if verdict.is_certain:
             return True
@@ -258,21 +286,32 @@ class HangWatch:
 
     def _follow_up(self, verdict: Verdict, ranks: Mapping[str, _Rank], tick_s: float) -> None:
         """See whether the job goes on again, or has waited long enough."""
+        if not self._is_part(verdict, ranks):
+            self._ask_about(verdict)
+            return
         waiting = [(ranks[title], counts) for title, counts in verdict.waiting.items() if title in ranks]
         culprits = [ranks[title] for title in verdict.culprits if title in ranks]
         if any(_has_moved(rank, counts, verdict.at) for rank, counts in waiting) or any(
             rank.progress != self._progress.get(rank.process.title, rank.progress) for rank in culprits
         ):
-            self._reported = None
-            self._forgiven_s = max(self._forgiven_s, time.monotonic() - verdict.at + verdict.waited_s)
-            self._news.put(HangNews(kind="resumed", verdict=verdict))
+            self._resume(verdict)
             return
-        works = verdict.cause == "rank" and any(rank.works for rank in culprits if not rank.process.ended)
+        alive = [rank for rank in culprits if not rank.process.ended]
+        works = verdict.cause == "rank" and any([rank.has_worked(tick_s) for rank in alive])
         self._quiet_s += 0.0 if works else tick_s
         # Of several launchers the one that sees the rank decides.
         if self.settings.timeout_s and culprits and self._quiet_s >= self.settings.timeout_s:
             self._news.put(HangNews(kind="expired", verdict=verdict))
             self._stopped.set()
+
+    def _ask_about(self, verdict: Verdict) -> None:
+        """Learn from other hosts whether the job makes progress, where none of its ranks here is concerned."""
+        now = time.monotonic()
+        if self.link is None:
+            self._resume(verdict)  # its ranks left the job
+        elif now >= self._next_look:
+            self._next_look = now + _LONGEST_PAUSE_S
+            self.link.ask_for_look()
 
 
 def _has_moved(rank: _Rank, before: tuple[int, ...], since: float) -> bool:

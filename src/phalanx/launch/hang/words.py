@@ -1,4 +1,4 @@
-"""`words_of_call` and other words of a hang report: who, where, in what, for how long (pure)."""
+"""`describe_call` and other words of a hang report: who, where, in what, for how long (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STARTER = "launch/process/entry.py"
 """The file that runs the script: what is below it is the same in every rank."""
 
 
-def whereabouts(culprit: Observation) -> str:
+def describe_location(culprit: Observation) -> str:
     """`rank 2 is at train.py:81 in DataLoader.__next__`."""
     title = f"{culprit.title} ({culprit.host})" if culprit.host else culprit.title
     if culprit.ended:
@@ -43,14 +43,19 @@ def details_of(culprit: Observation) -> Iterable[str]:
         yield tr("it compiles")
     if not culprit.is_stopped:
         share = tr("it uses {share:.0%} of a core", share=culprit.cpu)
-        yield tr("it waits, without using a processor") if culprit.cpu < IDLE_CPU else share
+        if culprit.cpu >= IDLE_CPU:
+            yield share
+        elif culprit.work:
+            yield tr("its main thread waits; another thread, or a process that it started, is at work")
+        else:
+            yield tr("it waits, without using a processor")
     if culprit.problem:
         yield tr("its stack could not be read: {why}", why=culprit.problem)
     for frame in takewhile(lambda frame: not frame.file.endswith(_STARTER), culprit.location.frames[:_FRAMES]):
         yield f"  {path_for_user(frame.file)}:{frame.line} {frame.function}"
 
 
-def words_of_call(observation: Observation, call: Call | None) -> str:
+def describe_call(observation: Observation, call: Call | None) -> str:
     """`all_reduce 4117 (float32[25557032]) called at train.py:92`, as far as it is known."""
     location = observation.location
     if call is None:

@@ -15,8 +15,8 @@ from phalanx.cluster import network
 from phalanx.cluster.env.environment import Environment, split_endpoint
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError
-from phalanx.launch.job.logs import relative_path
 from phalanx.launch.process.environment import JobFacts
+from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.request import machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import ROLES, LaunchRequest, RoleName
@@ -198,7 +198,7 @@ def local_processes(layout: Topology, role: RoleName) -> list[Process]:
 
 def log_hint(layout: Topology, mode: str, log_dir: str) -> str:
     """Return the line that says where the logs are."""
-    folder = relative_path(log_dir)
+    folder = path_for_user(log_dir)
     if layout.local[0].env_file:
         return f"each process has a folder of its own in {folder}, with its output in train.log: {folder}/rank_N"
     if mode == "ps":
@@ -210,5 +210,5 @@ def log_hint(layout: Topology, mode: str, log_dir: str) -> str:
     return (
         f"details about PADDLE_TRAINER_ENDPOINTS can be found in {folder}/endpoints.log, and detail running "
         "logs "
-        f"maybe found in {relative_path(layout.local[0].log_file)}"
+        f"maybe found in {path_for_user(layout.local[0].log_file)}"
     )

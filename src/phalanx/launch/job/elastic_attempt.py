@@ -11,7 +11,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from phalanx.launch.elastic.agent import ElasticAgent, MemberExit
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
+from phalanx.launch.hang.observe import Watched
+from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.local_attempt import LocalAttempt, Outcome, make_log
 from phalanx.launch.job.report import signal_name
@@ -74,6 +76,16 @@ class ElasticAttempt(LocalAttempt):
 
     # What the agent asks for.
 
+    @property
+    def free_slots(self) -> int:
+        """How many more processes may run here now."""
+        return len(self._slots)
+
+    @property
+    def _slots(self) -> list[int]:
+        taken = {process.local_rank for process in self._alive.values()}
+        return [slot for slot in range(self.group.places[self.group.node].capacity) if slot not in taken]
+
     def start_joiner(self, member_id: str) -> None:
         """Start a process that will join."""
         process = self._joiner(member_id)
@@ -86,11 +98,10 @@ class ElasticAttempt(LocalAttempt):
         self.server.signal([self._processes[member_id].id for member_id in member_ids], number)
 
     def _joiner(self, member_id: str) -> Process:
-        taken = {process.local_rank for process in self._alive.values()}
         return Process(
             role="worker",
             rank=0,
-            local_rank=next(slot for slot in range(len(taken) + 1) if slot not in taken),
+            local_rank=self._slots[0],
             node_rank=self.layout.node_rank,
             endpoint="",
             **output_files("worker", member_id, self.facts.log_dir, per_rank_dir=self.per_rank_dir),
@@ -134,8 +145,14 @@ class ElasticAttempt(LocalAttempt):
             self._failed_at, self._causes = time.monotonic(), [*self._exits, *self._remote_exits]
 
     def _is_over(self) -> bool:
+        is_drained, is_asked = self._drain_until is not None, self.stops.pending[:1] == [signal.SIGTERM]
+        if is_asked and is_drained and not self._must_stop:
+            # As everywhere a second signal kills, but only what is of this node.
+            self.stops.take()
+            logger.warning("asked again: %s are killed, the others go on", self._alive_titles())
+            return True
         may_drain = self._failed_at is None and not self._must_stop and self.agent.may_drain
-        if self.stops.pending[:1] == [signal.SIGTERM] and may_drain:
+        if is_asked and may_drain:
             # The other nodes go on; here ranks end after the step they compute.
             self.stops.take()
             logger.warning("asked to end by SIGTERM: the ranks of this node leave, the others go on")
@@ -172,12 +189,12 @@ class ElasticAttempt(LocalAttempt):
     def _fails_attempt(self, process: Process, process_exit: ProcessExit) -> bool:
         self._exit_of[process.member] = process_exit
         if process_exit.failed:
-            self.group.tell({"exit": {"id": process.member, "how": process_exit.to_json()}})
+            self.group.broadcast({"exit": {"id": process.member, "how": process_exit.to_json()}})
         return not self.agent.note_exit(
             MemberExit(
                 member_id=process.member,
                 code=process_exit.code,
-                said=_describe(process_exit),
+                description=_describe(process_exit),
                 kind=process_exit.kind,
                 error=process_exit.error,
             )
@@ -185,11 +202,34 @@ class ElasticAttempt(LocalAttempt):
 
     def _end_all(self, number: int, *, may_save: bool) -> None:
         if may_save:
-            self.group.tell({"stop": int(number)})
+            self.group.broadcast({"stop": int(number)})
         super()._end_all(number, may_save=may_save)
 
     def _is_training(self) -> bool:
         return bool(self._alive) if self._drain_until is not None else not self.agent.is_over
+
+    def _watch_for_hangs(self) -> None:
+        """Nothing: views say who waits for whom."""
+
+    def _watch_members(self, view: View) -> None:
+        """Watch the ranks of a view that are all here; of part of them one could not tell for whom they wait."""
+        is_whole = len(view.members) > 1 and {member.node for member in view.members} == {self.group.node}
+        ranks = self._ranks_of(view) if is_whole else []
+        self.hang.watch([Watched(title=f"rank {n}", role=p.role, pid=self._pids[p.id]) for n, p in ranks])
+
+    def _ranks_of(self, view: View) -> list[tuple[int, Process]]:
+        ranked = [(rank, self._processes.get(member_id)) for rank, member_id in enumerate(view.ids)]
+        return [(rank, process) for rank, process in ranked if process is not None and process.id in self._alive]
+
+    def _processes_of(self, titles: Collection[str]) -> list[Process]:
+        view = self.group.membership.view
+        return [] if view is None else [p for rank, p in self._ranks_of(view) if f"rank {rank}" in titles]
+
+    def _take_hang_news(self, news: HangNews) -> None:
+        was_failed = self._failed_at is not None
+        super()._take_hang_news(news)
+        if self._failed_at is not None and not was_failed:
+            self.group.broadcast({"refuse": f"the job is stalled: {news.verdict.lines[0]}"})
 
     def _note_lingering(self) -> None:
         """Nothing: members that leave end long before the others."""
@@ -229,6 +269,10 @@ class ElasticAttempt(LocalAttempt):
 
     def on_view(self, view: View) -> None:
         """Show the log of the first rank of this node as it grows."""
+        if view.epoch == 0:
+            self._watch_members(view)
+        else:
+            self.hang.watch(())  # until all compute again
         first = next((self._processes[i] for i in view.ids if i in self._processes), None)
         if first is not None and self.console.live_path != first.log_file:
             self.console.show_live(first.log_file)
@@ -236,6 +280,7 @@ class ElasticAttempt(LocalAttempt):
 
     def on_settled(self, view: View) -> None:
         """Leave out ends that the job survived, should it fail later of something else."""
+        self._watch_members(view)
         survived = [self._exit_of[i] for i in self._exit_of if i not in view.ids]
         self._exits = [process_exit for process_exit in self._exits if process_exit not in survived]
         self._remote_exits = [process_exit for process_exit in self._remote_exits if process_exit not in survived]

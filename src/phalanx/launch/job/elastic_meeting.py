@@ -15,7 +15,9 @@ from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError, PeerLostError
 from phalanx.i18n import tr
+from phalanx.launch.elastic.channel import UNREADABLE
 from phalanx.launch.elastic.consensus import is_quorum
+from phalanx.launch.elastic.handshake import JobKey, parse_address
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process.linux import StopSignals
@@ -27,7 +29,7 @@ from phalanx.launch.request.topology import NodeOffer, check_terms
 logger = logging.getLogger("phalanx.launch")
 
 POLL_S = 0.05
-SAY_S = 3.0
+REPORT_EVERY_S = 3.0
 """How often missing nodes are named."""
 
 LAST_CALL_S = 10.0
@@ -65,7 +67,7 @@ class ElasticMeeting:
             addresses={node: (address, self.port) for node, address in addresses.items()},
             node_count=self.nodes.count,
             listening=machine.bind(self.nodes.address, self.port, flag="--http_port", listen=True),
-            key=self.key,
+            key=JobKey(self.key),
             hello=self._hello,
             on_connect=self._on_connect,
             on_message=self._on_message,
@@ -76,24 +78,41 @@ class ElasticMeeting:
         return {"offer": self.offer.to_json(), "addresses": list(addresses.items())}
 
     def _on_connect(self, node: int, hello: dict[str, Any]) -> None:
-        offer = NodeOffer(**hello["offer"])
-        for other, (address, port) in hello["addresses"]:
-            self.mesh.add_node(int(other), (str(address), int(port)))
         try:
+            offer = NodeOffer.from_json(hello["offer"])
             check_terms(sorted([self.offer, offer], key=lambda offered: offered.node_rank))
         except LaunchError as error:
             self._problem = error
+            return
+        for other, address in hello["addresses"]:
+            self.mesh.add_node(int(other), parse_address(address))
         self._seen[node], self._came_at = offer, time.monotonic()
 
     def _on_message(self, node: int, message: dict[str, Any]) -> None:
+        try:
+            self._take(node, message)
+        except LaunchError as error:
+            self._problem = error
+        except UNREADABLE as error:
+            logger.warning("node %d sent %.200r, which this version does not know (%r)", node, message, error)
+
+    def _take(self, node: int, message: dict[str, Any]) -> None:
         if "form" in message:
-            self.offers = [NodeOffer(**offer) for offer in message["form"]]
-        elif "picture" in message:
+            self._join_form([NodeOffer.from_json(offer) for offer in message["form"]])
+        elif "picture" in message and message["picture"]["view"] is not None:
             self.picture = message["picture"]
         elif "refuse" in message:
             self._problem = PeerLostError(f"node {node}: {message['refuse']}")
         else:
             self.early.append((node, message))
+
+    def _join_form(self, offers: list[NodeOffer]) -> None:
+        """Begin with nodes that may have met before this one knew where they are."""
+        if self.offer not in offers:
+            return  # they began without this launcher, and will tell it what they do
+        for offer in offers:
+            self.mesh.add_node(offer.node_rank, (offer.address, self.port))
+        self.offers = offers
 
     def run(self, stops: StopSignals, server: ForkServerHandle) -> int:
         """Meet the others; returns the number of a signal that ended it, or 0.
@@ -117,7 +136,7 @@ class ElasticMeeting:
                 now - started > self.timeout_s and len(self._present) < self.limits.least_nodes
             ):
                 raise PeerLostError(self._too_few())
-            if now - reported_at > SAY_S:
+            if now - reported_at > REPORT_EVERY_S:
                 reported_at = now
                 logger.info(tr("not ready endpoints:{names} ({why})", names=self._missing(), why=tr("not started yet")))
         return 0
@@ -157,6 +176,11 @@ class ElasticMeeting:
 
     def _too_few(self) -> str:
         count = len(self._present)
+        if mismatched := self.mesh.mismatched:
+            return tr(
+                "{nodes} came with another PHALANX_JOB_SECRET. Set the same value on every node.",
+                nodes=", ".join(f"node {node} ({host})" for node, host in sorted(mismatched.items())),
+            )
         if count >= self.limits.least_nodes:
             return (
                 f"Nodes {', '.join(self._missing())} do not answer, and may train without this one. Start the job "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.cluster.view import View
+from phalanx.launch.elastic.handshake import JobKey
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
@@ -28,13 +29,14 @@ class ElasticStart:
     def __post_init__(self) -> None:
         nodes, limits = self.request.nodes, self.request.elastic
         assert limits is not None
-        alone = NodeMesh(node=0, addresses={}, node_count=1, listening=None, key=b"", hello=dict)
+        alone = NodeMesh(node=0, addresses={}, node_count=1, listening=None, key=JobKey(b""), hello=dict)
         self.group = NodeGroup(
             mesh=alone if self.meeting is None else self.meeting.mesh,
             membership=Membership(SizeLimits(limits.least_ranks, limits.most_ranks)),
             places={offer.node_rank: _place(offer) for offer in self.offers},
             job_id=self.picture.get("job_id", self.offers[0].job_id),
             names=tuple(nodes.name(node) for node in range(nodes.count)),
+            form=[] if self.meeting is None else [offer.to_json() for offer in self.meeting.offers],
         )
 
     @property

@@ -27,12 +27,13 @@ from phalanx.launch.job import attempt_resources, registry, report
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
 from phalanx.launch.job.local_attempt import POLL_S, STOP_GRACE_S, LocalAttempt, Outcome
-from phalanx.launch.job.logs import LogFolder, relative_path
+from phalanx.launch.job.logs import LogFolder
 from phalanx.launch.job.root_cause import first_failure
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment, wire
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
+from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler, preflight
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
@@ -61,7 +62,7 @@ class Launcher:
         self._job_id = uuid.uuid4().hex[:12]
         self._link: NodeLinkHandle | None = None
         self._restarts = options.max_restarts
-        self._budget = RestartBudget(None)
+        self._budget = RestartBudget(None, options.max_restarts)
         self._control: ControlSocket | None = None
 
     def run(self) -> int:
@@ -182,8 +183,9 @@ class Launcher:
                 if not outcome.failed or outcome.stopped_by or is_last:
                     return self._end(outcome)
                 first = first_failure(outcome.exits)
-                assert first is not None
-                self._log_restart(f"{first.title} {report.describe_exit(first)}.", request, attempt)
+                # An elastic job may be refused without a process that failed.
+                why = outcome.refusal if first is None else f"{first.title} {report.describe_exit(first)}"
+                self._log_restart(f"{why}.", request, attempt)
             self._restarts -= 1
             if request.mode == "collective":  # servers resume from their state
                 self._logs.archive_attempt(attempt)
@@ -213,7 +215,7 @@ class Launcher:
         return first.exit_code
 
     def _log_restart(self, why: str, request: LaunchRequest, attempt: int) -> None:
-        logs = relative_path(
+        logs = path_for_user(
             str(self._logs.path / f"attempt-{attempt}" if request.mode == "collective" else self._logs.path)
         )
         total = self._options.max_restarts

@@ -9,7 +9,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class LocalAttempt:
     """Called with the pid of every local process when all are there, and again after each restart."""
 
     on_hang: Callable[[Verdict | None], None]
-    """Called with the verdict when the job does not go on, and with None when it does again."""
+    """Called with the verdict when the job is stalled, and with None when it does again."""
 
     hang: HangWatch
     """Watches the processes of this attempt."""
@@ -241,7 +241,7 @@ class LocalAttempt:
             )
 
     def _take_hang_news(self, news: HangNews) -> None:
-        """Show why the job does not go on, or that it does again, or end it."""
+        """Show why the job is stalled, or that it does again, or end it."""
         verdict = news.verdict
         if news.kind == "hung":
             self.on_hang(verdict)
@@ -249,7 +249,9 @@ class LocalAttempt:
         elif news.kind == "resumed":
             self.on_hang(None)
             seconds = time.monotonic() - verdict.at + verdict.waited_s
-            logger.warning("the job goes on, after %.0f s. Waits as long as that are not reported again", seconds)
+            logger.warning(
+                "the job makes progress again, after %.0f s. Waits as long as that are not reported again", seconds
+            )
         elif self._failed_at is None and not self._stopping:
             self._exits.append(self._hang_exit(verdict))
             self._failed_at = time.monotonic()
@@ -263,8 +265,7 @@ class LocalAttempt:
 
     def _hang_exit(self, verdict: Verdict) -> ProcessExit:
         """What to report of a job that is ended because it hangs: the process that the others wait for."""
-        processes = [p for p in self.layout.local if p.title in verdict.culprits] or list(self.layout.local)
-        first = processes[0]
+        first = [*self._processes_of(verdict.culprits), *self._alive.values(), *self.layout.local][0]
         return ProcessExit(
             title=first.title,
             role=first.role,
@@ -278,6 +279,10 @@ class LocalAttempt:
             error=verdict.lines[0],
             last_lines=tuple(logs.last_lines(first.log_file, LAST_LINES)),
         )
+
+    def _processes_of(self, titles: Collection[str]) -> list[Process]:
+        """Return the processes of this host that a hang report names."""
+        return [process for process in self.layout.local if process.title in titles]
 
     def _server_event(self) -> None:
         event = self.server.receive()
@@ -353,7 +358,7 @@ class LocalAttempt:
         assert self.link is not None
         self.link.take()
         for look in self.link.take_looks():
-            self.hang.hear(look)
+            self.hang.receive_look(look)
         failures = [ProcessExit.from_json(e) for e in self.link.failures(self.facts.attempt)]
         if failures:
             self._remote_exits = failures

@@ -24,7 +24,7 @@ ENDED = "ended.json"
 """How the job ended, for programs: the launcher's exit code with the first failure, or the launcher's own error."""
 
 HANG = "hang.json"
-"""Why the job does not go on, for programs; there while it does not."""
+"""Why the job is stalled, for programs; there while it does not."""
 
 SLOW = "slow.json"
 """Which ranks the others wait for, and why, for programs: of the last minute, or of a run that has ended."""
@@ -91,7 +91,7 @@ class LogFolder:
                 write_atomically(path, record)
 
     def record_hang(self, verdict: Verdict | None) -> None:
-        """Write why the job does not go on, or with None that it does again."""
+        """Write why the job is stalled, or with None that it does again."""
         path = self.path / HANG
         with self.tolerating(HANG):
             if verdict is None:
@@ -192,12 +192,6 @@ def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
         if descriptor is not None:
             return path, os.fdopen(descriptor, "a")
     raise LaunchError(f"--log_dir {log_dir}: 999 jobs write there already. Choose another folder.")
-
-
-def relative_path(path: str) -> str:
-    """Return `path` as a user in the current folder would type it."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def last_lines(path: str, count: int) -> list[str]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from phalanx.i18n import Labels, tr
 from phalanx.launch.hang.verdict import Verdict
-from phalanx.launch.job.logs import relative_path
 from phalanx.launch.job.root_cause import ProcessExit
+from phalanx.launch.process.source_files import path_for_user
 
 _SIGNALS: Labels = {
     "SIGKILL": ("killed from outside without warning, often by the kernel's out-of-memory killer (see dmesg)"),
@@ -76,13 +76,13 @@ def describe_exit(process_exit: ProcessExit) -> str:
 
 
 def render_hang(verdict: Verdict, timeout_s: float) -> str:
-    """Return the framed report of a job that does not go on.
+    """Return the framed report of a job that is stalled.
 
     Args:
         verdict: What was found.
         timeout_s: Seconds to the end of the job; 0 for never.
     """
-    lines = [_centred(f" {tr('the job does not go on')} "), *_wrap(verdict.lines[0]), *verdict.lines[1:]]
+    lines = [_centred(f" {tr('the job is stalled')} "), *_wrap(verdict.lines[0]), *verdict.lines[1:]]
     if verdict.works:
         lines.append(tr("It works, so the job is not ended while it does. `phalanx why` looks again."))
     elif timeout_s:
@@ -145,5 +145,5 @@ def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
         lines += ["", *first.traceback.rstrip("\n").split("\n")]
     elif first.last_lines:
         lines += ["", f"{tr('last lines of its log')}:", *(f"    {line}" for line in first.last_lines)]
-    lines += ["", f"{tr('log file')}: {relative_path(first.log_file)}", "=" * _WIDTH]
+    lines += ["", f"{tr('log file')}: {path_for_user(first.log_file)}", "=" * _WIDTH]
     return "\n".join(lines) + "\n"

@@ -193,9 +193,9 @@ def _start_reporting() -> None:
     """Let the launcher see which calls this process is in, where other processes may wait for it."""
     hang_after_s = float(os.environ.get("PHALANX_HANG_AFTER_S") or 0)
     times_itself = float(os.environ.get("PHALANX_SLOW_SHARE") or 0) > 0
-    if (hang_after_s or times_itself) and (
-        int(os.environ["PHALANX_WORLD_SIZE"]) > 1 or os.environ.get("PHALANX_SERVER_ENDPOINTS")
-    ):
+    # Who joins an elastic job starts alone.
+    has_peers = any(map(os.environ.get, ("PHALANX_SERVER_ENDPOINTS", "PHALANX_MEMBER_ID")))
+    if (hang_after_s or times_itself) and (has_peers or int(os.environ["PHALANX_WORLD_SIZE"]) > 1):
         from phalanx.launch.process.reporter import start_reporting
 
         with contextlib.suppress(OSError):  # a system without memfd or /proc: a hang is then known by its stack alone

@@ -41,7 +41,7 @@ LOST_AFTER_S = 6.0
 """Silence after which a host counts as lost. Far above scheduling delays of a busy host: a failure inside it is told at
 once, and one of its network breaks the ranks' own connections first."""
 
-SAY_S = 3.0
+REPORT_EVERY_S = 3.0
 """How often missing hosts are named."""
 
 ELSEWHERE_S = 0.3
@@ -117,7 +117,7 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
     started = reported_at = time.monotonic()
     while True:
         try:
-            socket.create_connection((host, port), timeout=SAY_S).close()
+            socket.create_connection((host, port), timeout=REPORT_EVERY_S).close()
             return
         except OSError as error:
             why = error.strerror or "no answer"
@@ -133,7 +133,7 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
                     why=why,
                 )
             )
-        if now - reported_at >= SAY_S:
+        if now - reported_at >= REPORT_EVERY_S:
             reported_at = now
             wire.send(launcher, {"waiting": [f"{host}:{port}"], "why": why})
         time.sleep(POLL_S)
@@ -276,7 +276,7 @@ class _Link:
                     names=", ".join(missing),
                 )
             )
-        if now - self._reported_at >= SAY_S:
+        if now - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = now
             wire.send(self.launcher, {"waiting": missing, "why": tr("not started yet")})
             self._probe_missing_hosts([n for n, offer in enumerate(offers) if offer is None], offers[self.node_rank])
@@ -295,7 +295,7 @@ class _Link:
             if store is not None:
                 store.set(_REFUSED, refusal)
         # The others read the same; that this host is gone would be news of less use to them.
-        self._leave(within_s=SAY_S / 2)
+        self._leave(within_s=REPORT_EVERY_S / 2)
         raise _TermsError(refusal)
 
     def _probe_missing_hosts(self, missing: list[int], own: dict[str, Any]) -> None:
@@ -303,7 +303,7 @@ class _Link:
         reachable = [n for n in missing if n < len(self.hosts) and n != self.node_rank]
         if not reachable:
             return
-        node = reachable[int((self._reported_at - self._offered_at) / SAY_S) % len(reachable)]
+        node = reachable[int((self._reported_at - self._offered_at) / REPORT_EVERY_S) % len(reachable)]
         with contextlib.suppress(OSError, RuntimeError):  # Nothing listens there, or no store: the host is just late.
             socket.create_connection((self.hosts[node], self.port), timeout=ELSEWHERE_S).close()
             from torch._C._distributed_c10d import TCPStore

@@ -1,4 +1,4 @@
-"""Tell files of the user's script from those of libraries (pure)."""
+"""Tell files of the user's script from those of libraries, and write paths as a user would type them (pure)."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def is_library(file: str) -> bool:
 
 def path_for_user(file: str) -> str:
     """Return a path as a user in the current folder would type it, or as it is where that is no shorter."""
-    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    relative = os.path.relpath(file) if file else file
     return file if relative.startswith("..") else relative

@@ -18,7 +18,7 @@ from phalanx.launch.preload import is_cuda_build, torch_libraries
 
 logger = logging.getLogger("phalanx.launch")
 
-SAY_S = 3.0
+REPORT_EVERY_S = 3.0
 """How often a host name that means nothing yet is mentioned."""
 
 POLL_S = 0.5
@@ -117,7 +117,7 @@ def resolve_within(host: str, timeout_s: float) -> str:
             now = time.monotonic()
             if now - started >= timeout_s:
                 raise
-        if now - reported_at >= SAY_S:
+        if now - reported_at >= REPORT_EVERY_S:
             reported_at = now
             logger.info(tr("server not ready, wait 3 sec to retry..."))
             logger.info(tr("not ready endpoints:{names} ({why})", names=[host], why=tr("no host of this name yet")))

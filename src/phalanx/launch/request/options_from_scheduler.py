@@ -41,7 +41,8 @@ def fill(options: Options, environment: Mapping[str, str]) -> Options:
     if detect_mode(options)[0] == "ps":
         _check_one_node(allocation)
         return options
-    if options.least_nnodes is not None and options.least_nnodes <= allocation.node_count <= (options.nnodes or 0):
+    least, most = options.least_nnodes, options.nnodes or 0
+    if least is not None and "node_count" in allocation.origins and least <= allocation.node_count <= most:
         # A scheduler may have given fewer nodes than the most.
         options = replace(options, nnodes=allocation.node_count)
     if options.nnodes is not None and options.nnodes != allocation.node_count:

@@ -1,4 +1,4 @@
-"""`ProcessActivity`: what a process and its children did since a moment, by /proc."""
+"""`ProcessUsage`: what a process and its children did since a moment, by /proc."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def stopped_state(pid: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessActivity:
+class ProcessUsage:
     """Processor time and bytes of I/O of a process and everything below it."""
 
     cpu_s: float
     io_bytes: int
 
     @classmethod
-    def measure(cls, pid: int) -> ProcessActivity:
+    def measure(cls, pid: int) -> ProcessUsage:
         """Return what `pid` and everything below it have used so far."""
         pids = [pid, *linux.descendants(pid)]
         return cls(sum(map(linux.cpu_seconds, pids)), sum(map(linux.io_bytes, pids)))
 
-    def describe_since(self, before: ProcessActivity, seconds: float) -> str:
+    def describe_since(self, before: ProcessUsage, seconds: float) -> str:
         """Return what was done since `before`, in words, or "" for nothing worth the name."""
         # A child that ended takes its figures along, unless it was waited for.
         cpu_s = self.cpu_s - before.cpu_s
