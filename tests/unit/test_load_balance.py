@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from phalanx.cluster.cgroup import ControlGroups
 from phalanx.comm.batch.replicas import Replicas, assign_replicas
 from phalanx.comm.batch.sample_split import START, SampleSplit, split_rows
-from phalanx.comm.waiting import waits
+from phalanx.comm.waits.waiting import waits
 from phalanx.errors import PlanError, StrategyError
 from phalanx.launch.job import registry
 from phalanx.parallel.balance import headroom, load_balance

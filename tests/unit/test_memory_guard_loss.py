@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from memory_traps import MESSAGE, MODELS, digest, limit_memory
-from phalanx.parallel.memory import loss_point
-from phalanx.parallel.memory.graphs import ReleasedGraphError
+from phalanx.parallel.memory.guard import loss_point
+from phalanx.parallel.memory.guard.graphs import ReleasedGraphError
 from phalanx.parallel.session import model_record
 
 STEPS = 3

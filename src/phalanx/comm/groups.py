@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.comm import process_group
 from phalanx.comm.agreement import agree
-from phalanx.comm.timeouts import collective_timeout
+from phalanx.comm.waits.timeouts import collective_timeout
 from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")

@@ -26,7 +26,7 @@ from phalanx.cluster.view import View
 from phalanx.comm import shared_memory
 from phalanx.comm.elastic import membership
 from phalanx.comm.store import JobStore, addresses_of, connect_store, open_store, probe
-from phalanx.comm.timeouts import collective_timeout
+from phalanx.comm.waits.timeouts import collective_timeout
 from phalanx.errors import ConfigError, PeerLostError, RoleError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")

@@ -17,7 +17,7 @@ from phalanx.cluster import network
 from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.role.role import Role
 from phalanx.comm.elastic.membership import check_members
-from phalanx.comm.polling import Pause
+from phalanx.comm.waits.polling import Pause
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 from phalanx.i18n import tr
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.checks.step_check import StepWatch
     from phalanx.parallel.data.reducer import Reducer
     from phalanx.parallel.elastic.sharded_state import ShardedState
-    from phalanx.parallel.memory.guard import MemoryGuard
+    from phalanx.parallel.memory.guard.guard import MemoryGuard
     from phalanx.parallel.numerics.audit import Audit
     from phalanx.parallel.optim.ema import EMA
     from phalanx.parallel.pipeline.engine import PipelineEngine

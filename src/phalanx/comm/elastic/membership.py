@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.cluster.view import View
-from phalanx.comm.polling import Pause
+from phalanx.comm.waits.polling import Pause
 from phalanx.errors import InternalError, PeerLostError
 
 logger = logging.getLogger("phalanx.comm")

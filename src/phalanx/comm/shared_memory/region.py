@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from phalanx.comm.elastic.membership import check_members
-from phalanx.comm.polling import Pause
+from phalanx.comm.waits.polling import Pause
 from phalanx.errors import PeerLostError
 
 if TYPE_CHECKING:

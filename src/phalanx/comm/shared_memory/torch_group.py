@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from phalanx.comm.timeouts import chosen_timeout
+from phalanx.comm.waits.timeouts import chosen_timeout
 
 NAME = "shm"
 """The backend's name in torch."""

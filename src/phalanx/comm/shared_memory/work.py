@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.waiting import waits
+from phalanx.comm.waits.waiting import waits
 from phalanx.errors import ConfigError
 
 _PATIENCE_S = 10.0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from phalanx.cluster.cgroup import ControlGroups
-from phalanx.comm.waiting import waits
+from phalanx.comm.waits.waiting import waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from phalanx.comm.batch.backward_end import at_backward_end, is_repeated
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.comm.labels import label_calls
-from phalanx.comm.waiting import waits
+from phalanx.comm.waits.waiting import waits
 from phalanx.errors import ConfigError, PeerLostError, PlanError
 from phalanx.parallel.data.bucket_buffers import (
     Bucket,

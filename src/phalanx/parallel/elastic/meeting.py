@@ -15,7 +15,7 @@ from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import MembershipClient
 from phalanx.comm.groups import name_axes
-from phalanx.comm.timeouts import collective_timeout
+from phalanx.comm.waits.timeouts import collective_timeout
 from phalanx.errors import PeerLostError
 from phalanx.parallel.data.replica_round import gradient_group
 from phalanx.parallel.elastic.peer_state import receive_state, send_state

@@ -1,4 +1,4 @@
 """Activation checkpointing, memory estimates, and what is done when memory runs out.
 
-Start with `activation_checkpointing`, and with `guard` for the last.
+Start with `activation_checkpointing`, and with the folder `guard` for the last.
 """

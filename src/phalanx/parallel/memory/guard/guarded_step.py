@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import state_of
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
 from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
-from phalanx.parallel.memory.remedies import FREE_CACHES, Remedy, report_remedy
+from phalanx.parallel.memory.guard.remedies import FREE_CACHES, Remedy, report_remedy
 from phalanx.parallel.session import StepPhase, optimizer_record
 from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import local_part

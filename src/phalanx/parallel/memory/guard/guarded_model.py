@@ -11,10 +11,10 @@ from torch import nn
 
 from phalanx.comm.context import Context
 from phalanx.parallel.memory.free_memory import return_large_blocks
-from phalanx.parallel.memory.guard import MemoryGuard, Sharding
-from phalanx.parallel.memory.guarded_backward import guard_backward
-from phalanx.parallel.memory.guarded_loss import guard_losses
-from phalanx.parallel.memory.remedies import Remedies
+from phalanx.parallel.memory.guard.guard import MemoryGuard, Sharding
+from phalanx.parallel.memory.guard.guarded_backward import guard_backward
+from phalanx.parallel.memory.guard.guarded_loss import guard_losses
+from phalanx.parallel.memory.guard.remedies import Remedies
 from phalanx.parallel.session import Applied, model_record
 from phalanx.plan.rules.collective_pass import why_not_alone
 from phalanx.plan.value import Plan

@@ -16,10 +16,10 @@ import torch
 
 from phalanx.comm.batch.backward_end import forget_interrupted
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
-from phalanx.parallel.memory.graphs import ReleasedGraphError
-from phalanx.parallel.memory.guard import MemoryGuard, running
-from phalanx.parallel.memory.loss_point import LossPoint
-from phalanx.parallel.memory.repetition import Backward, GradientsBefore, Repetition, plan_repetition
+from phalanx.parallel.memory.guard.graphs import ReleasedGraphError
+from phalanx.parallel.memory.guard.guard import MemoryGuard, running
+from phalanx.parallel.memory.guard.loss_point import LossPoint
+from phalanx.parallel.memory.guard.repetition import Backward, GradientsBefore, Repetition, plan_repetition
 
 _guards: weakref.WeakSet[MemoryGuard] = weakref.WeakSet()
 """Those of this process whose backward passes can be repeated."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.call_count import calls_issued
-from phalanx.parallel.memory.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
 from phalanx.parallel.memory.free_memory import can_run_out
-from phalanx.parallel.memory.graphs import Node
-from phalanx.parallel.memory.pass_state import PassState, StateKeeper, tensors_of
-from phalanx.parallel.memory.remedies import Remedies, Remedy, report_remedy
+from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError
+from phalanx.parallel.memory.guard.graphs import Node
+from phalanx.parallel.memory.guard.pass_state import PassState, StateKeeper, tensors_of
+from phalanx.parallel.memory.guard.remedies import Remedies, Remedy, report_remedy
 
 T = TypeVar("T")
 _numbers = count()

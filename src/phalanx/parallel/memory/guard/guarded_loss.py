@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
-from phalanx.parallel.memory.guard import running
-from phalanx.parallel.memory.guarded_backward import guarded_parameters
-from phalanx.parallel.memory.loss_point import follow_loss
-from phalanx.parallel.memory.repetition import GuardedGraph
+from phalanx.parallel.memory.guard.guard import running
+from phalanx.parallel.memory.guard.guarded_backward import guarded_parameters
+from phalanx.parallel.memory.guard.loss_point import follow_loss
+from phalanx.parallel.memory.guard.repetition import GuardedGraph
 
 
 @cache

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from phalanx.parallel.memory.graphs import Node, is_whole, nodes_of
-from phalanx.parallel.memory.guard import MARK, GuardedPass, running
-from phalanx.parallel.memory.repetition import GuardedGraph
+from phalanx.parallel.memory.guard.graphs import Node, is_whole, nodes_of
+from phalanx.parallel.memory.guard.guard import MARK, GuardedPass, running
+from phalanx.parallel.memory.guard.repetition import GuardedGraph
 
 LEAST_BYTES = 1 << 20
 """Of logits whose backward pass is followed: smaller ones run out of memory hardly ever, and a hook takes 3 us."""

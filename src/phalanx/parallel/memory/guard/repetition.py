@@ -12,12 +12,12 @@ from torch import Tensor
 
 import phalanx.comm.context as context_of
 from phalanx.comm.batch.backward_end import repeated_pass
-from phalanx.parallel.memory.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.failures import MemoryFailure
 from phalanx.parallel.memory.free_memory import free_caches
-from phalanx.parallel.memory.graphs import Node, leaves_of, nodes_of, reach, release
-from phalanx.parallel.memory.guard import MARK, GuardedPass, MemoryGuard, last_nodes, running
-from phalanx.parallel.memory.remedies import FREE_CACHES
+from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError
+from phalanx.parallel.memory.guard.graphs import Node, leaves_of, nodes_of, reach, release
+from phalanx.parallel.memory.guard.guard import MARK, GuardedPass, MemoryGuard, last_nodes, running
+from phalanx.parallel.memory.guard.remedies import FREE_CACHES
 
 Backward = Callable[..., None]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx.parallel.memory.changing_buffers import (
+from phalanx.parallel.memory.guard.changing_buffers import (
     CannotRepeatError,
     ChangingBuffers,
     KeptBuffers,

@@ -1,0 +1,1 @@
+"""Waits for other ranks: timeouts of collectives, pauses between two looks, and the seconds waited so far."""
