@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import Launch, launch
+from launching import Launch, free_port, launch
 
 pytestmark = pytest.mark.dist
 
@@ -34,13 +34,6 @@ if what == "sleep":
     time.sleep(100)
 dist.all_reduce(x)
 """
-
-
-def free_port() -> str:
-    """A port for launchers that must agree on one beforehand. Taken only if someone binds it within a second."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -248,28 +241,28 @@ def test_a_counted_job_of_one_host_needs_no_address(folder: Path) -> None:
     assert launch(folder, "--nnodes", "1", "--master_addr", "127.0.0.1", "-n", "2", "meet.py").code == 0
 
 
-@pytest.mark.parametrize(
-    ("lists", "ranks"),
-    [
-        (("127.0.0.1,127.0.0.2", "127.0.0.1,127.0.0.2,127.0.0.3"), (0, 1)),
-        (("127.0.0.1,127.0.0.2", "127.0.0.1,127.0.0.3,127.0.0.2"), (0, 2)),
-        (("127.0.0.1,127.0.0.2", "127.0.0.2,127.0.0.1"), (0, 0)),
-    ],
-    ids=["longer", "other place", "other order"],
-)
-def test_lists_of_hosts_that_differ_are_named_on_both_hosts(
-    folder: Path, lists: tuple[str, str], ranks: tuple[int, int]
-) -> None:
-    port = free_port()
-    running = [
-        Launch(("--ips", ips, "--node_rank", str(rank), "--http_port", port, "--log_dir", f"log{n}", "meet.py"), folder)
-        for n, (ips, rank) in enumerate(zip(lists, ranks, strict=True))
-    ]
-    for one in running:
-        assert one.wait(20).code == 2, one.out + one.err
-        assert re.search(r"--ips is 127[\d.,]+ on .* \(node \d\) and 127[\d.,]+ on .*Start every node with", one.err)
-        assert all(f" {ips} on " in one.err for ips in lists)
-        one.gone_within(0.5)
+DIFFERENT = {
+    "longer": (("127.0.0.1,127.0.0.2", "127.0.0.1,127.0.0.2,127.0.0.3"), (0, 1)),
+    "other place": (("127.0.0.1,127.0.0.2", "127.0.0.1,127.0.0.3,127.0.0.2"), (0, 2)),
+    "other order": (("127.0.0.1,127.0.0.2", "127.0.0.2,127.0.0.1"), (0, 0)),
+}
+"""The lists of hosts on two hosts, and which node each says it is."""
+
+
+def test_lists_of_hosts_that_differ_are_named_on_both_hosts(folder: Path) -> None:
+    started = []
+    for kind, (lists, ranks) in DIFFERENT.items():
+        port = free_port()
+        for number, (ips, rank) in enumerate(zip(lists, ranks, strict=True)):
+            log = ("--log_dir", f"{kind} {number}")
+            command = ("--ips", ips, "--node_rank", str(rank), "--http_port", port, *log, "meet.py")
+            started.append((lists, Launch(command, folder)))
+    for lists, launcher in started:
+        assert launcher.wait(40).code == 2, launcher.out + launcher.err
+        differ = r"--ips is 127[\d.,]+ on .* \(node \d\) and 127[\d.,]+ on .*Start every node with"
+        assert re.search(differ, launcher.err)
+        assert all(f" {ips} on " in launcher.err for ips in lists)
+        launcher.gone_within(0.5)
 
 
 def test_secrets_that_differ_are_refused_before_the_start(folder: Path) -> None:

@@ -6,18 +6,18 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.doctor_faults import FAULTS, Fault
-from launching import BIN, Launch, launch
+from launching import BIN, Launch, free_port, launch, wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -36,9 +36,23 @@ def report_of(done: Launch) -> str:
     return re.sub(r"\s+", " ", found[1])
 
 
+@pytest.fixture(scope="module")
+def hung(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Launch]]]:
+    """The jobs of the faults that tests ask for, three at a time: they wait most of their time."""
+    asked = [
+        item.callspec.params["fault"] for item in request.session.items if "hung" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(3) as running:
+        yield {fault.name: running.submit(hang, tmp_path_factory.mktemp("hung"), fault, *SOON) for fault in asked}
+
+
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.name != "endless loop"], ids=lambda fault: fault.name)
-def test_the_rank_the_line_and_the_cause_are_named_and_the_job_ends(tmp_path: Path, fault: Fault) -> None:
-    done = hang(tmp_path, fault, *SOON)
+def test_the_rank_the_line_and_the_cause_are_named_and_the_job_ends(
+    hung: dict[str, Future[Launch]], fault: Fault
+) -> None:
+    done = hung[fault.name].result()
     report = report_of(done)
     for line in fault.lines:
         assert f"train.py:{line}" in report, report
@@ -74,13 +88,6 @@ def running(tmp_path: Path) -> Iterator[list[Launch]]:
             job.process.terminate()
             job.wait(20.0)
         job.gone_within(5.0)
-
-
-def wait_until(is_true: Callable[[], object], timeout_s: float = 40.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
 
 
 def start(folder: Path, jobs: list[Launch], script: str, *flags: str, **more: Any) -> Launch:
@@ -164,11 +171,16 @@ def test_a_rank_of_an_elastic_job_that_loops_without_end_is_named(tmp_path: Path
     assert re.match(r"rank 1 is at train\.py:1[23]; rank 0 waits", verdict["lines"][0])
 
 
-def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path) -> None:
-    script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", "time.sleep(4)")
-    (tmp_path / "train.py").write_text(script + "steps(50)\ntime.sleep(3)\n")
-    done = launch(tmp_path, "-n", "2", "--hang_after", "1", "--hang_timeout", "30", "train.py")
-    assert done.code == 0, done.out
+def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path, running: list[Launch]) -> None:
+    wait = "while not os.path.exists({!r}): time.sleep(0.01)"
+    script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", wait.format("reported"))
+    script += "steps(50)\n" + wait.format("goes on") + "\n"
+    done = start(tmp_path, running, script, "--hang_after", "1", "--hang_timeout", "30")
+    wait_until(lambda: listed(done).get("hang"))
+    (tmp_path / "reported").touch()
+    wait_until(lambda: not listed(done).get("hang"))
+    (tmp_path / "goes on").touch()
+    assert done.wait().code == 0, done.out
     assert "rank 1 is at train.py" in report_of(done)
     assert "the job makes progress again, after" in done.out
 
@@ -185,10 +197,12 @@ def test_a_job_of_torchrun_is_explained_by_any_of_its_processes(tmp_path: Path, 
     fault = fault_named("deadlocked data worker")
     program = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
     (tmp_path / "train.py").write_text(fault.script)
-    job = Launch(("train.py",), tmp_path, program=program)
+    job = Launch(("train.py",), tmp_path, program=program, environment={"TMPDIR": str(tmp_path)})
     running.append(job)
     job.wait_for(tmp_path / "fault")
-    time.sleep(1.0)
+    wait_until(
+        lambda: re.search(r"in Data\.__getitem__.*all_reduce", phalanx("why", "--pid", job.process.pid), re.DOTALL)
+    )
     worker = next(n for n, line in enumerate(fault.script.splitlines(), 1) if "# WORKER" in line)
     rank = next(pid for pid in job.alive() if b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     for pid in (job.process.pid, rank):
@@ -289,8 +303,7 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path, running: list[La
 def test_launchers_of_several_hosts_name_the_rank_together(tmp_path: Path, running: list[Launch]) -> None:
     fault = fault_named("sleep, gloo")
     (tmp_path / "train.py").write_text(fault.script)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     for node in (1, 2):
         flags = ("--ips", "127.0.0.1,127.0.0.2", "--node_rank", str(node - 1), "-n", "1", "--log_dir", f"log{node}")
         running.append(Launch((*flags, "--http_port", port, *SOON, "train.py"), tmp_path))
