@@ -84,8 +84,8 @@ def running(tmp_path: Path) -> Iterator[list[Launch]]:
     jobs: list[Launch] = []
     yield jobs
     for job in jobs:
-        if job.process.poll() is None:
-            job.process.terminate()
+        job.process.terminate()  # does nothing to one that was waited for
+        if job.process.stdout is not None and not job.process.stdout.closed:
             job.wait(20.0)
         job.gone_within(5.0)
 
