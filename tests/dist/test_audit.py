@@ -1,4 +1,4 @@
-"""`strategy.audit`: another rank computes a replica again; bits that differ end all ranks with the one at fault named."""
+"""`strategy.audit`: another rank computes a replica again; other bits end all ranks, and name the one at fault."""
 
 from __future__ import annotations
 

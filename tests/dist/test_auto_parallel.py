@@ -21,8 +21,7 @@ from phalanx.auto.planner.report.traffic import count_traffic
 from phalanx.comm.shared_memory.process_group import SharedMemoryGroup
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError
-from phalanx.parallel.session import applied_to
-from phalanx.parallel.session import session
+from phalanx.parallel.session import applied_to, session
 from phalanx.plan.files import load_plan
 from phalanx.plan.value import Plan
 from ranks import run_ranks
@@ -114,7 +113,9 @@ def plans(name: str, ranks: int, searches: int) -> dict[str, Plan]:
             top_k=3,
         )
         for plan, one in zip(answer.top_k, answer.search.top_k, strict=True):
-            found.setdefault(f"{one.config} {sorted(f'{path} {way}' for path, way in one.sharded_layers.items())}", plan)
+            found.setdefault(
+                f"{one.config} {sorted(f'{path} {way}' for path, way in one.sharded_layers.items())}", plan
+            )
     return found
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import phalanx as px
 from benchmarks.tracked import saved_bytes
 from phalanx.errors import ConfigError
-from phalanx.parallel.session import applied_to
-from phalanx.parallel.session import session
+from phalanx.parallel.session import applied_to, session
 from ranks import run_ranks
 from tensor_models import whole
 

@@ -95,7 +95,9 @@ def loops(stage: int) -> dict[str, float]:
             optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference))
             settings = {"sharding": True, "sharding_configs": {"stage": stage}} if stage else {}
             strategy = px.DistributedStrategy(**settings)
-            loader = px.distribute(model, optimizer, Rows(*rows()), global_batch=GLOBAL, shuffle=False, strategy=strategy)
+            loader = px.distribute(
+                model, optimizer, Rows(*rows()), global_batch=GLOBAL, shuffle=False, strategy=strategy
+            )
             values = []
             for x, y in list(loader[2]) if ahead else loader[2]:
                 value = loss(model, x, y, share=True)
@@ -108,7 +110,9 @@ def loops(stage: int) -> dict[str, float]:
                 value.backward()
                 plain.step()
                 plain.zero_grad()
-                found[f"{loss.__name__} {stage} {ahead}, value {at}"] = abs(values[at] - value.item()) * (loss is tokens)
+                found[f"{loss.__name__} {stage} {ahead}, value {at}"] = abs(values[at] - value.item()) * (
+                    loss is tokens
+                )
             found[f"{loss.__name__} {stage} {ahead}"] = off(model, reference)
             del model, optimizer, loader
             gc.collect()

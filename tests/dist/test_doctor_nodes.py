@@ -1,11 +1,10 @@
-"""`phalanx doctor` over the nodes of a job, each a network of its own; and small containers, in which jobs still train."""
+"""`phalanx doctor` over the nodes of a job, each with its own network; and small containers, in which jobs train."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +19,9 @@ from hypothesis import strategies as st
 
 from launching import BIN, launch
 from namespaces import ADDRESSES, need_mount_namespaces, two_hosts, with_shared_memory
-from phalanx.diagnose.nodes import NodeMeeting, MeetingOptions
+from phalanx.diagnose.nodes import MeetingOptions, NodeMeeting
 from phalanx.diagnose.probe import ProbeServer, measure
-from phalanx.errors import ConfigError, LaunchError, PeerLostError
+from phalanx.errors import ConfigError, LaunchError
 from phalanx.launch.request import preflight
 
 pytestmark = pytest.mark.dist
@@ -98,7 +97,9 @@ def test_a_node_that_does_not_come_is_named(unused_port):
 def test_a_taken_port_is_named(unused_port):
     with socket.create_server(("127.0.0.1", unused_port)):
         options = MeetingOptions(node_rank=0, nnodes=2, master_addr="127.0.0.1", master_port=unused_port, timeout_s=5)
-        with pytest.raises(LaunchError, match=f"--master_port {unused_port} on 127.0.0.1 is in use by pid {os.getpid()}"):
+        with pytest.raises(
+            LaunchError, match=f"--master_port {unused_port} on 127.0.0.1 is in use by pid {os.getpid()}"
+        ):
             NodeMeeting(options)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from file_server import CONTENT, PROXIES, Server, serving
-from phalanx.data.readers import archive
 from phalanx.data import download
+from phalanx.data.readers import archive
 from phalanx.errors import ConfigError, DataError, PeerLostError
 from ranks import run_ranks
 

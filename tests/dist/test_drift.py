@@ -312,7 +312,7 @@ def own_models() -> float:
 def ranks() -> Iterator[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(everything, 2, Path(folder), timeout_s=110)
-        for how in EVALUATIONS + ["model"]:  # in one process, so that what ranks trained apart is averaged
+        for how in [*EVALUATIONS, "model"]:  # in one process, so that what ranks trained apart is averaged
             read: nn.Module = net(norm=how != "model")
             read = AveragedModel(read) if how == "swa" else read
             px.load(Path(folder) / how, read)

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
-from fake_launcher import FakeLauncher, spawn
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
+from fake_launcher import FakeLauncher, spawn, tell
 from phalanx.checkpoint import saving
+from phalanx.comm.elastic import membership
 from phalanx.parallel.step.gate import has_updated
 from ranks import RankFailedError, run_ranks
 

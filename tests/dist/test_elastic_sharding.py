@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, strategy_of_job, train
-from fake_launcher import FakeLauncher, tell
+from fake_launcher import FakeLauncher
 from phalanx.errors import ConfigError
 from phalanx.parallel.session import session
 from phalanx.parallel.step.gate import has_updated
@@ -42,7 +42,9 @@ def test_without_a_loss_the_weights_are_those_of_whole_state(undisturbed: str, e
     assert {value[0] for value in values.values()} == {undisturbed}
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step", "commit", "committed", "updated", "gathered", "shared"])
+@pytest.mark.parametrize(
+    "where", ["forward", "backward", "step", "commit", "committed", "updated", "gathered", "shared"]
+)
 @pytest.mark.parametrize(("members", "lost"), [(2, 1), (3, 0), (4, 2)])
 def test_survivors_take_the_shard_of_a_killed_rank_from_its_mirror(
     undisturbed: str, members: int, lost: int, where: str
@@ -243,12 +245,16 @@ def give_two_optimizers() -> None:
 def give_what(settings: dict[str, Any], why: str) -> None:
     net = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=why):
-        px.distribute(net, torch.optim.SGD(net.parameters()), strategy=px.DistributedStrategy(sharding=True, **settings))
+        px.distribute(
+            net, torch.optim.SGD(net.parameters()), strategy=px.DistributedStrategy(sharding=True, **settings)
+        )
 
 
 def test_what_shards_cannot_do_is_an_error_that_says_so() -> None:
     env = {"PHALANX_REPLICAS": "2"}
     FakeLauncher(ask_for_part_of_the_state, members=2, env=env).run()
     FakeLauncher(give_two_optimizers, members=1, env=env).run()
-    FakeLauncher(give_what, {"sharding_configs": {"stage": 3}}, "stage 3 where ranks may leave", members=1, env=env).run()
+    FakeLauncher(
+        give_what, {"sharding_configs": {"stage": 3}}, "stage 3 where ranks may leave", members=1, env=env
+    ).run()
     FakeLauncher(give_what, {"lamb": True}, "norms of whole parameters", members=1, env=env).run()

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx as px
-from phalanx.comm.context import BatchShare
 from phalanx import fleet
+from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.parallel.session import applied_to
 from ranks import run_ranks

@@ -28,7 +28,9 @@ rows = TensorDataset(x, x.sum(1, keepdim=True))
 net = nn.Linear(4, 1)
 """
 
-ACCELERATE = DATA + """
+ACCELERATE = (
+    DATA
+    + """
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -40,8 +42,11 @@ for x, y in loader:
 ranks, weight = accelerator.num_processes, accelerator.unwrap_model(net).weight
 accelerator.end_training()
 """
+)
 
-LIGHTNING = DATA + """
+LIGHTNING = (
+    DATA
+    + """
 import lightning
 import torch.distributed as dist
 
@@ -73,6 +78,7 @@ trainer = lightning.Trainer(
 trainer.fit(Module(), DataLoader(rows, batch_size=8, sampler=Own()))
 ranks, weight = trainer.world_size, net.weight
 """
+)
 
 SAVED = """
 import json, os

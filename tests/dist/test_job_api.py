@@ -21,14 +21,13 @@ import uvicorn
 from job_server import JobServer, job_server, report
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, SpecError, StateError
 from phalanx.jobs import paths
-from phalanx.jobs.attempt import usage
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import ListenOptions, bind, serve
-from phalanx.jobs.client import Client
-from phalanx.jobs.models import Failure, MemberRole, QueueLength
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.models import Cause, JobState
+from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample, Usage
+from phalanx.jobs.client import Client
+from phalanx.jobs.models import Cause, Failure, JobState, MemberRole, QueueLength
+from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
 pytestmark = pytest.mark.dist
 
@@ -337,7 +336,9 @@ def test_a_proxy_and_prometheus_have_something_to_ask(server, owner):
     assert f'phalanx_attempts{{state="running"}} {found.attempts["running"]}' in lines
     assert any(line.startswith('phalanx_http_requests_total{method="GET",status="200"}') for line in lines)
     assert any(line.startswith('phalanx_machine_total{resource="cpu"}') for line in lines)
-    assert all(re.fullmatch(r"# (HELP|TYPE) .*|[a-z_]+(\{[a-z]+=\"[^\"]*\"(,[a-z]+=\"[^\"]*\")*\})? \S+", one) for one in lines)
+    assert all(
+        re.fullmatch(r"# (HELP|TYPE) .*|[a-z_]+(\{[a-z]+=\"[^\"]*\"(,[a-z]+=\"[^\"]*\")*\})? \S+", one) for one in lines
+    )
     with Client(server.url, server.token("counts", MemberRole.VIEWER, "default")) as viewer:
         assert QueueLength("local", "measured", 1) in viewer.counts().waiting
     server.store.workspaces.create("counted-apart")
@@ -382,7 +383,9 @@ def test_pages_offer_what_a_role_allows(server):
     server.end(done)
     for name, role, may in (("looks", MemberRole.VIEWER, False), ("submits", MemberRole.DEVELOPER, True)):
         token = server.token(name, role)
-        texts = {path: _page(server, token, path).text for path in ("/w/default/", f"/jobs/{done.id}", "/w/default/codes")}
+        texts = {
+            path: _page(server, token, path).text for path in ("/w/default/", f"/jobs/{done.id}", "/w/default/codes")
+        }
         offers = ("New job", "Run again", "Change and submit", "phalanx code add")
         for offer in offers:
             assert any(offer in text for text in texts.values()) == may, (name, offer)

@@ -11,7 +11,7 @@ import pytest
 
 from git_server import commit, git, serving
 from phalanx.errors import SpecError
-from phalanx.jobs.sources.code import pin, check_out_code, tree
+from phalanx.jobs.sources.code import check_out_code, pin, tree
 from phalanx.jobs.sources.code_tree import list_entries
 from phalanx.jobs.sources.git import list_unpushed
 from phalanx.jobs.spec import Code

@@ -57,7 +57,7 @@ def phalanx(env: dict[str, str], work: Path, *words: str, text: str = "", code: 
 
 
 def end_controllers(home: Path) -> None:
-    """End the controllers that submitting started, which would stay for some seconds more, and wait until they are gone.
+    """End the controllers that submitting started, which would stay for some seconds, and wait until they are gone.
 
     The lock of a controller is free before it closes the database, which deletes files.
     """

@@ -12,11 +12,10 @@ from job_nodes import DDP
 from phalanx.jobs.backend_registry import Backends
 from phalanx.jobs.backends.local import MARK
 from phalanx.jobs.control.controller import JobController
+from phalanx.jobs.models import Actor, Cause, Job, JobState
 from phalanx.jobs.scheduling.queue import Amount
-from phalanx.jobs.models import Actor, Job
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.models import Cause, JobState
 from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.dist

@@ -18,8 +18,8 @@ from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.kubernetes.backend import Kubernetes
-from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.models import Cause
+from phalanx.jobs.spec import TrainingJob
 
 pytestmark = pytest.mark.dist
 

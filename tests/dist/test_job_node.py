@@ -14,8 +14,8 @@ import pytest
 from job_nodes import DDP, SERVERS, ends, log, start_node, submission
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import usage
-from phalanx.jobs.backends.local import NODE
 from phalanx.jobs.attempt.launch_command import loopback_hosts
+from phalanx.jobs.backends.local import NODE
 from phalanx.jobs.models import Cause
 
 pytestmark = pytest.mark.dist
@@ -128,7 +128,10 @@ def test_pods_share_no_folder_and_tell_the_cluster_what_they_print_and_how_they_
     said = [node.communicate(timeout=60)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "RESULT 0 1" in said[0]
-    assert [attempt_files.parse_exit_record(report.read_text()).outcome for report in reports] == ["succeeded", "succeeded"]
+    assert [attempt_files.parse_exit_record(report.read_text()).outcome for report in reports] == [
+        "succeeded",
+        "succeeded",
+    ]
 
 
 def test_what_cannot_be_prepared_or_started_is_a_failure_of_the_set_up(tmp_path: Path) -> None:

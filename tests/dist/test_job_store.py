@@ -15,9 +15,8 @@ from cryptography.fernet import Fernet
 
 import postgres as postgresql
 from phalanx.errors import AccessError, ConfigError, NotFoundError, StateError
-from phalanx.jobs.models import Actor, Failure, MemberRole
+from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.models import Cause, JobState
 from phalanx.jobs.store import JobDatabase, tables, upgrade
 
 pytestmark = pytest.mark.dist

@@ -50,7 +50,7 @@ def test_the_error_of_a_rank_is_raised_with_its_rank_and_traceback() -> None:
 
     with pytest.raises(LaunchError, match=r"rank 0 of px.launch failed: was ended by signal 9. What it printed"):
         px.launch(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
-    with pytest.raises(LaunchError, match="rank 0 of px.launch failed: .*pickle"):
+    with pytest.raises(LaunchError, match=r"rank 0 of px.launch failed: .*pickle"):
         px.launch(lambda: lambda: None, 1)
 
 

@@ -266,7 +266,15 @@ def train_on_unequal_ranks(replicas: int, *, zero: int, workers: int) -> tuple[s
     slow = Slow(net)
     loading: dict[str, Any] = {"persistent_workers": True} if workers else {}
     slow, optimizer, loader = px.distribute(
-        slow, sgd(slow), data, global_batch=GLOBAL, strategy=strategy, replicas=replicas, seed=5, num_workers=workers, **loading
+        slow,
+        sgd(slow),
+        data,
+        global_batch=GLOBAL,
+        strategy=strategy,
+        replicas=replicas,
+        seed=5,
+        num_workers=workers,
+        **loading,
     )
     context = px.current()
     assert context.replicas is not None
@@ -293,6 +301,7 @@ def error_of(act: Callable[[], object]) -> str:
 
 def loop_that_cannot_be_exact(name: str) -> str:
     x, y = torch.randn(24, 5), torch.randint(0, 3, (24,))
+
     def loop(body: Callable[..., None], **settings: Any) -> str:
         net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         optimizer = sgd(net)
@@ -406,7 +415,9 @@ def distribute_with(settings: dict[str, Any]) -> str:
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     strategy = DistributedStrategy(**settings)
     return error_of(
-        lambda: px.distribute(net, sgd(net), TensorDataset(torch.randn(24, 5)), batch_size=3, strategy=strategy, replicas=4)
+        lambda: px.distribute(
+            net, sgd(net), TensorDataset(torch.randn(24, 5)), batch_size=3, strategy=strategy, replicas=4
+        )
     )
 
 

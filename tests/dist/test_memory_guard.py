@@ -20,7 +20,11 @@ pytestmark = pytest.mark.dist
 ZERO_1 = {"sharding": True, "sharding_configs": {"stage": 1}}
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "images": ("images", {}, ("forward", "backward")),
-    "text, bfloat16, clipped": ("text", {"amp": True, "clip": True, "clip_configs": {"norm": 0.5}}, ("forward", "backward")),
+    "text, bfloat16, clipped": (
+        "text",
+        {"amp": True, "clip": True, "clip_configs": {"norm": 0.5}},
+        ("forward", "backward"),
+    ),
     "rows, replicas": ("rows", {"logical_replicas": 4}, ("forward", "backward")),
     "images, replicas, accumulated": (
         "images",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import phalanx as px
-from phalanx.auto.capture.step import capture
 from phalanx.auto.capture.operator_sites import sites
+from phalanx.auto.capture.step import capture
 from phalanx.errors import PlanError
 from phalanx.parallel.apply import apply
 from phalanx.plan.value import Axis, Layout, ModuleRule, OpRule, Plan, Shard, Step

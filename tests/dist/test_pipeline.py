@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PeerLostError, PlanError
-from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.pipeline.rng_streams import draw_base, seed_of
+from phalanx.parallel.stateful import saved_state_of
 from phalanx.plan.value import Schedule
 from pipeline_models import (
     CLASSES,

@@ -10,8 +10,8 @@ import pytest
 import ps_simulator as sim
 from phalanx.comm import context
 from phalanx.comm.agreement import barrier
+from phalanx.ps.client.consistency import ConsistencyMode, HalfAsyncMode
 from phalanx.ps.client.geo import GeoMode
-from phalanx.ps.client.consistency import HalfAsyncMode, ConsistencyMode
 from phalanx.ps.stores.remote import RemoteStore
 from ps_servers import SECRET, servers
 from ranks import run_ranks
@@ -22,7 +22,10 @@ SCHEDULE = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1]
 EVERY = 3
 MAKERS = {
     "async": (lambda store, workers: ConsistencyMode(store), sim.Async),
-    "half_async": (lambda store, workers: HalfAsyncMode(store, steps=EVERY), lambda workers: sim.HalfAsync(workers, EVERY)),
+    "half_async": (
+        lambda store, workers: HalfAsyncMode(store, steps=EVERY),
+        lambda workers: sim.HalfAsync(workers, EVERY),
+    ),
     "geo": (
         lambda store, workers: GeoMode(store, steps=EVERY, workers=workers),
         lambda workers: sim.Geo(workers, EVERY),

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from open_files import no_descriptor_left
 from phalanx.errors import PeerLostError
 from phalanx.ps.wire import Connection, RpcReply, RpcRequest, frame
 from phalanx.ps.wire import secret as handshake
@@ -23,7 +24,6 @@ from phalanx.ps.wire.channel import Channel, UnixChannel
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.segments import SharedSegment
 from phalanx.ps.wire.session import MemoryBudget, ServerConfig, Session
-from open_files import no_descriptor_left
 from wiring import SECRET, connected, serving
 
 pytestmark = pytest.mark.dist

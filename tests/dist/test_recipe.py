@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.parallel.session import applied_to
-from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
-from phalanx.parallel.precision.loss_scale import LossScale, gradient_scale
-from phalanx.parallel.precision.master_weights import KEY, keep_master_weights
-from phalanx.parallel.precision.autocast import apply_precision
+from phalanx.parallel.memory.activation_checkpointing import apply_recompute
 from phalanx.parallel.optim.clip import clip_grad_norm_, clip_steps
 from phalanx.parallel.optim.ema import EMA
+from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
 from phalanx.parallel.optim.lamb import use_lamb
 from phalanx.parallel.optim.lars import use_lars
-from phalanx.parallel.memory.activation_checkpointing import apply_recompute
+from phalanx.parallel.precision.autocast import apply_precision
+from phalanx.parallel.precision.loss_scale import LossScale, gradient_scale
+from phalanx.parallel.precision.master_weights import KEY, keep_master_weights
+from phalanx.parallel.session import applied_to
 from phalanx.plan.value import ModuleRule, Scaler
 from ranks import run_ranks
 

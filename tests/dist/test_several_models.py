@@ -1,4 +1,4 @@
-"""Two models with an optimizer each train in one script as they would in one process: adversaries, teacher and student."""
+"""Two models with an optimizer each train as in one process: adversaries, teacher and student."""
 
 import copy
 from typing import Any
@@ -100,7 +100,9 @@ def trained(kind: str, order: tuple[str, ...]) -> dict[str, float | str]:
     for name in order:
         calls[name]()
     here = px.current()
-    data = torch.randn(BATCHES, here.world_size, ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(
+        BATCHES, here.world_size, ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     for batch in data:
         loop(batch[here.rank], first, second, *optimizers)
     references = [

@@ -140,7 +140,7 @@ def _moves(gloo: dist.ProcessGroup, rank: int, size: int) -> None:
                         raise AssertionError(f"{name} of {length} {dtype}") from None
 
 
-def _moved(  # noqa: C901 -- a list of short functions
+def _moved(
     mine: Tensor, everyone: list[Tensor], rank: int, size: int, root: int
 ) -> Iterator[tuple[str, Callable[[], list[tuple[Tensor, Tensor]]]]]:
     def empties(like: list[Tensor]) -> list[Tensor]:

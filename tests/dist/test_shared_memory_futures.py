@@ -29,7 +29,7 @@ def test_callbacks_of_futures_may_make_calls_and_wait_for_theirs() -> None:
 
 
 def summed(rank: int) -> None:
-    """Callbacks of callbacks, three levels deep; rank 1 comes late to some calls, so that rank 0 is not waiting inside."""
+    """Callbacks of callbacks, three levels deep; rank 1 is late to some calls, so that rank 0 is not waiting inside."""
 
     def again(future: Future) -> torch.Tensor:
         (total,) = future.value()

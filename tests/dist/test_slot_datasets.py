@@ -9,10 +9,10 @@ import pytest
 
 import phalanx as px
 from phalanx.data import ShardedLoader
-from phalanx.data.stream.file_sources import merge_states
 from phalanx.data.ctr.in_memory_dataset import InMemoryDataset
 from phalanx.data.ctr.queue_dataset import QueueDataset
 from phalanx.data.ctr.slots import SlotSchema
+from phalanx.data.stream.file_sources import merge_states
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

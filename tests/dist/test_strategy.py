@@ -13,8 +13,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.precision.master_weights import KEY
+from phalanx.parallel.stateful import saved_state_of
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

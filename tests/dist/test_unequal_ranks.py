@@ -123,7 +123,9 @@ class Ranks:
 
     def weights(self) -> Tensor:
         options = StateDictOptions(full_state_dict=True)
-        return torch.cat([value.flatten() for _, value in sorted(get_model_state_dict(self.net, options=options).items())])
+        return torch.cat(
+            [value.flatten() for _, value in sorted(get_model_state_dict(self.net, options=options).items())]
+        )
 
 
 def train(where: str, updates: int, settings: dict[str, Any]) -> tuple[Tensor, list[int], list[list[int]]]:
@@ -134,7 +136,14 @@ def train(where: str, updates: int, settings: dict[str, Any]) -> tuple[Tensor, l
 
 @pytest.mark.parametrize(
     ("where", "settings"),
-    [("forward", {}), ("backward", {}), ("input", {}), ("forward", {"workers": 1}), ("forward", {"zero": 1}), ("backward", {"zero": 3})],
+    [
+        ("forward", {}),
+        ("backward", {}),
+        ("input", {}),
+        ("forward", {"workers": 1}),
+        ("forward", {"zero": 1}),
+        ("backward", {"zero": 3}),
+    ],
     ids=str,
 )
 def test_faster_ranks_read_more_samples_and_gradients_are_those_of_one_process(
@@ -271,9 +280,7 @@ def report(events: Path) -> tuple[str, list[dict[str, Any]]]:
 
 def test_a_move_is_logged_and_in_the_event_file_of_the_run(tmp_path: Path) -> None:
     events = tmp_path / "events"
-    results = run_ranks(
-        report, 2, events, env_of_rank=lambda rank: {"PHALANX_EVENTS_FILE": f"{events}.{rank}"}
-    )
+    results = run_ranks(report, 2, events, env_of_rank=lambda rank: {"PHALANX_EVENTS_FILE": f"{events}.{rank}"})
     (_, first), (_, second) = results
     move = next(event for event in first if event.get("kind") == "balance")
     assert (move["unit"], move["before"]) == ("samples", [8, 8])
@@ -298,7 +305,8 @@ def refused(kind: str) -> str:
     data: Any = {
         "stream": stream,
         "batch sampler": torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(x), batch_sampler=[[0, 1], [2, 3, 4]]  # type: ignore[arg-type]
+            torch.utils.data.TensorDataset(x),
+            batch_sampler=[[0, 1], [2, 3, 4]],  # type: ignore[arg-type]
         ),
     }[kind]
     sizes = {"global_batch": 4} if kind == "stream" else {}

@@ -51,7 +51,9 @@ def test_a_sum_beyond_float16_is_an_error_that_names_the_parameter_on_all_ranks(
     fits, beyond, on_one, infinite = first
     assert fits == ("", 30_000.0)
     assert beyond[0] == on_one[0]
-    assert beyond[0].startswith("the gradient of 'large', added up over the ranks in float16 (fp16_allreduce), is above")
+    assert beyond[0].startswith(
+        "the gradient of 'large', added up over the ranks in float16 (fp16_allreduce), is above"
+    )
     assert "65504" in beyond[0]
     assert "Set strategy.fp16_allreduce = False" in beyond[0]
     assert infinite == ("", math.inf)
