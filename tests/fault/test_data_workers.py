@@ -35,7 +35,9 @@ def main():
         data = Pipeline((torch.arange(100),)).map(slow).batch(1)
         context = "forkserver" if "forkserver" in sys.argv else "fork"
         loader = ShardedLoader(data, shuffle=False, num_workers=2, multiprocessing_context=context)
-    for _, (pid,) in zip(range(2), loader):
+    batches = iter(loader)  # lives until the end: a loop that is over waits 5 s for each worker
+    for _ in range(2):
+        (pid,) = next(batches)
         print(int(pid), flush=True)
     sys.stdin.readline()
     os._exit(0)
