@@ -95,7 +95,10 @@ atexit.register(lambda: [hog.kill() for hog in hogs])
 
 COLLECTOR = """
 junk = [[] for _ in range(200_000)] if rank == 1 else []
-def fault(): gc.collect(); gc.collect()
+def fault():
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        gc.collect()
 """
 
 LOADER = """

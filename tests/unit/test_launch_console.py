@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.job.console import AlarmAggregator, AlarmFilter, Console
-from phalanx.launch.job.logs import last_lines
+from phalanx.launch.job.log_tail import last_lines
 from phalanx.launch.process.log_format import LineFormatter
 
 
@@ -137,3 +137,16 @@ def test_log_lines_have_the_documented_forms() -> None:
         47,
         "hello you",
     )
+
+
+def test_of_a_crash_in_native_code_the_thread_that_crashed_is_shown(tmp_path: Path) -> None:
+    other = ["Thread 0x1 (most recent call first):", *(f'  File "reporter.py", line {i} in run' for i in range(30))]
+    crashed = ["Current thread 0x2 (most recent call first):", '  File "train.py", line 4 in <module>']
+    below = [
+        '  File "/x/phalanx/launch/process/entry.py", line 235 in _run_as_main',
+        '  File "<string>", line 1 in main',
+    ]
+    error = "Fatal Python error: Segmentation fault"
+    path = tmp_path / "log"
+    path.write_text("\n".join(["step 3", error, "", *other, "", *crashed, *below, "", "Extension modules: a"]))
+    assert last_lines(str(path), 20) == [error, *crashed]

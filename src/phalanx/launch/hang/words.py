@@ -8,16 +8,13 @@ from itertools import takewhile
 from phalanx.i18n import tr
 from phalanx.launch.hang.observe import IDLE_CPU, Observation
 from phalanx.launch.process.activity import Call
-from phalanx.launch.process.source_files import path_for_user
+from phalanx.launch.process.source_files import STARTER, path_for_user
 
 DEFAULT_GROUP = ("0", "default_pg", "")
 """Names that torch gives the group of all ranks."""
 
 _FRAMES = 8
 """Most lines of a stack that are shown."""
-
-_STARTER = "launch/process/entry.py"
-"""The file that runs the script: what is below it is the same in every rank."""
 
 
 def describe_location(culprit: Observation) -> str:
@@ -51,7 +48,7 @@ def details_of(culprit: Observation) -> Iterable[str]:
             yield tr("it waits, without using a processor")
     if culprit.problem:
         yield tr("its stack could not be read: {why}", why=culprit.problem)
-    for frame in takewhile(lambda frame: not frame.file.endswith(_STARTER), culprit.location.frames[:_FRAMES]):
+    for frame in takewhile(lambda frame: not frame.file.endswith(STARTER), culprit.location.frames[:_FRAMES]):
         yield f"  {path_for_user(frame.file)}:{frame.line} {frame.function}"
 
 

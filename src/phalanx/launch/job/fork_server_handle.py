@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import phalanx
 from phalanx.errors import LaunchError, PeerLostError
 from phalanx.launch.process import wire
 
@@ -35,7 +37,7 @@ class ForkServerHandle:
         self.socket, theirs = wire.pair()
         self._has_children = False
         self._has_ended = False
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        root = str(Path(phalanx.__file__).parents[1])
         # -P: a random.py in the user's folder must not become the standard library's.
         command = [sys.executable, "-P", "-c", _BOOT.format(root=root)]
         with theirs:

@@ -18,8 +18,8 @@ from phalanx.errors import InternalError
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangWatch
-from phalanx.launch.job import logs
 from phalanx.launch.job.console import Console
+from phalanx.launch.job.log_tail import last_lines
 from phalanx.launch.job.report import describe_exit, render_hang
 from phalanx.launch.job.root_cause import ProcessExit, is_consequence
 from phalanx.launch.job.start import Starter
@@ -277,7 +277,7 @@ class LocalAttempt:
             log_file=first.log_file,
             kind="hang",
             error=verdict.lines[0],
-            last_lines=tuple(logs.last_lines(first.log_file, LAST_LINES)),
+            last_lines=tuple(last_lines(first.log_file, LAST_LINES)),
         )
 
     def _processes_of(self, titles: Collection[str]) -> list[Process]:
@@ -351,7 +351,7 @@ class LocalAttempt:
             kind=record.get("kind", ""),
             error=f"{record['type']}: {record['message']}" if record else "",
             traceback=record.get("traceback", ""),
-            last_lines=tuple(logs.last_lines(process.log_file, LAST_LINES)) if code != 0 else (),
+            last_lines=tuple(last_lines(process.log_file, LAST_LINES)) if code != 0 else (),
         )
 
     def _link_event(self) -> None:

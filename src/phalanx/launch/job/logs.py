@@ -192,16 +192,3 @@ def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
         if descriptor is not None:
             return path, os.fdopen(descriptor, "a")
     raise LaunchError(f"--log_dir {log_dir}: 999 jobs write there already. Choose another folder.")
-
-
-def last_lines(path: str, count: int) -> list[str]:
-    """Return the last lines of a log, with what a progress bar overwrote left out."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 65536))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return [line for line in lines if line.strip()][-count:]

@@ -100,17 +100,22 @@ def memory_bytes(pid: int) -> int:
 def descendants(root: int) -> list[int]:
     """Return the pids below `root`, parents before children, zombies left out."""
     children: dict[int, list[int]] = {}
+    zombies = set()
     for name in os.listdir("/proc"):
         fields = _stat(int(name)) if name.isdigit() else None
-        if fields is not None and fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(name))
+        if fields is None:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(name))
+        if fields[0] == "Z":
+            zombies.add(int(name))
     pids: list[int] = []
     queue = [root]
     while queue:
         below = children.get(queue.pop(0), [])
         pids += below
         queue += below
-    return pids
+    # A process whose first thread ended before another is a zombie that still has its children.
+    return [pid for pid in pids if pid not in zombies]
 
 
 def reap() -> list[tuple[int, int]]:

@@ -8,6 +8,9 @@ import re
 _PHALANX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages)/|/lib(64)?/python\d(\.\d+)?/|^<(frozen|string|__array)|^$")
 
+STARTER = "launch/process/entry.py"
+"""End of the path of the file that runs the script: the frames below it are the same in every rank."""
+
 
 def is_library(file: str) -> bool:
     """Return whether a file of a stack is of Python, torch, Phalanx or another installed package."""
