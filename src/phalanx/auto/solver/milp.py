@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -122,7 +122,8 @@ class Program:
         """
         import highspy  # 0.1 s that only a planner waits for
 
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        # Its binding alone: from 1.16 on, Highs() prints a banner before output_flag can be set.
+        solver: Any = highspy.Highs.mro()[1]()
         options: dict[str, bool | int | float | str] = {
             "output_flag": False,
             "mip_feasibility_tolerance": _TOLERANCE,
