@@ -74,7 +74,7 @@ def train(engine: str, phases: list[float], groups: Sequence[Path], sizes: dict[
         ours = [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", log_dir]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = torchrun if engine in ("ddp", "accelerate") else ours
-        done = subprocess.run([*command, *work], env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*command, *work], env=env, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"{engine} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     for line in (done.stdout + done.stderr).splitlines():
@@ -114,7 +114,7 @@ def _row(case: str, ours: list[float], peer: list[float], peer_name: str) -> Row
 def main() -> None:
     """Run the cases asked for."""
     asked = arguments(list(CASES))
-    quick, full = {"settle": 4, "updates": 3, "alone_s": 0.3}, {"settle": 50, "updates": 50, "alone_s": 1.0}
+    quick, full = {"settle": 4, "updates": 3, "alone_s": 0.3}, {"settle": 60, "updates": 40, "alone_s": 3.0}
     with control_group("fast") as fast, control_group("slow") as slow:
         rows = compare(asked.cases, (fast, slow), quick if asked.quick else full, rounds=1)
     show("bench_unequal", rows, as_json=asked.json)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-GLOBAL, REPLICAS, SAMPLES, PERIOD_US = 128, 16, 1280, 100_000
+GLOBAL, REPLICAS, SAMPLES, PERIOD_US = 512, 16, 5120, 100_000
 """Samples of a global batch, logical replicas, samples of an epoch, and the period of the quota, which is Linux's."""
 
 OURS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 import time
@@ -18,11 +19,14 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from memory_traps import digest
 from phalanx.comm.groups import group_of
+from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
 from ranks import run_ranks
 
 pytestmark = pytest.mark.fault
 
 STEPS = 3
+M_ARENA_MAX = -8
+"""The number of heaps of malloc, for `mallopt(3)`."""
 
 
 class WideBlock(nn.Module):
@@ -68,7 +72,7 @@ class CausalModel(nn.Module):
 def text() -> tuple[nn.Module, Tensor, Tensor, int]:
     rows = 32
     x = torch.randint(0, CausalModel.VOCABULARY, (2 * rows * STEPS, 64))
-    return CausalModel(), x, x.roll(-1, 1), 2 * rows
+    return CausalModel(depth=10), x, x.roll(-1, 1), 2 * rows
 
 
 WORKS = {"mlp": mlp, "batch norm": normalised, "text": text}
@@ -77,6 +81,15 @@ WORKS = {"mlp": mlp, "batch norm": normalised, "text": text}
 def bytes_of(name: str) -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
+
+
+def generate_kernels(kind: str, passes: int) -> None:
+    """Let oneDNN generate the code that a step needs: where that fails for want of memory, it does for good."""
+    net, x, y, batch = WORKS[kind]()
+    rows = batch // passes
+    F.cross_entropy(net(x[:rows]), y[:rows].flatten()).backward()
+    del net, x, y
+    free_caches(torch.device("cpu"))
 
 
 def start_threads() -> None:
@@ -91,6 +104,10 @@ def start_threads() -> None:
 def train(kind: str, limit: int, word: str, replicas: int | None) -> tuple[str, int]:
     """Return the weights' digest and the address space that the steps took; rank 1 gets `limit` bytes, unless 0."""
     gc.freeze()
+    # Each thread's own heap reserves 64 MB of addresses, or not, as the threads' allocations happen to meet.
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    return_large_blocks(torch.device("cpu"))  # else what the first pass frees is there for the second
+    generate_kernels(kind, replicas or 2)
     torch.manual_seed(0)
     net, x, y, batch = WORKS[kind]()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -117,7 +134,7 @@ def limited(kind: str, replicas: int | None = None, share: float = 0.5) -> tuple
 
 @pytest.mark.parametrize(
     ("kind", "replicas", "share"),
-    [("mlp", None, 0.5), ("batch norm", None, 0.5), ("mlp", 4, 0.5), ("text", None, 0.6)],
+    [("mlp", None, 0.5), ("batch norm", None, 0.5), ("mlp", 4, 0.5), ("text", None, 0.72)],
 )
 def test_less_memory_gives_the_same_weights(kind: str, replicas: int | None, share: float) -> None:
     whole, limit = limited(kind, replicas, share)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from memory_traps import MESSAGE, MODELS, Trap, digest, limit_memory
+from phalanx.cluster.host_memory import process_memory
 from phalanx.parallel.memory.blocks import find_blocks
 from phalanx.parallel.session import model_record
 
@@ -328,6 +329,27 @@ def test_memory_that_never_suffices_raises_after_the_last_remedy() -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         net(torch.randn(4, 8))
     assert net.tries == 2  # there is nothing to recompute, so caches are all that could be freed
+
+
+@pytest.mark.parametrize(("free", "told"), [(32 << 20, True), (256 << 20, False)])
+def test_a_kernel_that_could_not_be_generated_is_not_tried_again(free: int, told: bool) -> None:
+    class Kernel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.tries = nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.tries += 1
+            raise RuntimeError("could not create a primitive")
+
+    net = Kernel()
+    px.distribute(net)
+    x = torch.randn(4, 8)
+    resource.setrlimit(resource.RLIMIT_AS, (process_memory().address_space + free, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError, match="could not create a primitive") as error:
+        net(x)
+    assert net.tries == 1
+    assert any("a thread in which that failed" in note for note in getattr(error.value, "__notes__", ())) is told
 
 
 def test_other_errors_pass_and_other_uses_of_gradients_work() -> None:

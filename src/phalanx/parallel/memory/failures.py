@@ -21,7 +21,8 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_DNN_WORDS = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
+_NO_KERNEL = "could not create a primitive"
+_DNN_WORDS = (_NO_KERNEL, "could not execute a primitive", "could not create a memory object")
 """What oneDNN says whatever the reason was."""
 
 _LITTLE_BYTES = 64 * 2**20
@@ -38,6 +39,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = str(error)
     is_certain = any(part in words for part in _WORDS)
     return is_certain or (words in _DNN_WORDS and free_bytes(torch.device("cpu")) < _LITTLE_BYTES)
+
+
+def is_repeatable(error: BaseException) -> bool:
+    """Return whether what raised an error can succeed with more memory; else a note on the error says why not."""
+    if str(error) == _NO_KERNEL and is_out_of_memory(error):
+        note = (
+            "oneDNN had no memory to generate a kernel in, and a thread in which that failed generates none afterwards"
+        )
+        error.add_note(f"What failed was not repeated with less memory: {note}.")
+        return False
+    return is_out_of_memory(error)
 
 
 @dataclass(frozen=True, slots=True)

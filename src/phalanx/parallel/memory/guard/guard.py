@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.call_count import calls_issued
-from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
+from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.free_memory import can_run_out
 from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.guard.graphs import Node
@@ -213,7 +213,7 @@ class MemoryGuard:
             try:
                 return compute()
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or not self.remedies.remain():
+                if not is_repeatable(error) or not self.remedies.remain():
                     raise
                 if self._exchanges_since(calls):
                     error.add_note("The forward pass was not repeated with less memory: it calls collectives itself.")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from phalanx.comm.batch.backward_end import forget_interrupted
-from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
+from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.guard.graphs import ReleasedGraphError
 from phalanx.parallel.memory.guard.guard import MemoryGuard, running
 from phalanx.parallel.memory.guard.loss_point import LossPoint
@@ -87,7 +87,7 @@ def _attempt(backward: Backward, tensors: Any, *gradients: Any) -> None:
     except (RuntimeError, MemoryError) as error:
         # Where the loss ran out of memory, its remedy is applied and the graph gone already.
         needs_remedy = not isinstance(error, ReleasedGraphError)
-        if needs_remedy and not is_out_of_memory(error):
+        if needs_remedy and not is_repeatable(error):
             raise
         plan = _plan(tensors, before, error, needs_remedy=needs_remedy)
         if isinstance(plan, str):
@@ -125,7 +125,7 @@ def _repeat(backward: Backward, repetition: Repetition, failure: MemoryFailure, 
             repetition.run(backward, failure)
             return
         except (RuntimeError, MemoryError) as error:
-            can_go_on = is_out_of_memory(error) and error is not failure.error and repetition.can_go_on()
+            can_go_on = is_repeatable(error) and error is not failure.error and repetition.can_go_on()
             if not can_go_on or _is_in_reduction(error):
                 raise
             failure = MemoryFailure.of(error, "backward", repetition.passes[0].guard.device, handled)

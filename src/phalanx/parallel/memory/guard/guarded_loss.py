@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
+from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.guard.guard import running
 from phalanx.parallel.memory.guard.guarded_backward import guarded_parameters
 from phalanx.parallel.memory.guard.loss_point import follow_loss
@@ -44,7 +44,7 @@ def _cross_entropy(*inputs: Any, **named: Any) -> Tensor:
     try:
         loss = compute()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not is_repeatable(error):
             raise
         graph = GuardedGraph.of((inputs, named))
         why = graph.why_not_again(guarded_parameters())
@@ -73,6 +73,6 @@ def _compute_with_less(
         try:
             return compute()
         except (RuntimeError, MemoryError) as error:
-            if graph.is_released or not is_out_of_memory(error):
+            if graph.is_released or not is_repeatable(error):
                 raise
             failure = MemoryFailure.of(error, "loss", graph.passes[0].guard.device, handled)

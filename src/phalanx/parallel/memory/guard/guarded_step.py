@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import state_of
-from phalanx.parallel.memory.failures import MemoryFailure, is_out_of_memory
+from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
 from phalanx.parallel.memory.guard.remedies import FREE_CACHES, Remedy, report_remedy
 from phalanx.parallel.session import StepPhase, optimizer_record
@@ -64,7 +64,7 @@ class MemoryReserve:
                 _allocate(optimizer)
                 return
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_repeatable(error):
                     raise
                 failure = MemoryFailure.of(error, "step", self._device, handled)
             remedy = self._next(optimizer)
