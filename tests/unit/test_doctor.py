@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cluster.host_limits import HostLimits, cpu_quota, memory_limit
+from phalanx.cluster.cgroup import ControlGroups
+from phalanx.cluster.host_limits import HostLimits
 from phalanx.diagnose import checks, facts, job_checks, resource_checks
 from phalanx.diagnose.checks import Check
 from phalanx.diagnose.doctor import doctor
@@ -175,13 +176,19 @@ def test_nodes_are_judged_together(report: JobReport, name: str, state: str, tex
 # --- limits of containers ---------------------------------------------------------------------------------------------
 
 
-def cgroup(root: Path, files: dict[str, str], membership: str) -> tuple[Path, Path]:
-    for name, text in files.items():
-        path = root / "cgroup" / name
+def groups_of(root: Path, files: dict[str, str], membership: str) -> ControlGroups:
+    for name, text in {"cgroup": membership, **{f"fs/{name}": text for name, text in files.items()}}.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    (root / "membership").write_text(f"{membership}\n")
-    return root / "cgroup", root / "membership"
+    kinds = {"cgroup2": root / "fs", "cpu,cpuacct": root / "fs" / "cpu", "memory": root / "fs" / "memory"}
+    mounts = [
+        f"4{n} 31 0:3{n} / {point} rw,relatime - "
+        + ("cgroup2 cgroup2 rw" if kind == "cgroup2" else f"cgroup cgroup rw,{kind}")
+        for n, (kind, point) in enumerate(kinds.items())
+    ]
+    (root / "mountinfo").write_text("\n".join(mounts) + "\n")
+    return ControlGroups(root)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def cgroup(root: Path, files: dict[str, str], membership: str) -> tuple[Path, Pa
 def test_the_quota_of_cores_is_read(
     tmp_path: Path, files: dict[str, str], membership: str, quota: float | None
 ) -> None:
-    assert cpu_quota(*cgroup(tmp_path, files, membership)) == quota
+    assert groups_of(tmp_path, files, membership).cores() == quota
 
 
 @pytest.mark.parametrize(
@@ -217,7 +224,7 @@ def test_the_quota_of_cores_is_read(
     ],
 )
 def test_the_limit_of_memory_is_read(tmp_path: Path, files: dict[str, str], membership: str, limit: object) -> None:
-    assert memory_limit(*cgroup(tmp_path, files, membership)) == limit
+    assert groups_of(tmp_path, files, membership).memory_limit() == limit
 
 
 # --- before every start -----------------------------------------------------------------------------------------------

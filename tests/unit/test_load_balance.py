@@ -125,6 +125,7 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "pod" / "box", cpu__stat="nr_periods 9\nnr_throttled 3\nthrottled_time 0\n")
     write(tmp_path / "cpu" / "pod", cpu__stat="nr_periods 9\nnr_throttled 3\nthrottled_time 2500000000\n")
     assert groups.throttled_seconds() == 2.5  # the group above holds it back
+    assert groups.throttled_share() == pytest.approx(1 / 3)
     memory = tmp_path / "memory" / "pod" / "box"
     write(memory, memory__limit_in_bytes="9223372036854771712\n", memory__usage_in_bytes="100\n")
     assert groups.memory_left() is None

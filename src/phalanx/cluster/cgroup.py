@@ -1,4 +1,4 @@
-"""Limits of this process's control groups: cores (CFS quota) and memory, of version 1 and 2.
+"""Limits of a process's control groups: cores (CFS quota) and memory, of version 1 and 2.
 
 `man 7 cgroups`. A container, a Kubernetes pod with limits and a Slurm step with constrained cores are control groups. A
 limit of any group above holds too, as far as it can be seen from here.
@@ -10,20 +10,27 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+_MEMORY_FILES = (("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current"))
+
 _UNLIMITED = 1 << 60
 """Bytes above which a limit of version 1, which has no word for none, is none."""
 
 
 class ControlGroups:
-    """The control groups of this process.
+    """The control groups of a process.
 
     Args:
-        proc: What the kernel says of a process: the folder with its `cgroup` and `mountinfo`.
+        proc: What the kernel says of it: the folder with its `cgroup` and `mountinfo`; of this process when omitted.
     """
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._proc = proc
         self.refresh()
+
+    @classmethod
+    def of_process(cls, pid: int) -> ControlGroups:
+        """Return those of a process."""
+        return cls(Path(f"/proc/{pid}"))
 
     def refresh(self) -> None:
         """Look again which groups they are: a process may be moved."""
@@ -54,17 +61,33 @@ class ControlGroups:
         times += [(_field(folder / "cpu.stat", "throttled_usec") or 0.0) / 1e6 for folder in self._folders[""]]
         return max(times, default=0.0)
 
+    def throttled_share(self) -> float:
+        """Return the part of its periods in which the group that was held back most used all the time it may."""
+        folders = [*self._folders["cpu"], *self._folders[""]]
+        counts = [(_field(f / "cpu.stat", "nr_throttled"), _field(f / "cpu.stat", "nr_periods")) for f in folders]
+        return max((throttled / periods for throttled, periods in counts if throttled and periods), default=0.0)
+
+    def memory_limit(self) -> tuple[int | None, int]:
+        """Return the bytes that the processes of the tightest group may use, None without a limit, and those in use.
+
+        Files that were read stay in memory until it is needed, and do not count.
+        """
+        return min(self._memory_limits(), default=(None, 0))
+
     def memory_left(self) -> float | None:
         """Return the bytes that the processes of the tightest group may still take; None without a limit."""
-        left = []
+        return min((float(limit - used) for limit, used in self._memory_limits()), default=None)
+
+    def _memory_limits(self) -> Iterator[tuple[int, int]]:
+        """Yield the limit of each group that has one, and the bytes in use."""
         for folder in (*self._folders["memory"], *self._folders[""]):
-            for limit, used in (("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")):
-                most, taken = _number(folder / limit), _number(folder / used)
-                if most is not None and taken is not None and most < _UNLIMITED:
-                    # Files that were read stay in memory until it is needed.
-                    cached = _field(folder / "memory.stat", "inactive_file") or 0.0
-                    left.append(most - taken + cached)
-        return min(left, default=None)
+            for maximum, current in _MEMORY_FILES:
+                limit, used = _number(folder / maximum), _number(folder / current)
+                if limit is not None and limit < _UNLIMITED:
+                    stat = folder / "memory.stat"
+                    # Version 1 counts the groups below by another name.
+                    cached = _field(stat, "total_inactive_file") or _field(stat, "inactive_file") or 0.0
+                    yield int(limit), max(0, int((used or 0.0) - cached))
 
 
 def _folders(proc: Path, controller: str) -> Iterator[Path]:

@@ -27,10 +27,17 @@ def process_memory() -> ProcessMemory:
     return ProcessMemory(pages[0] * _PAGE_BYTES, pages[1] * _PAGE_BYTES, pages[5] * _PAGE_BYTES)
 
 
+def total_bytes() -> int:
+    """Return the memory of this host."""
+    return _meminfo()["MemTotal"]
+
+
 def available_bytes() -> int | None:
     """Return what processes of this host may still take without swapping; None where the kernel does not tell."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None
+    return _meminfo().get("MemAvailable")
+
+
+def _meminfo() -> dict[str, int]:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}

@@ -7,6 +7,7 @@ import os
 import struct
 from pathlib import Path
 
+from phalanx.cluster import proc
 from phalanx.i18n import tr
 
 ROUTES = Path("/proc/net/route")
@@ -94,11 +95,7 @@ def port_owner(port: int) -> str:
 
 def command_line(pid: int) -> str:
     """Return the command line of `pid`, or an empty string when it cannot be read."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
+    return " ".join(proc.command_line(pid)).strip()
 
 
 def _inodes(port: int, *, listening: bool) -> set[str]:

@@ -8,16 +8,13 @@ from typing import Literal
 
 from phalanx.cluster import network
 from phalanx.cluster.env.settings import TABLE
+from phalanx.cluster.host_limits import NEEDS_OPEN_FILES, NEEDS_SHARED_MEMORY, OPEN_FILES_ADVISED
 from phalanx.errors import ConfigError
 from phalanx.units import format_bytes
 from phalanx.versions import require_torch
 
 State = Literal["ok", "warning", "failed"]
 
-SHM_WANTED = 1 << 30
-SHM_NEEDED = 1 << 20
-FILES_WANTED = 4096
-FILES_NEEDED = 256
 PORTS_WANTED = 1000
 
 
@@ -95,8 +92,8 @@ def shared_memory(total: int | None, free: int) -> Check:
         advice = "Mount a tmpfs at /dev/shm: processes of Python, loader workers among them, keep semaphores there."
         return Check(name="/dev/shm", state="failed", observed="absent", advice=advice)
     observed = f"{format_bytes(free)} free of {format_bytes(total)}"
-    if free < SHM_WANTED:
-        state: State = "failed" if free < SHM_NEEDED else "warning"
+    if free < NEEDS_SHARED_MEMORY.wanted:
+        state: State = "failed" if free < NEEDS_SHARED_MEMORY.needed else "warning"
         advice = (
             "Give the container more (docker run --shm-size=8g; an emptyDir of medium Memory), or remove old files. "
             "Ranks and the workers of their loaders need none of it, but other programs may."
@@ -108,9 +105,11 @@ def shared_memory(total: int | None, free: int) -> Check:
 def open_files(soft: int, hard: int) -> Check:
     """Judge the limit of open files of a process."""
     observed = f"{soft} (can be raised to {hard})"
-    if soft < FILES_WANTED:
-        state: State = "failed" if soft < FILES_NEEDED else "warning"
-        return Check(name="open files", state=state, observed=observed, advice=f"Run: ulimit -n {min(hard, 65536)}")
+    if soft < NEEDS_OPEN_FILES.wanted:
+        state: State = "failed" if soft < NEEDS_OPEN_FILES.needed else "warning"
+        return Check(
+            name="open files", state=state, observed=observed, advice=f"Run: ulimit -n {min(hard, OPEN_FILES_ADVISED)}"
+        )
     return Check(name="open files", state="ok", observed=str(soft))
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.cluster.host_limits import HostLimits
+from phalanx.cluster.host_limits import NEEDS_DISK, NEEDS_MEMORY, HostLimits
 from phalanx.diagnose.checks import Check, State
 from phalanx.launch.request.preflight import missing_interfaces
 from phalanx.units import format_bytes
-
-MEMORY_WANTED = 2 << 30
-DISK_WANTED = 5 << 30
-DISK_NEEDED = 64 << 20
 
 
 def cpu_limit(limits: HostLimits) -> Check:
@@ -35,7 +31,7 @@ def memory_limit(limits: HostLimits, memory: int) -> Check:
     total = memory if limits.memory_limit is None else min(memory, limits.memory_limit)
     where = "no limit" if limits.memory_limit is None else f"limit, {format_bytes(limits.memory_used)} used"
     observed, free = f"{format_bytes(total)}, {where}", total - limits.memory_used
-    if free < MEMORY_WANTED:
+    if free < NEEDS_MEMORY.wanted:
         advice = (
             f"{format_bytes(max(0, free))} are left; whoever takes more is killed with SIGKILL. Give the container "
             "more (docker run --memory, resources.limits.memory), or end what else runs in it."
@@ -47,8 +43,8 @@ def memory_limit(limits: HostLimits, memory: int) -> Check:
 def disk(folder: str, free: int) -> Check:
     """Judge the room where logs and checkpoints of a job started here go."""
     observed = f"{format_bytes(free)} free in {folder}"
-    if free < DISK_WANTED:
-        state: State = "failed" if free < DISK_NEEDED else "warning"
+    if free < NEEDS_DISK.wanted:
+        state: State = "failed" if free < NEEDS_DISK.needed else "warning"
         advice = "Make room, or name another place: --log_dir, and the folder given to px.save."
         return Check(name="disk", state=state, observed=observed, advice=advice)
     return Check(name="disk", state="ok", observed=observed)

@@ -8,8 +8,10 @@ import platform
 import re
 from pathlib import Path
 
+from phalanx.cluster import host_memory
 from phalanx.cluster.calibration.figures import Measured, read_measured
 from phalanx.cluster.calibration.interpolation import cores_each, with_ranks
+from phalanx.cluster.cgroup import ControlGroups
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.spec.cluster import Cluster, Node, usual_gbps
 from phalanx.cluster.spec.devices import DEVICES, GIB, Device
@@ -19,8 +21,6 @@ from phalanx.i18n import tr
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSORS = Path("/proc/cpuinfo")
 HIGHEST_KHZ = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
-MEMORY = Path("/proc/meminfo")
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 FLOPS_A_CYCLE = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
 """Flags of a core and its float32 operations a cycle: two fused multiply-adds of a whole register."""
@@ -167,9 +167,8 @@ def processor_name() -> str:
 
 def memory_bytes() -> int:
     """Return the bytes of memory this process may use: the machine's, or what its container is given."""
-    total = int(_field(MEMORY.read_text(), "MemTotal").split()[0]) * 1024
-    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
-    return min(total, int(limit)) if limit.isdecimal() else total
+    total, (limit, _) = host_memory.total_bytes(), ControlGroups().memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def _field(text: str, *names: str) -> str:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.cluster import proc
 from phalanx.cluster.spec.detect import memory_bytes
 from phalanx.errors import BackendError, SpecError
 from phalanx.files import liveness_lock, write_atomically
@@ -30,7 +31,6 @@ from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
 from phalanx.jobs.scheduling.queue import Amount, needed_amount
 from phalanx.jobs.spec import TrainingJob
-from phalanx.launch.process.linux import start_ticks
 from phalanx.launch.request.machine import Machine
 
 MARK = "PHALANX_JOB_FOLDER"
@@ -166,7 +166,7 @@ class Local:
                 gpus = self._free_gpus(submission, locks)
                 child = self._spawn(submission, node, lock, gpus)
         _CHILDREN[_lock_file(folder, node)] = child
-        note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
+        note = {"pid": child.pid, "ticks": proc.start_ticks(child.pid), "oom_kills": _oom_kills()}
         write_atomically(_pid_file(folder, node), json.dumps(note))
         return child.pid
 
@@ -254,7 +254,7 @@ def _was_started(folder: Path, node: int) -> bool:
 def _pid(folder: Path, node: int) -> int | None:
     """Return the pid of a running node, found by its arguments if its starter died before it noted the pid."""
     note = _read_pid_note(folder, node)
-    if note and start_ticks(note["pid"]) == note["ticks"]:
+    if note and proc.start_ticks(note["pid"]) == note["ticks"]:
         return note["pid"]
     arguments = [str(folder), "--node", str(node)]
     for pid in _marked_pids(folder):

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from phalanx.cluster import proc
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
-from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -56,15 +56,15 @@ class Sampler:
         self._taken = 0
         self._peak = 0
         self._at = time.monotonic()
-        self._cpu_s = sum(map(linux.cpu_seconds, linux.descendants(os.getpid())))
+        self._cpu_s = sum(map(proc.cpu_seconds, proc.descendants(os.getpid())))
         self._driver = shutil.which("nvidia-smi")
 
     def sample(self) -> Sample:
         """Return what is used now, processor time on average since the call before."""
-        pids = linux.descendants(os.getpid())
-        memory = sum(map(linux.memory_bytes, pids))
+        pids = proc.descendants(os.getpid())
+        memory = sum(map(proc.memory_bytes, pids))
         self._peak = max(self._peak, memory)
-        cpu = self._cores(sum(map(linux.cpu_seconds, pids)))
+        cpu = self._cores(sum(map(proc.cpu_seconds, pids)))
         gpus = self._gpus(pids)
         number, self._taken = self._taken, self._taken + 1
         return Sample(number, round(time.time(), 3), round(cpu, 3), memory, self._peak, *gpus)

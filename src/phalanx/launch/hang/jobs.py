@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from phalanx.cluster import proc
 from phalanx.errors import LaunchError
 from phalanx.i18n import tr
 from phalanx.launch.hang.observe import Watched
-from phalanx.launch.hang.processes import environment_of, state_of
-from phalanx.launch.process import linux
+from phalanx.launch.hang.processes import state_of
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables that say which rank a process is."""
@@ -29,23 +29,24 @@ def find_ranks(pid: int) -> list[Watched]:
     """
     if state_of(pid).is_gone:
         raise LaunchError(tr("There is no process {pid}. `phalanx ps` lists jobs, and ps the others.", pid=pid))
-    if not os.access(f"/proc/{pid}/environ", os.R_OK):
+    if not proc.is_readable(pid):
         raise LaunchError(tr("Process {pid} belongs to another user. Run this as that user, or as root.", pid=pid))
-    own = environment_of(pid)
+    own = proc.environment(pid)
     if _rank_of(own) is not None:
-        candidates = {other: env for other in _pids() if _is_same_job(own, env := environment_of(other))}
+        others = [other for other in proc.pids() if other != os.getpid()]
+        candidates = {other: env for other in others if _is_same_job(own, env := proc.environment(other))}
     else:
         candidates = {
-            other: env for other in linux.descendants(pid) if _rank_of(env := environment_of(other)) is not None
+            other: env for other in proc.descendants(pid) if _rank_of(env := proc.environment(other)) is not None
         }
     # What a rank started, such as data workers, has the rank's environment.
-    ranks = {other: env for other, env in candidates.items() if _parent(other) not in candidates}
+    ranks = {other: env for other, env in candidates.items() if proc.parent(other) not in candidates}
     if ranks:
         return sorted(
             (Watched(title=f"rank {_rank_of(env)}", role="worker", pid=other) for other, env in ranks.items()),
             key=lambda process: int(process.title.split()[1]),
         )
-    return [Watched(title=f"process {other}", role="worker", pid=other) for other in [pid, *linux.descendants(pid)]]
+    return [Watched(title=f"process {other}", role="worker", pid=other) for other in [pid, *proc.descendants(pid)]]
 
 
 def _rank_of(env: Mapping[str, str]) -> int | None:
@@ -54,15 +55,3 @@ def _rank_of(env: Mapping[str, str]) -> int | None:
 
 def _is_same_job(own: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return _rank_of(other) is not None and all(own.get(name) == other.get(name) for name in _JOB)
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0

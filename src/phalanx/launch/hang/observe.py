@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from phalanx.cluster import proc
 from phalanx.i18n import tr
 from phalanx.launch.hang.locations import WAITS, Location, location_of, location_of_frames
-from phalanx.launch.hang.processes import ProcessState, children_of, state_of, troubles_of
+from phalanx.launch.hang.processes import ProcessState, state_of, troubles_of
 from phalanx.launch.hang.stacks import Frame, read_stacks
 from phalanx.launch.process.activity import Activity, ActivityReader, Call, activity_from
 from phalanx.launch.process.usage import ProcessUsage
@@ -25,7 +26,7 @@ _SILENT_S = 2.5
 IDLE_CPU = 0.02
 """Part of a core below which a process counts as waiting."""
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +170,7 @@ def _activity_of(pid: int) -> Activity | None:
 def _troubles_of_workers(pid: int) -> list[str]:
     """Say where the data workers of a rank are that waits for them."""
     lines: dict[str, list[int]] = {}
-    for child in children_of(pid)[:_MOST_WORKERS]:
+    for child in proc.children(pid)[:_MAX_WORKERS]:
         state = state_of(child)
         if troubles := troubles_of(child, state):
             lines.setdefault(troubles[0], []).append(child)

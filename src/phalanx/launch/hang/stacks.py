@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cluster import proc
 from phalanx.launch.process.activity import file_of
 from phalanx.launch.process.reporter import STACKS, STACKS_SIGNAL
 
@@ -143,12 +144,7 @@ def _signalled(pid: int) -> tuple[ThreadStack, ...]:
 
 def _catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal, which would end it otherwise."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
-            caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
-    except OSError:
-        return False
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return bool(int(proc.status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def parse_dump(text: str) -> tuple[ThreadStack, ...]:

@@ -14,12 +14,12 @@ from typing import Any
 
 import click
 
+from phalanx.cluster import proc
 from phalanx.cluster.disk_space import named_errors
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.files import temporary_path, write_atomically
 from phalanx.i18n import tr
 from phalanx.launch.hang.verdict import Verdict
-from phalanx.launch.process import linux
 from phalanx.units import format_length
 
 logger = logging.getLogger("phalanx.launch")
@@ -37,7 +37,7 @@ class RegistryEntry:
         self._job: dict[str, Any] = {
             "job_id": job_id,
             "pid": os.getpid(),
-            "start_ticks": linux.start_ticks(os.getpid()),
+            "start_ticks": proc.start_ticks(os.getpid()),
             "started": time.time(),
             "script": script,
             "mode": mode,
@@ -95,7 +95,7 @@ def jobs() -> list[dict[str, Any]]:
             job = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue  # The job ended between the two calls.
-        if linux.start_ticks(job["pid"]) == job["start_ticks"]:
+        if proc.start_ticks(job["pid"]) == job["start_ticks"]:
             alive.append(job)
         else:
             path.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def collect() -> list[dict[str, Any]]:
         for process in job["processes"]:
             event = last_event(process["events"])
             process |= {name: event.get(name) for name in _REPORTED}
-            process["alive"] = linux.start_ticks(process["pid"]) is not None
+            process["alive"] = proc.start_ticks(process["pid"]) is not None
     return running
 
 

@@ -1,4 +1,4 @@
-"""Linux process calls: prctl, subreaper, /proc statistics, kill trees, signal handling."""
+"""Linux process calls: prctl, subreaper, kill trees, signal handling."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from types import FrameType
+
+from phalanx.cluster import proc
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -42,82 +44,6 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat after the command name (state, parent, ...), or None when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when `pid` started, in clock ticks since boot, or None when it is gone or a zombie.
-
-    A pid with its start time names one process for good, a pid alone does not.
-    """
-    fields = _stat(pid)
-    return None if fields is None or fields[0] == "Z" else int(fields[19])
-
-
-def state(pid: int) -> str | None:
-    """Return the state letter of `pid` (`R` runs, `T` is stopped, `Z` has ended, ...), or None when it is gone."""
-    fields = _stat(pid)
-    return None if fields is None else fields[0]
-
-
-def io_bytes(pid: int) -> int:
-    """Return the bytes that `pid` has read and written, sockets and pipes included; 0 when it is gone."""
-    try:
-        with open(f"/proc/{pid}/io", "rb") as file:
-            counters = dict(line.split() for line in file)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
-    return int(counters.get(b"rchar:", 0)) + int(counters.get(b"wchar:", 0))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time of `pid` and of children that it collected; 0 when it is gone."""
-    fields = _stat(pid)
-    return 0.0 if fields is None else sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def memory_bytes(pid: int) -> int:
-    """Return the resident memory of `pid`, each page divided by those who share it (PSS).
-
-    Returns:
-        0 when it is gone, or is none that this user may look into.
-    """
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            sizes = dict(line.split()[:2] for line in file if line.startswith(b"Pss:"))
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
-    return int(sizes.get(b"Pss:", 0)) << 10
-
-
-def descendants(root: int) -> list[int]:
-    """Return the pids below `root`, parents before children, zombies left out."""
-    children: dict[int, list[int]] = {}
-    zombies = set()
-    for name in os.listdir("/proc"):
-        fields = _stat(int(name)) if name.isdigit() else None
-        if fields is None:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(name))
-        if fields[0] == "Z":
-            zombies.add(int(name))
-    pids: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        pids += below
-        queue += below
-    # A process whose first thread ended before another is a zombie that still has its children.
-    return [pid for pid in pids if pid not in zombies]
-
-
 def reap() -> list[tuple[int, int]]:
     """Collect every child that has ended, as (pid, wait status)."""
     ended = []
@@ -132,11 +58,7 @@ def reap() -> list[tuple[int, int]]:
 
 def is_resource_tracker(pid: int) -> bool:
     """Return whether `pid` is the process by which Python removes semaphores and shared memory of others that ended."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"multiprocessing.resource_tracker import main" in file.read()
-    except OSError:  # it is gone, or of another user
-        return False
+    return any("multiprocessing.resource_tracker import main" in word for word in proc.command_line(pid))
 
 
 def kill_descendants() -> None:
@@ -145,7 +67,7 @@ def kill_descendants() -> None:
     Resource trackers end by themselves when all that they track for has ended, and take its files in /dev/shm along.
     """
     started = time.monotonic()
-    while (pids := descendants(os.getpid())) and time.monotonic() < started + KILL_WAIT_S:
+    while (pids := proc.descendants(os.getpid())) and time.monotonic() < started + KILL_WAIT_S:
         if time.monotonic() < started + TRACKER_WAIT_S:
             pids = [pid for pid in pids if not is_resource_tracker(pid)]
         for pid in pids:

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.cluster import proc
 from phalanx.launch.process.activity import ActivityMemory, Call
 from phalanx.launch.process.time_use import LOOK_S, TimeUse
 
@@ -49,18 +50,13 @@ def start_reporting(hang_after_s: float, *, times_itself: bool) -> None:
         hang_after_s: How long a call may take before somebody looks; 0 where nobody looks for hangs.
         times_itself: Whether it also says what it spends its time on.
     """
-    allow_tracer(_grandparent())
+    # The launcher: the parent of the fork server, which is the parent of this process.
+    allow_tracer(proc.parent(os.getppid()))
     register_stacks()
     interval_s = min(_SLOWEST_S, max(_FASTEST_S, hang_after_s / 5)) if hang_after_s else _SLOWEST_S
     reporter = Reporter(interval_s, TimeUse() if times_itself else None)
     reporter.begin()
     threading.Thread(target=reporter.run, name="phalanx reporter", daemon=True).start()
-
-
-def _grandparent() -> int:
-    """The launcher: the parent of the fork server, which is the parent of this process."""
-    with open(f"/proc/{os.getppid()}/stat", encoding="utf-8", errors="replace") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
 
 
 def allow_tracer(pid: int) -> None:

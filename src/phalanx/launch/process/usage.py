@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from phalanx.launch.process import linux
+from phalanx.cluster import proc
 
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended"}
 _IDLE_SHARE = 0.02
@@ -16,7 +16,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 def stopped_state(pid: int) -> str:
     """Return in words why a process cannot run, or "" while it can."""
-    state = linux.state(pid)
+    state = proc.state(pid)
     return "gone" if state is None else _STOPPED.get(state, "")
 
 
@@ -30,8 +30,8 @@ class ProcessUsage:
     @classmethod
     def measure(cls, pid: int) -> ProcessUsage:
         """Return what `pid` and everything below it have used so far."""
-        pids = [pid, *linux.descendants(pid)]
-        return cls(sum(map(linux.cpu_seconds, pids)), sum(map(linux.io_bytes, pids)))
+        pids = [pid, *proc.descendants(pid)]
+        return cls(sum(map(proc.cpu_seconds, pids)), sum(map(proc.io_bytes, pids)))
 
     def describe_since(self, before: ProcessUsage, seconds: float) -> str:
         """Return what was done since `before`, in words, or "" for nothing worth the name."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.cluster.host_limits import SHARED_MEMORY_WANTED, HostLimits
+from phalanx.cluster.host_limits import (
+    NEEDS_MEMORY,
+    NEEDS_OPEN_FILES,
+    NEEDS_SHARED_MEMORY,
+    OPEN_FILES_ADVISED,
+    HostLimits,
+)
 from phalanx.i18n import tr
 from phalanx.units import format_bytes
 
-FILES_WANTED = 1024
-MEMORY_WANTED = 256 << 20
 IFNAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -31,18 +35,18 @@ def warnings(limits: HostLimits, environment: Mapping[str, str], interfaces: Seq
         environment: Variables the job starts with.
         interfaces: Network interfaces of this host.
     """
-    if limits.shared_memory is None or limits.shared_memory_free < SHARED_MEMORY_WANTED:
+    if limits.shared_memory is None or limits.shared_memory_free < NEEDS_SHARED_MEMORY.scarce:
         yield tr(
             "/dev/shm has {free} free. Ranks do not need it, and loader workers (num_workers) pass batches through "
             "memory without a file instead; those that a script starts by spawn, and other programs, may end with a "
             "bus error: docker run --shm-size=8g.",
             free=format_bytes(limits.shared_memory_free),
         )
-    if limits.open_files < FILES_WANTED:
+    if limits.open_files < NEEDS_OPEN_FILES.scarce:
         yield tr(
             "A process may open {count} files only; ranks, sockets and data files need more. Run: ulimit -n {wanted}",
             count=limits.open_files,
-            wanted=min(limits.open_files_most, 65536),
+            wanted=min(limits.open_files_most, OPEN_FILES_ADVISED),
         )
     if limits.is_throttled and "OMP_NUM_THREADS" not in environment:
         yield tr(
@@ -51,7 +55,7 @@ def warnings(limits: HostLimits, environment: Mapping[str, str], interfaces: Seq
             quota=f"{limits.cpu_quota:g}",
             cores=limits.cores,
         )
-    if limits.memory_limit is not None and limits.memory_limit - limits.memory_used < MEMORY_WANTED:
+    if limits.memory_limit is not None and limits.memory_limit - limits.memory_used < NEEDS_MEMORY.scarce:
         yield tr(
             "The container may use {limit} of memory, and {used} are in use. What takes more is killed (SIGKILL).",
             limit=format_bytes(limits.memory_limit),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from phalanx.cluster import proc
 from phalanx.cluster.cgroup import ControlGroups
 from phalanx.launch.process.activity import Activity
 
@@ -47,18 +47,13 @@ class RankCounters:
     """
 
     def __init__(self, pid: int) -> None:
-        self._proc = Path(f"/proc/{pid}")
-        self._main = self._proc / "task" / str(pid)
-        self._groups = ControlGroups(self._proc)
+        self._pid = pid
+        self._groups = ControlGroups.of_process(pid)
         self._uninterruptible_s = 0.0
 
     def sample_state(self, seconds: float) -> None:
         """Look at the state of the main thread, which counts for the time since the last look."""
-        try:
-            state = _stat(self._main)[0]
-        except (OSError, IndexError):
-            return
-        if state == "D":
+        if proc.state(self._pid) == "D":
             self._uninterruptible_s += seconds
 
     def refresh(self) -> None:
@@ -67,28 +62,17 @@ class RankCounters:
 
     def read(self, at: float, activity: Activity) -> Reading | None:
         """Return the counters now, or None when the process is gone."""
-        try:
-            ran, queued = (self._main / "schedstat").read_text(encoding="ascii").split()[:2]
-            fields = _stat(self._proc)
-            status = (self._proc / "status").read_text(encoding="utf-8", errors="replace")
-        except (OSError, ValueError):
+        times = proc.main_thread_ns(self._pid)
+        if times is None or proc.state(self._pid) in (None, "Z", "X"):
             return None
-        if len(fields) < 10 or fields[0] in "ZX":
-            return None
-        swapped = next((line.split()[1] for line in status.splitlines() if line.startswith("VmSwap:")), "0")
         return Reading(
             at=at,
-            cpu_s=int(ran) / 1e9,
-            queued_s=int(queued) / 1e9,
+            cpu_s=times[0] / 1e9,
+            queued_s=times[1] / 1e9,
             throttled_s=self._groups.throttled_seconds(),
             uninterruptible_s=self._uninterruptible_s,
-            faults=int(fields[9]),
-            swapped_bytes=int(swapped) << 10,
+            faults=proc.major_faults(self._pid),
+            swapped_bytes=proc.status_bytes(proc.status(self._pid), "VmSwap"),
             cores=self._groups.cores(),
             activity=activity,
         )
-
-
-def _stat(folder: Path) -> list[str]:
-    """Return the fields of `stat` from the state on; the name before may have any character."""
-    return (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
