@@ -171,6 +171,113 @@ def test_a_rank_of_an_elastic_job_that_loops_without_end_is_named(tmp_path: Path
     assert re.match(r"rank 1 is at train\.py:1[23]( in \S+)?; rank 0 waits", verdict["lines"][0])
 
 
+NODES = """
+import os, threading, time
+import torch, torch.distributed as dist, torch.nn.functional as F
+import phalanx as px
+torch.manual_seed(0)
+member = os.environ["PHALANX_MEMBER_ID"]
+
+def beat():
+    while True:
+        open("beat", "w").write("alive")
+        time.sleep(0.1)
+
+def load():
+    threading.Thread(target=beat, daemon=True).start()
+    while not os.path.exists("goes on"):
+        time.sleep(0.05)  # FAULT
+
+net = torch.nn.Linear(12, 5)
+data = torch.utils.data.TensorDataset(torch.randn(1920, 12), torch.randint(0, 5, (1920,)))
+model, optimizer, loader = px.distribute(net, torch.optim.SGD(net.parameters(), 0.1), data, global_batch=12)
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    if step == 30:
+        open(f"{member} is at 30", "w").close()
+    if step == 90 and IS_FAULTY:
+        DO_FAULT
+    while IS_FAULTY and step == 100 and not os.path.exists("may end"):
+        time.sleep(0.01)
+"""
+
+
+def start_nodes(folder: Path, count: int, is_faulty: str, fault: str, *flags: str) -> list[Launch]:
+    """An elastic job of several launchers on this machine, one rank each, and what a rank does at step 90."""
+    (folder / "train.py").write_text(NODES.replace("IS_FAULTY", is_faulty).replace("DO_FAULT", fault))
+    ips = ",".join(f"127.0.0.{node + 2}" for node in range(count))
+    shared = (
+        "--ips",
+        ips,
+        "--nnodes",
+        f"1:{count}",
+        "-n",
+        "1",
+        "--http_port",
+        free_port(),
+        "--hang_after",
+        "1",
+        *flags,
+    )
+    logs = [("--node_rank", str(node), "--log_dir", f"log{node}") for node in range(count)]
+    return [Launch((*own, *shared, "train.py"), folder) for own in logs]
+
+
+def hang_of(folder: Path, node: int) -> dict[str, Any]:
+    """What the launcher of a node says of the hang there is; empty while there is none."""
+    try:
+        return json.loads((folder / f"log{node}" / "hang.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def test_a_rank_that_is_alive_but_does_not_come_is_named_alike_on_all_nodes_of_an_elastic_job(
+    tmp_path: Path, running: list[Launch]
+) -> None:
+    """Fencing does not end it, for another of its threads writes. The first node is lost before: none collects."""
+    job = start_nodes(tmp_path, 3, 'member == "n2.0"', "load()", "--hang_timeout", "30")
+    running += job[1:]
+    wait_until(lambda: (tmp_path / "n0.0 is at 30").exists())
+    job[0].process.kill()
+    wait_until(lambda: hang_of(tmp_path, 1) and hang_of(tmp_path, 2))
+    job[0].wait().gone_within(5.0)
+    verdicts = [hang_of(tmp_path, node) for node in (1, 2)]
+    assert verdicts[0]["lines"] == verdicts[1]["lines"]
+    line = next(n for n, text in enumerate(NODES.splitlines(), 1) if "# FAULT" in text)
+    told = rf"rank 1 \(.+\) is at train\.py:({line - 1}|{line}) in load; rank 0 waits for \d+ s in \w+"
+    assert re.match(told, verdicts[0]["lines"][0]), verdicts[0]
+    assert verdicts[0]["culprits"] == ["rank 1"]
+    # Of its own ranks this node sees that they wait, and no more.
+    assert phalanx("why", "--pid", job[1].process.pid).startswith(verdicts[0]["lines"][0])
+    (tmp_path / "goes on").touch()
+    wait_until(lambda: not hang_of(tmp_path, 1) and not hang_of(tmp_path, 2))
+    (tmp_path / "may end").touch()
+    for node in job[1:]:
+        assert node.wait().code == 0, node.out + node.err
+        assert re.match(told, report_of(node))
+        assert node.out.count("the job is stalled") == 1
+        assert "the job makes progress again, after" in node.out
+
+
+def test_ranks_of_two_nodes_of_an_elastic_job_that_wait_for_each_other_are_named_and_the_job_ends(
+    tmp_path: Path,
+) -> None:
+    """Each says that it waits for the other, so fencing takes none for frozen."""
+    job = start_nodes(tmp_path, 2, "True", "dist.recv(torch.ones(4), 1 - dist.get_rank())", "--hang_timeout", "1")
+    reports = [report_of(node.wait()) for node in job]
+    assert reports[0] == reports[1]
+    assert re.match(r"ranks wait for each other: .*recv", reports[0]), reports[0]
+    line = next(n for n, text in enumerate(NODES.splitlines(), 1) if "DO_FAULT" in text)
+    assert f"train.py:{line}" in reports[0]
+    for node, done in enumerate(job):
+        assert done.code == 124, done.out + done.err
+        ended = json.loads((tmp_path / f"log{node}" / "ended.json").read_text())
+        assert ended["first"]["kind"] == "hang"
+        done.gone_within(5.0)
+
+
 def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path, running: list[Launch]) -> None:
     wait = "while not os.path.exists({!r}): time.sleep(0.01)"
     script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", wait.format("reported"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,10 +19,22 @@ from open_files import no_descriptor_left
 from phalanx.addresses import parse_endpoint
 from phalanx.cluster.env.environment import MOST_HOSTS, expand_hosts
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
+from phalanx.cluster.view import Member, View
 from phalanx.data.ctr.slots import SlotSchema, parse_slots
 from phalanx.errors import ClosedError, ConfigError, InternalError, LaunchError, PeerLostError, PhalanxError, RoleError
+from phalanx.launch.elastic.channel import UNREADABLE
+from phalanx.launch.elastic.looks import NodeLooks
+from phalanx.launch.elastic.membership import Membership, SizeLimits
+from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.hang.locations import Location
+from phalanx.launch.hang.looks import look_to_json
+from phalanx.launch.hang.observe import Observation
+from phalanx.launch.hang.stacks import Frame
+from phalanx.launch.hang.watch import HangNews, HangSettings, HangWatch
+from phalanx.launch.job.report import render_hang
 from phalanx.launch.job.root_cause import ProcessExit, first_failure
 from phalanx.launch.process import wire
+from phalanx.launch.process.activity import Activity, Call
 from phalanx.launch.process.node_link import _Link, _LinkError
 from phalanx.launch.request.machine import resolve as resolve_host
 from phalanx.launch.request.topology import NodeOffer, build_topology
@@ -156,6 +169,95 @@ def test_a_store_that_others_write_to_ends_a_link_with_a_sentence(
         link._handle_message({"offer": OFFER, "attempt": 0})
         link._poll_store()
         link._poll_store()
+
+
+def seen(rank: int, **more: Any) -> dict[str, Any]:
+    """What a launcher saw of its rank: it waits in a collective, but for `more`."""
+    call = Call(
+        verb="all_reduce", number=7, group="0", members=(0, 1), since=time.monotonic() - 60.0, detail="float32[8]"
+    )
+    values = {
+        "activity": Activity(looked_at=time.monotonic(), steps=9, begun={"0": 7}, completed={"0": 6}, calls=(call,)),
+        "location": Location(kind="collective", verb="all_reduce", frames=(Frame(file="t.py", line=9, function="f"),)),
+        "troubles": ("it is stopped",),
+    }
+    rank_seen = Observation(
+        **{"title": f"rank {rank}", "role": "worker", "pid": 1, "at": time.monotonic(), **values, **more}
+    )
+    return look_to_json([rank_seen], 1.0)
+
+
+LOOK = json.loads(json.dumps([seen(0), seen(1, is_stopped=True)]))
+
+
+class Launchers:
+    """Those of other hosts."""
+
+    def ask_for_look(self) -> None:
+        """Nothing: what they saw comes anyway."""
+
+    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
+        """Nothing: they do not read it."""
+
+
+def report(everywhere: list[dict[str, Any]]) -> HangNews | None:
+    watch = HangWatch(HangSettings(after_s=1.0, timeout_s=0.0), Launchers())
+    watch.receive_look({"look": 1, "everywhere": everywhere})
+    watch._join_looks(Launchers(), [], [])
+    return watch.take()
+
+
+def test_what_all_launchers_saw_is_judged() -> None:
+    news = report(LOOK)
+    assert news is not None
+    assert news.verdict.culprits == ("rank 1",)
+
+
+@broken
+@given(everywhere=broken_json(LOOK))
+def test_what_another_launcher_saw_is_a_report_that_can_be_shown_or_nothing(everywhere: Any) -> None:
+    with little_memory():
+        if (news := report(everywhere)) is not None:
+            render_hang(news.verdict, 1.0).encode()
+            json.dumps(news.verdict.to_json(), allow_nan=False)
+
+
+@broken
+@given(
+    message=broken_json({"look": {"number": 1, "epoch": 0}})
+    | broken_json({"observed": {"number": 1, "epoch": 0, "seen": LOOK[0]}}),
+)
+def test_a_look_that_another_launcher_asks_for_or_answers_in_an_odd_way(message: Any) -> None:
+    """Later looks are complete: what is odd is left out."""
+    views: list[dict[str, Any]] = []
+    group = TwoNodes()
+    looks = NodeLooks(cast(NodeGroup, group), views.append)
+    with suppress(*UNREADABLE):  # which the group logs
+        if "look" in message or "observed" in message:
+            looks.take(1, message)
+    looks._began_at = float("-inf")  # seconds later
+    views.clear()
+    looks.ask_for_look()
+    looks.update()
+    number = views[-1]["look"]
+    looks.publish_look(number, LOOK[0])
+    looks.take(1, {"observed": {"number": number, "epoch": 0, "seen": LOOK[1]}})
+    looks.update()
+    assert views[-1] == {"look": number, "everywhere": LOOK}
+
+
+class TwoNodes:
+    """The first of two nodes with a rank each, that is told what the test says."""
+
+    node = 0
+
+    def __init__(self) -> None:
+        members = tuple(Member(id=f"n{node}.0", host="h", pid=1, log="", node=node) for node in range(2))
+        self.membership = Membership(SizeLimits(1, 2))
+        self.membership.adopt(View(epoch=0, members=members, store="h:1", reason="", planned=True))
+
+    def broadcast(self, message: dict[str, Any]) -> None:
+        """Nothing: the other node answers by itself."""
 
 
 @broken

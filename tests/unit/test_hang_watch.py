@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import Any
 
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangSettings, HangWatch
-from phalanx.launch.process.node_link_handle import NodeLinkHandle
 
 REPORTED = Verdict(
     cause="rank",
@@ -26,14 +25,19 @@ class Link:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.published: list[tuple[int, dict[str, Any]]] = []
 
     def ask_for_look(self) -> None:
         self.asked += 1
 
+    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
+        self.published.append((number, observed))
+
 
 def watch_of(link: Link | None, title: str) -> HangWatch:
-    watch = HangWatch(HangSettings(after_s=0.0, timeout_s=0.0), cast("NodeLinkHandle | None", link), "host1")
+    watch = HangWatch(HangSettings(after_s=0.0, timeout_s=0.0), link, "host1")
     watch.watch([Watched(title=title, role="worker", pid=os.getpid())])
+    watch.settings = HangSettings(after_s=60.0, timeout_s=0.0)  # the test ticks itself
     watch._reported = REPORTED
     return watch
 
@@ -56,6 +60,16 @@ def test_a_host_whose_ranks_take_no_part_learns_from_the_others_that_the_job_mak
     watch._tick(1.0)
     assert kinds(watch) == ["resumed"]
     assert watch._reported is None
+
+
+def test_a_host_that_does_not_watch_lets_no_other_wait_for_what_it_sees() -> None:
+    link = Link()
+    watch = HangWatch(HangSettings(after_s=0.0, timeout_s=0.0), link, "host1")
+    watch.receive_look({"look": 3})
+    watch.receive_look({"look": 3, "everywhere": []})
+    ((number, observed),) = link.published
+    assert (number, observed["processes"]) == (3, [])
+    assert watch._heard.empty()
 
 
 def test_a_report_is_over_when_its_ranks_have_left_the_job() -> None:

@@ -37,6 +37,9 @@ def command(job: str | None, pid: int | None, as_json: bool) -> None:
     time.sleep(_BETWEEN_S)
     observations = [settled(*pair) for pair in zip(first, observe(processes), strict=True)]
     verdict = judge(observations)
+    if verdict is None or not verdict.culprits:
+        # Some ranks are on other nodes, whose launchers saw them.
+        verdict = reported_verdict(processes) or verdict
     slow = slow_lines(processes)
     if as_json:
         click.echo(json.dumps(_as_json(observations, verdict, slow), indent=1))
@@ -76,11 +79,14 @@ def find_job(job: str | None, pid: int | None) -> list[Watched]:
 def _processes_of(job: dict[str, Any]) -> list[Watched]:
     if not job["processes"]:
         raise LaunchError(tr("Job {job} has not started its processes yet. Ask again later.", job=job["job_id"]))
-    titles = {"worker": "rank"}
-    return [
-        Watched(title=f"{titles.get(p['role'], p['role'].replace('_', ' '))} {p['rank']}", role=p["role"], pid=p["pid"])
-        for p in job["processes"]
-    ]
+    return [Watched(title=_title(process), role=process["role"], pid=process["pid"]) for process in job["processes"]]
+
+
+def _title(process: dict[str, Any]) -> str:
+    """`rank 1`, `server 0`; of a member of an elastic job that joins or leaves, and is no rank, `member n0.2`."""
+    if process["rank"] is None:
+        return f"member {process['member']}"
+    return f"{'rank' if process['role'] == 'worker' else process['role'].replace('_', ' ')} {process['rank']}"
 
 
 def settled(before: Observation, now: Observation) -> Observation:
@@ -95,9 +101,20 @@ def settled(before: Observation, now: Observation) -> Observation:
 
 def slow_lines(processes: Sequence[Watched]) -> list[str]:
     """Return which of these processes were slow in the last minute, and why, as the launcher of their job says."""
+    return [line for job in _jobs_of(processes) for line in job.get("slow") or ()]
+
+
+def reported_verdict(processes: Sequence[Watched]) -> Verdict | None:
+    """Return why the job of these processes hangs, as the launchers of all its nodes say; None where it goes on."""
+    reports = [dict(job["hang"]) for job in _jobs_of(processes) if job.get("hang")]
+    for report in reports:
+        del report["since"]
+    return Verdict(**reports[0]) if reports else None
+
+
+def _jobs_of(processes: Sequence[Watched]) -> list[dict[str, Any]]:
     pids = {process.pid for process in processes}
-    jobs = [job for job in registry.jobs() if pids & {process["pid"] for process in job["processes"]}]
-    return [line for job in jobs for line in job.get("slow") or ()]
+    return [job for job in registry.jobs() if pids & {process["pid"] for process in job["processes"]}]
 
 
 def render(observations: Sequence[Observation], verdict: Verdict | None, slow: Sequence[str] = ()) -> str:

@@ -55,6 +55,9 @@ class RankHost(Protocol):
     def on_remote_exit(self, member_id: str, process_exit: dict[str, Any]) -> None:
         """Take notice of a failure on another node."""
 
+    def on_look(self, node: int, message: dict[str, Any]) -> None:
+        """Take part in a look at the ranks of all nodes."""
+
     def on_remote_stop(self, node: int) -> None:
         """Take notice that a person or a scheduler ends the job on another node."""
 
@@ -286,6 +289,8 @@ class ElasticAgent:
             self.rank_host.on_remote_exit(message["exit"]["id"], message["exit"]["how"])
         elif "stop" in message:
             self.rank_host.on_remote_stop(node)
+        elif "look" in message or "observed" in message:
+            self.rank_host.on_look(node, message)
         elif "arrive" in message:
             self._welcome(node, int(message["arrive"]["capacity"]), str(message["arrive"]["store"]))
         else:

@@ -6,7 +6,6 @@ one call, or without a use of its processor, for longer than is usual.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -15,34 +14,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from phalanx.launch.hang.observe import IDLE_CPU, Observation, Watched, observe
-from phalanx.launch.hang.processes import state_of
+from phalanx.launch.hang.looks import UNREADABLE, Look, LookChannel, look_to_json, merge_looks
+from phalanx.launch.hang.observe import Observation, Watched, observe
 from phalanx.launch.hang.verdict import Verdict, judge
-from phalanx.launch.process.activity import Activity, ActivityReader
-from phalanx.launch.process.node_link_handle import NodeLinkHandle
-from phalanx.launch.process.usage import ProcessUsage
-
-FIRST_STEPS = 3
-FIRST_CALLS = 20
-"""A rank that has made fewer steps, and fewer collectives, starts: it may compile, load data, or build a model."""
+from phalanx.launch.hang.watched_rank import WatchedRank
 
 STARTING = 6.0
 """How many times longer a rank may take that starts, where nothing is certain."""
 
-USUAL_STEPS = 3.0
-"""How many of its usual steps a rank may take beyond the seconds that the user gives."""
-
 logger = logging.getLogger("phalanx.launch")
-
-_WORKS_CPU = 0.005
-"""Part of a core above which a rank that is waited for may come: a slow download uses it, who sleeps does not."""
 
 _SLOWEST_S, _FASTEST_S = 1.0, 0.1
 _ABSENT_S = 5.0
 """A gap between two ticks that is no delay of a busy machine."""
 
-_LONGEST_PAUSE_S = 60.0
-"""Most seconds between two looks at stacks that show nothing."""
+_MAX_PAUSE_S = 60.0
+"""Seconds at most between two looks at stacks that show nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,75 +53,22 @@ class HangNews:
 
 
 @dataclass
-class _Rank:
-    """What the watch remembers of one process."""
-
-    process: Watched
-    reader: ActivityReader | None = None
-    activity: Activity | None = None
-    cpu_ns: int = 0
-    at: float = 0.0
-    works: bool = False
-    """Whether its main thread used its processor since the last tick."""
-
-    usage: ProcessUsage | None = None
-    """What it and all it started had used at the last tick, once others wait for it."""
-
-    idle_since: float = 0.0
-    progress: tuple[int, int, int] = (0, 0, 0)
-
-    def look(self, now: float) -> None:
-        """Take what has changed since the last tick."""
-        state = state_of(self.process.pid)
-        if self.reader is None:
-            with contextlib.suppress(OSError):
-                self.reader = ActivityReader(self.process.pid)
-        if self.reader is not None:
-            self.activity = self.reader.read() or self.activity
-        share = (state.cpu_ns - self.cpu_ns) / 1e9 / max(now - self.at, 1e-3)
-        self.works = share >= _WORKS_CPU
-        self.cpu_ns, self.at = state.cpu_ns, now
-        progress = self.activity.progress if self.activity is not None else self.progress
-        if share >= IDLE_CPU or progress != self.progress or not self.idle_since:
-            self.idle_since = now
-        self.progress = progress
-
-    def has_worked(self, tick_s: float) -> bool:
-        """Whether it, or anything that it started, did something since the last tick."""
-        before, self.usage = self.usage, ProcessUsage.measure(self.process.pid)
-        return self.works or before is None or bool(self.usage.describe_since(before, tick_s))
-
-    def waited_s(self, now: float) -> float:
-        """How long this rank has been in one call, or has not used its processor."""
-        calls = self.activity.calls if self.activity is not None else ()
-        return max([now - self.idle_since, *(now - call.since for call in calls)])
-
-    @property
-    def usual_s(self) -> float:
-        return USUAL_STEPS * self.activity.step_s if self.activity is not None else 0.0
-
-    @property
-    def is_starting(self) -> bool:
-        return self.activity is None or (self.activity.steps < FIRST_STEPS and self.progress[2] < FIRST_CALLS)
-
-
-@dataclass
 class HangWatch:
     """Watches the processes of an attempt on this host.
 
     Args:
         settings: When to report.
-        link: To the launchers of the other hosts, which look at their ranks when this one asks; None with one host.
+        channel: To the launchers of the other hosts, which look at their ranks when this one asks; None with one host.
         host: Name of this host, where there are several.
     """
 
     settings: HangSettings
-    link: NodeLinkHandle | None = None
+    channel: LookChannel | None = None
     host: str = ""
     _news: queue.SimpleQueue[HangNews] = field(default_factory=queue.SimpleQueue)
     _heard: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _ranks: dict[str, _Rank] = field(default_factory=dict)
+    _ranks: dict[str, WatchedRank] = field(default_factory=dict)
     _stopped: threading.Event = field(default_factory=threading.Event)
     _reported: Verdict | None = None
     _progress: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -157,7 +91,7 @@ class HangWatch:
             before = {rank.process.pid: rank for rank in self._ranks.values()}
             self._ranks = {}
             for process in processes:
-                rank = self._ranks[process.title] = before.get(process.pid) or _Rank(process)
+                rank = self._ranks[process.title] = before.get(process.pid) or WatchedRank(process)
                 # In an elastic job its number may be another now.
                 rank.process = replace(process, ended=rank.process.ended)
         if self._thread is None and self.settings.after_s:
@@ -173,7 +107,10 @@ class HangWatch:
 
     def receive_look(self, message: dict[str, Any]) -> None:
         """Take what the launchers of other hosts ask or saw."""
-        self._heard.put(message)
+        if self.settings.after_s:
+            self._heard.put(message)
+        elif self.channel is not None and "everywhere" not in message:
+            self.channel.publish_look(message["look"], look_to_json((), 0.0))  # the others need not wait for this host
 
     def take(self) -> HangNews | None:
         """Return what is new, or None."""
@@ -194,7 +131,7 @@ class HangWatch:
                 self._ticked = time.monotonic()
             except Exception:  # a job must not be less watched for one look that failed
                 logger.exception("the watch for hangs failed, and goes on")
-                self._stopped.wait(_LONGEST_PAUSE_S)
+                self._stopped.wait(_MAX_PAUSE_S)
 
     def _tick(self, tick_s: float) -> None:
         with self._lock:
@@ -209,46 +146,50 @@ class HangWatch:
             for rank in ranks:
                 rank.idle_since = now
         late = self._late(ranks, now)
-        if self.link is not None:
-            self._join_looks(self.link, ranks, late)
+        if self.channel is not None:
+            self._join_looks(self.channel, ranks, late)
         if self._reported is not None:
             self._follow_up(self._reported, {rank.process.title: rank for rank in ranks}, tick_s)
         elif not late:
             self._pause_s = 0.0
         elif now >= self._next_look:
             # Whoever waits for something else, such as data, is looked at less and less often.
-            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s or self.settings.after_s / 4)
+            self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s or self.settings.after_s / 4)
             self._next_look = now + self._pause_s
-            if self.link is not None:
-                self.link.ask_for_look()
+            if self.channel is not None:
+                self.channel.ask_for_look()
             else:
-                self._conclude(self._look(ranks), ranks, late)
+                self._conclude(Look(observations=self._look(ranks), patience_s=self._patience_s(late)), ranks)
 
-    def _late(self, ranks: Sequence[_Rank], now: float) -> list[_Rank]:
+    def _late(self, ranks: Sequence[WatchedRank], now: float) -> list[WatchedRank]:
         """Ranks that have waited for longer than is usual, for whatever it is."""
         alive = [rank for rank in ranks if not rank.process.ended and rank.process.role != "server"]
         return [rank for rank in alive if rank.waited_s(now) >= self.settings.after_s + self._usual_s(rank)]
 
-    def _look(self, ranks: Sequence[_Rank]) -> list[Observation]:
+    def _look(self, ranks: Sequence[WatchedRank]) -> list[Observation]:
         seen = zip(observe([rank.process for rank in ranks]), ranks, strict=True)
         return [replace(o, host=self.host, idle_s=max(0.0, o.at - rank.idle_since)) for o, rank in seen]
 
-    def _join_looks(self, link: NodeLinkHandle, ranks: Sequence[_Rank], late: Sequence[_Rank]) -> None:
+    def _join_looks(self, channel: LookChannel, ranks: Sequence[WatchedRank], late: Sequence[WatchedRank]) -> None:
         """Look at the ranks of this host when a launcher asks for it, and judge what all of them saw."""
         while not self._heard.empty():
             message = self._heard.get()
             if "everywhere" not in message:
-                seen = [observation.to_json() for observation in self._look(ranks)]
-                link.publish_look(message["look"], {"now": time.monotonic(), "processes": seen})
-            elif self._reported is None:
-                try:
-                    self._conclude(_seen_everywhere(message["everywhere"]), ranks, late)
-                except (KeyError, TypeError, ValueError) as error:
-                    logger.warning("what another host saw of its ranks cannot be read (%r)", error)
-            elif not self._is_part(self._reported, {rank.process.title for rank in ranks}):
-                verdict = judge(_seen_everywhere(message["everywhere"]))
-                if verdict is None or verdict.culprits != self._reported.culprits:
-                    self._resume(self._reported)
+                channel.publish_look(message["look"], look_to_json(self._look(ranks), self._patience_s(late)))
+                continue
+            try:
+                self._take_look(merge_looks(message["everywhere"]), ranks)
+            except UNREADABLE as error:
+                logger.warning("what another host saw of its ranks cannot be read (%r)", error)
+
+    def _take_look(self, look: Look, ranks: Sequence[WatchedRank]) -> None:
+        """Judge what all hosts saw; where none of the ranks here is concerned, see whether the report is over."""
+        if self._reported is None:
+            self._conclude(look, ranks)
+        elif not self._is_part(self._reported, {rank.process.title for rank in ranks}):
+            verdict = judge(look.observations)
+            if verdict is None or verdict.culprits != self._reported.culprits:
+                self._resume(self._reported)
 
     @staticmethod
     def _is_part(verdict: Verdict, titles: Collection[str]) -> bool:
@@ -260,38 +201,34 @@ class HangWatch:
         self._forgiven_s = max(self._forgiven_s, time.monotonic() - verdict.at + verdict.waited_s)
         self._news.put(HangNews(kind="resumed", verdict=verdict))
 
-    def _conclude(self, observations: Sequence[Observation], ranks: Sequence[_Rank], late: Sequence[_Rank]) -> None:
+    def _conclude(self, look: Look, ranks: Sequence[WatchedRank]) -> None:
         """Judge, and report a verdict that counts."""
-        verdict = judge(observations)
+        verdict = judge(look.observations)
         if verdict is None:
             return
-        if self._should_report(verdict, late):
+        if verdict.is_certain or (not verdict.is_compiling and verdict.waited_s >= look.patience_s):
             self._reported, self._quiet_s = verdict, 0.0
             self._progress = {rank.process.title: rank.progress for rank in ranks}
             self._news.put(HangNews(kind="hung", verdict=verdict))
         else:
             self._next_look = time.monotonic() + self.settings.after_s / 4
 
-    def _usual_s(self, rank: _Rank) -> float:
+    def _usual_s(self, rank: WatchedRank) -> float:
         return max(rank.usual_s, self._forgiven_s)
 
-    def _should_report(self, verdict: Verdict, late: Sequence[_Rank]) -> bool:
-        """Whether a verdict is to be reported now. A start may take long, and so may a compiler."""
-        if verdict.is_certain:
-            return True
-        if verdict.is_compiling:
-            return False
+    def _patience_s(self, late: Sequence[WatchedRank]) -> float:
+        """How long a wait lasts at least that is worth a report. A start may take long."""
         patience_s = self.settings.after_s * (STARTING if any(rank.is_starting for rank in late) else 1.0)
-        return verdict.waited_s >= patience_s + max((self._usual_s(rank) for rank in late), default=0.0)
+        return patience_s + max((self._usual_s(rank) for rank in late), default=0.0)
 
-    def _follow_up(self, verdict: Verdict, ranks: Mapping[str, _Rank], tick_s: float) -> None:
+    def _follow_up(self, verdict: Verdict, ranks: Mapping[str, WatchedRank], tick_s: float) -> None:
         """See whether the job goes on again, or has waited long enough."""
         if not self._is_part(verdict, ranks):
-            self._ask_about(verdict)
+            self._ask_about(verdict, ranks)
             return
         waiting = [(ranks[title], counts) for title, counts in verdict.waiting.items() if title in ranks]
         culprits = [ranks[title] for title in verdict.culprits if title in ranks]
-        if any(_has_moved(rank, counts, verdict.at) for rank, counts in waiting) or any(
+        if any(rank.has_moved(counts, verdict.at) for rank, counts in waiting) or any(
             rank.progress != self._progress.get(rank.process.title, rank.progress) for rank in culprits
         ):
             self._resume(verdict)
@@ -304,24 +241,11 @@ class HangWatch:
             self._news.put(HangNews(kind="expired", verdict=verdict))
             self._stopped.set()
 
-    def _ask_about(self, verdict: Verdict) -> None:
+    def _ask_about(self, verdict: Verdict, ranks: Mapping[str, WatchedRank]) -> None:
         """Learn from other hosts whether the job makes progress, where none of its ranks here is concerned."""
         now = time.monotonic()
-        if self.link is None:
+        if self.channel is None or not ranks:
             self._resume(verdict)  # its ranks left the job
         elif now >= self._next_look:
-            self._next_look = now + _LONGEST_PAUSE_S
-            self.link.ask_for_look()
-
-
-def _has_moved(rank: _Rank, before: tuple[int, ...], since: float) -> bool:
-    """Whether a rank that waited goes on: its counts say so, or, where it waited for something else, its processor."""
-    return rank.progress != before if before else rank.idle_since > since
-
-
-def _seen_everywhere(hosts: Sequence[dict[str, Any]]) -> list[Observation]:
-    """Return what all hosts saw, in this host's time."""
-    now = time.monotonic()
-    return [
-        Observation.from_json(process, shift_s=now - host["now"]) for host in hosts for process in host["processes"]
-    ]
+            self._next_look = now + _MAX_PAUSE_S
+            self.channel.ask_for_look()

@@ -13,8 +13,8 @@ from phalanx.launch.process.source_files import STARTER, path_for_user
 DEFAULT_GROUP = ("0", "default_pg", "")
 """Names that torch gives the group of all ranks."""
 
-_FRAMES = 8
-"""Most lines of a stack that are shown."""
+MAX_FRAMES = 8
+"""Lines of a stack that are shown."""
 
 
 def describe_location(culprit: Observation) -> str:
@@ -48,7 +48,7 @@ def details_of(culprit: Observation) -> Iterable[str]:
             yield tr("it waits, without using a processor")
     if culprit.problem:
         yield tr("its stack could not be read: {why}", why=culprit.problem)
-    for frame in takewhile(lambda frame: not frame.file.endswith(STARTER), culprit.location.frames[:_FRAMES]):
+    for frame in takewhile(lambda frame: not frame.file.endswith(STARTER), culprit.location.frames[:MAX_FRAMES]):
         yield f"  {path_for_user(frame.file)}:{frame.line} {frame.function}"
 
 

@@ -21,6 +21,7 @@ from phalanx.launch.elastic.agent import ElasticAgent, MemberExit
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
+from phalanx.launch.elastic.looks import NodeLooks
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
@@ -50,11 +51,17 @@ class ElasticAttempt(LocalAttempt):
     """Called with the processes and the state of the members whenever either changes."""
 
     agent: ElasticAgent = field(init=False)
+    looks: NodeLooks = field(init=False)
     _drain_until: float | None = None
     _must_stop: bool = False
     _causes: list[ProcessExit] | None = None
     _processes: dict[str, Process] = field(default_factory=dict)
     _exit_of: dict[str, ProcessExit] = field(default_factory=dict)
+    _watched: tuple[View, bool] | None = None
+    """The view in use, and whether all of its members compute in it, when the watches were told of it."""
+
+    _ranks_watched: list[tuple[int, Process]] = field(default_factory=list)
+    """The ranks of this node that are watched for hangs, by their numbers there."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +72,9 @@ class ElasticAttempt(LocalAttempt):
             rank_host=self,
             initial=self.place.initial,
         )
+        self.looks = NodeLooks(self.group, self.hang.receive_look)
+        if self.place.meeting is not None:
+            self.hang.channel = self.looks
         self.place.replay()
         self.control.answer = self._answer
 
@@ -140,6 +150,8 @@ class ElasticAttempt(LocalAttempt):
             self._server_event()
         is_stopping = self._stopping or bool(self.stops.pending) or self._failed_at is not None
         self.agent.update(is_stopping=is_stopping)
+        self._watch_members()
+        self.looks.update()
         if not is_stopping and self.agent.refusal:
             # Ranks that end because of it are not the cause.
             self._failed_at, self._causes = time.monotonic(), [*self._exits, *self._remote_exits]
@@ -189,7 +201,7 @@ class ElasticAttempt(LocalAttempt):
     def _fails_attempt(self, process: Process, process_exit: ProcessExit) -> bool:
         self._exit_of[process.member] = process_exit
         if process_exit.failed:
-            self.group.broadcast({"exit": {"id": process.member, "how": process_exit.to_json()}})
+            self._broadcast_exit(process.member, process_exit)
         return not self.agent.note_exit(
             MemberExit(
                 member_id=process.member,
@@ -200,6 +212,9 @@ class ElasticAttempt(LocalAttempt):
             )
         )
 
+    def _broadcast_exit(self, member_id: str, process_exit: ProcessExit) -> None:
+        self.group.broadcast({"exit": {"id": member_id, "how": process_exit.to_json()}})
+
     def _end_all(self, number: int, *, may_save: bool) -> None:
         if may_save:
             self.group.broadcast({"stop": int(number)})
@@ -208,27 +223,36 @@ class ElasticAttempt(LocalAttempt):
     def _is_training(self) -> bool:
         return bool(self._alive) if self._drain_until is not None else not self.agent.is_over
 
-    def _watch_for_hangs(self) -> None:
-        """Nothing: views say who waits for whom."""
-
-    def _watch_members(self, view: View) -> None:
-        """Watch the ranks of a view that are all here; of part of them one could not tell for whom they wait."""
-        is_whole = len(view.members) > 1 and {member.node for member in view.members} == {self.group.node}
-        ranks = self._ranks_of(view) if is_whole else []
-        self.hang.watch([Watched(title=f"rank {n}", role=p.role, pid=self._pids[p.id]) for n, p in ranks])
+    def _watch_members(self) -> None:
+        """Watch the ranks of this node by their numbers in the view in use."""
+        membership = self.group.membership
+        view, is_settled = membership.view, membership.is_settled
+        if view is None or (view, is_settled) == self._watched:
+            return
+        self._watched = (view, is_settled)
+        ranks = self._ranks_of(view) if len(view.members) > 1 else []
+        processes = [
+            Watched(title=f"rank {number}", role=process.role, pid=self._pids[process.id])
+            for number, process in ranks
+        ]
+        # Until ranks take a planned view up they compute in the one before, with its numbers.
+        if is_settled or not view.planned:
+            self._ranks_watched = ranks
+            self.hang.watch(processes)
 
     def _ranks_of(self, view: View) -> list[tuple[int, Process]]:
         ranked = [(rank, self._processes.get(member_id)) for rank, member_id in enumerate(view.ids)]
         return [(rank, process) for rank, process in ranked if process is not None and process.id in self._alive]
 
     def _processes_of(self, titles: Collection[str]) -> list[Process]:
-        view = self.group.membership.view
-        return [] if view is None else [p for rank, p in self._ranks_of(view) if f"rank {rank}" in titles]
+        return [p for rank, p in self._ranks_watched if f"rank {rank}" in titles and p.id in self._alive]
 
     def _take_hang_news(self, news: HangNews) -> None:
         was_failed = self._failed_at is not None
         super()._take_hang_news(news)
         if self._failed_at is not None and not was_failed:
+            # The others report it as this node does, and have no process that failed.
+            self._broadcast_exit(self._exits[-1].title.removeprefix("member "), self._exits[-1])
             self.group.broadcast({"refuse": f"the job is stalled: {news.verdict.lines[0]}"})
 
     def _note_lingering(self) -> None:
@@ -260,6 +284,10 @@ class ElasticAttempt(LocalAttempt):
         self._exit_of[member_id] = ProcessExit.from_json(process_exit)
         self._remote_exits.append(self._exit_of[member_id])
 
+    def on_look(self, node: int, message: dict[str, Any]) -> None:
+        """Take part in a look at the ranks of all nodes."""
+        self.looks.take(node, message)
+
     def on_remote_stop(self, node: int) -> None:
         """End the ranks here too, who save with the others."""
         if not self.stops.pending and not self._stopping:
@@ -269,10 +297,7 @@ class ElasticAttempt(LocalAttempt):
 
     def on_view(self, view: View) -> None:
         """Show the log of the first rank of this node as it grows."""
-        if view.epoch == 0:
-            self._watch_members(view)
-        else:
-            self.hang.watch(())  # until all compute again
+        self._watch_members()
         first = next((self._processes[i] for i in view.ids if i in self._processes), None)
         if first is not None and self.console.live_path != first.log_file:
             self.console.show_live(first.log_file)
@@ -280,7 +305,6 @@ class ElasticAttempt(LocalAttempt):
 
     def on_settled(self, view: View) -> None:
         """Leave out ends that the job survived, should it fail later of something else."""
-        self._watch_members(view)
         survived = [self._exit_of[i] for i in self._exit_of if i not in view.ids]
         self._exits = [process_exit for process_exit in self._exits if process_exit not in survived]
         self._remote_exits = [process_exit for process_exit in self._remote_exits if process_exit not in survived]

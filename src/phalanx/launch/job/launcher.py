@@ -229,6 +229,7 @@ class Launcher:
 
     def _run_attempt(self, request: LaunchRequest, attempt: int) -> Outcome:
         restarts = self._restarts if request.mode == "ps" else 0
+        self._entry.begin_attempt()
         with attempt_resources.AttemptResources(request) as stage:
             starter = self._starter(stage, attempt)
             layout, facts = starter.layout, starter.facts
@@ -245,7 +246,7 @@ class Launcher:
                 check_disk_space=self._logs.check_disk_space,
                 on_started=lambda pids: self._entry.write(_process_rows(layout, facts, pids)),
                 on_hang=self._note_hang,
-                hang=self._hang_watch(layout),
+                hang=self._hang_watch(request, layout),
                 on_slow=self._note_slow,
                 slow=SlowWatch(self._options.slow_share, has_other_hosts=self._link is not None),
             )
@@ -284,9 +285,9 @@ class Launcher:
         self._entry.write_slow(lines)
         self._logs.record_slow(lines, goodput=goodput, losses=losses.to_json())
 
-    def _hang_watch(self, layout: Topology) -> HangWatch:
+    def _hang_watch(self, request: LaunchRequest, layout: Topology) -> HangWatch:
         settings = HangSettings(after_s=self._options.hang_after_s, timeout_s=self._options.hang_timeout_s)
-        host = layout.hostnames[layout.node_rank] if self._link is not None else ""
+        host = layout.hostnames[layout.node_rank] if request.nodes.is_multi_node else ""
         return HangWatch(settings, self._link, host)
 
     def _starter(self, stage: attempt_resources.AttemptResources, attempt: int) -> Starter:

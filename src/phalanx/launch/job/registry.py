@@ -48,16 +48,19 @@ class RegistryEntry:
             "slow": [],
         }
 
+    def begin_attempt(self) -> None:
+        """Publish that an attempt starts, of which nothing is known yet."""
+        self._job |= {"processes": [], "elastic": {}, "hang": None, "slow": []}
+        self._publish()
+
     def write(self, listed: list[dict[str, Any]], elastic: dict[str, Any] | None = None) -> None:
         """Publish the processes of the current attempt, and the members of an elastic one."""
-        self._job |= {"processes": listed, "elastic": elastic or {}, "hang": None, "slow": []}
+        self._job |= {"processes": listed, "elastic": elastic or {}}
         self._publish()
 
     def write_hang(self, verdict: Verdict | None) -> None:
         """Publish why the job is stalled, or that it does again."""
-        self._job["hang"] = (
-            None if verdict is None else {"since": time.time() - verdict.waited_s, "lines": verdict.lines}
-        )
+        self._job["hang"] = None if verdict is None else {"since": time.time() - verdict.waited_s, **verdict.to_json()}
         self._publish()
 
     def write_slow(self, lines: Sequence[str]) -> None:
@@ -79,7 +82,7 @@ class RegistryEntry:
             self._was_warned = True
 
     def __enter__(self) -> RegistryEntry:
-        self.write([])
+        self.begin_attempt()
         return self
 
     def __exit__(self, *_: object) -> None:

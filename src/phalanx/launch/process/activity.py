@@ -25,6 +25,10 @@ _HEAD = struct.Struct("=QQd")
 
 _TRIES = 50
 
+FIRST_STEPS = 3
+FIRST_CALLS = 20
+"""A rank that has made fewer steps, and fewer collectives, starts: it may compile, load data, or build a model."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -107,6 +111,11 @@ class Activity:
     def progress(self) -> tuple[int, int, int]:
         """Numbers of which one grows with every step and with every collective."""
         return self.steps, sum(self.begun.values()), sum(self.completed.values())
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has made so few steps that nothing is usual yet."""
+        return self.steps < FIRST_STEPS and self.progress[2] < FIRST_CALLS
 
 
 class ActivityMemory:
