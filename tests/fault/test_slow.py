@@ -224,3 +224,42 @@ def test_a_running_job_says_which_rank_is_slow_to_whoever_asks(tmp_path: Path) -
         job.wait(20.0)
         job.gone_within(5.0)
     assert "rank 0 waited " in job.out
+
+
+# Its batches are shared out over the ranks that there are; each of them makes a step with every batch.
+ELASTIC = """
+import os, signal, time
+import torch, torch.nn.functional as F
+import phalanx as px
+torch.manual_seed(0)
+torch.set_num_threads(1)
+member = os.environ["PHALANX_MEMBER_ID"]
+net = torch.nn.Linear(12, 5)
+data = torch.utils.data.TensorDataset(torch.randn(3600, 12), torch.randint(0, 5, (3600,)))
+model, optimizer, loader = px.distribute(net, torch.optim.SGD(net.parameters(), 0.1), data, global_batch=12)
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    if member == "n0.1":
+        time.sleep(0.05)
+    optimizer.step()
+    if member == "n0.0" and step == 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_slow_rank_of_an_elastic_job_is_named_by_its_id_whatever_its_number(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    done = launch(tmp_path, "-n", "1:3", "train.py", timeout_s=100.0)
+    assert done.code == 0, done.out + done.err
+    # It was rank 1, and rank 0 when n0.0 was lost; n0.3 took the place of that.
+    (line,) = re.findall(r"^n0\.\S+.* waited \d+ s an hour for .*$", done.out, re.MULTILINE)
+    assert re.match(r"(n0\.0, )?n0\.2(, n0\.3)? waited \d+ s an hour for n0\.1 \(\d+% of the time\): it slept", line)
+    (goodput,) = re.findall(r"^goodput .*$", done.out, re.MULTILINE)
+    assert re.search(r"\d s waits for n0\.1\b", goodput), goodput
+    assert re.search(r"\d s n0\.0 lost\b", goodput), goodput
+    facts = json.loads(done.log("slow.json"))
+    assert (facts["lines"], facts["goodput"]) == ([line], goodput)
+    assert [straggler["rank"] for straggler in facts["losses"]["stragglers"]] == ["n0.1"]
+    events = [json.loads(line) for line in done.log("events.launcher.0.jsonl").splitlines()]
+    assert events[0]["lost"] == ["n0.0"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic.history import History
 from phalanx.launch.elastic.membership import distribute_ranks
+from phalanx.launch.slow.goodput import Goodput
+from phalanx.launch.slow.stragglers import Losses, Straggler
 
 
 def view(epoch: int, *ids: str, planned: bool = False, reason: str = "") -> View:
@@ -15,7 +17,7 @@ def view(epoch: int, *ids: str, planned: bool = False, reason: str = "") -> View
 def test_goodput_is_the_time_that_was_neither_start_nor_standstill() -> None:
     history = History(1000.0)
     history.add_view(view(0, "n0.0", "n0.1", planned=True), 1002.0)
-    assert history.goodput(1002.0) == ""
+    assert history.start_s is None
     for member_id in ("n0.0", "n0.1"):
         history.add_report(member_id, {"epoch": 0, "step": 0, "seconds": 0.0, "redone": 0}, 1003.0)
     history.settle()
@@ -39,9 +41,18 @@ def test_goodput_is_the_time_that_was_neither_start_nor_standstill() -> None:
     history.add_view(view(2, "n0.0", "n0.2", planned=True), 1060.0)
     history.add_report("n0.2", {"epoch": 2, "step": 50, "seconds": 9.0, "redone": 0}, 1061.0)
     history.add_report("n0.0", {"epoch": 2, "step": 50, "seconds": 0.5, "redone": 0}, 1061.0)
-    assert history.goodput(1100.0) == (
-        "goodput 94.5 %: 1:34 of steps in 1:40; lost: 3.0 s start, 2.0 s n0.1 lost, 0.5 s n0.2 joined; "
-        "8 samples computed again"
+    assert history.start_s is not None
+    slow = Straggler(rank="n0.2", waiters=("n0.0",), lost_s=1.5, causes=())
+    goodput = Goodput(
+        total_s=100.0,
+        start_s=history.start_s,
+        losses=Losses(total_s=90.0, stragglers=(slow,)),
+        stalls=history.stalls,
+        redone=history.redone,
+    )
+    assert goodput.describe() == (
+        "goodput 93.0 %: 1:33 of steps in 1:40; lost: 3.0 s start, 2.0 s n0.1 lost, 1.5 s waits for n0.2, "
+        "0.5 s n0.2 joined; 8 samples computed again"
     )
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from phalanx.launch.process.activity import Activity
 from phalanx.launch.slow.counters import Reading
+from phalanx.launch.slow.goodput import Goodput
 from phalanx.launch.slow.stragglers import find_losses
-from phalanx.launch.slow.time_spent import TimeSpent, named_waits, spent_between, sum_of
-from phalanx.launch.slow.words import goodput_line, lines_of
+from phalanx.launch.slow.time_spent import RankName, TimeSpent, named_waits, rename_ranks, spent_between, sum_of
+from phalanx.launch.slow.words import lines_of
 
 RUN_S = 360.0
 
@@ -21,11 +22,11 @@ def spent(**more: Any) -> TimeSpent:
     return TimeSpent(**{"total_s": RUN_S, "cpu_s": 180.0, "in_calls_s": 10.0, **more})
 
 
-def waiting(rank: int, seconds: float, **more: Any) -> TimeSpent:
+def waiting(rank: RankName, seconds: float, **more: Any) -> TimeSpent:
     return spent(waits_s={rank: seconds}, in_calls_s=seconds + 10.0, **more)
 
 
-def job(straggler: TimeSpent) -> dict[int, TimeSpent]:
+def job(straggler: TimeSpent) -> dict[RankName, TimeSpent]:
     """Four ranks of which three wait for rank 2 for 11 % of the time."""
     return {0: waiting(2, 39.6), 1: waiting(2, 41.0), 2: straggler, 3: waiting(2, 38.2)}
 
@@ -62,7 +63,7 @@ def test_the_rank_that_others_wait_for_is_named_with_its_cause(more: dict[str, A
 
 def test_a_rank_that_sleeps_outside_of_its_calls_is_told_from_one_that_computes() -> None:
     # The others are in collectives whenever they do not compute; this one is elsewhere.
-    ranks = {r: waiting(1, 100.0, cpu_s=200.0, queued_s=50.0) for r in (0, 2)}
+    ranks: dict[RankName, TimeSpent] = {r: waiting(1, 100.0, cpu_s=200.0, queued_s=50.0) for r in (0, 2)}
     ranks[1] = spent(cpu_s=200.0, queued_s=50.0, in_calls_s=5.0)
     (straggler,) = find_losses(ranks, 0.05).stragglers
     assert [each.cause for each in straggler.causes] == ["asleep"]
@@ -92,7 +93,7 @@ def test_a_share_below_the_users_is_not_said() -> None:
 
 
 def test_input_that_keeps_every_rank_is_said_once() -> None:
-    ranks = {r: spent(input_s=100.0 + r, in_calls_s=20.0) for r in range(2)}
+    ranks: dict[RankName, TimeSpent] = {r: spent(input_s=100.0 + r, in_calls_s=20.0) for r in range(2)}
     assert lines_of(find_losses(ranks, 0.05)) == ("of every rank: its input took 28% of the time",)
 
 
@@ -109,17 +110,47 @@ def test_in_calls_that_name_nobody_the_rank_that_waits_least_is_waited_for() -> 
 
 
 def test_stretches_with_different_stragglers_add_up() -> None:
-    first, second = {0: waiting(1, 50.0), 1: spent()}, {0: spent(), 1: waiting(0, 30.0)}
-    losses = find_losses(sum_of([first, second]), 0.0)
+    stretches: list[dict[RankName, TimeSpent]] = [{0: waiting(1, 50.0), 1: spent()}, {0: spent(), 1: waiting(0, 30.0)}]
+    losses = find_losses(sum_of(stretches), 0.0)
     assert [(s.rank, s.waiters, s.lost_s) for s in losses.stragglers] == [(1, (0,), 50.0), (0, (1,), 30.0)]
     assert losses.total_s == 2 * RUN_S
 
 
 def test_the_goodput_says_what_was_lost_to_whom() -> None:
     losses = find_losses(job(spent(queued_s=36.0, in_calls_s=140.0)), 0.05)
-    assert goodput_line(losses, 40.0) == (
-        "goodput 80.1 %: 320.4 s of steps in 400.0 s; lost: 40.0 s start, 39.6 s waits for rank 2"
+    assert Goodput(total_s=400.0, start_s=40.0, losses=losses).describe() == (
+        "goodput 80.1 %: 5:20 of steps in 6:40; lost: 40.0 s start, 39.6 s waits for rank 2"
     )
+
+
+def test_a_rank_is_called_by_its_member_id_where_numbers_change_hands() -> None:
+    views = [["n0.0", "n0.1", "n0.2"], ["n0.1", "n0.2", "n0.10"]]  # rank 0 is lost, and another rank joins
+    stretches = []
+    for ids, late in zip(views, (1, 0), strict=True):
+        names = dict(enumerate(ids))
+        ranks = {rank: spent(in_calls_s=140.0) if rank == late else waiting(late, 40.0) for rank in names}
+        stretches.append({names[rank]: rename_ranks(each, names) for rank, each in ranks.items()})
+    (line,) = lines_of(find_losses(sum_of(stretches), 0.05))
+    assert line.startswith("n0.0, n0.2, n0.10 waited 267 s an hour for n0.1 (7% of the time)")
+
+
+def test_a_rank_that_came_late_is_compared_with_as_much_of_the_time_of_the_others() -> None:
+    late = {"total_s": 36.0, "cpu_s": 18.0, "in_calls_s": 0.0, "collector_s": 9.0}
+    others = {name: waiting("n0.2", 9.0, collector_s=10.0) for name in ("n0.0", "n0.1")}
+    (straggler,) = find_losses({**others, "n0.2": spent(**late)}, 0.02).stragglers
+    assert "collector" in [each.cause for each in straggler.causes]
+
+
+def test_what_a_rank_lost_that_left_soon_does_not_hide_what_the_others_lost_alike() -> None:
+    stayed: dict[RankName, TimeSpent] = {f"n0.{n}": spent(input_s=100.0, in_calls_s=20.0) for n in range(2)}
+    left = spent(total_s=20.0, cpu_s=20.0, in_calls_s=0.0)
+    assert lines_of(find_losses({**stayed, "n0.2": left}, 0.05)) == ("of every rank: its input took 28% of the time",)
+
+
+def test_waits_for_ranks_that_others_watch_are_for_other_hosts() -> None:
+    ranks: dict[RankName, TimeSpent] = {"n0.0": waiting(2, 90.0), "n0.1": waiting(2, 90.0)}
+    (line,) = lines_of(find_losses(ranks, 0.05, has_other_hosts=True))
+    assert line.startswith("the ranks of this host waited 25% of the time for those of other hosts")
 
 
 def reading(at: float, cpu_s: float, **said: Any) -> Reading:

@@ -1,4 +1,4 @@
-"""`History`: what changed the members of a job, what it cost, and the goodput that was left (pure)."""
+"""`History`: what changed the members of a job, and what it cost (pure)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.view import View
-from phalanx.units import format_length
-
-SHOWN_LOSSES = 6
-"""How many causes of lost time the last line names."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +62,7 @@ class History:
         Args:
             started: When the attempt began, by the clock of all times given here.
         """
-        self._started = started
+        self.started = started
         self._first_step: float | None = None
         self._view: View | None = None
         self._open: list[EpochEvent] = []
@@ -104,22 +100,20 @@ class History:
         done, self._open = self._open, []
         return done
 
-    def goodput(self, now: float) -> str:
-        """Return in one line how much of the time went into steps, and where the rest was lost; "" before any step."""
-        if self._first_step is None:
-            return ""
-        total_s = max(now - self._started, 1e-9)
-        start_s = self._first_step - self._started
-        stalls = [(event.stall_s, _cause(event)) for event in self.events if event.stall_s > 0]
-        lost = [f"{start_s:.1f} s start"]
-        lost += [f"{s:.1f} s {cause}" for s, cause in sorted(stalls, reverse=True)[:SHOWN_LOSSES]]
-        if rest := sorted(stalls, reverse=True)[SHOWN_LOSSES:]:
-            lost.append(f"{sum(s for s, _ in rest):.1f} s in {len(rest)} more")
-        good_s = max(0.0, total_s - start_s - sum(s for s, _ in stalls))
-        good, total = (format_length(seconds, digits=1) for seconds in (good_s, total_s))
-        line = f"goodput {100 * good_s / total_s:.1f} %: {good} of steps in {total}"
-        redone = sum(event.redone for event in self.events)
-        return f"{line}; lost: {', '.join(lost)}" + (f"; {redone} samples computed again" if redone else "")
+    @property
+    def start_s(self) -> float | None:
+        """Seconds until training began; None before."""
+        return None if self._first_step is None else self._first_step - self.started
+
+    @property
+    def stalls(self) -> list[tuple[float, str]]:
+        """For how long the members stood still, change by change, and what it was about."""
+        return [(event.stall_s, _cause(event)) for event in self.events if event.stall_s > 0]
+
+    @property
+    def redone(self) -> int:
+        """Samples that were computed again."""
+        return sum(event.redone for event in self.events)
 
 
 def _cause(event: EpochEvent) -> str:

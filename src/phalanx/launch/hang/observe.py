@@ -41,6 +41,9 @@ class Watched:
     ended: str = ""
     """How it ended, where it has: `ended with exit code 0`."""
 
+    member: str = ""
+    """Its id in an elastic job: `n0.2`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.cluster.view import Member, View
 from phalanx.errors import LaunchError
@@ -31,6 +31,8 @@ from phalanx.launch.job.root_cause import ProcessExit
 from phalanx.launch.process import environment
 from phalanx.launch.request import machine
 from phalanx.launch.request.topology import Process, Topology, output_files
+from phalanx.launch.slow.goodput import Goodput
+from phalanx.launch.slow.stragglers import Losses
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -62,6 +64,8 @@ class ElasticAttempt(LocalAttempt):
 
     _ranks_watched: list[tuple[int, Process]] = field(default_factory=list)
     """The ranks of this node that are watched for hangs, by their numbers there."""
+
+    has_goodput_always: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,9 +236,11 @@ class ElasticAttempt(LocalAttempt):
         self._watched = (view, is_settled)
         ranks = self._ranks_of(view) if len(view.members) > 1 else []
         processes = [
-            Watched(title=f"rank {number}", role=process.role, pid=self._pids[process.id])
+            Watched(title=f"rank {number}", role=process.role, pid=self._pids[process.id], member=process.member)
             for number, process in ranks
         ]
+        # What a change of the members costs is counted by itself.
+        self.slow.watch(processes if is_settled else ())
         # Until ranks take a planned view up they compute in the one before, with its numbers.
         if is_settled or not view.planned:
             self._ranks_watched = ranks
@@ -267,7 +273,7 @@ class ElasticAttempt(LocalAttempt):
         return answer
 
     def wait(self) -> Outcome:
-        """As of every attempt; says at the end what was made of the time."""
+        """As of every attempt; a job that the others refuse fails by what was there before."""
         try:
             outcome = super().wait()
             if self._causes is not None:
@@ -275,9 +281,19 @@ class ElasticAttempt(LocalAttempt):
         finally:
             self.control.answer = None
             self.agent.close()
-        if goodput := self.agent.history.goodput(time.time()):
-            self.console.write(goodput + "\n")
         return outcome
+
+    def _goodput(self, losses: Losses) -> str:
+        history = self.agent.history
+        if history.start_s is None:
+            return ""
+        return Goodput(
+            total_s=max(time.time() - history.started, 1e-9),
+            start_s=history.start_s,
+            losses=losses,
+            stalls=history.stalls,
+            redone=history.redone,
+        ).describe()
 
     def on_remote_exit(self, member_id: str, process_exit: dict[str, Any]) -> None:
         """Remember how a process of another node failed."""

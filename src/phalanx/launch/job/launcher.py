@@ -248,7 +248,7 @@ class Launcher:
                 on_hang=self._note_hang,
                 hang=self._hang_watch(request, layout),
                 on_slow=self._note_slow,
-                slow=SlowWatch(self._options.slow_share, has_other_hosts=self._link is not None),
+                slow=SlowWatch(self._options.slow_share, has_other_hosts=request.nodes.is_multi_node),
             )
             try:
                 trial.start(stage.store)

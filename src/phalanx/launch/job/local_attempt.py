@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.errors import InternalError
 from phalanx.launch.hang.observe import Watched
@@ -27,9 +27,10 @@ from phalanx.launch.process import environment
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.request.topology import Process
+from phalanx.launch.slow.goodput import Goodput
 from phalanx.launch.slow.stragglers import Losses
 from phalanx.launch.slow.watch import SlowWatch
-from phalanx.launch.slow.words import goodput_line, lines_of
+from phalanx.launch.slow.words import lines_of
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -107,6 +108,9 @@ class LocalAttempt:
 
     on_slow: Callable[[Losses, str], None]
     """Called with what was lost in the last minute now and then, and at the end with all of it and the goodput."""
+
+    has_goodput_always: ClassVar[bool] = False
+    """Whether the goodput is said where no rank was slow, too."""
 
     slow: SlowWatch
     """Adds up where they lose time."""
@@ -258,10 +262,18 @@ class LocalAttempt:
 
     def _report_losses(self, losses: Losses, *, is_shown: bool) -> None:
         """Say whom the ranks waited for, and what was left of the time."""
-        goodput = goodput_line(losses, self.slow.start_s)
+        goodput = self._goodput(losses)
         self.on_slow(losses, goodput)
-        if is_shown and not losses.is_empty:
-            self.console.write("\n".join([*lines_of(losses), goodput]) + "\n")
+        lines = [*lines_of(losses)] if is_shown else []
+        if lines or self.has_goodput_always:
+            lines.append(goodput)
+        if any(lines):
+            self.console.write("\n".join(lines) + "\n")
+
+    def _goodput(self, losses: Losses) -> str:
+        """Return in one line what was made of the time; "" where no step was made."""
+        start_s = self.slow.start_s
+        return Goodput(total_s=losses.total_s + start_s, start_s=start_s, losses=losses).describe()
 
     def _hang_exit(self, verdict: Verdict) -> ProcessExit:
         """What to report of a job that is ended because it hangs: the process that the others wait for."""

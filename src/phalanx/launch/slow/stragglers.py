@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from phalanx.launch.slow.time_spent import TimeSpent
+from phalanx.launch.slow.time_spent import RankName, TimeSpent
 
 Cause: TypeAlias = Literal[
     "throttled", "contention", "swap", "disk", "collector", "input", "asleep", "computation", "network"
 ]
 
-LEAST_S = 3.0
+MIN_LOSS_S = 3.0
 """Seconds lost below which nothing is worth a word."""
 
-_LEAST_PART = 0.2
+_MIN_PART = 0.2
 """Part of a straggler's delay that a cause must explain to be named."""
 
-_MOST_CAUSES = 2
+_MAX_CAUSES = 2
 _SHARED: tuple[Cause, ...] = ("input", "throttled", "swap", "disk", "collector")
 """What ranks may lose alike. A machine with more busy threads than cores is one that somebody chose."""
 
@@ -52,8 +52,8 @@ class CauseTime:
 class Straggler:
     """A rank that others waited for."""
 
-    rank: int
-    waiters: tuple[int, ...]
+    rank: RankName
+    waiters: tuple[RankName, ...]
     lost_s: float
     """How long each of them waited for it, in the mean."""
 
@@ -86,30 +86,42 @@ class Losses:
         return not self.stragglers and not self.common
 
 
-def find_losses(spent: Mapping[int, TimeSpent], least_share: float, *, has_other_hosts: bool = False) -> Losses:
+def find_losses(spent: Mapping[RankName, TimeSpent], min_share: float, *, has_other_hosts: bool = False) -> Losses:
     """Return what is worth a word.
 
     Args:
         spent: What each rank of this host spent one stretch of time on.
-        least_share: Part of the time below which nothing is.
+        min_share: Part of the time below which nothing is.
         has_other_hosts: Whether the ranks may have waited for some that are not among them.
     """
     total_s = max((each.total_s for each in spent.values()), default=0.0)
-    least_s = max(LEAST_S, least_share * total_s)
-    ranks = sorted({rank for each in spent.values() for rank in each.waits_s})
-    stragglers = [s for rank in ranks if (s := _straggler(rank, spent)) is not None and s.lost_s >= least_s]
-    common = [each for each in _common(list(spent.values())) if each.seconds >= _COMMON * least_s]
-    network_s = min((each.unnamed_wait_s for each in spent.values()), default=0.0)
-    if has_other_hosts and network_s >= least_s:
+    min_loss_s = max(MIN_LOSS_S, min_share * total_s)
+    ranks = sorted({rank for each in spent.values() for rank in each.waits_s}, key=_order)
+    stragglers = [s for rank in ranks if (s := _straggler(rank, spent)) is not None and s.lost_s >= min_loss_s]
+    # Of an elastic job: what a rank had that came or left in between says little of all.
+    whole = [each for each in spent.values() if each.total_s >= total_s / 2]
+    common = [each for each in _common(whole, total_s) if each.seconds >= _COMMON * min_loss_s]
+    network_s = min((_elsewhere_s(each, spent) for each in whole), default=0.0)
+    if has_other_hosts and network_s >= min_loss_s:
         common.append(CauseTime(cause="network", seconds=network_s, own_s=network_s, total_s=total_s))
     stragglers.sort(key=lambda each: -each.lost_s)
     return Losses(total_s=total_s, stragglers=tuple(stragglers), common=tuple(common))
 
 
-def _straggler(rank: int, spent: Mapping[int, TimeSpent]) -> Straggler | None:
+def _order(rank: RankName) -> tuple[int, str]:
+    """Sort numbers as numbers, and ids by theirs."""
+    return len(str(rank)), str(rank)
+
+
+def _elsewhere_s(each: TimeSpent, spent: Mapping[RankName, TimeSpent]) -> float:
+    """How long a rank waited for ranks that are not among these, as far as it is known."""
+    return each.unnamed_wait_s + sum(seconds for rank, seconds in each.waits_s.items() if rank not in spent)
+
+
+def _straggler(rank: RankName, spent: Mapping[RankName, TimeSpent]) -> Straggler | None:
     waits = {other: each.waits_s.get(rank, 0.0) for other, each in spent.items() if other != rank}
     longest_s = max(waits.values(), default=0.0)
-    waiters = tuple(sorted(other for other, seconds in waits.items() if seconds >= longest_s / 2))
+    waiters = tuple(sorted((other for other, seconds in waits.items() if seconds >= longest_s / 2), key=_order))
     if not longest_s or rank not in spent:
         return None
     lost_s = statistics.fmean(waits[other] for other in waiters)
@@ -120,22 +132,28 @@ def _straggler(rank: int, spent: Mapping[int, TimeSpent]) -> Straggler | None:
 def _causes(own: TimeSpent, others: Sequence[TimeSpent], lost_s: float) -> tuple[CauseTime, ...]:
     """Return what kept a rank and did not keep the others as much, the largest first."""
     causes = []
-    times, others_times = _times(own), [_times(other) for other in others]
+    times = _times(own)
+    # Of an elastic job: some were there for longer.
+    others_times = [(_times(other), own.total_s / max(other.total_s, 1e-9)) for other in others]
     for cause, own_s in times.items():
-        more_s = own_s - statistics.median(each.get(cause, 0.0) for each in others_times)
-        if more_s >= _LEAST_PART * lost_s:
+        more_s = own_s - statistics.median(scale * each.get(cause, 0.0) for each, scale in others_times)
+        if more_s >= _MIN_PART * lost_s:
             causes.append(_cause_time(cause, more_s, own_s, own))
     causes.sort(key=lambda each: -each.seconds)
     if not causes:
         causes = [_cause_time("computation", lost_s, times["computation"], own)]
-    return tuple(causes[:_MOST_CAUSES])
+    return tuple(causes[:_MAX_CAUSES])
 
 
-def _common(spent: Sequence[TimeSpent]) -> list[CauseTime]:
-    """Return what every rank lost."""
-    times = [_times(each) for each in spent]
-    least = {cause: min((each.get(cause, 0.0) for each in times), default=0.0) for cause in _SHARED}
-    return [_cause_time(cause, seconds, seconds, spent[0]) for cause, seconds in least.items() if seconds]
+def _common(spent: Sequence[TimeSpent], total_s: float) -> list[CauseTime]:
+    """Return what every rank lost in `total_s`."""
+    times = [(_times(each), total_s / max(each.total_s, 1e-9)) for each in spent]
+    lost = {cause: min((scale * each.get(cause, 0.0) for each, scale in times), default=0.0) for cause in _SHARED}
+    return [
+        _cause_time(cause, seconds, seconds, replace(spent[0], total_s=total_s))
+        for cause, seconds in lost.items()
+        if seconds
+    ]
 
 
 def _times(spent: TimeSpent) -> dict[Cause, float]:

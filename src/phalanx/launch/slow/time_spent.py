@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from phalanx.launch.slow.counters import Reading
+
+RankName: TypeAlias = int | str
+"""A rank's number; in an elastic job, where a number passes from one process to another, its member id: `n0.2`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +29,7 @@ class TimeSpent:
     in_calls_s: float = 0.0
     """It waited for the end of collectives."""
 
-    waits_s: Mapping[int, float] = field(default_factory=dict)
+    waits_s: Mapping[RankName, float] = field(default_factory=dict)
     """It waited for a rank to come to a collective, by that rank."""
 
     unnamed_wait_s: float = 0.0
@@ -71,7 +74,9 @@ def spent_between(before: Reading, after: Reading) -> TimeSpent:
     # computed meanwhile, but then it did run.
     more_s = max(0.0, min(entered_s, free_s) - main_s)
     scale = more_s / (entered_s - main_s) if entered_s > main_s else 0.0
-    waits = {rank: main.get(rank, 0.0) + scale * (s - main.get(rank, 0.0)) for rank, s in entered.items()}
+    waits: dict[RankName, float] = {
+        rank: main.get(rank, 0.0) + scale * (s - main.get(rank, 0.0)) for rank, s in entered.items()
+    }
     return replace(
         spent,
         in_calls_s=max(main_s + more_s, new.in_calls_s - old.in_calls_s),
@@ -80,7 +85,15 @@ def spent_between(before: Reading, after: Reading) -> TimeSpent:
     )
 
 
-def named_waits(spent: Mapping[int, TimeSpent]) -> dict[int, TimeSpent]:
+def rename_ranks(spent: TimeSpent, names: Mapping[int, RankName]) -> TimeSpent:
+    """Return the same with the ranks that were waited for by their names, as far as these are known."""
+    waits: dict[RankName, float] = {}
+    for rank, seconds in spent.waits_s.items():
+        waits[names.get(rank, rank) if isinstance(rank, int) else rank] = seconds
+    return replace(spent, waits_s=waits)
+
+
+def named_waits(spent: Mapping[RankName, TimeSpent]) -> dict[RankName, TimeSpent]:
     """Return the same with waits that do not say for whom: for the rank that waited least, as far as it did so less."""
     if len(spent) < 2 or not any(each.unnamed_wait_s for each in spent.values()):
         return dict(spent)
@@ -96,9 +109,9 @@ def named_waits(spent: Mapping[int, TimeSpent]) -> dict[int, TimeSpent]:
     return named
 
 
-def sum_of(stretches: Iterable[Mapping[int, TimeSpent]]) -> dict[int, TimeSpent]:
+def sum_of(stretches: Iterable[Mapping[RankName, TimeSpent]]) -> dict[RankName, TimeSpent]:
     """Return what each rank spent several stretches on, together."""
-    total: dict[int, TimeSpent] = {}
+    total: dict[RankName, TimeSpent] = {}
     for stretch in stretches:
         for rank, each in stretch.items():
             total[rank] = _sum(total[rank], each) if rank in total else each

@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.hang.observe import Watched
-from phalanx.launch.process.activity import Activity, ActivityReader
+from phalanx.launch.process.activity import ActivityReader
 from phalanx.launch.slow.counters import RankCounters, Reading
 from phalanx.launch.slow.stragglers import Losses, find_losses
-from phalanx.launch.slow.time_spent import TimeSpent, named_waits, spent_between, sum_of
-
-FIRST_STEPS = 3
-FIRST_CALLS = 20
-"""A rank that has made fewer steps, and fewer collectives, starts: that others wait for it meanwhile is no news."""
+from phalanx.launch.slow.time_spent import RankName, TimeSpent, named_waits, rename_ranks, spent_between, sum_of
 
 WINDOW_S = 10.0
 """Who is late is asked for stretches of this length."""
@@ -41,7 +37,10 @@ _READ_S = 1.0
 class _Rank:
     """What the watch remembers of one process."""
 
-    rank: int
+    number: int
+    name: RankName
+    """What its time is added to: in an elastic job its number may be another's later."""
+
     counters: RankCounters
     pid: int
     reader: ActivityReader | None = None
@@ -61,7 +60,8 @@ class _Rank:
 
     @property
     def is_starting(self) -> bool:
-        return self.last is None or _is_starting(self.last.activity)
+        """Whether it makes its first steps: that others wait for it meanwhile is no news."""
+        return self.last is None or self.last.activity.is_starting
 
 
 @dataclass
@@ -69,11 +69,11 @@ class SlowWatch:
     """Watches the ranks of an attempt on this host.
 
     Args:
-        least_share: Part of the time from which a loss is worth a word; 0 for no watch.
+        min_share: Part of the time from which a loss is worth a word; 0 for no watch.
         has_other_hosts: Whether the job has ranks on other hosts.
     """
 
-    least_share: float
+    min_share: float
     has_other_hosts: bool = False
     started: float = field(default_factory=time.monotonic)
     _ranks: list[_Rank] = field(default_factory=list)
@@ -85,22 +85,22 @@ class SlowWatch:
     """When the first window began."""
 
     _window_began: float = 0.0
-    _whole: dict[int, TimeSpent] = field(default_factory=dict)
-    _recent: deque[dict[int, TimeSpent]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _whole: dict[RankName, TimeSpent] = field(default_factory=dict)
+    _recent: deque[dict[RankName, TimeSpent]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def watch(self, processes: Sequence[Watched]) -> None:
-        """Watch these processes from now on, and no others."""
-        if not self.least_share:
+        """Watch these processes from now on, and no others; called again where the members of a job change."""
+        if not self.min_share:
             return
         titles = [(process, process.title.rpartition(" ")[2]) for process in processes if process.role == "worker"]
         with self._lock:
             self._close_window()
             self._ranks = [
-                _Rank(int(number), RankCounters(process.pid), process.pid)
+                _Rank(int(number), process.member or int(number), RankCounters(process.pid), process.pid)
                 for process, number in titles
                 if number.isdigit()
             ]
-        if self._thread is None:
+        if self._thread is None and self._ranks:
             self._thread = threading.Thread(target=self._run, name="slow watch", daemon=True)
             self._thread.start()
 
@@ -123,8 +123,8 @@ class SlowWatch:
         """Seconds until the first steps were made."""
         return (self._began or time.monotonic()) - self.started
 
-    def _losses(self, spent: dict[int, TimeSpent]) -> Losses:
-        return find_losses(spent, self.least_share, has_other_hosts=self.has_other_hosts)
+    def _losses(self, spent: dict[RankName, TimeSpent]) -> Losses:
+        return find_losses(spent, self.min_share, has_other_hosts=self.has_other_hosts)
 
     def _run(self) -> None:
         before = next_read = time.monotonic()
@@ -148,7 +148,7 @@ class SlowWatch:
         now = time.monotonic()
         for rank in self._ranks:
             rank.read(now)
-        if any(rank.is_starting for rank in self._ranks):
+        if not self._ranks or any(rank.is_starting for rank in self._ranks):
             return
         if not self._window_began:
             self._open_window(now)
@@ -167,14 +167,15 @@ class SlowWatch:
 
     def _close_window(self) -> None:
         """Add what the ranks spent the window on; of those that have ended, up to then."""
-        pairs = [(rank.rank, rank.first, rank.last) for rank in self._ranks]
-        spent = {rank: spent_between(a, b) for rank, a, b in pairs if a is not None and b is not None and b.at > a.at}
+        names = {rank.number: rank.name for rank in self._ranks}
+        pairs = [(rank.name, rank.first, rank.last) for rank in self._ranks]
+        spent = {
+            name: rename_ranks(spent_between(first, last), names)
+            for name, first, last in pairs
+            if first is not None and last is not None and last.at > first.at
+        }
         self._window_began = 0.0
         if spent:
             named = named_waits(spent)
             self._recent.append(named)
             self._whole = sum_of([self._whole, named])
-
-
-def _is_starting(activity: Activity) -> bool:
-    return activity.steps < FIRST_STEPS and activity.progress[2] < FIRST_CALLS

@@ -1,10 +1,11 @@
-"""`lines_of`: losses as sentences, and the goodput that was left (pure)."""
+"""`lines_of`: losses as sentences (pure)."""
 
 from __future__ import annotations
 
 from phalanx.i18n import tr
 from phalanx.launch.hang.words import names_of
 from phalanx.launch.slow.stragglers import CauseTime, Losses, Straggler
+from phalanx.launch.slow.time_spent import RankName
 from phalanx.units import format_bytes
 
 _HOUR_S = 3600.0
@@ -17,28 +18,17 @@ def lines_of(losses: Losses) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def goodput_line(losses: Losses, start_s: float) -> str:
-    """Return in one line how much of the time went into training, and where the rest was lost.
-
-    Args:
-        losses: Of the run, from its first steps on.
-        start_s: What came before.
-    """
-    total_s = losses.total_s + start_s
-    good_s = max(0.0, losses.total_s - losses.lost_s)
-    lost = [f"{start_s:.1f} s start"]
-    lost += [f"{each.lost_s:.1f} s waits for rank {each.rank}" for each in losses.stragglers]
-    lost += [f"{each.seconds:.1f} s {each.cause}" for each in losses.common]
-    share = 100 * good_s / max(total_s, 1e-9)
-    return f"goodput {share:.1f} %: {good_s:.1f} s of steps in {total_s:.1f} s; lost: {', '.join(lost)}"
+def rank_title(rank: RankName) -> str:
+    """Return what to call a rank in a sentence: `rank 2`, or its member id."""
+    return f"rank {rank}" if isinstance(rank, int) else rank
 
 
 def _of_straggler(straggler: Straggler, total_s: float) -> str:
     share = straggler.lost_s / total_s
     return tr(
-        "{waiters} waited {hourly:.0f} s an hour for rank {rank} ({share:.0%} of the time): {causes}",
-        waiters=names_of(f"rank {rank}" for rank in straggler.waiters),
-        rank=straggler.rank,
+        "{waiters} waited {hourly:.0f} s an hour for {straggler} ({share:.0%} of the time): {causes}",
+        waiters=names_of(map(rank_title, straggler.waiters)),
+        straggler=rank_title(straggler.rank),
         hourly=share * _HOUR_S,
         share=share,
         causes="; ".join(_of_cause(each) for each in straggler.causes),
