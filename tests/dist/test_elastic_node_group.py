@@ -262,6 +262,26 @@ def test_a_node_whose_address_is_not_known_yet_is_neither_lost_nor_a_reason_to_f
     assert mesh.status(2) == "unknown"
 
 
+def test_a_node_that_refused_connections_before_its_launcher_began_is_not_lost(nodes: Callable[..., Nodes]) -> None:
+    three = nodes()
+    late = three.groups[2].mesh._nodes[1]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        late.address = closed.getsockname()
+    three.run_until(lambda: three.groups[2].mesh.status(1) == "gone", among={2})
+    three.groups[2].start(["n0.0", "n1.0", "n2.0"])
+    assert three.groups[2].membership.refusal == ""
+    three.start()
+
+
+def test_a_node_that_was_met_and_ends_before_the_job_has_started_ends_it(nodes: Callable[..., Nodes]) -> None:
+    two = nodes(2)
+    two.run_until(two.are_connected)
+    two.groups.pop(1).mesh.close()
+    two.run_until(lambda: two.groups[0].mesh.status(1) in ("left", "gone"))
+    two.groups[0].start(["n0.0", "n1.0"])
+    assert two.groups[0].membership.refusal == "host1 (node 1) was lost before the job had started"
+
+
 def test_facts_that_a_connection_lost_while_the_job_started_come_with_the_next(nodes: Callable[..., Nodes]) -> None:
     two = nodes(2)
     two.run_until(two.are_connected)

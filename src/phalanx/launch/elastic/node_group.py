@@ -103,7 +103,9 @@ class NodeGroup:
         """Begin with view 0 once all its members have started; the lowest node says so."""
         nodes = {int(member_id[1:].partition(".")[0]) for member_id in initial}
         for node in nodes - {self.node} - self.mesh.connected:
-            if self.mesh.status(node) in ("gone", "left", "silent"):
+            # One that refused connections before its launcher began was not lost: others have met it.
+            was_met = bool(self.mesh.launch(node))
+            if was_met and self.mesh.status(node) in ("gone", "left", "silent"):
                 self.membership.refusal = f"{self.names[node]} (node {node}) was lost before the job had started"
         if self.node == min(nodes, default=-1) and all(i in self.membership.members for i in initial):
             view = self.membership.start(initial, self.places[self.node].store)
