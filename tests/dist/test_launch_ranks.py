@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.dist
 
 PLAIN = """
 import os
+import re
 import torch
 import torch.distributed as dist
 
@@ -91,6 +93,54 @@ def test_an_exit_handler_that_fails_fails_the_rank(tmp_path: Path) -> None:
         "import threading, os\nt = threading.Thread(target=os._exit, args=(4,)); t.start()"
     )
     assert launch(tmp_path, "leave.py").code == 4
+
+
+LOSES_A_CHILD = """
+import os, signal
+
+def handler(*_):
+    raise RuntimeError("a worker was lost")  # as torch's DataLoader does
+
+class Bad(Exception):
+    def __str__(self):
+        pid = os.fork() or os._exit(0)
+        os.waitpid(pid, 0)
+        return "the data is bad"
+
+signal.signal(signal.SIGCHLD, handler)
+raise Bad
+"""
+
+
+def test_a_child_that_ends_while_an_error_is_written_down_does_not_hide_it(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(LOSES_A_CHILD)
+    done = launch(tmp_path, "bad.py")
+    assert done.code == 1
+    assert done.out.rstrip().split("\n")[-4] == "Bad: the data is bad", done.out
+    assert "a worker was lost" not in done.out + done.err
+
+
+BREAKS_A_PIPE = """
+import os, signal, torch
+from torch.utils.data import DataLoader
+
+batches = iter(DataLoader(torch.ones(100, 1), num_workers=1))
+next(batches)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as if the signal came too late
+worker = batches._workers[0].pid
+os.kill(worker, signal.SIGKILL)
+os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+raise ConnectionResetError("peer")
+"""
+
+
+def test_behind_a_broken_pipe_the_data_worker_that_was_killed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(BREAKS_A_PIPE)
+    done = launch(tmp_path, "bad.py")
+    assert done.code == 1
+    assert re.search(r"rank 0 raised RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed", done.out)
+    assert 'bad.py", line 11' in done.out
+    assert "ConnectionResetError: peer" in done.out
 
 
 def test_eight_launches_at_once_share_no_port(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from phalanx.errors import PeerLostError, RoleError
 from phalanx.files import write_atomically
 from phalanx.i18n import tr
 from phalanx.launch.process import log_format, rank_output
+from phalanx.launch.process.lost_worker import lost_worker
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -133,16 +134,24 @@ def _run_script(message: dict[str, Any]) -> int:
     try:
         code = _run_script_to_end(message["script"])
     except KeyboardInterrupt:
+        _ignore_children()
         _write_error_record(message, *_current_error())
         _print_error(*_current_error())
         code = 128 + signal.SIGINT
     except BaseException:  # noqa: BLE001 -- whatever the script raises is its failure, to be recorded
         failed = True
+        _ignore_children()
         _explain_out_of_memory(*_current_error())
-        _write_error_record(message, *_current_error())
-        _print_error(*_current_error())
+        failure = _failure()
+        _write_error_record(message, *failure)
+        _print_error(*failure)
         code = 1
     return _finish(code, failed)
+
+
+def _ignore_children() -> None:
+    """Let no child that ends interrupt what follows: torch's DataLoader raises where it learns of a lost worker."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _watch_isolated_ranks() -> None:
@@ -266,6 +275,16 @@ def _current_error() -> tuple[type[BaseException], BaseException, types.Tracebac
         trace = trace.tb_next
     # The interpreter shows the traceback that hangs on the error, whatever it is handed.
     return kind, error.with_traceback(trace), trace
+
+
+def _failure() -> tuple[type[BaseException], BaseException, types.TracebackType | None]:
+    """The same, but for a broken pipe of a data worker what broke it."""
+    kind, error, trace = _current_error()
+    lost = lost_worker(error)
+    if lost is None:
+        return kind, error, trace
+    lost.__context__ = error
+    return type(lost), lost, None
 
 
 def _explain_out_of_memory(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
