@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 import time
@@ -31,6 +32,7 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.i18n import tr
 from phalanx.launch.process import wire
+from phalanx.launch.process.store_watch import StoreWatch
 from phalanx.launch.request.topology import NodeOffer, check_terms
 
 POLL_S = 0.1
@@ -177,6 +179,9 @@ class _Link:
 
     def run(self) -> None:
         """Carry news both ways until the launcher says goodbye and everyone has read the end."""
+        watch = StoreWatch(self._end_cut_off, silence_s=LOST_AFTER_S, look_s=BEAT_S)
+        if self.node_rank:  # the first host has the store itself
+            watch.start()
         try:
             while not self._leaving:
                 if select.select([self.launcher], [], [], POLL_S)[0]:
@@ -186,6 +191,7 @@ class _Link:
                     self._handle_message(message[0])
                 self._beat()
                 self._poll_store()
+                watch.note_answer()
             self._leave()
         except RuntimeError as error:
             # torch raises plain RuntimeErrors and subclasses of it when the store's host is gone.
@@ -194,6 +200,17 @@ class _Link:
                     f"The launcher on {self.names[0]} (node 0) is gone: its store no longer answers ({error})."
                 ) from error
         wire.send(self.launcher, {"bye": True})
+
+    def _end_cut_off(self) -> None:
+        """Say why, and end this process; its main thread still waits for the store."""
+        error = (
+            f"The launcher on {self.names[0]} (node 0) is gone: its store has not answered for {LOST_AFTER_S:g} s. "
+            "Look at that host: it may be down, out of memory, or cut off."
+        )
+        try:
+            wire.send(self.launcher, {"error": error, "user": False})
+        finally:
+            os._exit(1)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "offer" in message:
