@@ -292,8 +292,9 @@ class TrainingSession:
     on_bucket: Callable[[int, Sequence[str], Tensor], None] | None = None
     """Called with the place, the names and the values of a bucket of gradients before they are added up."""
 
-    on_overflow: Callable[[], None] | None = None
-    """Called where a step is left out because a scaled gradient is not finite."""
+    on_overflow: Callable[[Optimizer, float | None], None] | None = None
+    """Called where a step is left out because a scaled gradient is not finite, with the scale; None for that of
+    torch's GradScaler."""
 
     is_trial: bool = False
     """Whether optimizers step that train nothing of the script's, to see what they do."""
@@ -319,10 +320,15 @@ session = TrainingSession()
 """This process's own."""
 
 
-def leave_out_step() -> None:
-    """Note that a step is left out because a scaled gradient is not finite."""
+def leave_out_step(optimizer: Optimizer, scale: float | None) -> None:
+    """Note that a step is left out because a scaled gradient is not finite.
+
+    Args:
+        optimizer: Whose step it is.
+        scale: By how much its loss was made larger; None where torch's GradScaler knows.
+    """
     if session.on_overflow is not None:
-        session.on_overflow()
+        session.on_overflow(optimizer, scale)
 
 
 def model_record(model: nn.Module) -> ModelRecord:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +15,34 @@ from torch.func import functional_call
 from phalanx.comm.batch.batches import tensors_in
 from phalanx.comm.random_state import RandomState
 from phalanx.parallel.numerics.operator_watch import OperatorWatch, Sighting
-from phalanx.parallel.numerics.origin import Origin, Stage, bad_rows, is_finite, kind_of
+from phalanx.parallel.numerics.origin import UNKNOWN, Origin, Stage, bad_rows, is_finite, kind_of
 
 logger = logging.getLogger("phalanx.parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Whether autocast is on, and with which type, for each kind of device."""
+
+    types: Mapping[str, torch.dtype | None]
+    """None where it is off."""
+
+    @classmethod
+    def current(cls) -> AutocastState:
+        """Return what is on now."""
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+        return cls({
+            kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds
+        })  # fmt: skip
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute inside the block with these types."""
+        with ExitStack() as stack:
+            for kind, dtype in self.types.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            yield
 
 
 @dataclass(slots=True)
@@ -33,6 +59,13 @@ class ModelCall:
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that reached its outputs, by their place."""
 
+    autocast: AutocastState = field(default_factory=lambda: AutocastState.current())
+
+    def unscaled(self, scale: float) -> ModelCall:
+        """Return the same call with finite gradients of its outputs, as they are without a loss scale."""
+        grads = {index: grad / scale for index, grad in self.output_grads.items() if is_finite(grad)}
+        return replace(self, output_grads=grads)
+
 
 @dataclass(frozen=True, slots=True)
 class LossSeen:
@@ -41,6 +74,8 @@ class LossSeen:
     value: Tensor
     operator: str
     line: str
+    is_unscaled: bool = False
+    """Whether a GradScaler scaled it, and `value` is from before."""
 
 
 def find_origin(calls: Sequence[ModelCall], losses: Sequence[LossSeen]) -> Origin | None:
@@ -53,7 +88,7 @@ def find_origin(calls: Sequence[ModelCall], losses: Sequence[LossSeen]) -> Origi
     if (origin := find_in_inputs(calls) or find_in_outputs(calls, losses)) is not None:
         return origin
     if not calls:
-        return _UNKNOWN
+        return UNKNOWN
     return next((origin for call in calls if (origin := _in_gradients(call)) is not None), None)
 
 
@@ -77,9 +112,6 @@ def find_in_outputs(calls: Sequence[ModelCall], losses: Sequence[LossSeen]) -> O
                 stage=Stage.LOSS, what=kind_of(loss.value), tensor="the loss", operator=loss.operator, line=loss.line
             )
     return None
-
-
-_UNKNOWN = Origin(stage=Stage.UNKNOWN, what="NaN or infinity", tensor="a gradient")
 
 
 def _in_weights(call: ModelCall) -> Origin | None:
@@ -132,13 +164,17 @@ def _in_gradients(call: ModelCall) -> Origin | None:
     watch = OperatorWatch(call.model)
     outputs = _compute_again(call, watch, params, with_gradients=True)
     if outputs is None:
-        return _UNKNOWN
+        return UNKNOWN
     chosen = [(output, call.output_grads[i]) for i, output in enumerate(outputs) if i in call.output_grads]
     trained = [param for param in params.values() if param.requires_grad]
     if not chosen or not trained:
         return None
-    with watch:
-        grads = torch.autograd.grad([o for o, _ in chosen], trained, [g for _, g in chosen], allow_unused=True)
+    try:
+        with watch:
+            grads = torch.autograd.grad([o for o, _ in chosen], trained, [g for _, g in chosen], allow_unused=True)
+    except Exception as error:  # noqa: BLE001 -- such as memory that does not suffice for both
+        logger.warning("the backward pass could not be computed again: %s", error)
+        return UNKNOWN
     if watch.nan is None and all(g is None or is_finite(g) for g in grads):
         return None
     return _of_sighting(call, watch.nan or watch.infinity, Stage.GRADIENT, None)
@@ -172,12 +208,19 @@ def _compute_again(
         if any(hasattr(param, "placements") for param in call.model.parameters()):
             with (
                 call.states.in_use(),
+                call.autocast.in_use(),
                 torch.no_grad(),
                 watch.modules(),
             ):  # torch's sharding bears no look at its operators
                 output = call.model(*call.inputs, **call.named)
         else:
-            with call.states.in_use(), torch.set_grad_enabled(with_gradients), watch.modules(), watch:
+            with (
+                call.states.in_use(),
+                call.autocast.in_use(),
+                torch.set_grad_enabled(with_gradients),
+                watch.modules(),
+                watch,
+            ):
                 output = functional_call(call.model, {**params, **buffers}, call.inputs, call.named)
     except Exception as error:  # noqa: BLE001 -- a model that cannot run twice has been checked up to here
         logger.warning("the forward pass could not be computed again: %s", error)

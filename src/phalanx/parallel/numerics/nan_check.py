@@ -6,12 +6,10 @@ inputs of the model, and the gradient that reached its output. Only when a test 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -33,18 +31,18 @@ from phalanx.parallel.numerics.locate import (
     float_tensors,
 )
 from phalanx.parallel.numerics.operator_watch import script_line
-from phalanx.parallel.numerics.origin import Origin, Stage, is_finite
+from phalanx.parallel.numerics.origin import UNKNOWN, Stage, is_finite
+from phalanx.parallel.numerics.origin_exchange import OriginExchange
+from phalanx.parallel.numerics.scaler_watch import ScalerWatch
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script
 from phalanx.parallel.observe.sample_ids import sample_ids
 from phalanx.parallel.session import list_applied, parameter_name, session
+from phalanx.parallel.step.torch_scaler import has_overflowed
 from phalanx.plan.rules.collective_pass import why_collective
 
 _MOST_CALLS = 64
 """Forward passes of a step that are remembered, the last ones: gradients may be accumulated over many."""
-
-_OTHERS_S = 10.0
-"""Seconds in which other ranks may say what they found."""
 
 
 @cache
@@ -61,6 +59,8 @@ class NanCheck:
         self._depth: list[nn.Module] = []
         self._calls: deque[ModelCall] = deque(maxlen=_MOST_CALLS)
         self._losses: deque[LossSeen] = deque(maxlen=_MOST_CALLS)
+        self._scalers = ScalerWatch(self._on_no_call)
+        self._exchange = OriginExchange()
         self._search: list[Any] = []
         self._running: tuple[nn.Module, RandomState] | None = None
         """A model in its first call, and the random state before it."""
@@ -77,8 +77,9 @@ class NanCheck:
             register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
         watch_losses(self._on_loss)
+        self._scalers.install()
         sample_ids.watch()
-        session.on_overflow = self._forget_step
+        session.on_overflow = self._on_left_out
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -116,17 +117,23 @@ class NanCheck:
                 tensor.register_hook(_Keep(grads, index))
 
     def _on_loss(self, loss: Tensor) -> None:
+        unscaled = self._scalers.unscale(loss)
+        loss = loss if unscaled is None else unscaled
         operator = "" if loss.grad_fn is None else re.sub(r"Backward\d*$", "", loss.grad_fn.name())
-        self._losses.append(LossSeen(loss.detach(), operator, script_line()))
+        self._losses.append(LossSeen(loss.detach(), operator, script_line(), unscaled is not None))
 
     # -- the step ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
+        self._scalers.note_call()
         if torch.compiler.is_compiling() or session.is_trial:
             return
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if self._scalers.is_stepping and has_overflowed(optimizer):
+            self._judge_left_out(optimizer, self._scalers.scale)
+            return
+        grads = _gradients(optimizer)
         # A loss that is scaled may be too large where its gradients are not, which the scaler has looked at.
-        losses = () if _is_loss_scaled(optimizer) else tuple(loss.value for loss in self._losses)
+        losses = () if _is_loss_scaled(optimizer) else tuple(loss.value for loss in self._true_losses())
         is_bad = not _are_finite([*grads, *losses])
         if _is_split() and dist.is_initialized():
             flag = torch.tensor([float(is_bad)], device=grads[0].device if grads else None)
@@ -143,6 +150,46 @@ class NanCheck:
                 handle.remove()
             self._search.clear()
 
+    def _on_no_call(self, optimizer: Optimizer, scale: float) -> None:
+        if not _are_finite(_gradients(optimizer)):  # else it accumulates
+            self._on_left_out(optimizer, scale)
+
+    def _on_left_out(self, optimizer: Optimizer, scale: float | None) -> None:
+        self._scalers.note_call()
+        if session.is_trial:
+            return
+        self._judge_left_out(optimizer, self._scalers.scale if scale is None else scale)
+        self._forget_step()
+        self._steps += 1
+
+    def _judge_left_out(self, optimizer: Optimizer, scale: float) -> None:
+        """Tell a step that is left out as the loss scale is too large from one with a NaN of its own.
+
+        It has one if the forward pass, the loss, or a backward pass that is computed again without the scale is not
+        finite, on any rank; or if nothing was made larger. Else the scale falls, and this is looked at again.
+
+        Raises:
+            NotFiniteError: If it has.
+        """
+        if scale <= 1.0:
+            self._raise(optimizer)
+        if _is_split():  # to compute again is collective there
+            return
+        losses = [loss for loss in self._losses if loss.is_unscaled or bool(loss.value.isnan())]
+        self._is_locating = True
+        try:
+            with torch.no_grad():
+                origin = find_origin([call.unscaled(scale) for call in self._calls], losses)
+        finally:
+            self._is_locating = False
+        rank, earliest = self._exchange.earliest_of_left_out(origin or UNKNOWN, self._steps)
+        if earliest.stage < Stage.UNKNOWN:
+            raise NotFiniteError(earliest.describe(rank, self._steps, _world()))
+
+    def _true_losses(self) -> list[LossSeen]:
+        """Return the losses whose values say something: of a scaled one that is its value before."""
+        return [loss for loss in self._losses if loss.is_unscaled or not self._scalers.is_stepping]
+
     def _forget_step(self) -> None:
         self._calls.clear()
         self._losses.clear()
@@ -154,18 +201,26 @@ class NanCheck:
             NotFiniteError: Always.
         """
         self._is_locating = True
-        calls, losses = tuple(self._calls), tuple(self._losses)
-        unknown = Origin(stage=Stage.UNKNOWN, what="NaN or infinity", tensor=_gradient_name(optimizer))
+        calls, losses = tuple(self._calls), self._true_losses()
+        unknown = replace(UNKNOWN, tensor=_gradient_name(optimizer))
         with torch.no_grad():
             if not _is_split():
                 origin = find_origin(calls, losses) or replace(unknown, stage=Stage.REDUCED)
-                rank, earliest = _first(origin, f"{self._steps}")
+                rank, earliest = self._exchange.earliest(origin, self._steps)
             else:  # to compute again is collective, so all ranks do, or none does
-                rank, earliest = _first(find_in_inputs(calls) or unknown, f"{self._steps}/inputs")
+                rank, earliest = self._exchange.earliest(find_in_inputs(calls) or unknown, self._steps, "inputs")
                 if earliest.stage is Stage.UNKNOWN:
-                    rank, earliest = _first(find_in_outputs(calls, losses) or unknown, f"{self._steps}/outputs")
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        raise NotFiniteError(earliest.describe(rank, self._steps, world))
+                    found = find_in_outputs(calls, losses) or unknown
+                    rank, earliest = self._exchange.earliest(found, self._steps, "outputs")
+        raise NotFiniteError(earliest.describe(rank, self._steps, _world()))
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class _Keep:
@@ -214,22 +269,3 @@ def _gradient_name(optimizer: Optimizer) -> str:
             if param.grad is not None and not _are_finite([param.grad]):
                 return f"the gradient of {parameter_name(param) or f'a parameter of shape {tuple(param.shape)}'}"
     return "a gradient"
-
-
-def _first(origin: Origin, key: str) -> tuple[int, Origin]:
-    """Return the earliest of what the ranks found, and its rank; the same on all ranks that answer in time."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0, origin
-    store: Any = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    store.set(f"phalanx/not_finite/{key}/{rank}", json.dumps(origin.to_json()))
-    answers = {rank: origin}
-    for other in range(world):
-        answer = f"phalanx/not_finite/{key}/{other}"
-        try:
-            store.wait([answer], timedelta(seconds=_OTHERS_S))
-        except RuntimeError:  # it saw nothing, or it is gone
-            continue
-        answers[other] = Origin.from_json(json.loads(store.get(answer)))
-    first = min(answers, key=lambda other: (answers[other].stage, other))
-    return first, answers[first]

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.batch.batches import tensors_in
-from phalanx.parallel.numerics.origin import is_finite
+from phalanx.parallel.numerics.origin import WHOLE_MODEL, is_finite
 
 _LIBRARIES = tuple(
     os.path.join(folder, "")
@@ -110,7 +110,7 @@ class OperatorWatch(TorchDispatchMode):
 
         def enter(module: nn.Module, _args: Any) -> None:
             name = self._names.get(id(module))
-            label = f"{name or 'the model'} ({type(module).__name__})" if name is not None else self._module()
+            label = f"{name or WHOLE_MODEL} ({type(module).__name__})" if name is not None else self._module()
             self._stack.append(label)
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 _SHOWN = 4
+WHOLE_MODEL = "the model"
+"""What the outermost module is called, which has no name of its own."""
 
 
 class Stage(IntEnum):
@@ -61,7 +63,8 @@ class Origin:
 
     def describe(self, rank: int, step: int, world: int) -> str:
         """Return the sentence that names it."""
-        where = f" of module {self.module}" if self.module else ""
+        module = self.module if self.module.startswith(WHOLE_MODEL) else f"module {self.module}"
+        where = f" of {module}" if self.module else ""
         how = f", computed by {self.operator}" if self.operator else ""
         line = f" at {self.line}" if self.line else ""
         on = f" on rank {rank}" if world > 1 else ""
@@ -81,6 +84,9 @@ class Origin:
             )
         return f", for row{plural} {rows} of the batch"
 
+
+UNKNOWN = Origin(stage=Stage.UNKNOWN, what="NaN or infinity", tensor="a gradient")
+"""What a rank says that knows no more."""
 
 _ADVICE = {
     Stage.WEIGHT: "The update before made it: lower the learning rate, clip gradients, or look at weight decay.",

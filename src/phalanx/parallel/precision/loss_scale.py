@@ -145,7 +145,7 @@ class LossScale:
         self.update(overflowed=overflowed)
         if overflowed:
             self.skipped += 1
-            leave_out_step()
+            leave_out_step(optimizer, self._applied)
             if context_of.current().rank == 0:
                 logger.warning(
                     "step skipped (%d so far): a gradient is not finite; the loss scale is %g now",

@@ -33,6 +33,12 @@ def handles_scale(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def has_overflowed(optimizer: Optimizer) -> bool:
+    """Return whether torch's GradScaler, which calls `step` of a fused optimizer, found gradients that overflowed."""
+    overflow = getattr(optimizer, "found_inf", None)
+    return overflow is not None and bool(_whole(overflow).item())
+
+
 def admit_scaled(optimizer: Optimizer) -> bool:
     """Return whether to update, before anything else looks at the gradients; they are unscaled here if they are scaled.
 
@@ -41,8 +47,7 @@ def admit_scaled(optimizer: Optimizer) -> bool:
     Raises:
         ConfigError: If the optimizer cannot have one.
     """
-    overflow = getattr(optimizer, "found_inf", None)
-    if overflow is None:
+    if getattr(optimizer, "found_inf", None) is None:
         return True
     refusal = optimizer_record(optimizer).scaler_refusal
     if refusal is not None:
@@ -51,8 +56,8 @@ def admit_scaled(optimizer: Optimizer) -> bool:
             'with amp_configs = {"dtype": "float16"}, whose loss scale is the same on all ranks and knows of it, or '
             "bfloat16, which needs none."
         )
-    if bool(_whole(overflow).item()):
-        leave_out_step()
+    if has_overflowed(optimizer):
+        leave_out_step(optimizer, None)
         return False
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
