@@ -62,6 +62,10 @@ class NetworkSpaces:
         """Pull the cable: no packet comes or goes, and nobody is told."""
         _ip("link", "set", self._cable(node), "nomaster")
 
+    def plug(self, node: int) -> None:
+        """Put the cable back."""
+        _ip("link", "set", self._cable(node), "master", self._bridge)
+
     def _cable(self, node: int) -> str:
         return f"v{self._id}-{node}"
 

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import network_spaces
-from benchmarks.soak import elastic, loaders, nodes, saves, servers
+from benchmarks.soak import cut_servers, elastic, loaders, nodes, saves, servers
 from benchmarks.soak.launched import can_mount
 from benchmarks.soak.result import SoakResult
 
@@ -55,6 +55,7 @@ def jobs_of(reference: Path) -> dict[str, tuple[int, Job]]:
         found["saves"] = (3, saves.saves_are_hit)
         found["memory"] = (2, partial(loaders.memory_is_small, reference=reference / "loaders"))
     if network_spaces.are_possible():
+        found["servers cut off"] = (2, cut_servers.network_is_cut)
         found["nodes"] = (4, partial(nodes.node_is_lost, reference=reference / "elastic"))
     return found
 
