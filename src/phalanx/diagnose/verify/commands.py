@@ -16,6 +16,7 @@ import click
 
 from phalanx.diagnose.verify.runs import ComparedRun, checked_out, record_run
 from phalanx.diagnose.verify.verdict import RunVerdict
+from phalanx.launch.job.terminal import fit_terminal
 
 _SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _CONTEXT: dict[str, Any] = {
@@ -82,7 +83,7 @@ def command(
     if as_json:
         click.echo(json.dumps(verdict.to_json()))
     else:
-        click.echo(verdict.text())
+        click.echo(fit_terminal(verdict.text()))
     sys.exit(0 if verdict.is_equal else 1)
 
 

@@ -101,7 +101,7 @@ class RunVerdict:
         difference = self.difference
         name = f" of {difference.tensor}" if difference.tensor else ""
         ranks = f" (rank {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
-        size = "" if math.isnan(difference.amount) else f", by {difference.amount:.1e} of its size"
+        size = "" if math.isnan(difference.amount) else f", by {difference.amount:.2g} of its size"
         return (
             f"DIFFERENT: {first} and {second} differ first in step {difference.step}: the {difference.kind}{name}"
             f"{ranks}{size}.\nLikely cause: {difference.cause}. {difference.explanation}{self._note()}"

@@ -17,6 +17,7 @@ from phalanx.launch.hang.locations import Location
 from phalanx.launch.hang.observe import Observation, Watched, observe
 from phalanx.launch.hang.verdict import Verdict, judge
 from phalanx.launch.job import registry
+from phalanx.launch.job.terminal import fit_terminal
 
 _BETWEEN_S = 1.0
 """Between two looks: who does the same in both, waits."""
@@ -44,7 +45,7 @@ def command(job: str | None, pid: int | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(observations, verdict, slow), indent=1))
         return
-    click.echo(render(observations, verdict, slow), nl=False)
+    click.echo(fit_terminal(render(observations, verdict, slow)), nl=False)
 
 
 def find_job(job: str | None, pid: int | None) -> list[Watched]:

@@ -23,6 +23,7 @@ from phalanx.launch.job.log_tail import last_lines
 from phalanx.launch.job.report import describe_exit, render_hang
 from phalanx.launch.job.root_cause import ProcessExit, is_consequence
 from phalanx.launch.job.start import Starter
+from phalanx.launch.job.terminal import fit_terminal
 from phalanx.launch.process import environment
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
@@ -268,7 +269,7 @@ class LocalAttempt:
         if lines or self.has_goodput_always:
             lines.append(goodput)
         if any(lines):
-            self.console.write("\n".join(lines) + "\n")
+            self.console.write(fit_terminal("\n".join(lines) + "\n"))
 
     def _goodput(self, losses: Losses) -> str:
         """Return in one line what was made of the time; "" where no step was made."""

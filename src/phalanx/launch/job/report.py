@@ -1,4 +1,4 @@
-"""Text of the launcher: banner, environment table, failure report (pure)."""
+"""Text of the launcher: banner, environment table, failure report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from phalanx.i18n import Labels, tr
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.job.root_cause import ProcessExit
+from phalanx.launch.job.terminal import terminal_width, wrap_line
 from phalanx.launch.process.source_files import path_for_user
 
 _SIGNALS: Labels = {
@@ -25,6 +26,8 @@ _SIGNALS: Labels = {
 
 
 _WIDTH = 88
+"""Columns of a frame; fewer in a terminal that has fewer."""
+
 _TABLE_WIDTH = 87
 """Most columns between the table's borders."""
 
@@ -82,16 +85,27 @@ def render_hang(verdict: Verdict, timeout_s: float) -> str:
         verdict: What was found.
         timeout_s: Seconds to the end of the job; 0 for never.
     """
-    lines = [_centred(f" {tr('the job is stalled')} "), *_wrap(verdict.lines[0]), *verdict.lines[1:]]
+    width = _frame_width()
+    lines = [_centred(f" {tr('the job is stalled')} ", width), *_wrap(verdict.lines[0], width)]
+    lines += [part for line in verdict.lines[1:] for part in _fit(line)]
     if verdict.works:
         lines.append(tr("It works, so the job is not ended while it does. `phalanx why` looks again."))
     elif timeout_s:
         lines.append(tr("The job ends in {seconds:g} s unless it goes on (--hang_timeout).", seconds=timeout_s))
-    return "\n".join([*lines, "=" * _WIDTH]) + "\n"
+    return "\n".join([*lines, "=" * width]) + "\n"
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+def _frame_width() -> int:
+    return min(_WIDTH, terminal_width() or _WIDTH)
+
+
+def _fit(line: str) -> list[str]:
+    """Return the lines that one becomes in a terminal; in a file or a pipe it stays whole."""
+    return [line] if terminal_width() is None else wrap_line(line, _frame_width())
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def fork_server_lost(pid: int, code: int) -> str:
@@ -115,10 +129,10 @@ def _signal(number: int) -> str:
     return f"{message}: {tr(_SIGNALS[name])}" if name in _SIGNALS else message
 
 
-def _centred(title: str) -> str:
+def _centred(title: str, width: int) -> str:
     """The title in a rule; Chinese characters take two columns each."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in title)
-    return title.center(_WIDTH - wide, "=")
+    return title.center(width - wide, "=")
 
 
 def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
@@ -128,8 +142,9 @@ def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
         first: The process that failed first.
         others: Exits of the other processes, one line each.
     """
-    lines = [_centred(f" {tr('{title} failed first', title=first.title)} ")]
-    lines.append(f"{first.title} {describe_exit(first)}")
+    width = _frame_width()
+    lines = [_centred(f" {tr('{title} failed first', title=first.title)} ", width)]
+    lines += _fit(f"{first.title} {describe_exit(first)}")
     lines.append(tr("on {host}, pid {pid}", host=first.host, pid=first.pid))
     followers = [
         f"{e.title}: {describe_exit(e)}".splitlines()[0] for e in others if e.failed and e.title != first.title
@@ -137,13 +152,13 @@ def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
     if followers:
         lines.append(f"{tr('the others followed')}:")
         # Of an early end they alone say what it was missing from.
-        head = textwrap.wrap(followers[0], _WIDTH) if first.code == 0 else [followers[0][:_WIDTH]]
-        lines += [f"    {line}" for line in (*head, *(line[:_WIDTH] for line in followers[1:8]))]
+        head = textwrap.wrap(followers[0], width) if first.code == 0 else [followers[0][:width]]
+        lines += [f"    {line}" for line in (*head, *(line[:width] for line in followers[1:8]))]
         if len(followers) > 8:
             lines.append(f"    ... (+{len(followers) - 8})")
     if first.traceback:
         lines += ["", *first.traceback.rstrip("\n").split("\n")]
     elif first.last_lines:
         lines += ["", f"{tr('last lines of its log')}:", *(f"    {line}" for line in first.last_lines)]
-    lines += ["", f"{tr('log file')}: {path_for_user(first.log_file)}", "=" * _WIDTH]
+    lines += ["", f"{tr('log file')}: {path_for_user(first.log_file)}", "=" * width]
     return "\n".join(lines) + "\n"

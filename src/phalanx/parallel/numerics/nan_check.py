@@ -210,8 +210,8 @@ class NanCheck:
             else:  # to compute again is collective, so all ranks do, or none does
                 rank, earliest = self._exchange.earliest(find_in_inputs(calls) or unknown, self._steps, "inputs")
                 if earliest.stage is Stage.UNKNOWN:
-                    found = find_in_outputs(calls, losses) or unknown
-                    rank, earliest = self._exchange.earliest(found, self._steps, "outputs")
+                    origin = find_in_outputs(calls, losses) or unknown
+                    rank, earliest = self._exchange.earliest(origin, self._steps, "outputs")
         raise NotFiniteError(earliest.describe(rank, self._steps, _world()))
 
 

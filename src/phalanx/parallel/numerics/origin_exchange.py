@@ -39,9 +39,9 @@ class OriginExchange:
 
         Ranks that do not leave it out say nothing. They are waited for once.
         """
-        asked = [rank for rank in _others() if rank not in self._apart]
-        answers = self._answers(origin, f"{step}/left_out", asked, LEFT_OUT_S)
-        silent = [rank for rank in asked if rank not in answers]
+        ranks = [rank for rank in _others() if rank not in self._apart]
+        answers = self._answers(origin, f"{step}/left_out", ranks, LEFT_OUT_S)
+        silent = [rank for rank in ranks if rank not in answers]
         if silent:
             self._apart.update(silent)
             logger.warning(
