@@ -1,162 +1,141 @@
-"""Hangs: is the right rank named, at the right line, and how soon; beside it what torch says of the same fault.
+"""Jobs that do not go on: is the right rank named, at the right line or with the right cause, and how soon.
 
     python -m benchmarks.bench_doctor                      every fault, with the default --hang_after
     python -m benchmarks.bench_doctor --only sleep --hang_after 2
+    python -m benchmarks.bench_doctor --others --jobs 3    and what torch's own tools and py-spy say of them
 
-The faults are those of `doctor_faults`, which tests read too, and of `doctor_waits`.
-
-torch runs the same script under torchrun, with a timeout of its process group of `--torch_timeout` seconds in place of
-30 minutes, so that it speaks at all.
+The faults are those of `doctor_faults`, which tests read too, of `doctor_waits` and of `doctor_limits`. The
+rule for the other tools is in `doctor_tools`; torch's debug server needs the packages tabulate, jinja2 and aiohttp. A
+fault that the machine cannot have is left out, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.doctor_faults import FAULTS, Fault
+from benchmarks.doctor_limits import LIMITS
+from benchmarks.doctor_outcome import Outcome, find_in_report
+from benchmarks.doctor_tools import TOOLS, ask_tools
+from benchmarks.doctor_trial import Trial, why_not
 from benchmarks.doctor_waits import WAITS
-from benchmarks.elastic_jobs import MARK, end
 
 _BIN = Path(sys.executable).parent
-_LIMIT_S = 120.0
-_VERDICT = re.compile(r"=+ the job is stalled =+\n(.*?)\n=+\n", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was said of one fault."""
-
-    fault: str
-    is_right: bool
-    """Whether every rank and line that matters was named."""
-
-    seconds: float | None
-    """From the fault to the words; None when nothing was said."""
-
-    said: str
+_OURS = "phalanx"
+_PATTERNS = {
+    "hang": re.compile(r"=+ the job is stalled =+\n(.*?)\n=+\n", re.DOTALL),
+    "failure": re.compile(r"=+ (\S+ \d+ failed first =+\n.*?)\n=+\n", re.DOTALL),
+    "lost": re.compile(r"(The launcher on .*? is gone: [^\n]*)"),
+}
+_MARKS = {"line": "right", "rank": "rank only", "nothing": "WRONG"}
 
 
 def ours(fault: Fault, hang_after_s: float) -> Outcome:
-    """Run a fault under `phalanx run` until it has said why the job is stalled."""
-    command = [
-        _BIN / "phalanx",
-        "run",
-        "-n",
-        fault.ranks,
-        "--hang_after",
-        hang_after_s,
-        "--hang_timeout",
-        "0",
-        "train.py",
-    ]
-    output, seconds = _run(fault, [str(word) for word in command], until=_VERDICT)
-    found = _VERDICT.search(output)
-    said = re.sub(r"\s+", " ", found[1]) if found else ""
-    return Outcome(fault.name, _is_right(fault, said), seconds if found else None, said)
+    """Run a fault under `phalanx run` until it has been explained."""
+    with Trial(fault) as trial:
+        start(trial, hang_after_s)
+        is_said = trial.wait_until(lambda: bool(_said(trial)))
+        return Outcome(
+            fault.name, find_in_report(fault, _said(trial)), trial.seconds() if is_said else None, _said(trial)
+        )
 
 
-def torch(fault: Fault, timeout_s: float) -> Outcome:
-    """Run a fault under torchrun until torch's timeout has ended it."""
-    if "px.init()" in fault.script:
-        return Outcome(fault.name, False, None, "(not a script of torch alone)")
-    timeout = f'"gloo", timeout=__import__("datetime").timedelta(seconds={timeout_s:g})'
-    script = fault.script.replace('init_process_group("gloo")', f"init_process_group({timeout})")
-    command = [str(_BIN / "torchrun"), "--standalone", "--nproc_per_node", str(fault.ranks), "train.py"]
-    output, seconds = _run(fault, command, script=script)
-    errors = [line.strip() for line in output.splitlines() if "Error" in line or "imed out" in line]
-    return Outcome(fault.name, _is_right(fault, output), seconds if errors else None, errors[0] if errors else "")
+def start(trial: Trial, hang_after_s: float) -> None:
+    """Start its job, on as many nodes as it has."""
+    for node in range(trial.nodes):
+        trial.start([_BIN / "phalanx", "run", *_flags(trial, node, hang_after_s), "train.py"], node)
 
 
-def _is_right(fault: Fault, said: str) -> bool:
-    ranks = all(re.search(rf"\branks?\b[^;]*\b{rank}\b", said) for rank in fault.culprits)
-    first = len(fault.culprits) > 1 or said.startswith(f"rank {fault.culprits[0]} ") or "Traceback" in said
-    return ranks and first and all(re.search(rf'train\.py(:|", line ){line}\b', said) for line in fault.lines[:2])
+def _flags(trial: Trial, node: int, hang_after_s: float) -> list[object]:
+    flags: list[object] = ["--hang_after", hang_after_s, "--hang_timeout", 0]
+    if trial.spaces is None:
+        return ["-n", trial.fault.ranks, *flags]
+    hosts = ("--ips", ",".join(trial.spaces.addresses), "--http_port", 29500, "--node_rank", node)
+    return ["-n", 1, *hosts, "--log_dir", f"log{node}", *flags]
 
 
-def _run(
-    fault: Fault, command: list[str], *, script: str = "", until: re.Pattern[str] | None = None
-) -> tuple[str, float]:
-    """Return the output, and the seconds from the fault until `until` stood in it, or to the end."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "train.py").write_text(script or fault.script)
-        mark = uuid.uuid4().hex
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
-        with (folder / "output").open("w") as file:
-            job = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            started = time.time()
-            while job.poll() is None and time.time() - started < _LIMIT_S:
-                time.sleep(0.05)
-                if until is not None and until.search((folder / "output").read_text()):
-                    break
-            ended = time.time()
-        job.send_signal(signal.SIGTERM)
-        try:
-            job.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-        end(mark)  # a rank that holds its interpreter lock hears no SIGTERM, and torchrun may be gone before it
-        fault_at = folder / "fault"
-        return (folder / "output").read_text(), ended - (float(fault_at.read_text()) if fault_at.exists() else started)
+def _said(trial: Trial) -> str:
+    """Return the report as one line; empty until there is one."""
+    if trial.fault.verdict == "slow":
+        return _slow_lines(trial.folder / "log" / "slow.json")
+    found = _PATTERNS[trial.fault.verdict].search(trial.output)
+    return re.sub(r"\s+", " ", found[1]) if found else ""
+
+
+def _slow_lines(path: Path) -> str:
+    try:
+        return "; ".join(json.loads(path.read_text())["lines"])
+    except (OSError, ValueError):
+        return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the faults and print a table, and one JSON object with `--json`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="faults whose name has this text")
-    parser.add_argument("--range", default=":", help="which of those, such as 0:10, or 1::2")
-    parser.add_argument("--hang_after", type=float, default=10.0)
-    parser.add_argument("--torch_timeout", type=float, default=0.0, help="also run torchrun, with this timeout")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at once; they mostly wait")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="one fault, soon, only to see that it works")
-    chosen = parser.parse_args(arguments)
+    """Run the faults and print a table, or one JSON object with `--json`."""
+    chosen = _parse(arguments)
     part = slice(*(int(number) if number else None for number in chosen.range.split(":")))
-    faults = [fault for fault in (*FAULTS, *WAITS) if chosen.only in fault.name][part]
+    faults = [fault for fault in (*FAULTS, *WAITS, *LIMITS) if chosen.only in fault.name][part]
     if chosen.quick:
         faults, chosen.hang_after = faults[:1], 1.0
+    for fault in faults:
+        if reason := why_not(fault):
+            print(f"left out: {fault.name} {reason}", file=sys.stderr)
+    faults = [fault for fault in faults if not why_not(fault)]
 
-    def run(fault: Fault) -> tuple[Outcome, Outcome | None]:
-        found = ours(fault, chosen.hang_after)
-        other = torch(fault, chosen.torch_timeout) if chosen.torch_timeout else None
-        sys.stderr.write(f"{_row(found)}  {_row(other) if other else ''}\n")
-        return found, other
+    def run(fault: Fault) -> dict[str, Outcome]:
+        found = {_OURS: ours(fault, chosen.hang_after)}
+        if chosen.others:
+            found |= ask_tools(fault, timeout_s=chosen.torch_timeout, ask_after_s=chosen.ask_after)
+        for tool, outcome in found.items():
+            print(_row(tool, outcome), file=sys.stderr, flush=True)
+        return found
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
         rows = list(pool.map(run, faults))
     if chosen.json:
-        print(json.dumps([{"phalanx": asdict(a), "torch": asdict(b) if b else None} for a, b in rows], indent=1))
-    right = [found for found, _ in rows if found.is_right]
-    times = [found.seconds for found, _ in rows if found.seconds is not None]
-    median = statistics.median(times) if times else float("nan")
-    print(
-        f"{len(right)} of {len(rows)} right, median {median:.1f} s to the verdict (--hang_after {chosen.hang_after:g})"
-    )
-    if chosen.torch_timeout:
-        others = [other for _, other in rows if other is not None and other.is_right]
-        print(f"torch alone, with a timeout of {chosen.torch_timeout:g} s: {len(others)} of {len(rows)} right")
+        print(json.dumps([{tool: asdict(outcome) for tool, outcome in row.items()} for row in rows], indent=1))
+        return
+    for tool in (_OURS, *TOOLS) if chosen.others else (_OURS,):
+        print(_sum(tool, [row[tool] for row in rows]))
 
 
-def _row(outcome: Outcome) -> str:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose name has this text")
+    parser.add_argument("--range", default=":", help="which of those, such as 0:10, or 1::2")
+    parser.add_argument("--hang_after", type=float, default=10.0)
+    parser.add_argument("--others", action="store_true", help="also ask torch's tools and py-spy, under torchrun")
+    parser.add_argument("--torch_timeout", type=float, default=25.0, help="seconds, of torch's process group")
+    parser.add_argument("--ask_after", type=float, default=12.0, help="seconds after the fault at which they are asked")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at once; they mostly wait")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one fault, soon, only to see that it works")
+    chosen = parser.parse_args(arguments)
+    missing = [name for name in ("tabulate", "jinja2", "aiohttp") if importlib.util.find_spec(name) is None]
+    if chosen.others and missing:
+        parser.error(f"torch's debug server needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    return chosen
+
+
+def _row(tool: str, outcome: Outcome) -> str:
     seconds = "   -  " if outcome.seconds is None else f"{outcome.seconds:5.1f}s"
-    return f"{'right' if outcome.is_right else 'WRONG'} {seconds} {outcome.fault}: {outcome.said[:150]}"
+    return f"{_MARKS[outcome.found]:9} {seconds} {tool:15} {outcome.fault}: {outcome.said[:120]}"
+
+
+def _sum(tool: str, outcomes: Iterable[Outcome]) -> str:
+    every = list(outcomes)
+    times = [outcome.seconds for outcome in every if outcome.seconds is not None]
+    median = f", median {statistics.median(times):.1f} s" if times else ""
+    named = [sum(outcome.found == found for outcome in every) for found in ("line", "rank")]
+    return f"{tool}: {named[0]} of {len(every)} right, of {named[1]} more the rank alone{median}"
 
 
 if __name__ == "__main__":

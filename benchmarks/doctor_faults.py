@@ -1,12 +1,20 @@
-"""Faults that make a job hang, as data: the script, who must be named, at which line, and in which words.
+"""Faults that keep a job from going on, as data: the script, who must be named, at which line, and in which words.
 
 A script may be of plain torch, or of Phalanx. The line that must be named carries the comment `# FAULT`; more than one
-where ranks contradict each other. Tests and `bench_doctor` read the same list; `doctor_waits` has more for the latter.
+where ranks contradict each other. Tests and `bench_doctor` read the same list; `doctor_waits` and
+`doctor_limits` have more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["hang", "slow", "failure", "lost"]
+"""What must speak: the hang report, the slow report, the report of a rank that failed, or that of a lost node."""
+
+Need: TypeAlias = Literal["", "quota", "swap", "network", "disk"]
+"""What a fault needs of the machine, see `doctor_trial`."""
 
 _TORCH = """
 import ctypes, fcntl, os, queue, signal, subprocess, sys, threading, time
@@ -106,6 +114,8 @@ class Fault:
     """What the report must say beside ranks and lines."""
 
     ranks: int = 2
+    verdict: Verdict = "hang"
+    needs: Need = ""
 
     @property
     def lines(self) -> list[int]:

@@ -1,0 +1,48 @@
+"""`Outcome`: what was said of one fault, and whether that names the rank and the line (pure)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from benchmarks.doctor_faults import Fault
+
+Found: TypeAlias = Literal["line", "rank", "nothing"]
+"""What is right: rank and line or cause, the rank alone, or neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one tool said of one fault."""
+
+    fault: str
+    found: Found
+    seconds: float | None
+    """From the fault to the words; None when nothing was said."""
+
+    said: str
+
+
+def find_in_words(fault: Fault, said: str) -> Found:
+    """Return what words name. Of a fault without a line to name the cause must be said in its place."""
+    ranks = all(re.search(rf"\branks?\b[^;]*\b{rank}\b", said) for rank in fault.culprits)
+    is_first = len(fault.culprits) > 1 or said.startswith(f"rank {fault.culprits[0]} ") or "Traceback" in said
+    if not (ranks and is_first):
+        return "nothing"
+    # A report may be of one of the two lines of a loop; ranks that contradict each other have one each.
+    lines = all(re.search(rf'train\.py(:|", line ){line}\b', said) for line in fault.lines[:2])
+    causes = bool(fault.lines) or all(words in said for words in fault.words)
+    return "line" if lines and causes else "rank"
+
+
+def find_in_report(fault: Fault, said: str) -> Found:
+    """Return what a report of ours names, by the kind of report."""
+    if fault.verdict == "hang":
+        return find_in_words(fault, said)
+    (culprit,) = fault.culprits
+    named = {"slow": f" for rank {culprit} ", "failure": f"rank {culprit} failed first", "lost": f"(node {culprit})"}
+    if named[fault.verdict] not in said:
+        return "nothing"
+    lines = all(re.search(rf'train\.py(:|", line ){line}\b', said) for line in fault.lines)
+    return "line" if lines and all(words in said for words in fault.words) else "rank"
