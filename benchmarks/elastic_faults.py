@@ -13,9 +13,15 @@ POINTS = (
 )  # fmt: skip
 """Where a rank may end: in its loop, and in what the others do because another one ended or joins."""
 
+SHARDING = ("share", "shared", "reshard", "resharded")
+"""More of them, where ranks shard optimizer state."""
+
+TWO_MODELS = ("between",)
+"""More of them, where a step is of two optimizers."""
+
 ANYWHERE = (
     "recover", "agreed", "formed", "recovered", "send", "sent", "receive", "received",
-    "save", "write", "written", "saved",
+    "reshard", "resharded", "save", "write", "written", "saved",
 )  # fmt: skip
 """Points that a rank reaches only after the membership has changed, or when a checkpoint is due."""
 

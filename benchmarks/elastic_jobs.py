@@ -45,6 +45,11 @@ class Trained:
         """The weights at the end, of every process that came so far."""
         return {line["hash"] for _, line in self.of_kind("hash")}
 
+    @property
+    def restarts(self) -> int:
+        """How often the whole job began again."""
+        return self.output.count("Restarting the whole job")
+
     @cached_property
     def updates(self) -> int:
         """Updates of the job."""
@@ -86,9 +91,14 @@ class Trained:
         doubled += sum(each.total() for each in self.entered[undisturbed.updates :])
         return lost, doubled
 
-    def problems(self, undisturbed: Trained) -> list[str]:
-        """Return in words what is not as in the undisturbed run."""
-        lost, doubled = self.lost_and_doubled(undisturbed)
+    def problems(self, undisturbed: Trained, *, may_restart: bool = False) -> list[str]:
+        """Return in words what is not as in the undisturbed run.
+
+        Args:
+            undisturbed: That.
+            may_restart: Whether the job may begin again with a checkpoint, which trains samples again.
+        """
+        lost, doubled = (0, 0) if may_restart and self.restarts else self.lost_and_doubled(undisturbed)
         found = [] if self.code == 0 else [f"the launcher ended with {self.code}"]
         if self.hashes != undisturbed.hashes:
             found.append(f"weights {sorted(self.hashes)} are not {sorted(undisturbed.hashes)}")

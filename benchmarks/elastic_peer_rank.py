@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.elastic_rank import SEED, Log, Net, Samples, digest, started_at
+from benchmarks.elastic_models import SEED, Net, Samples, digest
+from benchmarks.elastic_rank import Log, started_at
 
 
 def rows_of(update: int, args: argparse.Namespace, rank: int) -> Tensor:

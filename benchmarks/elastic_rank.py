@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import fcntl
-import hashlib
 import json
 import os
 import signal
@@ -29,44 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-SEED = 7
-
-
-class Samples(Dataset[Any]):
-    """Vectors with their class and their number."""
-
-    def __init__(self, count: int, width: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(count, width, generator=generator)
-        self.y = torch.randint(10, (count,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.x[index], self.y[index], index
-
-
-class Net(nn.Module):
-    """Batch norm, dropout, and a point in the backward pass where a rank may end."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(0.2))
-        self.head = nn.Linear(hidden, 10)
-        self.reach: Callable[[str], None] = lambda _point: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        hidden = self.body(x)
-        self.reach("forward")
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.reach("backward"))
-        return self.head(hidden)
+from benchmarks.elastic_models import Adversaries, OneModel, digest
 
 
 class Log:
@@ -83,10 +46,11 @@ class Log:
 class Faults:
     """What is to happen to this process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, updates: Callable[[], int]) -> None:
         path = folder / "faults.json"
-        self._folder = folder
+        self._folder, self._updates = folder, updates
         self._orders = list(enumerate(json.loads(path.read_text()) if path.exists() else []))
+        self._newest = os.open(folder / "newest", os.O_RDWR | os.O_CREAT)
         self._trains = False
         self.context: Any = None
 
@@ -113,19 +77,27 @@ class Faults:
 
     def note_update(self) -> None:
         """Note that this process has the state of the job."""
-        if self._orders and not self._trains:
-            self._trains = True
-            (self._folder / f"trains.{os.getpid()}").touch()
+        if self._orders:
+            os.pwrite(self._newest, f"{self._updates():8}".encode(), 0)
+            if not self._trains:
+                self._trains = True
+                (self._folder / f"trains.{os.getpid()}").touch()
 
     def _others_train(self) -> bool:
-        own = f"trains.{os.getpid()}"
-        return any(path.name != own for path in self._folder.glob("trains.*"))
+        pids = [int(path.suffix[1:]) for path in self._folder.glob("trains.*")]
+        return any(pid != os.getpid() and Path(f"/proc/{pid}").exists() for pid in pids)
 
     def _is_due(self, order: dict[str, Any]) -> bool:
-        if self.context is None or committed(self.context) < order["update"]:
+        context = self.context
+        if context is None or self._made(context) < order["update"]:
             return False
-        size = self.context.world_size
-        return size >= order["ranks"] and order["rank"] in (None, self.context.rank)
+        return context.world_size >= order["ranks"] and order["rank"] in (None, context.rank)
+
+    def _made(self, context: Any) -> int:
+        """Return how many updates the training has made; one that joins is told by the others' file."""
+        if context.recovery is None or not context.recovery.membership.is_joining:
+            return self._updates()
+        return int(os.pread(self._newest, 8, 0) or 0)
 
     def around(self, owner: Any, name: str, point: str, *, after: str = "") -> None:
         """Make a function a point, before and perhaps after."""
@@ -139,14 +111,6 @@ class Faults:
             return result
 
         setattr(owner, name, reached)
-
-
-def digest(model: nn.Module) -> str:
-    """Return the SHA-256 of weights and buffers."""
-    summary = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        summary.update(name.encode() + value.detach().contiguous().numpy().tobytes())
-    return summary.hexdigest()
 
 
 def mark_recovery(faults: Faults) -> None:
@@ -171,57 +135,43 @@ def train(args: argparse.Namespace, log: Log) -> None:
     """Train with us."""
     import phalanx as px
 
-    faults = Faults(args.folder)
-    torch.manual_seed(SEED)
-    net = Net(args.width, args.hidden)
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    data = Samples(args.samples, args.width)
-    strategy = px.DistributedStrategy(sharding=args.sharding, sharding_configs={"mirror": args.mirror})
-    model, optimizer, loader = px.distribute(
-        net, optimizer, data, global_batch=args.batch, seed=SEED, strategy=strategy
-    )
-    scheduler = px.follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7))
-    first, folder = 0, args.folder / "checkpoints"
-    if args.resume and folder.exists():
-        first = px.load(folder, model, optimizer, loader, scheduler=scheduler).step or 0
-    net.reach = faults.reach
-    mark_recovery(faults)
-    optimizer.register_step_pre_hook(lambda *_: faults.reach("optimizer"))
+    training = (Adversaries if args.adversaries else OneModel)(args)
+    faults = Faults(args.folder, lambda: training.updates)
     faults.context = context = px.init()
+    mark_recovery(faults)
+    if args.resume:
+        training.resume()
+    for model, optimizer in zip(training.models, training.optimizers, strict=True):
+        model.reach = faults.reach
+        optimizer.register_step_pre_hook(lambda *_: faults.reach("optimizer"))
     is_first, ids = True, {}
-    while loader.epoch < args.epochs:
-        for x, y, numbers in loader:
-            update = first + committed(context)
+    while training.loader.epoch < args.epochs:
+        for x, y, numbers in training.loader:
+            update = training.updates
             faults.reach("load")
             time.sleep(args.pause)
             replica = context.replicas.current if context.replicas is not None else 0
             ids[replica] = numbers.tolist()
             log.write(computes=update, replica=replica, ids=ids[replica])
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            for optimizer in training.optimizers:
+                optimizer.zero_grad()
+            training.compute(x, y)
             if is_first:
                 log.write(first=time.time())
                 is_first = False
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
             faults.reach("step")
-            optimizer.step()
-            scheduler.step()
-            if px.has_updated(optimizer):
+            training.update(faults.reach)
+            if all(map(px.has_updated, training.optimizers)):
                 log.write(update=update, time=time.time(), ids=ids)
                 ids = {}
                 faults.note_update()
                 faults.reach("updated")
                 if args.save_every and not (update + 1) % args.save_every:
                     faults.reach("save")
-                    px.save(folder, model, optimizer, loader, scheduler=scheduler, keep=2, step=update + 1)
+                    training.save()
                     faults.reach("saved")
     faults.reach("end")
-    log.write(hash=digest(model), updates=committed(context))
-
-
-def committed(context: Any) -> int:
-    """Return the updates that the job has made."""
-    return 0 if context.recovery is None else context.recovery.committed
+    log.write(hash=digest(*training.models), updates=training.updates)
 
 
 def arguments() -> argparse.Namespace:
@@ -236,6 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each pass of the loop sleeps")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="begin with the newest checkpoint of the folder, if any")
+    parser.add_argument("--adversaries", action="store_true", help="two models with an optimizer each")
     parser.add_argument("--sharding", action="store_true", help="shard optimizer state (ZeRO 1)")
     parser.add_argument("--mirror", type=int, default=0, help="1: with a mirror of each shard")
     return parser.parse_args()

@@ -5,10 +5,11 @@
     python -m benchmarks.soak --only servers --jobs 2
 
 Each job has a seed of its own: the first `--seed`, then one more each. What must hold: a job ends by itself, and with
-the weights of the undisturbed run where it is to go on; every sample is trained once; no acknowledged update of a
-parameter server is lost, none is made twice; the newest complete checkpoint loads and is what it says; no process and
-no file in /dev/shm is left. Network namespaces, small disks and a small /dev/shm need root: without it these jobs are
-left out.
+the weights of the undisturbed run where it is to go on; every sample is trained once, but for jobs that may begin again
+with their newest checkpoint (a shard of optimizer state is lost with every copy), which is counted; no acknowledged
+update of a parameter server is lost, none is made twice; the newest complete checkpoint loads and is what it says; no
+process and no file in /dev/shm is left. Network namespaces, small disks and a small /dev/shm need root: without it
+these jobs are left out.
 """
 
 from __future__ import annotations
@@ -31,10 +32,19 @@ from pathlib import Path
 
 from benchmarks import network_spaces
 from benchmarks.soak import cut_servers, elastic, loaders, nodes, saves, servers
+from benchmarks.soak.elastic import TrainingKind
 from benchmarks.soak.launched import can_mount
 from benchmarks.soak.result import SoakResult
 
 Job = Callable[[Path, int], SoakResult]
+
+RANKS = {
+    "ranks": (6, TrainingKind()),
+    "ranks with mirrors": (3, TrainingKind(mirror=1)),
+    "ranks without mirrors": (2, TrainingKind(mirror=0)),
+    "ranks of two models": (2, TrainingKind(adversaries=True)),
+}
+"""Jobs in which ranks are lost, by name, with the weight of each."""
 
 
 def jobs_of(reference: Path) -> dict[str, tuple[int, Job]]:
@@ -44,7 +54,10 @@ def jobs_of(reference: Path) -> dict[str, tuple[int, Job]]:
         reference: Folder for the runs without faults.
     """
     found: dict[str, tuple[int, Job]] = {
-        "ranks": (6, partial(elastic.ranks_are_lost, reference=reference / "elastic")),
+        **{
+            name: (weight, partial(elastic.ranks_are_lost, reference=reference / "elastic", kind=kind))
+            for name, (weight, kind) in RANKS.items()
+        },
         "launcher": (2, partial(elastic.launcher_is_killed, reference=reference / "elastic")),
         "servers sync": (2, partial(servers.processes_are_lost, mode="sync")),
         "servers async": (3, partial(servers.processes_are_lost, mode="async")),
@@ -110,7 +123,8 @@ class Soak:
         for number, fault in enumerate(result.faults, before + 1):
             _say(f"{number:4}  seed {result.seed}  {name}: {fault}")
         verdict = "; ".join(result.problems) or "as it must be"
-        _say(f"      seed {result.seed}  {name}: {result.seconds:.0f} s, {verdict}")
+        again = f", {result.restarts} restarts from a checkpoint" * bool(result.restarts)
+        _say(f"      seed {result.seed}  {name}: {result.seconds:.0f} s{again}, {verdict}")
         if result.problems:
             _say(result.report)
 

@@ -7,17 +7,17 @@ import random
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import phalanx as px
-from benchmarks.elastic_faults import POINTS, draw_faults
+from benchmarks.elastic_faults import POINTS, SHARDING, TWO_MODELS, draw_faults
 from benchmarks.elastic_jobs import RANK_SCRIPT, Trained, read_lines
-from benchmarks.elastic_rank import Net, digest
+from benchmarks.elastic_models import complete_steps, digest, nets_of
 from benchmarks.soak.launched import LaunchedJob
 from benchmarks.soak.result import SoakResult
-from phalanx.checkpoint.folder.manifest import COMPLETE
 
 RANKS, FAULTS = 4, 9
 WIDTH, HIDDEN = 16, 32
@@ -31,21 +31,47 @@ TIMEOUT_S = 120.0
 _lock = threading.Lock()
 
 
+@dataclass(frozen=True)
+class TrainingKind:
+    """What a job trains, and how it keeps the state of optimizers."""
+
+    adversaries: bool = False
+    """Two models with an optimizer each, instead of one."""
+
+    mirror: int | None = None
+    """Mirrors of each shard, where optimizer state is sharded (ZeRO 1); None where every rank has all of it."""
+
+    @property
+    def flags(self) -> list[object]:
+        """Those of `elastic_rank`."""
+        models = ["--adversaries"] if self.adversaries else []
+        if self.mirror is None:
+            return models
+        return [*models, "--sharding", "--mirror", self.mirror, "--resume"]
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """Where its ranks may end."""
+        models = TWO_MODELS if self.adversaries else ()
+        return (*POINTS, *SAVING, *models, *(() if self.mirror is None else SHARDING))
+
+
 def arguments(folder: Path, updates: int, *flags: object) -> list[object]:
     """Return the script and its arguments, as `phalanx run` takes them."""
     return [RANK_SCRIPT, "--folder", folder, "--epochs", updates // 10, *SCRIPT, *flags]
 
 
-def undisturbed(folder: Path, updates: int = UPDATES) -> tuple[Trained, dict[int, str]]:
-    """Return the same training without faults, and the weights of its checkpoints by step."""
+def undisturbed(folder: Path, updates: int = UPDATES, *, adversaries: bool = False) -> tuple[Trained, dict[str, str]]:
+    """Return the same training without faults, which shards nothing, and the weights of its checkpoints by path."""
     with _lock:
-        return _train_undisturbed(folder / str(updates), updates)
+        return _train_undisturbed(folder / f"{updates}{' of adversaries' * adversaries}", updates, adversaries)
 
 
 @cache
-def _train_undisturbed(folder: Path, updates: int) -> tuple[Trained, dict[int, str]]:
+def _train_undisturbed(folder: Path, updates: int, adversaries: bool) -> tuple[Trained, dict[str, str]]:
+    kind = TrainingKind(adversaries)
     with LaunchedJob(folder) as job:
-        job.start("-n", "1:2", "--replicas", RANKS, *arguments(folder, updates), env=PATIENCE)
+        job.start("-n", "1:2", "--replicas", RANKS, *arguments(folder, updates, *kind.flags), env=PATIENCE)
         trained = read(job, TIMEOUT_S)
         if trained.code or len(trained.hashes) != 1 or trained.remaining:
             raise RuntimeError(f"the training without faults has failed:\n{trained.remaining}\n{job.report()}")
@@ -60,44 +86,68 @@ def read(job: LaunchedJob, timeout_s: float) -> Trained:
     return Trained(job.folder, code, job.output(), time.time() - started, read_lines(job.folder), job.remaining())
 
 
-def checkpoints(folder: Path) -> dict[int, str]:
-    """Return the digest of the weights in every complete checkpoint, by its step.
+def checkpoints(folder: Path) -> dict[str, str]:
+    """Return the digest of the weights in every complete checkpoint, by its path.
 
     Raises:
         PhalanxError: If one that counts as complete cannot be loaded.
     """
     found = {}
-    for path in sorted(folder.glob("checkpoints/step-*")):
-        if (path / COMPLETE).exists():
-            net = Net(WIDTH, HIDDEN)
-            px.load(path, net)
-            found[int(path.name.removeprefix("step-"))] = digest(net)
+    for adversaries in (False, True):
+        for name, net in nets_of(adversaries, WIDTH, HIDDEN).items():
+            for step in sorted(complete_steps(folder / name)):
+                px.load(folder / name / f"step-{step}", net)
+                found[f"{name}/step-{step}"] = digest(net)
     return found
 
 
-def checkpoint_problems(folder: Path, expected: dict[int, str]) -> list[str]:
+def checkpoint_problems(folder: Path, expected: dict[str, str]) -> list[str]:
     """Return in words which checkpoints are corrupt, or not those of the undisturbed run."""
     try:
         found = checkpoints(folder)
     except px.errors.PhalanxError as error:
         return [f"a checkpoint is corrupt: {error}"]
-    return [f"the checkpoint of step {step} has other weights" for step in found if found[step] != expected.get(step)]
+    return [f"{path} has other weights" for path in found if found[path] != expected.get(path)]
 
 
 def ranks_are_lost(
-    folder: Path, seed: int, reference: Path, *, count: int = FAULTS, updates: int = UPDATES
+    folder: Path,
+    seed: int,
+    reference: Path,
+    *,
+    kind: TrainingKind = TrainingKind(),
+    count: int = FAULTS,
+    updates: int = UPDATES,
 ) -> SoakResult:
     """Kill and stop ranks of one launcher at random points."""
     every = max(updates // (2 * count), 5)
-    faults = draw_faults(seed, count, ranks=RANKS, first=10, every=every, points=(*POINTS, *SAVING))
-    expected, saved = undisturbed(reference, updates)
+    faults = draw_faults(seed, count, ranks=RANKS, first=10, every=every, points=kind.points)
+    expected, saved = undisturbed(reference, updates, adversaries=kind.adversaries)
     with LaunchedJob(folder) as job:
         (folder / "faults.json").write_text(json.dumps(faults))
         launcher = ("-n", f"1:{RANKS}", "--replicas", RANKS, "--max_restarts", 100)
-        job.start(*launcher, *arguments(folder, updates), env=PATIENCE)
+        job.start(*launcher, *arguments(folder, updates, *kind.flags), env=PATIENCE)
         trained = read(job, TIMEOUT_S)
-        problems = [*hang_of(job), *trained.problems(expected), *checkpoint_problems(folder, saved)]
-        return SoakResult("ranks lost", seed, fired(folder, faults), problems, trained.seconds, job.report())
+        problems = [
+            *hang_of(job),
+            *trained.problems(expected, may_restart=kind.mirror is not None),
+            *checkpoint_problems(folder, saved),
+            *restart_problems(folder, trained.restarts, kind.mirror),
+        ]
+        happened = fired(folder, faults)
+        return SoakResult("ranks lost", seed, happened, problems, trained.seconds, job.report(), trained.restarts)
+
+
+def restart_problems(folder: Path, restarts: int, mirror: int | None) -> list[str]:
+    """Return in words which restarts of the whole job had no good reason: a shard that nobody is left to have."""
+    paths = folder.rglob("events.launcher.0.jsonl")
+    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    reasons = [event["ended"] for event in events if event.get("ended")]
+    good = "together with their mirrors" if mirror else "had no mirror (mirror=1)"
+    bad = [f"the job began again: {reason}" for reason in reasons if mirror is None or good not in reason]
+    if len(reasons) < restarts:
+        bad.append(f"the job began again {restarts} times, and gave {len(reasons)} reasons")
+    return bad
 
 
 def launcher_is_killed(folder: Path, seed: int, reference: Path, *, updates: int = UPDATES) -> SoakResult:

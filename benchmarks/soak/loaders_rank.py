@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import phalanx as px
-from benchmarks.elastic_rank import digest
+from benchmarks.elastic_models import digest
 
 WIDTH = 1 << 18
 """A sample is 1 MB."""

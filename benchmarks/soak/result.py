@@ -18,3 +18,6 @@ class SoakResult:
     seconds: float = 0.0
     report: str = ""
     """What the job said, if there is a problem."""
+
+    restarts: int = 0
+    """How often the whole job began again with its newest checkpoint, where it may."""

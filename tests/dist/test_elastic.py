@@ -20,6 +20,7 @@ from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, ima
 from fake_launcher import FakeLauncher, spawn, tell
 from phalanx.checkpoint import saving
 from phalanx.comm.elastic import membership
+from phalanx.errors import ConfigError
 from phalanx.parallel.step.gate import has_updated
 from ranks import RankFailedError, run_ranks
 
@@ -325,3 +326,34 @@ def test_a_rank_lost_right_after_a_joiner_was_taken_in(undisturbed: str) -> None
     values = joined.run()
     assert {value[0] for value in values.values()} == {undisturbed}
     assert set(values) == {"n0.0", "n0.2"}
+
+
+def loop_that_others_could_not_finish(name: str, why: str) -> None:
+    """Train with a replica on each rank; the error comes before a rank is lost, not after."""
+    net, other = nn.Linear(3, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, other)]
+    data = TensorDataset(torch.randn(8, 3))
+    model, _, loader = px.distribute(net, optimizers[0], data, global_batch=4)
+    px.distribute(other, optimizers[1])
+    with pytest.raises(ConfigError, match=why):
+        for (x,) in loader:
+            for optimizer in optimizers if name != "accumulates" else ():
+                optimizer.zero_grad()
+            model(x).mean().backward()
+            if name == "two passes":
+                model(x).square().mean().backward()
+            if name != "accumulates":
+                optimizers[0].step()
+                other(model(x).detach()).mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("two passes", "two backward passes of a model ran for one batch"),
+        ("adversaries", "after an optimizer's step in the pass of one logical replica"),
+        ("accumulates", "added to gradients that were there before"),
+    ],
+)
+def test_a_loop_that_others_could_not_finish_is_an_error_before_a_rank_is_lost(name: str, why: str) -> None:
+    FakeLauncher(loop_that_others_could_not_finish, name, why, members=2, env={"PHALANX_REPLICAS": "2"}).run()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import elastic, loaders, saves, servers
+from benchmarks.soak.elastic import TrainingKind
 from benchmarks.soak.launched import LaunchedJob, can_mount
 from benchmarks.soak.result import SoakResult
 
@@ -33,6 +34,17 @@ def judge(result: SoakResult, *, least: int = 1) -> None:
 
 def test_ranks_that_are_lost_in_steps_and_saves(tmp_path: Path, reference: Path) -> None:
     judge(elastic.ranks_are_lost(tmp_path, 3, reference, count=3, updates=UPDATES))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [TrainingKind(mirror=1), TrainingKind(adversaries=True)],
+    ids=["mirrors", "two models"],
+)
+def test_ranks_that_are_lost_of_jobs_with_sharded_state_and_two_models(
+    tmp_path: Path, reference: Path, kind: TrainingKind
+) -> None:
+    judge(elastic.ranks_are_lost(tmp_path, 3, reference, kind=kind, count=3, updates=UPDATES))
 
 
 def test_a_launcher_that_is_killed_and_its_job_resumed(tmp_path: Path, reference: Path) -> None:

@@ -83,7 +83,7 @@ class Replicas:
         """Whether a backward pass has run in this turn."""
 
         self.has_stepped = False
-        """Whether an optimizer's step was called in this turn."""
+        """Whether an optimizer's step was called in this turn; in an elastic job, on this batch."""
 
         self.is_round_open = False
         """Whether gradients of the global batch at hand were computed and the parameters not updated."""
@@ -206,7 +206,8 @@ class Replicas:
         is_other = self._turn is None or self._is_over or self.has_gradients or self._turn.index != turn.index
         before, self._turn = self._turn, turn
         if is_other:
-            self.has_gradients = self.has_stepped = self._is_over = False
+            self.has_gradients = self._is_over = False
+            self.has_stepped = self.is_elastic and turn is before  # others could not compute on this batch again
             is_continued = before is not None and before.iteration is turn.iteration
             for reference in self._listeners:
                 if (listener := reference()) is not None:

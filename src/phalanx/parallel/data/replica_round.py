@@ -68,6 +68,9 @@ class ReplicaRound:
         self._has_begun = False
         """Whether a backward pass has run in this turn."""
 
+        self.is_complete = False
+        """Whether the backward pass of this rank's last replica has run, in an elastic job."""
+
         self._finished: list[int] = []
         self._accumulated: dict[int, _Accumulated] = {}
         """By replica, what waits for its next batch under gradient accumulation."""
@@ -89,6 +92,11 @@ class ReplicaRound:
     def is_shared(self) -> bool:
         """Whether this rank holds several replicas now."""
         return len(self._replicas.local) > 1
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether this rank holds several replicas, or comes to where another is lost."""
+        return self.is_shared or self._replicas.is_elastic
 
     @property
     def is_in_group(self) -> bool:
@@ -125,7 +133,7 @@ class ReplicaRound:
                 )
             self._clear()
         model = self._model()
-        if model is None or not (self.is_shared or self._replicas.is_elastic):
+        if model is None or not self.may_be_shared:
             return
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
@@ -188,11 +196,17 @@ class ReplicaRound:
             ConfigError: If the loop has no batch, or makes two backward passes of a model for one.
         """
         replicas = self._replicas
-        if self.is_shared and replicas.has_stepped:
+        if replicas.has_stepped and self.may_be_shared:
             raise ConfigError(
                 "a backward pass ran after an optimizer's step in the pass of one logical replica, and this rank holds "
-                "several: the step waits for the last of them, so what was computed then had old parameters. Call all "
-                "backward passes before the steps, or start as many ranks as there are replicas."
+                "several, or may come to (-n a:b): the step waits for the last of them, so what was computed then had "
+                "old parameters. Call all backward passes before the steps, or start as many ranks as there are "
+                "replicas."
+            )
+        if self.is_complete:
+            raise ConfigError(
+                "two backward passes of a model ran for one batch, where ranks may leave and join (-n a:b). Call "
+                "backward once for each batch (add losses first)."
             )
         replicas.begin_backward()
         self._has_begun = True
@@ -271,7 +285,7 @@ class ReplicaRound:
         """Be as after the backward pass of a replica that is not the last: further ones come."""
         if self._has_begun:  # it held one replica, and had nothing to compare
             self._check_buffers()
-        self._finished = list(finished)
+        self._finished, self.is_complete = list(finished), False
         model = self._model()
         if model is not None:
             for param in model.parameters():
@@ -287,6 +301,7 @@ class ReplicaRound:
         """Put a replica's gradients aside, or finish the round."""
         if self.is_last:
             self._check_buffers()
+            self.is_complete = self._replicas.is_elastic
             if not self._replicas.is_elastic:
                 self.finish()
             return
@@ -303,7 +318,7 @@ class ReplicaRound:
         self._sums.clear()
         self._buffers.clear()
         self._of_first.clear()
-        self._has_begun = False
+        self._has_begun = self.is_complete = False
 
 
 def gradient_group(context: Context) -> Group:
@@ -364,7 +379,7 @@ class _GradientCheck:
 
     def __call__(self, _gradient: Tensor) -> None:
         param = self._param()
-        is_alone = self._round.is_shared and not self._round.is_in_group
+        is_alone = self._round.may_be_shared and not (self._round.is_in_group or self._round.is_complete)
         if param is not None and param.grad is not None and is_alone:
             _refuse_gradient(param.grad)
 
@@ -373,7 +388,8 @@ def _refuse_gradient(gradient: Tensor) -> None:
     if bool(gradient.any()):
         raise ConfigError(
             "a backward pass added to gradients that were there before, while this rank holds several logical "
-            "replicas. Call optimizer.zero_grad() for every batch; to accumulate, use strategy.gradient_merge."
+            "replicas, or may come to (-n a:b). Call optimizer.zero_grad() for every batch; to accumulate, use "
+            "strategy.gradient_merge."
         )
 
 
