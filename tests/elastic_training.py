@@ -99,7 +99,7 @@ def reach_inside(at: int, where: str) -> None:
     around(meeting, "send_state", ends_before="send", ends_after="sent")
     shards = shard_recovery.ShardRecovery
     around(shards, "share_update", ends_before="updated", ends_after="shared")
-    around(shards, "_meet", ends_before="gathered")
+    around(shards, "meet", ends_before="gathered")
     around(shards, "send", ends_before="reshard", ends_after="resharded")
 
 

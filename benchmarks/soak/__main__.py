@@ -43,6 +43,8 @@ RANKS = {
     "ranks with mirrors": (3, TrainingKind(mirror=1)),
     "ranks without mirrors": (2, TrainingKind(mirror=0)),
     "ranks of two models": (2, TrainingKind(adversaries=True)),
+    "ranks of two models with mirrors": (2, TrainingKind(adversaries=True, mirror=1)),
+    "ranks of two models without mirrors": (1, TrainingKind(adversaries=True, mirror=0)),
 }
 """Jobs in which ranks are lost, by name, with the weight of each."""
 

@@ -171,15 +171,15 @@ def train_with_checkpoints(folder: str, faults: dict[str, int], until: int) -> A
     checkpointer = px.Checkpointer(folder, model, optimizer, loader, every=3, background=False)
     checkpointer.resume()
     if own in faults:
-        recovery = px.init().recovery
-        collect = recovery.shards.collect
+        shards = px.init().recovery.shards.of(session.optimizers[optimizer].shards)
+        collect = shards.collect
 
         def collect_or_end() -> Any:
             if checkpointer.steps == faults[own]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return collect()
 
-        recovery.shards.collect = collect_or_end
+        shards.collect = collect_or_end
     for _ in range(loader.epoch, EPOCHS):
         for x, y in loader:
             optimizer.zero_grad()
@@ -234,14 +234,6 @@ def test_explain_counts_the_shards_of_a_rank() -> None:
         FakeLauncher(explain_memory, members=3, env={"PHALANX_REPLICAS": "4", **env}).run()
 
 
-def give_two_optimizers() -> None:
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    px.distribute(first, torch.optim.SGD(first.parameters()), strategy=px.DistributedStrategy(sharding=True))
-    other = torch.optim.SGD(second.parameters())
-    with pytest.raises(ConfigError, match="a second optimizer was distributed"):
-        px.distribute(second, other)
-
-
 def give_what(settings: dict[str, Any], why: str) -> None:
     net = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=why):
@@ -253,7 +245,6 @@ def give_what(settings: dict[str, Any], why: str) -> None:
 def test_what_shards_cannot_do_is_an_error_that_says_so() -> None:
     env = {"PHALANX_REPLICAS": "2"}
     FakeLauncher(ask_for_part_of_the_state, members=2, env=env).run()
-    FakeLauncher(give_two_optimizers, members=1, env=env).run()
     FakeLauncher(
         give_what, {"sharding_configs": {"stage": 3}}, "stage 3 where ranks may leave", members=1, env=env
     ).run()

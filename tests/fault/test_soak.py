@@ -38,8 +38,8 @@ def test_ranks_that_are_lost_in_steps_and_saves(tmp_path: Path, reference: Path)
 
 @pytest.mark.parametrize(
     "kind",
-    [TrainingKind(mirror=1), TrainingKind(adversaries=True)],
-    ids=["mirrors", "two models"],
+    [TrainingKind(mirror=1), TrainingKind(adversaries=True), TrainingKind(adversaries=True, mirror=0)],
+    ids=["mirrors", "two models", "two models without mirrors"],
 )
 def test_ranks_that_are_lost_of_jobs_with_sharded_state_and_two_models(
     tmp_path: Path, reference: Path, kind: TrainingKind

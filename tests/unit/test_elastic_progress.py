@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.parallel.elastic.progress import Agreement, MemberProgress, share_out
+from phalanx.parallel.elastic.progress import Agreement, MemberProgress, ShardProgress, share_out
 
 
 def test_progress_survives_json() -> None:
-    progress = MemberProgress(3, (1, 2, 2), is_whole=True, shards=((1, 3), (2, 3)), is_stale=True)
+    optimizers = ShardProgress(0, 3, ((1, 3), (2, 3)), is_stale=True), ShardProgress(2, 1, ((0, 2),))
+    progress = MemberProgress(3, (1, 2, 2), is_whole=True, optimizers=optimizers)
     assert MemberProgress.from_json(progress.to_json()) == progress
 
 

@@ -1,4 +1,7 @@
-"""`MemberProgress`, `Agreement`: what the members of a membership epoch tell each other, and what follows (pure)."""
+"""`MemberProgress`, `ShardProgress`, `Agreement`: what members of an epoch tell each other, and what follows.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from phalanx.errors import InternalError, PeerLostError
+
+
+@dataclass(frozen=True, slots=True)
+class ShardProgress:
+    """What one member has of the state of one optimizer, where ranks shard it."""
+
+    number: int
+    """Which optimizer, in the order in which the script distributed them."""
+
+    updates: int = 0
+    """How often it has updated its shards."""
+
+    shards: tuple[tuple[int, int], ...] = ()
+    """The shards that it keeps: the index of each, and of how many; none where it joins."""
+
+    is_stale: bool = False
+    """Whether it has updated its shards of the parameters, and has not got those of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +54,22 @@ class MemberProgress:
     is_call_complete: bool = False
     """Whether it has the result of the next one."""
 
-    shards: tuple[tuple[int, int], ...] = ()
-    """The shards of optimizer state that it keeps, where ranks shard it: the index of each, and of how many."""
+    optimizers: tuple[ShardProgress, ...] = ()
+    """What it has of every optimizer whose state ranks shard."""
 
-    is_stale: bool = False
-    """Whether it has updated its shards of the parameters by what is committed, and has not got those of others."""
+    def of_optimizer(self, number: int) -> ShardProgress:
+        """Return what it has of an optimizer."""
+        return next((each for each in self.optimizers if each.number == number), ShardProgress(number))
 
     @classmethod
     def from_json(cls, text: str) -> MemberProgress:
         """Read what `to_json` wrote."""
         value = json.loads(text)
-        shards = tuple((index, count) for index, count in value["shards"])
-        return cls(**{**value, "computed": tuple(value["computed"]), "shards": shards})
+        optimizers = tuple(
+            ShardProgress(**{**each, "shards": tuple((index, count) for index, count in each["shards"])})
+            for each in value["optimizers"]
+        )
+        return cls(**{**value, "computed": tuple(value["computed"]), "optimizers": optimizers})
 
     def to_json(self) -> str:
         """Return it as JSON."""

@@ -32,6 +32,7 @@ from phalanx.parallel.elastic.meeting import (
     report_epoch,
     rows_of_replica,
 )
+from phalanx.parallel.elastic.optimizer_shards import OptimizerShards
 from phalanx.parallel.elastic.progress import Agreement, MemberProgress
 from phalanx.parallel.elastic.shard_recovery import ShardRecovery
 
@@ -81,11 +82,11 @@ class ElasticRecovery:
     has_joined: bool = False
     """Whether this rank took the state of a peer."""
 
-    shards: ShardRecovery | None = None
-    """Keeps the shards of the optimizer's state complete, where ranks shard it."""
-
     is_sharded: bool = False
-    """Whether ranks shard the state of the optimizer, which may not be distributed yet."""
+    """Whether ranks shard the state of optimizers, which may not be distributed yet."""
+
+    shards: OptimizerShards = field(init=False)
+    """Keeps the shards of optimizers' state complete, where ranks shard it."""
 
     _models: list[weakref.ref[ReplicaSums]] = field(default_factory=list)
     _agreed: int = -1
@@ -103,6 +104,7 @@ class ElasticRecovery:
 
     def __post_init__(self) -> None:
         self._assignment = ReplicaAssignment(self.context, self.replicas)
+        self.shards = OptimizerShards(self.context, self.membership)
         self.replicas.on_round_start = self.start_round
 
     def add(self, model: ReplicaSums) -> None:
@@ -169,11 +171,14 @@ class ElasticRecovery:
             self.membership.send("joined", epoch=view.epoch, step=0, seconds=0.0, lost=[], new=[])
         self._commit_at = now
 
-    def share_update(self) -> None:
-        """Give all members the parameters that each has updated, where ranks shard optimizer state. Collective."""
-        assert self.shards is not None
+    def share_update(self, shards: ShardRecovery) -> None:
+        """Give all members the parameters that each has updated, where ranks shard optimizer state. Collective.
+
+        Args:
+            shards: Those of the optimizer.
+        """
         try:
-            self.shards.share_update()
+            shards.share_update()
         except RuntimeError as error:
             if not self.lose(error):
                 raise
@@ -226,7 +231,7 @@ class ElasticRecovery:
 
     def join(self) -> None:
         """Become a member of the job that runs, with the state of a peer. For a process that was started beside it."""
-        if self.is_sharded and self.shards is None:
+        if self.is_sharded and self.shards.is_empty:
             raise ConfigError(
                 "a rank joins a job whose ranks shard optimizer state, and its optimizer is not distributed yet. Give "
                 "it to px.distribute before px.load, Checkpointer.resume() and the first batch."
@@ -289,7 +294,7 @@ class ElasticRecovery:
             if view is None:
                 view, attempt = await_next_view(self.membership, failure), 0
             self.membership.use(view)
-            mine = own if self.shards is None else self.shards.add_to(own)
+            mine = self.shards.add_to(own)
             try:
                 everyone = exchange_progress(mine, self.membership, view, attempt)
                 agreement = Agreement.of(everyone, self.replicas.count)
@@ -299,8 +304,7 @@ class ElasticRecovery:
                 form_groups(self.context, view, everyone, agreement, attempt)
                 if mine.is_joining:
                     self.committed, self.calls = agreement.committed, everyone[agreement.source].calls
-                if self.shards is not None:
-                    self.shards.take(everyone, mine, agreement)
+                self.shards.take(everyone, mine, agreement)
                 has_all = len(agreement.members) == len(view.members)
                 self._waiting = None if has_all else (view, attempt + 1)
                 break
@@ -340,7 +344,7 @@ class ElasticRecovery:
         now = self.membership.view
         assert now is not None
         stay = [rank for rank, id in enumerate(now.ids) if id in view.ids]
-        if self.shards is None or len(stay) == len(now.ids):
+        if len(stay) == len(now.ids):
             return
         try:
             self.shards.hand_over(stay)

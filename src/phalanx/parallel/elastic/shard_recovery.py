@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import MembershipClient, wait_for
 from phalanx.errors import ShardLostError
 from phalanx.parallel.elastic.messages import exchange_trees
-from phalanx.parallel.elastic.progress import Agreement, MemberProgress
+from phalanx.parallel.elastic.progress import ShardProgress
 from phalanx.parallel.elastic.sharded_state import ShardedState, StateSlice
 from phalanx.parallel.elastic.state_shards import WHOLE, MovePlan, StateShard, plan_moves, shards_of
 
@@ -66,33 +66,45 @@ class ShardRecovery:
     """The part of a rank in keeping the shards of one optimizer's state.
 
     Args:
+        number: Which optimizer of the job it is.
         state: The shards of this rank.
         context: Tells which of how many ranks this one is.
         membership: Leads to the launcher.
     """
 
-    def __init__(self, state: ShardedState, context: Context, membership: MembershipClient) -> None:
-        self.state, self._context, self._membership = state, context, membership
+    def __init__(self, number: int, state: ShardedState, context: Context, membership: MembershipClient) -> None:
+        self.number, self.state, self._context, self._membership = number, state, context, membership
+        self.updates = 0
+        """How often this rank has updated its shards; those that it joined after count."""
+
         self.is_stale = False
         """Whether this rank has updated its shards, and has not got the parameters of others."""
 
         self._postponed: ShardChange | None = None
         """What moves once this rank has made the update that others have made."""
 
-    def add_to(self, progress: MemberProgress) -> MemberProgress:
-        """Return what others are told of this rank, with its shards; one that joins has none yet."""
-        shards = () if progress.is_joining else self.state.shards
-        return replace(progress, shards=tuple((shard.index, shard.count) for shard in shards), is_stale=self.is_stale)
+    def progress(self, *, is_joining: bool) -> ShardProgress:
+        """Return what others are told of this rank; one that joins has no shards yet."""
+        shards = () if is_joining else tuple((shard.index, shard.count) for shard in self.state.shards)
+        return ShardProgress(self.number, self.updates, shards, self.is_stale)
 
     def standard(self, ranks: int) -> list[Shards]:
         """Return the shards of each of so many ranks."""
         return [shards_of(rank, ranks, self.state.mirror) for rank in range(ranks)]
 
-    def _plan(self, everyone: Sequence[MemberProgress], agreement: Agreement) -> ShardChange:
-        """Return what moves so that the members that go on have all shards."""
-        members = [everyone[index] for index in agreement.members]
-        current = [tuple(StateShard(*shard) for shard in progress.shards) for progress in members]
-        stale = [each.is_stale or agreement.leaves_behind(each) for each in members]
+    def plan(self, members: Sequence[ShardProgress], updates: int) -> ShardChange:
+        """Return what moves so that the members that go on have all shards.
+
+        Args:
+            members: What each of them has.
+            updates: How many the furthest of them has made.
+
+        Raises:
+            ShardLostError: If nobody is left who has one of the shards; the launcher ends the job.
+        """
+        self._postponed = None
+        current = [tuple(StateShard(*shard) for shard in each.shards) for each in members]
+        stale = [each.is_stale or is_behind(each, updates) for each in members]
         change = ShardChange.of(current, self.standard(len(members)), stale, self.state.table.total)
         missing = sum(map(len, change.states.missing))
         if missing:
@@ -108,21 +120,6 @@ class ShardRecovery:
         self._membership.send("abandon", why=why)
         return ShardLostError(why)
 
-    def take(self, everyone: Sequence[MemberProgress], mine: MemberProgress, agreement: Agreement) -> None:
-        """Let shards move, unless this rank has to make an update first that others have made. Collective.
-
-        Raises:
-            ShardLostError: If nobody is left who has one of them; the launcher ends the job.
-            PeerLostError: If a member is lost meanwhile.
-        """
-        change = self._plan(everyone, agreement)
-        if agreement.leaves_behind(mine):
-            self._postponed = change
-            return
-        self.send(change, is_new=mine.is_joining)
-        self._membership.is_joining = False  # from here on it has what others may not have any more
-        self.settle(change)
-
     def make(self, change: ShardChange) -> None:
         """Let shards move. Collective over the ranks of the change.
 
@@ -130,7 +127,13 @@ class ShardRecovery:
             PeerLostError: If a member is lost meanwhile.
         """
         self.send(change)
+        if not change.is_empty:
+            self.meet()
         self.settle(change)
+
+    def postpone(self, change: ShardChange) -> None:
+        """Let shards move when this rank has made an update that others have made."""
+        self._postponed = change
 
     def send(self, change: ShardChange, *, is_new: bool = False) -> None:
         """Send and receive what moves; what this rank kept stays. Collective over the ranks of the change.
@@ -157,13 +160,7 @@ class ShardRecovery:
         self.is_stale = False
 
     def settle(self, change: ShardChange) -> None:
-        """Keep what this rank needs only, once every rank has that. Collective over the ranks of the change.
-
-        Raises:
-            PeerLostError: If a member is lost meanwhile; what this rank kept before may be needed again.
-        """
-        if not change.is_empty:
-            self._meet()
+        """Keep what this rank needs only: every rank has what it was sent."""
         self.state.install(change.needed[self._context.rank], ())
 
     def _message_to(self, change: ShardChange, source: int, target: int) -> dict[str, Any] | None:
@@ -178,8 +175,14 @@ class ShardRecovery:
             "values": [self.state.pack_values(blocks) for blocks in values],
         }
 
-    def _meet(self) -> None:
-        """Wait until every rank has what it was sent: one that ends its script now must not be needed any more."""
+    def meet(self) -> None:
+        """Wait until every rank has what it was sent: one that ends its script now must not be needed any more.
+
+        Collective.
+
+        Raises:
+            PeerLostError: If a member is lost meanwhile; what this rank kept before may be needed again.
+        """
         if self._context.world_size > 1:
             wait_for(dist.all_reduce(torch.zeros(1), async_op=True))
 
@@ -189,6 +192,7 @@ class ShardRecovery:
         Raises:
             PeerLostError: If a member is lost meanwhile.
         """
+        self.updates += 1
         self.is_stale = True
         change, self._postponed = self._postponed, None
         if change is not None:
@@ -196,21 +200,18 @@ class ShardRecovery:
             return
         self.state.gather(self._context.rank, self._context.world_size)
         self.is_stale = False
-        self._meet()
+        self.meet()
 
-    def hand_over(self, stay: Sequence[int]) -> None:
-        """Give the shards of ranks that are about to leave to those that stay. Collective over all of them.
+    def plan_hand_over(self, stay: Sequence[int]) -> ShardChange:
+        """Return what moves so that those that stay have the shards of ranks that are about to leave.
 
         Args:
             stay: The ranks that stay.
-
-        Raises:
-            PeerLostError: If a member is lost meanwhile.
         """
         ranks = self._context.world_size
         shares = iter(self.standard(len(stay)))
         needed = [next(shares) if rank in stay else () for rank in range(ranks)]
-        self.make(ShardChange.of(self.standard(ranks), needed, [False] * ranks, self.state.table.total))
+        return ShardChange.of(self.standard(ranks), needed, [False] * ranks, self.state.table.total)
 
     def collect(self) -> list[StateSlice] | None:
         """Return the state that rank 0 does not keep, on rank 0. Collective."""
@@ -222,3 +223,8 @@ class ShardRecovery:
             for tree in exchange_trees([self._message_to(change, rank, target) for target in range(ranks)]):
                 received += self.state.unpack_state(tree["state"]) if tree is not None else []
         return received if rank == 0 else None
+
+
+def is_behind(progress: ShardProgress, updates: int) -> bool:
+    """Return whether a member has not made the newest update, and keeps shards: it does not join."""
+    return bool(progress.shards) and progress.updates < updates

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.elastic.recovery import ElasticRecovery
-from phalanx.parallel.elastic.shard_recovery import ShardRecovery
 from phalanx.parallel.elastic.sharded_state import ShardedState
 from phalanx.parallel.optim.elementwise import is_elementwise
 from phalanx.parallel.session import StepPhase, optimizer_record, session
@@ -21,21 +20,16 @@ def shard_state(optimizer: Optimizer, mirror: int) -> None:
     """Let each rank of an elastic job keep its shard of an optimizer's state.
 
     Args:
-        optimizer: The one optimizer of the job, before its first step.
+        optimizer: One of the job's, before its first step.
         mirror: Whose shards a rank keeps beside its own: those of so many ranks after it.
 
     Raises:
-        ConfigError: If it is the second optimizer, or looks at more than one element at a time.
+        ConfigError: If it looks at more than one element at a time.
     """
     context, record = context_of.current(), optimizer_record(optimizer)
     recovery: ElasticRecovery = context.recovery
     if record.shards is not None:
         return  # it trains a second model
-    if recovery.shards is not None and recovery.shards.state.is_in_use:
-        raise ConfigError(
-            "a second optimizer was distributed, and ranks of this job, which may leave and join (-n a:b), shard the "
-            "state of one. Give one optimizer the parameters of all models, or turn sharding off."
-        )
     if record.is_own_rule or not is_elementwise(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__} computes an update from whole parameters, and ranks of this job, which may "
@@ -43,7 +37,7 @@ def shard_state(optimizer: Optimizer, mirror: int) -> None:
             "Adam, AdamW), or turn sharding off."
         )
     record.shards = ShardedState(optimizer, context.rank, context.world_size, mirror)
-    recovery.shards = ShardRecovery(record.shards, context, recovery.membership)
+    recovery.shards.add(record.shards)
     add_action(optimizer, StepPhase.PUT_SLICES, record.shards.put_slices, needs_gradients=True)
     add_action(optimizer, StepPhase.SHARE_PARAMETERS, _end_update)
 
@@ -53,7 +47,7 @@ def _end_update(optimizer: Optimizer) -> None:
     assert shards is not None
     shards.put_back(optimizer)
     recovery: ElasticRecovery = context_of.current().recovery
-    recovery.share_update()
+    recovery.share_update(recovery.shards.of(shards))
 
 
 @contextmanager
@@ -67,8 +61,7 @@ def whole_state(optimizer: Optimizer | None) -> Iterator[bool]:
         yield True
         return
     recovery: ElasticRecovery = context_of.current().recovery
-    assert recovery.shards is not None
-    received = recovery.repeat(recovery.shards.collect)
+    received = recovery.repeat(recovery.shards.of(record.shards).collect)
     if received is None or context_of.current().rank != 0:
         yield False
         return
