@@ -140,13 +140,20 @@ def ranks_are_lost(
 
 def restart_problems(folder: Path, restarts: int, mirror: int | None) -> list[str]:
     """Return in words which restarts of the whole job had no good reason: a shard that nobody is left to have."""
-    paths = folder.rglob("events.launcher.0.jsonl")
-    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    reasons = [event["ended"] for event in events if event.get("ended")]
     good = "together with their mirrors" if mirror else "had no mirror (mirror=1)"
-    bad = [f"the job began again: {reason}" for reason in reasons if mirror is None or good not in reason]
-    if len(reasons) < restarts:
-        bad.append(f"the job began again {restarts} times, and gave {len(reasons)} reasons")
+    reasons, bad = 0, []
+    for path in folder.rglob("events.launcher.0.jsonl"):
+        lost = set[str]()  # since all ranks last had their shards
+        for event in map(json.loads, path.read_text().splitlines()):
+            lost.update(event["lost"])
+            if reason := event.get("ended"):
+                reasons += 1
+                if mirror is None or good not in reason or len(lost) <= mirror:
+                    bad.append(f"the job began again after the loss of {', '.join(sorted(lost))}: {reason}")
+            elif len(event["seconds"]) == event["ranks"]:
+                lost.clear()
+    if reasons < restarts:
+        bad.append(f"the job began again {restarts} times, and gave {reasons} reasons")
     return bad
 
 

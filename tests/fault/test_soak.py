@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,24 @@ def test_ranks_that_are_lost_of_jobs_with_sharded_state_and_two_models(
     tmp_path: Path, reference: Path, kind: TrainingKind
 ) -> None:
     judge(elastic.ranks_are_lost(tmp_path, 3, reference, kind=kind, count=3, updates=UPDATES))
+
+
+def test_a_restart_is_judged_by_the_ranks_that_were_lost_before_it(tmp_path: Path) -> None:
+    path, why = tmp_path / "log" / "events.launcher.0.jsonl", "lost together with their mirrors"
+    path.parent.mkdir()
+
+    def problems(first: dict[str, float], mirror: int | None) -> list[str]:
+        events = [{"lost": ["n0.1"], "ranks": 3, "seconds": first}]
+        events += [{"lost": ["n0.2"], "ranks": 2, "seconds": {}, "ended": why}]
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+        return elastic.restart_problems(tmp_path, 1, mirror)
+
+    assert problems({"n0.0": 0.1}, 1) == []
+    assert problems({"n0.0": 0.1, "n0.2": 0.1, "n0.3": 0.1}, 1) == [
+        f"the job began again after the loss of n0.2: {why}"
+    ]
+    assert problems({"n0.0": 0.1}, 0) == [f"the job began again after the loss of n0.1, n0.2: {why}"]
+    assert elastic.restart_problems(tmp_path, 2, 1) == ["the job began again 2 times, and gave 1 reasons"]
 
 
 def test_a_launcher_that_is_killed_and_its_job_resumed(tmp_path: Path, reference: Path) -> None:
