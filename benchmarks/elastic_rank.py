@@ -116,11 +116,11 @@ class Faults:
 def mark_recovery(faults: Faults) -> None:
     """Let faults happen inside of what a job does to recover, too."""
     from phalanx.checkpoint import saving
-    from phalanx.parallel.data import replica_round
+    from phalanx.parallel.data import replica_reduction
     from phalanx.parallel.elastic import meeting, recovery, shard_recovery
 
-    faults.around(replica_round, "_all_reduce", "reduce")
-    faults.around(replica_round, "exchange_sums", "reduce")
+    faults.around(replica_reduction, "_all_reduce", "reduce")
+    faults.around(replica_reduction, "exchange_sums", "reduce")
     faults.around(recovery.ElasticRecovery, "_commit", "commit", after="committed")
     faults.around(recovery, "exchange_progress", "recover", after="agreed")
     faults.around(recovery.ElasticRecovery, "_continue", "formed", after="recovered")

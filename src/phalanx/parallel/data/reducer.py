@@ -28,30 +28,33 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.comm.batch.backward_end import at_backward_end, is_repeated
+from phalanx.comm.batch.backward_end import at_backward_end
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.comm.labels import label_calls
 from phalanx.comm.waits.waiting import waits
-from phalanx.errors import ConfigError, PeerLostError, PlanError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data.bucket_buffers import (
     Bucket,
     Gradient,
     SyncedBuffer,
     allocate,
     are_of_one_bucket,
-    require_same_kind,
     require_still_frozen,
 )
+from phalanx.parallel.data.bucket_copies import put_buffers, put_gradient, take_back
 from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, reduction_for
+from phalanx.parallel.data.reduction_errors import check_overflow, label_of, peer_lost
 from phalanx.parallel.data.replica_round import ReplicaRound, gradient_group
+from phalanx.parallel.data.running_reducers import RunningReducers, check_no_graph
 from phalanx.parallel.data.sample_weights import sample_weight_hook
+from phalanx.parallel.data.unused_parameters import UnusedParameters
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import session
 from phalanx.plan.buckets import GradientBucket
@@ -61,52 +64,8 @@ logger = logging.getLogger("phalanx.parallel")
 _numbers = count(1)
 """Of models, in the order in which they are distributed, which is the same on every rank."""
 
-
-class _Running:
-    """The reducers of the backward pass that runs now; the first may issue buckets before its end."""
-
-    def __init__(self) -> None:
-        self._pass = -1
-        self._reducers: list[Reducer] = []
-
-    def join(self, reducer: Reducer) -> None:
-        """Add one whose gradients have begun to come."""
-        now = torch._C._current_graph_task_id()
-        if now != self._pass and not is_repeated():  # else a pass that raised an error has left its own
-            self._reducers = []
-        self._pass = now
-        self._reducers.append(reducer)
-
-    def is_first(self, reducer: Reducer) -> bool:
-        """Return whether a reducer was the first to join."""
-        return bool(self._reducers) and self._reducers[0] is reducer
-
-    def leave(self, reducer: Reducer) -> list[Reducer]:
-        """Return all that have to finish now, in an order that is the same on every rank."""
-        if reducer not in self._reducers:  # of a pass within this one
-            return [reducer]
-        first, *others = self._reducers
-        self._reducers = []
-        return [first, *sorted(others, key=lambda other: other.number)]
-
-
-_running = _Running()
+_running: RunningReducers[Reducer] = RunningReducers()
 """In this process."""
-
-
-def check_no_graph() -> None:
-    """Raise if the backward pass that runs creates a graph.
-
-    Raises:
-        ConfigError: Says what to call instead.
-    """
-    if torch.is_grad_enabled():
-        raise ConfigError(
-            "a backward pass with create_graph=True came to a distributed model, whose gradients are averaged over "
-            "the ranks outside of any graph: what is computed from them would have wrong gradients. For a penalty "
-            "of the gradients of inputs use torch.autograd.grad(output, inputs, create_graph=True), and no "
-            "sharding."
-        )
 
 
 def _groups_within(buckets: Sequence[GradientBucket], mesh: Mesh) -> dict[int, Group]:
@@ -165,17 +124,13 @@ class Reducer:
         self.collectives_issued = 0
         """All-reduces issued since the start."""
 
-        self.unused: tuple[str, ...] = ()
-        """Parameters that no rank used in the first step."""
-
+        self._unused = UnusedParameters()
         self.is_resting = False
         """Whether ranks train apart: nothing is reduced until this is False again."""
 
         self.after_exchange: Callable[[], None] | None = None
         """Called after every reduction, on every rank equally often."""
 
-        self._is_first_step = True
-        self._touched: set[str] = set()
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
         self._model = type(model).__name__
@@ -219,6 +174,11 @@ class Reducer:
     def is_reducing(self) -> bool:
         """Whether a backward pass has begun and not ended: during it, or after one that raised."""
         return self._running
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters that no rank used in the first step."""
+        return self._unused.names
 
     @property
     def has_gradients(self) -> bool:
@@ -299,17 +259,9 @@ class Reducer:
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._issue(self._buckets[self._next])
 
-    @torch.no_grad()
     def _take(self, gradient: Gradient) -> None:
         """Move a new gradient into its bucket while it is still in the cache."""
-        require_same_kind(gradient)
-        scale, grad = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.shares, gradient.param.grad
-        assert grad is not None
-        if grad.data_ptr() == gradient.view.data_ptr():
-            gradient.view.mul_(scale)
-        else:
-            torch.mul(grad, scale, out=gradient.view)
-            gradient.param.grad = gradient.view
+        put_gradient(gradient, 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.shares)
 
     @torch.no_grad()
     def _issue(self, bucket: Bucket) -> None:
@@ -342,13 +294,7 @@ class Reducer:
         share = self._context.batch
         weight = share.weight if share is not None else 1.0 / self._readers.shares
         is_first = self._readers.index == 0 if self._round is None else self._round.is_first_replica
-        for item in carried:
-            factor = weight if item.averaged else float(is_first)
-            buffer = item.live_buffer()
-            if factor and buffer is not None:
-                torch.mul(buffer, factor, out=item.view)
-            else:
-                item.view.zero_()
+        put_buffers(carried, weight, is_first=is_first)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -366,25 +312,10 @@ class Reducer:
             self._round.end_backward(self._buckets)
         self._running = False
         self.steps += 1
-        if self._is_first_step:
-            self._look_for_unused(unused)
+        if self._unused.is_looking:
+            self._unused.look(unused, {g.name for bucket in self._buckets for g in bucket.gradients if g.touched})
         if self.after_exchange is not None:
             self.after_exchange()
-
-    def _look_for_unused(self, unused: list[str]) -> None:
-        """Name what no rank used in the first step, once a parameter comes round again and shows that it is over.
-
-        Not at the first round: a re-entrant checkpoint has one of its own before the rest of the backward pass.
-        """
-        touched = {g.name for bucket in self._buckets for g in bucket.gradients if g.touched}
-        if self._touched.isdisjoint(touched):
-            self.unused = tuple(name for name in unused if name in self.unused or not self._touched)
-            self._touched |= touched
-            return
-        self._is_first_step = False
-        if self.unused:
-            names = ", ".join(self.unused[:8]) + (f" and {len(self.unused) - 8} more" if len(self.unused) > 8 else "")
-            logger.warning("no rank used these parameters in the first step; they keep grad=None: %s", names)
 
     def _wait(self, bucket: Bucket) -> bool:
         """Wait for the sums of a bucket; False where a rank was lost and an elastic job adds them up again."""
@@ -395,7 +326,7 @@ class Reducer:
             with waits.waiting():
                 work.wait()
         except WireOverflow as overflow:
-            self._overflowed(bucket, overflow)
+            check_overflow(bucket, overflow, self._label_of(bucket), self._context)
         except RuntimeError as error:
             self._raise_unless_elastic(error)
             return False
@@ -403,7 +334,7 @@ class Reducer:
 
     def _raise_unless_elastic(self, error: RuntimeError) -> None:
         if self._round is None or not self._round.lose(error):
-            raise self._lost(error) from error
+            raise peer_lost(error, self._context, self.steps + 1) from error
 
     # -- elastic jobs, see `elastic.recovery.ReplicaSums` --------------------------------------------------------
 
@@ -417,22 +348,6 @@ class Reducer:
         assert self._round is not None
         self._round.finish()
 
-    def _overflowed(self, bucket: Bucket, overflow: WireOverflow) -> None:
-        """Raise for a gradient that the wire cannot hold, unless a loss scale skips such steps. On all ranks alike."""
-        ends = accumulate(gradient.view.numel() for gradient in bucket.gradients)
-        at = next((g for g, end in zip(bucket.gradients, ends, strict=True) if overflow.position < end), None)
-        what = f"the gradient of {at.name!r}" if at is not None else f"a buffer beside {self._label_of(bucket)}"
-        most = torch.finfo(overflow.dtype).max
-        if at is not None and at.param in session.loss_scaled:
-            if self._context.rank == 0:
-                logger.warning("%s, added up over the ranks, is above %g, the most float16 holds", what, most)
-            return
-        raise ConfigError(
-            f"{what}, added up over the ranks in float16 (fp16_allreduce), is above {most:g}, the most that holds; on "
-            "each rank it is finite. Set strategy.fp16_allreduce = False, or make it smaller: a lower learning rate, a "
-            "mean in place of a sum in the loss."
-        )
-
     def _hand_back(self, bucket: Bucket) -> list[str]:
         """Give every parameter its reduced gradient; return the names of those that nobody used."""
         # Where no parameter is missing, looking would only make the host wait for a card.
@@ -442,29 +357,7 @@ class Reducer:
                 "through both, and a rank did not use a part that others used. Models that one backward pass trains "
                 "belong in one module: distribute that."
             )
-        used_somewhere = bucket.flags.tolist() if bucket.pending else None
-        unused = []
-        for position, gradient in enumerate(bucket.gradients):
-            if used_somewhere is not None and not used_somewhere[position]:
-                unused.append(gradient.name)
-                continue
-            gradient.param.grad = gradient.view
-        for item in bucket.carried:
-            buffer = item.live_buffer()
-            if buffer is not None:
-                # .data leaves the version counter alone: a graph that saved the buffer can still be walked.
-                buffer.data.copy_(item.view)
-        return unused
+        return take_back(bucket)
 
     def _label_of(self, bucket: Bucket) -> str:
-        names = [gradient.name for gradient in bucket.gradients]
-        parts = f"gradients of {' to '.join(dict.fromkeys((names[0], names[-1])))}" if names else "buffers"
-        return f"the {parts} of model {self.number}, {self._model}"
-
-    def _lost(self, error: RuntimeError) -> PeerLostError:
-        rank, world = self._context.rank, self._context.world_size
-        why = str(error).rstrip(".")
-        return PeerLostError(
-            f"rank {rank} of {world}: the all-reduce of gradients in step {self.steps + 1} failed: {why}. "
-            "Another rank ended or stopped answering; its log says why."
-        )
+        return f"{label_of(bucket)} of model {self.number}, {self._model}"

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,11 @@ from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group, group_of
 from phalanx.errors import ConfigError
+from phalanx.parallel.data.accumulated_gradients import ReplicaGradients
 from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction
-from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
+from phalanx.parallel.data.replica_reduction import ReplicaReduction
+from phalanx.parallel.data.round_buffers import RoundBuffers, copy_buffers
 
 if TYPE_CHECKING:
     from phalanx.parallel.elastic.recovery import ElasticRecovery
@@ -56,15 +57,10 @@ class ReplicaRound:
         self._model = weakref.ref(model)
         self._replicas, self._group, self._within = replicas, group, within or {}
         self._has_micro_batches = has_micro_batches
-        self._sums: dict[int, PartialSums] = {}
+        self._reductions: dict[int, ReplicaReduction] = {}
         """By bucket."""
 
-        self._buffers: _Buffers = []
-        """The model's buffers, and their values when the round began."""
-
-        self._of_first: _Buffers = []
-        """Buffers that are not averaged, as the first replica of the round left them."""
-
+        self._buffers = RoundBuffers(has_micro_batches=has_micro_batches)
         self._has_begun = False
         """Whether a backward pass has run in this turn."""
 
@@ -72,13 +68,10 @@ class ReplicaRound:
         """Whether the backward pass of this rank's last replica has run, in an elastic job."""
 
         self._finished: list[int] = []
-        self._accumulated: dict[int, _Accumulated] = {}
+        self._accumulated: dict[int, ReplicaGradients] = {}
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
-        self._in_place: tuple[tuple[Sequence[int], ...], torch.device, bool] | None = None
-        """Whether an all-reduce adds up the tree, of the replicas of each rank and a device."""
-
         self.recovery: ElasticRecovery | None = None
         """What goes on with the round when a rank is lost, in an elastic job."""
 
@@ -138,11 +131,11 @@ class ReplicaRound:
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
         elif self._replicas.is_first:
-            self._buffers = _copy_buffers(model)
+            self._buffers.begin(model)
         else:
             for param in model.parameters():
                 param.grad = None  # zeros, where torch shards: what counts is in the partial sums
-            _write(self._buffers)
+            self._buffers.restore()
 
     def _check_buffers(self) -> None:
         """Raise if the turn that ends left buffers that depend on which rank computed it.
@@ -150,27 +143,13 @@ class ReplicaRound:
         Raises:
             ConfigError: Names the buffer.
         """
-        if not self.is_shared or not self._buffers:
+        if not self.is_shared or not self._buffers.has_begun:
             return
         if not self._has_begun:
-            name = _differing(self._buffers, of_floats=True)
-            if name is not None:
-                raise ConfigError(
-                    f"a forward pass without a backward pass changed buffer {name}, while this rank holds several "
-                    "logical replicas, each of which begins with the same buffers. Call model.eval() before it."
-                )
+            self._buffers.check_unchanged()
             return
         self._has_begun = False
-        model = self._model()
-        if model is not None and not self._of_first:
-            self._of_first = [entry for entry in _copy_buffers(model) if not entry[2].is_floating_point()]
-        elif self._has_micro_batches:
-            _write(self._of_first)  # replicas with other numbers of rows are cut into other numbers of micro-batches
-        elif (name := _differing(self._of_first, of_floats=False)) is not None:
-            raise ConfigError(
-                f"buffer {name} differs between the logical replicas of this rank, and only floating-point buffers are "
-                "averaged. Make it one, or start as many ranks as there are replicas."
-            )
+        self._buffers.check_alike(self._model())
 
     def accumulate(self) -> None:
         """Let what the backward pass that runs computes wait for the replica's next batch, not for the next replica."""
@@ -185,7 +164,7 @@ class ReplicaRound:
         model, current = self._model(), self._replicas.current
         if model is None or current is None:
             return
-        self._accumulated[current] = _Accumulated([param.grad for param in model.parameters()], _copy_buffers(model))
+        self._accumulated[current] = ReplicaGradients([param.grad for param in model.parameters()], copy_buffers(model))
         for param in model.parameters():
             param.grad = None
 
@@ -234,41 +213,12 @@ class ReplicaRound:
 
     def send(self, index: int, bucket: Bucket) -> PendingReduction | None:
         """Begin to add up a bucket over all replicas; None if it is put aside. Collective for the last replica."""
-        replicas, flat = self._replicas, bucket.flat
-        current = replicas.local[0] if replicas.current is None else replicas.current
+        flat = bucket.flat
         if index in self._within:
             wait_for(dist.all_reduce(flat, group=self._within[index], async_op=True))
-        if not replicas.is_elastic and len(replicas.local) == 1 and self._adds_up_in_place(flat):
-            return _all_reduce(flat, self._group())
-        sums = self._sums.setdefault(index, PartialSums(replicas.count))
-        if not sums.has(current):  # else computed again, where a rank was lost
-            sums.add(range(current, current + 1), wide(flat))
-        if not self.is_last or self._has_lost_rank:
-            return None
-        return self._reduce(index, flat)
-
-    def _adds_up_in_place(self, flat: Tensor) -> bool:
-        """Return whether an all-reduce of the ranks' own sums adds up the tree: each rank has one branch of it."""
-        by_rank, before = self._replicas.by_rank, self._in_place
-        if before is not None and before[0] is by_rank and before[1] == flat.device and not self._replicas.is_elastic:
-            return before[2]
-        is_tree = len(by_rank) > 1 and is_one_branch_each(by_rank) and adds_up_in_tree(self._group(), flat)
-        self._in_place = by_rank, flat.device, is_tree
-        return is_tree
-
-    def _reduce(self, index: int, flat: Tensor) -> PendingReduction:
-        """Add up this rank's partial sums over all ranks, into a bucket. Those of elastic jobs stay as they are."""
-        sums, is_elastic = self._sums[index], self._replicas.is_elastic
-        if not is_elastic:
-            del self._sums[index]
-        if not self._adds_up_in_place(flat):
-            return _Taken(flat, exchange_sums(sums, self._replicas.by_rank, self._group()), None)
-        total = sums.sums[0][1]
-        if total.dtype is flat.dtype:
-            flat.copy_(total)
-            return _all_reduce(flat, self._group())
-        total = total.clone() if is_elastic else total
-        return _Taken(flat, total, _all_reduce(total, self._group()))
+        if (reduction := self._reductions.get(index)) is None:
+            reduction = self._reductions[index] = ReplicaReduction(self._replicas)
+        return reduction.send(flat, self._group, is_last=self.is_last and not self._has_lost_rank)
 
     # -- elastic jobs ------------------------------------------------------------------------------------------
 
@@ -290,7 +240,7 @@ class ReplicaRound:
         if model is not None:
             for param in model.parameters():
                 param.grad = None
-            _write(self._buffers)
+            self._buffers.restore()
 
     def finish(self) -> None:
         """Forget the partial sums: the parameters change now."""
@@ -315,59 +265,15 @@ class ReplicaRound:
 
     def _clear(self) -> None:
         self._finished.clear()
-        self._sums.clear()
+        for reduction in self._reductions.values():
+            reduction.clear()
         self._buffers.clear()
-        self._of_first.clear()
         self._has_begun = self.is_complete = False
 
 
 def gradient_group(context: Context) -> Group:
     """Return the group of all ranks for gradients, as `Mesh.gradient_group` made it."""
     return group_of([tuple(range(context.world_size))], "gradients")
-
-
-_Buffers = list[tuple[nn.Module, str, Tensor]]
-"""Buffers by module and name, which may get another tensor in each forward pass, and what they are to hold."""
-
-
-def _copy_buffers(model: nn.Module) -> _Buffers:
-    return [
-        (module, name, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta
-    ]
-
-
-def _write(buffers: _Buffers) -> None:
-    for module, name, value in buffers:
-        buffer = module._buffers.get(name)
-        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
-            buffer.data.copy_(value)  # .data leaves the version counter alone: a graph may have saved the buffer
-        else:
-            module._buffers[name] = value.clone()
-
-
-def _differing(buffers: _Buffers, *, of_floats: bool) -> str | None:
-    """Return the name of a buffer that does not hold its value."""
-    for module, name, value in buffers:
-        buffer = module._buffers.get(name)
-        if (of_floats or not value.is_floating_point()) and (buffer is None or not torch.equal(buffer, value)):
-            return f"{name!r} of {type(module).__name__}"
-    return None
-
-
-@dataclass(slots=True)
-class _Accumulated:
-    """The gradients and buffers of one replica."""
-
-    gradients: list[Tensor | None]
-    buffers: _Buffers
-
-    def restore(self, model: nn.Module) -> None:
-        for param, gradient in zip(model.parameters(), self.gradients, strict=True):
-            param.grad = gradient
-        _write(self.buffers)
 
 
 class _GradientCheck:
@@ -391,33 +297,3 @@ def _refuse_gradient(gradient: Tensor) -> None:
             "replicas, or may come to (-n a:b). Call optimizer.zero_grad() for every batch; to accumulate, use "
             "strategy.gradient_merge."
         )
-
-
-def _all_reduce(flat: Tensor, group: Group) -> PendingReduction:
-    return _Pending(dist.all_reduce(flat, group=group, async_op=True))
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A collective under way, in place."""
-
-    work: Any
-
-    def wait(self) -> None:
-        """Wait for it, at most until a member of an elastic job is lost."""
-        wait_for(self.work)
-
-
-@dataclass(slots=True)
-class _Taken:
-    """A sum in memory of its own, on its way into a bucket."""
-
-    flat: Tensor
-    total: Tensor
-    work: PendingReduction | None
-
-    def wait(self) -> None:
-        """Take over the sum."""
-        if self.work is not None:
-            self.work.wait()
-        self.flat.copy_(self.total)

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.groups import Group
-from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, is_one_branch_each, scatter_sums, wide
+from phalanx.parallel.data.replica_reduction import ReplicaReduction
+from phalanx.parallel.data.replica_sums import PartialSums, scatter_sums
 
 
 def add_up_replicas(model: nn.Module, replicas: Replicas, *, moves: bool) -> None:
@@ -43,7 +44,7 @@ class ReplicaReduceScatter:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._sums = PartialSums(replicas.count)
+        self._reduction = ReplicaReduction(replicas)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for torch to copy gradients into."""
@@ -54,27 +55,20 @@ class ReplicaReduceScatter:
     ) -> dist.Work | None:
         """Write this rank's slice of the sum over all replicas, or zeros before the last. Collective for the last."""
         replicas = self._replicas
-        assignment, current = replicas.assignment, replicas.current
-        if current is None:
-            current = replicas.local[0]
         if replicas.is_first:
-            self._sums.clear()  # of a round that the loop left
-        in_tree = is_one_branch_each(assignment) and adds_up_in_tree(group, input_tensor)
-        if in_tree and replicas.count == len(assignment):
-            _scatter(output_tensor, input_tensor, group)
-            return None
-        self._sums.add(range(current, current + 1), wide(input_tensor))
-        if len(replicas.local) > 1 and not replicas.is_last:
+            self._reduction.clear()  # of a round that the loop left
+        is_last = len(replicas.local) == 1 or replicas.is_last
+        own = self._reduction.add(input_tensor, lambda: group, is_last=is_last)
+        if own is None:
             output_tensor.zero_()
-            return None
-        sums, self._sums = self._sums, PartialSums(replicas.count)
-        if in_tree:
-            total = sums.sums[0][1]
-            mine = total.new_empty(output_tensor.numel())
-            _scatter(mine, total, group)
+        elif isinstance(own, PartialSums):
+            output_tensor.copy_(scatter_sums(own, replicas.by_rank, group))
+        elif own.dtype is output_tensor.dtype:
+            _scatter(output_tensor, own, group)
         else:
-            mine = scatter_sums(sums, assignment, group)
-        output_tensor.copy_(mine)
+            mine = own.new_empty(output_tensor.numel())
+            _scatter(mine, own, group)
+            output_tensor.copy_(mine)
         return None
 
 

@@ -31,7 +31,8 @@ from phalanx.comm.batch.batches import tensors_in
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.errors import PlanError
-from phalanx.parallel.data.reducer import Reducer, check_no_graph
+from phalanx.parallel.data.reducer import Reducer
+from phalanx.parallel.data.running_reducers import check_no_graph
 from phalanx.parallel.data.sample_weights import sample_weight_hook, without_views
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import held_over, is_module_held, mark_held, note_stages, stages_over
