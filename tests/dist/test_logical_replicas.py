@@ -160,6 +160,23 @@ def test_weights_have_the_same_bits_on_any_number_of_ranks() -> None:
     assert len(set(by_ranks[1].values())) == len(CASES) - 1
 
 
+def train_weights_in_bfloat16() -> str:
+    torch.manual_seed(1)
+    net, data = text()
+    net, optimizer, loader = px.distribute(net.bfloat16(), sgd(net), data, global_batch=GLOBAL, replicas=3, seed=5)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x).float(), y).backward()
+        optimizer.step()
+    return digest(net.float())
+
+
+def test_ranks_with_one_and_with_two_replicas_add_up_gradients_in_bfloat16() -> None:
+    by_ranks = {n: run_ranks(train_weights_in_bfloat16, n) for n in (1, 2, 3)}
+    assert by_ranks[2] == by_ranks[1] * 2
+    assert by_ranks[3] == by_ranks[1] * 3
+
+
 def gradient_of_one_step(replicas: int | None) -> list[Tensor]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -315,13 +332,6 @@ def loop_that_cannot_be_exact(name: str) -> str:
 
         return error_of(act)
 
-    def accumulating(net: nn.Module, optimizer: Any, loader: Any) -> None:
-        for number, (x, y) in enumerate(loader):
-            F.cross_entropy(net(x), y).backward()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
     def two_passes(net: nn.Module, optimizer: Any, loader: Any) -> None:
         for x, y in loader:
             F.cross_entropy(net(x), y).backward()
@@ -382,10 +392,6 @@ def loop_that_cannot_be_exact(name: str) -> str:
             with torch.no_grad():
                 net(x)
 
-    def unsynced(net: nn.Module, optimizer: Any, loader: Any) -> None:
-        with px.no_sync(net):
-            pass
-
     def own_optimizer(net: nn.Module, optimizer: Any, loader: Any) -> None:
         other = sgd(net)
         for x, y in loader:
@@ -405,8 +411,8 @@ def loop_that_cannot_be_exact(name: str) -> str:
             step(x, torch.zeros_like(y))
 
     bodies = (
-        *(own_tensors, accumulating, two_passes, scheduled, kept_gradients, later_scheduled, decayed, step_first),
-        *(every_other, after_step, unsynced, own_optimizer, saved, weighted, peeked),
+        *(own_tensors, two_passes, scheduled, kept_gradients, later_scheduled, decayed, step_first),
+        *(every_other, after_step, own_optimizer, saved, weighted, peeked),
     )
     return loop(next(body for body in bodies if body.__name__ == name))
 
@@ -424,7 +430,6 @@ def distribute_with(settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("accumulating", "accumulate gradients use strategy.gradient_merge"),
         ("two_passes", "Call backward once for each batch"),
         ("scheduled", "px.follow_updates"),
         ("own_tensors", "before a loader gave out a batch"),
@@ -436,7 +441,6 @@ def distribute_with(settings: dict[str, Any]) -> str:
         ("every_other", "goes on to the next global batch"),
         ("after_step", "after an optimizer's step"),
         ("peeked", "without a backward pass changed buffer"),
-        ("unsynced", "no_sync was called"),
         ("own_optimizer", "not given to px.distribute"),
         ("saved", "between two logical replicas"),
     ],

@@ -256,12 +256,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ConfigError: If the model is not distributed.
     """
     replicas = context_of.current().replicas if context_of.is_initialized() else None
-    if replicas is not None and replicas.are_shared:
+    if replicas is None or not replicas.are_shared:
+        with without_reduction(model):
+            yield
+        return
+    applied = applied_to(model)
+    if replicas.is_elastic or (applied is not None and applied.is_sharded):
+        which = "ranks may leave and join" if replicas.is_elastic else "parameters are sharded"
         raise ConfigError(
-            "no_sync was called while ranks hold several logical replicas, each of which accumulates gradients of its "
-            "own. Use strategy.gradient_merge, or start as many ranks as there are replicas."
+            f"px.no_sync was called while ranks hold several logical replicas and {which}: gradients that were not "
+            "added up could not be kept for each replica. Leave no_sync out, on any number of ranks."
         )
-    with without_reduction(model):
+    with replicas.no_sync() if len(replicas.local) > 1 else without_reduction(model):
         yield
 
 

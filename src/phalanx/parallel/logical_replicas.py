@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm.batch.replicas import Replicas, assign_replicas
+from phalanx.comm.batch.update_group import UpdateGroup
 from phalanx.comm.context import Context
 from phalanx.comm.elastic import membership as members
 from phalanx.errors import ConfigError, PlanError
@@ -188,48 +188,80 @@ class ReplicaGate:
         self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
         """Those of the optimizer that count every call, and how many steps they had made at the last held step."""
 
-        self._turn: int | None = None
+        self._group: UpdateGroup | None = None
+        """The one of the last step that was asked for."""
+
+        self._turns = 0
+        """Turns of it until then."""
 
     def admit(self, optimizer: Optimizer) -> bool:
-        """Return whether the step updates: at the last replica of the round.
+        """Return whether the step updates: at the last replica of the last global batch of the update.
 
         Raises:
-            ConfigError: If the loop does not make one step for each batch, after the backward pass, or something counts
-                replicas as steps.
+            ConfigError: If the loop does not make one step for each batch, or for each k batches, after the backward
+                pass, or something counts replicas as steps.
         """
         replicas = self._replicas
-        current, local = replicas.current, replicas.local
+        group, local = replicas.group, replicas.local
+        is_first = self._group is not group
         if replicas.are_shared:
-            self._check_turn(current, local)
+            self._check_turn()
+        if replicas.is_elastic:
+            self._check_elastic(group)
+        elif len(local) > 1:
+            self._count_batches(group)
+        elif group.turns > 1:
+            _check_epoch(group.turns, replicas)
+        self._group, self._turns = group, group.turns
         replicas.has_stepped = True
         if replicas.are_shared:
-            self._check_settings(optimizer, is_first=replicas.is_first)
-        self._turn = replicas.turn_index
-        is_update = len(local) == 1 or replicas.is_last
+            self._check_settings(optimizer, is_first=is_first)
+        is_update = replicas.is_update_due
         if is_update and self._recovery is not None and replicas.is_round_open:  # of several optimizers, the first
             is_update = self._recovery.complete()
         if is_update:
             replicas.end_round()
         return is_update
 
-    def _check_turn(self, current: int | None, local: Sequence[int]) -> None:
-        if current is None:
+    def _check_turn(self) -> None:
+        if self._replicas.current is None:
             raise ConfigError(
-                "optimizer.step() was called before a loader gave out a batch, and each logical replica has a batch of "
-                "its own. Give the data to px.distribute, or make the loader with px.data.ShardedLoader."
-            )
-        index = self._replicas.turn_index or 0
-        if index and self._turn != index - 1:  # the first of a round may follow one that the loop left
-            before = None if self._turn is None else local[self._turn]
-            raise ConfigError(
-                f"optimizer.step() was called for replica {current} after replica {before}, and this rank computes "
-                f"replicas {', '.join(map(str, local))} in turn. Call it once for every batch; to accumulate "
-                "gradients use strategy.gradient_merge."
+                "optimizer.step() was called before a loader gave out a batch, or after its last, and each logical "
+                "replica has a batch of its own. Call it in the loop. Give the data to px.distribute, or make the "
+                "loader with px.data.ShardedLoader."
             )
         if not self._replicas.has_gradients:
             raise ConfigError(
                 "optimizer.step() was called before the backward pass of a batch, while ranks hold several logical "
                 "replicas: the update waits for the last replica's gradients. Call backward(), then step()."
+            )
+
+    def _batches_since(self, group: UpdateGroup) -> int:
+        """Return the batches of the group since this optimizer's last step, or since its start."""
+        return group.turns - (self._turns if self._group is group else 0)
+
+    def _count_batches(self, group: UpdateGroup) -> None:
+        """Learn from the first step of a group how many global batches it has; check the others."""
+        replicas, since = self._replicas, self._batches_since(group)
+        if group.length is None:
+            group.length = since
+        if group.length > 1:
+            _check_epoch(group.length, replicas)
+        is_left_out = group.is_complete and replicas.is_last and group.turns != group.length * len(replicas.local)
+        if since != group.length or is_left_out:
+            raise ConfigError(
+                f"optimizer.step() was called after {since} of this rank's batches, and of {group.turns} of this "
+                f"update the first call came after {group.length}, while it computes logical replicas "
+                f"{', '.join(map(str, replicas.local))} in turn. Call backward() for every batch, and step() for every "
+                "batch or after one fixed number of them; or accumulate gradients with strategy.gradient_merge."
+            )
+
+    def _check_elastic(self, group: UpdateGroup) -> None:
+        if self._batches_since(group) != 1:
+            raise ConfigError(
+                f"optimizer.step() was called after {self._batches_since(group)} batches where ranks may leave and "
+                "join (-n a:b): gradients that a loop accumulates would be gone with a rank, and missing on one that "
+                "joins. Call it for every batch, and ask for a larger global_batch with more replicas instead."
             )
 
     def _check_settings(self, optimizer: Optimizer, *, is_first: bool) -> None:
@@ -253,6 +285,28 @@ class ReplicaGate:
                 for reference, _ in self._schedulers
                 if (scheduler := reference()) is not None
             ]
+
+
+def _check_epoch(length: int, replicas: Replicas) -> None:
+    """Raise if an epoch is no multiple of the global batches of an update.
+
+    A loop that counts its batches counts otherwise on a rank with several replicas, and the rest of an epoch differs.
+
+    Raises:
+        ConfigError: Says what to do.
+    """
+    if replicas.turn is None:
+        return  # one update of a whole epoch, behind its loop
+    iteration = replicas.turn.iteration
+    rounds = None if iteration is None else iteration.rounds
+    if not replicas.group.spans_epochs and (rounds is None or rounds % length == 0):
+        return
+    why = f"an epoch has {rounds}" if rounds is not None else "an epoch ended between two of them"
+    raise ConfigError(
+        f"the loop accumulates gradients over {length} global batches for each update, and {why}: which updates "
+        "the rest takes part in would depend on how many logical replicas a rank holds. Accumulate over a number that "
+        "divides an epoch (loader.steps_per_epoch), or use strategy.gradient_merge, whose groups go on."
+    )
 
 
 _COUNTS_REPLICAS = (

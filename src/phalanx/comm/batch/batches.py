@@ -61,6 +61,9 @@ class Iteration:
     is_resumed: bool = False
     """Whether it begins inside an epoch."""
 
+    rounds: int | None = None
+    """Global batches of it; None where that is not known, or of no use."""
+
     count: int = 0
     """Batches given out."""
 
@@ -151,13 +154,16 @@ class Batches:
 
     # -- loaders -------------------------------------------------------------------------------------------------
 
-    def begin(self, *, is_training: bool, shares: Shares = (), is_resumed: bool = False) -> Iteration:
+    def begin(
+        self, *, is_training: bool, shares: Shares = (), is_resumed: bool = False, rounds: int | None = None
+    ) -> Iteration:
         """Return what the batches of one pass over a loader are given out under.
 
         Args:
             is_training: Whether they are to be trained on.
             shares: What they may be, as far as that is known.
             is_resumed: Whether the pass begins inside an epoch.
+            rounds: Its global batches, where that is known.
         """
         if is_training:
             self.passes += 1
@@ -171,7 +177,7 @@ class Batches:
                     and not batch.iteration.is_resumed
                 )
             )
-        return Iteration(is_training, shares, is_resumed)
+        return Iteration(is_training, shares, is_resumed, rounds)
 
     def time_batches(self, loaded: Iterator[LoadedT], rows_of: Callable[[LoadedT], int]) -> Iterator[LoadedT]:
         """Yield what a loader loads to train on, and tell the clock when each batch is asked for and is there."""

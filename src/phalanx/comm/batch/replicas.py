@@ -9,13 +9,19 @@ of ranks. Li et al., "EasyScale: Elastic Training with Consistent Accuracy", SC 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
+from typing import TYPE_CHECKING
 
 from phalanx.comm.batch.random_streams import RandomStreams
+from phalanx.comm.batch.update_group import UpdateGroup
 from phalanx.comm.random_state import seed_all
 from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.comm.batch.batches import Iteration
 
 
 def assign_replicas(count: int, ranks: int) -> tuple[range, ...]:
@@ -49,7 +55,7 @@ class ReplicaTurn:
     index: int = 0
     """Which of this rank's turns of the global batch it is. A replica may have two, where a rank was lost."""
 
-    iteration: object = None
+    iteration: Iteration | None = None
     """The pass over a loader that it belongs to."""
 
 
@@ -87,6 +93,12 @@ class Replicas:
 
         self.is_round_open = False
         """Whether gradients of the global batch at hand were computed and the parameters not updated."""
+
+        self.group = UpdateGroup()
+        """The global batches of the update that comes."""
+
+        self.is_in_no_sync = False
+        """Whether the loop is inside `px.no_sync`."""
 
         self.streams: RandomStreams | None = None
         """The random numbers of the replicas of this rank, where each was a rank of a run without replicas: they go on
@@ -209,6 +221,9 @@ class Replicas:
             self.has_gradients = self._is_over = False
             self.has_stepped = self.is_elastic and turn is before  # others could not compute on this batch again
             is_continued = before is not None and before.iteration is turn.iteration
+            is_left = before is not None and before.iteration is not None and before.iteration.is_over
+            if self.group.is_over or is_left:
+                self.group = UpdateGroup()
             for reference in self._listeners:
                 if (listener := reference()) is not None:
                     listener(turn.replica, is_continued)
@@ -219,14 +234,47 @@ class Replicas:
 
     def begin_backward(self) -> None:
         """Note that a backward pass runs in this turn."""
+        if not self.has_gradients:
+            self.group.turns += 1
+            self.group.rounds += self.is_last
         self.has_gradients = self.is_round_open = True
 
     def end_round(self) -> None:
         """Note that the parameters are updated now: what is computed on the same batch again is another turn."""
-        self._is_over, self.is_round_open = True, False
+        self._is_over, self.is_round_open, self.group.is_over = True, False, True
+
+    @property
+    def is_update_due(self) -> bool:
+        """Whether this turn completes this rank's part of the update that comes, as far as replicas are concerned."""
+        return len(self.local) == 1 or (self.is_last and (self.is_elastic or self.group.is_complete))
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the gradients of this turn wait for the last global batch of the group, to be added up with its own.
+
+        Only of a rank that holds several replicas: for its loop `px.no_sync` ends after other batches.
+        """
+        group = self.group
+        return group.defers and group.length != group.rounds + (not (self.has_gradients and self.is_last))
+
+    @property
+    def turn(self) -> ReplicaTurn | None:
+        """The turn that is on; None before the first batch."""
+        return self._turn
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let the gradients of the group that begins inside the block be added up over replicas at its end only."""
+        before, self.is_in_no_sync = self.is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self.is_in_no_sync = before
 
     def end_pass(self, seed: int) -> None:
         """Note that a pass over a loader is over: no replica's turn is on, and all ranks draw the same numbers."""
         self._turn, self._is_over = None, False
+        if self.group.is_open:
+            self.group.spans_epochs = True
         if self.streams is None:
             seed_all(seed, cuda=self._uses_cuda)

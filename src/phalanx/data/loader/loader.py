@@ -303,8 +303,14 @@ class ShardedLoader:
         """Start a pass over the data, and return it."""
         if not context.is_initialized():
             return Iteration(self.training)
+        options = self._options
+        has_length = options.order is not None and not self.has_batch_sampler
+        is_known = has_length and options.here().replicas is not None and not self.position
         return context.current().batches.begin(
-            is_training=self.training, shares=self._options.shares(), is_resumed=self.position > 0
+            is_training=self.training,
+            shares=options.shares(),
+            is_resumed=self.position > 0,
+            rounds=self.steps_per_epoch if is_known else None,
         )
 
     def _register(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None) -> Any:

@@ -1,12 +1,55 @@
-"""`ReplicaGradients`: gradients of a logical replica that wait for further batches of the same update."""
+"""`RoundTotal`, `ReplicaGradients`: gradients that wait for further global batches of the same update."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.data.round_buffers import Buffers, write_buffers
+
+
+class RoundTotal:
+    """The sum of the gradients of a model over the global batches of an update that are reduced already."""
+
+    def __init__(self) -> None:
+        self._gradients: list[Tensor | None] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not self._gradients
+
+    @torch.no_grad()
+    def take(self, model: nn.Module) -> None:
+        """Take the gradients of the parameters, which have none then. What was here before is forgotten."""
+        params = list(model.parameters())
+        if all(param.grad is None for param in params):
+            self._gradients = []
+            return
+        # The memory of a gradient is that of a bucket, which the next backward pass writes to.
+        self._gradients = [None if param.grad is None else param.grad.clone() for param in params]
+        for param in params:
+            param.grad = None
+
+    @torch.no_grad()
+    def add_to(self, model: nn.Module) -> None:
+        """Add them to the gradients of the parameters, and forget them."""
+        if not self._gradients:
+            return
+        for param, total in zip(model.parameters(), self._gradients, strict=True):
+            if total is None:
+                continue
+            if param.grad is None:
+                param.grad = total
+            else:
+                param.grad.add_(total)
+        self._gradients = []
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._gradients = []
 
 
 @dataclass(slots=True)

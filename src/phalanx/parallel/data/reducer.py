@@ -160,7 +160,7 @@ class Reducer:
                 weigh = sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain)
                 on_gradient = partial(self._on_gradient, index, gradient)
                 self._handles += [
-                    param.register_hook(weigh),
+                    param.register_hook(weigh if self._round is None else partial(self._before_gradient, weigh)),
                     param.register_post_accumulate_grad_hook(on_gradient),
                 ]
 
@@ -185,6 +185,11 @@ class Reducer:
         """Whether gradients of parameters travel in its buckets, not only buffers."""
         return any(bucket.gradients for bucket in self._buckets)
 
+    @property
+    def has_put_aside(self) -> bool:
+        """Whether gradients of earlier batches are not in the parameters while a backward pass runs."""
+        return self._round is not None and self._round.has_total
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients accumulate on this rank; the first backward outside the block reduces all of them."""
@@ -194,10 +199,21 @@ class Reducer:
         finally:
             self._syncing = before
 
+    def _is_syncing(self) -> bool:
+        """Return whether the backward pass that runs is reduced."""
+        return self._syncing and (self._round is None or not self._round.is_deferred)
+
+    def _before_gradient(self, weigh: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+        """Weigh a gradient of logical replicas; before the first one gradients of earlier batches are put aside."""
+        if not self._running:
+            self.begin()
+        return weigh(gradient)
+
     def _on_gradient(self, index: int, gradient: Gradient, _: Tensor) -> None:
-        if not self._syncing and self._round is not None:
+        is_syncing = self._syncing and (self._running or self._is_syncing())
+        if not is_syncing and self._round is not None:
             self._round.accumulate()
-        if not self._syncing or self.is_resting:
+        if not is_syncing or self.is_resting:
             return
         self.begin()
         if gradient.touched:
@@ -215,7 +231,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
-        if self._running or not self._syncing or self.is_resting:
+        if self._running or not self._is_syncing() or self.is_resting:
             return
         check_no_graph()
         self._open()
@@ -224,7 +240,7 @@ class Reducer:
 
     def reduce(self) -> None:
         """Reduce what several backward passes have accumulated. Collective, as a backward pass is."""
-        if not self._syncing or self.is_resting:
+        if not self._is_syncing() or self.is_resting:
             return
         self._open()
         for bucket in self._buckets:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.batch.backward_end import at_backward_end
-from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
 from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group, group_of
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.accumulated_gradients import ReplicaGradients
+from phalanx.parallel.data.accumulated_gradients import ReplicaGradients, RoundTotal
 from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction
 from phalanx.parallel.data.replica_reduction import ReplicaReduction
@@ -72,6 +72,14 @@ class ReplicaRound:
         """By replica, what waits for its next batch under gradient accumulation."""
 
         self._is_accumulating = False
+        self._kept_turn: ReplicaTurn | None = None
+        """The turn whose gradients were put there last."""
+
+        self._total = RoundTotal()
+        self._has_unreduced = False
+        """Whether gradients of the parameters are of this rank only, of a rank that holds one replica."""
+
+        self._update_group = replicas.group
         self.recovery: ElasticRecovery | None = None
         """What goes on with the round when a rank is lost, in an elastic job."""
 
@@ -95,6 +103,30 @@ class ReplicaRound:
     def is_in_group(self) -> bool:
         """Whether batches of this rank's replicas wait for further ones, under gradient accumulation."""
         return bool(self._accumulated)
+
+    @property
+    def has_total(self) -> bool:
+        """Whether gradients of earlier global batches of the update that comes are put aside."""
+        return not self._total.is_empty
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the gradients of the backward pass that runs wait for further batches of their replica.
+
+        Raises:
+            ConfigError: If the loop calls `px.no_sync` after it has begun to accumulate.
+        """
+        if not self.is_shared:
+            return False
+        group = self._replicas.group
+        if self._replicas.is_in_no_sync and not group.defers:
+            if group.turns > self._replicas.has_gradients:
+                raise ConfigError(
+                    "px.no_sync was entered after other batches of the same update, while this rank holds several "
+                    "logical replicas. Enter it for all batches of an update but the last, or leave it out."
+                )
+            group.defers = True
+        return self._replicas.is_deferred
 
     @property
     def is_last(self) -> bool:
@@ -125,6 +157,7 @@ class ReplicaRound:
                     len(self._replicas.local),
                 )
             self._clear()
+        self._leave_group()
         model = self._model()
         if model is None or not self.may_be_shared:
             return
@@ -136,6 +169,20 @@ class ReplicaRound:
             for param in model.parameters():
                 param.grad = None  # zeros, where torch shards: what counts is in the partial sums
             self._buffers.restore()
+
+    def _leave_group(self) -> None:
+        """Drop the gradients of an update that the loop left before it was made."""
+        left, self._update_group = self._update_group, self._replicas.group
+        if left is self._update_group or not left.is_open:
+            return
+        if left.rounds and self.is_shared:
+            logger.warning(
+                "the loop left %d global batches without an update; their gradients are dropped", left.rounds
+            )
+        if self.is_shared:
+            self._total.clear()
+        if left.defers:
+            self._accumulated.clear()
 
     def _check_buffers(self) -> None:
         """Raise if the turn that ends left buffers that depend on which rank computed it.
@@ -153,10 +200,19 @@ class ReplicaRound:
 
     def accumulate(self) -> None:
         """Let what the backward pass that runs computes wait for the replica's next batch, not for the next replica."""
+        replicas = self._replicas
         self._has_begun = True
-        self._replicas.begin_backward()
-        if self.is_shared and not self._is_accumulating:
-            self._is_accumulating = True
+        replicas.begin_backward()
+        if not self.is_shared:
+            self._has_unreduced = True
+        elif not self._is_accumulating:
+            if replicas.turn is self._kept_turn:
+                raise ConfigError(
+                    f"a second backward pass is of replica {replicas.current}, and this rank holds several logical "
+                    "replicas in turn. Call backward once for each batch (add losses first), or start as many ranks "
+                    "as there are replicas."
+                )
+            self._is_accumulating, self._kept_turn = True, replicas.turn
             at_backward_end(self._keep)
 
     def _keep(self) -> None:
@@ -190,6 +246,9 @@ class ReplicaRound:
         replicas.begin_backward()
         self._has_begun = True
         if not self.is_shared:
+            model = self._model()
+            if model is not None and not (self._has_unreduced or self._has_micro_batches or replicas.is_elastic):
+                self._total.take(model)
             return
         local, current = self._replicas.local, self._replicas.current
         following = local[len(self._finished)] if len(self._finished) < len(local) else None
@@ -253,7 +312,7 @@ class ReplicaRound:
             self._check_buffers()
             self.is_complete = self._replicas.is_elastic
             if not self._replicas.is_elastic:
-                self.finish()
+                self._end_round()
             return
         assert self._replicas.current is not None
         self._accumulated.pop(self._replicas.current, None)
@@ -262,6 +321,21 @@ class ReplicaRound:
             bucket.work = None
             for gradient in bucket.gradients:
                 gradient.param.grad = None
+
+    def _end_round(self) -> None:
+        """Add what earlier global batches of the same update left; put the sum aside where further ones follow.
+
+        A rank with one replica calls `optimizer.step()` where the others do, and keeps the sum in its parameters. One
+        with several calls it more often, and `zero_grad` with it.
+        """
+        self.finish()
+        self._has_unreduced = False
+        model, group = self._model(), self._replicas.group
+        if model is None:
+            return
+        self._total.add_to(model)
+        if self.is_shared and not group.is_complete:
+            self._total.take(model)
 
     def _clear(self) -> None:
         self._finished.clear()

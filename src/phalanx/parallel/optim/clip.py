@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import stages_over
 from phalanx.parallel.optim.gradient_accumulation import is_partial
@@ -31,7 +32,8 @@ def clip_grad_norm_(
     Collective over the groups over which parameters are spread (DTensors, shards a layer holds itself, stages); a model
     that every rank holds whole needs no communication. `torch.nn.utils.clip_grad_norm_` gives the same for such a
     model, and a wrong norm, which differs between ranks, for stages and for shards that a layer holds. Under gradient
-    merging, gradients are clipped once they are complete; before that the norm of what has come so far is returned.
+    merging, gradients are clipped once they are complete; before that the norm of what has come so far is returned. A
+    rank that holds several logical replicas clips after its last, for which the others wait; before, 0 is returned.
 
     Args:
         parameters: A model, or parameters. Those without a gradient are left out.
@@ -50,6 +52,9 @@ def clip_grad_norm_(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
         )
     params = _parameters_of(parameters)
+    replicas = context_of.current().replicas if context_of.is_initialized() else None
+    if replicas is not None and replicas.has_gradients and not replicas.is_update_due:
+        return torch.tensor(0.0, device=params[0].device if params else None)
     is_complete = not any(is_partial(param) for param in params if param.grad is not None)
     return _clip(params, max_norm if is_complete else math.inf, norm_type, error_if_nonfinite=error_if_nonfinite)
 

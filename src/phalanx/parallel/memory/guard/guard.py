@@ -29,6 +29,7 @@ from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.guard.graphs import Node
 from phalanx.parallel.memory.guard.pass_state import PassState, StateKeeper, tensors_of
 from phalanx.parallel.memory.guard.remedies import Remedies, Remedy, report_remedy
+from phalanx.parallel.session import applied_to
 
 T = TypeVar("T")
 _numbers = count()
@@ -163,6 +164,9 @@ class MemoryGuard:
         model = self.model()
         if model is None:
             return "the model is gone"
+        reducer = None if (applied := applied_to(model)) is None else applied.reducer
+        if reducer is not None and reducer.has_put_aside:
+            return "gradients of earlier batches of the same update are put aside meanwhile"
         is_whole = self._sharding is None or self._sharding.is_all_gathered(model)
         return None if is_whole else "ZeRO has let go of parameters that it gathered"
 
