@@ -55,7 +55,7 @@ def compare(backend: str, *, steps: int, pairs: int) -> Row:
 def parts(rounds: int) -> Row:
     """Measure what is added to a step of 2 ms: one batch, one collection in ten steps, and the looks of a second."""
     from phalanx.comm.batch.input_time import InputTime
-    from phalanx.launch.process.time_use import TimeUse
+    from phalanx.launch.rank.time_use import TimeUse
 
     def load_one() -> None:
         with loading:

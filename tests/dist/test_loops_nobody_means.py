@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launching import launch
-from phalanx.launch.process.isolated_ranks import watch_steps
+from phalanx.launch.rank.isolated_ranks import watch_steps
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

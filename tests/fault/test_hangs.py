@@ -331,7 +331,7 @@ def test_a_job_that_goes_on_is_not_called_hung(tmp_path: Path, running: list[Lau
 
 UNREADABLE = """
 import sys, time
-from phalanx.launch.process.reporter import register_stacks
+from phalanx.launch.rank.reporter import register_stacks
 
 def load():
     open("up", "w").write("up")

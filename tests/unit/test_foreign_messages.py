@@ -34,8 +34,8 @@ from phalanx.launch.hang.watch import HangNews, HangSettings, HangWatch
 from phalanx.launch.job.report import render_hang
 from phalanx.launch.job.root_cause import ProcessExit, first_failure
 from phalanx.launch.process import wire
-from phalanx.launch.process.activity import Activity, Call
 from phalanx.launch.process.node_link import _Link, _LinkError
+from phalanx.launch.rank.activity import Activity, Call
 from phalanx.launch.request.machine import resolve as resolve_host
 from phalanx.launch.request.topology import NodeOffer, build_topology
 from phalanx.ps.server.service import Service

@@ -13,7 +13,7 @@ from phalanx.launch.hang.observe import Observation
 from phalanx.launch.hang.stacks import Frame, Stacks, ThreadStack, parse_dump
 from phalanx.launch.hang.verdict import judge
 from phalanx.launch.job import registry
-from phalanx.launch.process.activity import Activity, Call
+from phalanx.launch.rank.activity import Activity, Call
 
 NOW = 1000.0
 TORCH = "/env/lib/python3.11/site-packages/torch"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.process.activity import Activity
+from phalanx.launch.rank.activity import Activity
 from phalanx.launch.slow.counters import Reading
 from phalanx.launch.slow.goodput import Goodput
 from phalanx.launch.slow.stragglers import find_losses

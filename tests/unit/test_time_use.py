@@ -16,7 +16,7 @@ from phalanx.launch.cli.why_command import render
 from phalanx.launch.hang.locations import Location
 from phalanx.launch.hang.observe import Observation
 from phalanx.launch.job import registry
-from phalanx.launch.process.time_use import TimeUse
+from phalanx.launch.rank.time_use import TimeUse
 
 
 class SlowSamples(Dataset[int]):

@@ -14,8 +14,8 @@ from phalanx.i18n import tr
 from phalanx.launch.hang.locations import WAITS, Location, location_of, location_of_frames
 from phalanx.launch.hang.processes import ProcessState, state_of, troubles_of
 from phalanx.launch.hang.stacks import Frame, read_stacks
-from phalanx.launch.process.activity import Activity, ActivityReader, Call, activity_from
 from phalanx.launch.process.usage import ProcessUsage
+from phalanx.launch.rank.activity import Activity, ActivityReader, Call, activity_from
 
 LOOK_S = 0.3
 """Over how long the use of processor time is measured."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cluster import proc
-from phalanx.launch.process.activity import file_of
-from phalanx.launch.process.reporter import STACKS, STACKS_SIGNAL
+from phalanx.launch.rank.activity import file_of
+from phalanx.launch.rank.reporter import STACKS, STACKS_SIGNAL
 
 TIMEOUT_S = 10.0
 _ANSWER_S = 1.0

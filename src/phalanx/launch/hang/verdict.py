@@ -17,7 +17,7 @@ from phalanx.i18n import tr
 from phalanx.launch.hang.locations import WAITS
 from phalanx.launch.hang.observe import IDLE_CPU, Observation
 from phalanx.launch.hang.words import describe_call, describe_location, details_of, duration, group_name, names_of
-from phalanx.launch.process.activity import Call
+from phalanx.launch.rank.activity import Call
 
 Cause: TypeAlias = Literal["rank", "order", "mismatch", "network"]
 

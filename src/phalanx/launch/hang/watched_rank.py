@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from phalanx.launch.hang.observe import IDLE_CPU, Watched
 from phalanx.launch.hang.processes import state_of
-from phalanx.launch.process.activity import Activity, ActivityReader
 from phalanx.launch.process.usage import ProcessUsage
+from phalanx.launch.rank.activity import Activity, ActivityReader
 
 USUAL_STEPS = 3.0
 """How many of its usual steps a rank may take beyond the seconds that the user gives."""

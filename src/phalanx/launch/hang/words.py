@@ -7,8 +7,8 @@ from itertools import takewhile
 
 from phalanx.i18n import tr
 from phalanx.launch.hang.observe import IDLE_CPU, Observation
-from phalanx.launch.process.activity import Call
 from phalanx.launch.process.source_files import STARTER, path_for_user
+from phalanx.launch.rank.activity import Call
 
 DEFAULT_GROUP = ("0", "default_pg", "")
 """Names that torch gives the group of all ranks."""

@@ -1,4 +1,4 @@
-"""Processes of a job: fork server, entry, environment, output.
+"""Processes of a job: fork server, entry, environment, and the process that links the nodes.
 
 Start with `fork_server`, then `entry`.
 """

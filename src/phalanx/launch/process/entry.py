@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 from phalanx.errors import PeerLostError, RoleError
 from phalanx.files import write_atomically
 from phalanx.i18n import tr
-from phalanx.launch.process import log_format, rank_output
-from phalanx.launch.process.lost_worker import lost_worker
+from phalanx.launch.process import log_format
+from phalanx.launch.rank import rank_output
+from phalanx.launch.rank.lost_worker import lost_worker
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -160,7 +161,7 @@ def _watch_isolated_ranks() -> None:
     is_worker = os.environ["PHALANX_ROLE"] == "WORKER" and not os.environ.get("PHALANX_SERVER_ENDPOINTS")
     # In a server without torch there is nothing to watch, and importing it would cost the script a second.
     if world_size > 1 and is_worker and os.environ["PHALANX_RANK"] == "0" and "torch" in sys.modules:
-        from phalanx.launch.process.isolated_ranks import watch_steps
+        from phalanx.launch.rank.isolated_ranks import watch_steps
 
         watch_steps(world_size)
 
@@ -205,7 +206,7 @@ def _start_reporting() -> None:
     # Who joins an elastic job starts alone.
     has_peers = any(map(os.environ.get, ("PHALANX_SERVER_ENDPOINTS", "PHALANX_MEMBER_ID")))
     if (hang_after_s or times_itself) and (has_peers or int(os.environ["PHALANX_WORLD_SIZE"]) > 1):
-        from phalanx.launch.process.reporter import start_reporting
+        from phalanx.launch.rank.reporter import start_reporting
 
         with contextlib.suppress(OSError):  # a system without memfd or /proc: a hang is then known by its stack alone
             start_reporting(hang_after_s, times_itself=times_itself)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.cluster import proc
 from phalanx.cluster.cgroup import ControlGroups
-from phalanx.launch.process.activity import Activity
+from phalanx.launch.rank.activity import Activity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.hang.observe import Watched
-from phalanx.launch.process.activity import ActivityReader
+from phalanx.launch.rank.activity import ActivityReader
 from phalanx.launch.slow.counters import RankCounters, Reading
 from phalanx.launch.slow.stragglers import Losses, find_losses
 from phalanx.launch.slow.time_spent import RankName, TimeSpent, named_waits, rename_ranks, spent_between, sum_of

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.cluster import proc
-from phalanx.launch.process.activity import ActivityMemory, Call
-from phalanx.launch.process.time_use import LOOK_S, TimeUse
+from phalanx.launch.rank.activity import ActivityMemory, Call
+from phalanx.launch.rank.time_use import LOOK_S, TimeUse
 
 STACKS = "phalanx-stacks"
 """What the file is called, in `/proc/PID/fd`, into which a rank writes its stacks when it gets `STACKS_SIGNAL`."""
