@@ -24,22 +24,31 @@ class Outcome:
     said: str
 
 
-def find_in_words(fault: Fault, said: str) -> Found:
-    """Return what words name. Of a fault without a line to name the cause must be said in its place."""
+def find_in_tracebacks(fault: Fault, output: str) -> Found:
+    """Return what the tracebacks of a job's output name; torch writes the rank before each of their lines."""
+    shown = {
+        rank: [line for line in output.splitlines() if line.startswith(f"[rank{rank}]:")] for rank in fault.culprits
+    }
+    if not all(any("Traceback" in line for line in lines) for lines in shown.values()):
+        return "nothing"
+    frames = [line for lines in shown.values() for line in lines]
+    has_lines = all(any(f'train.py", line {number},' in frame for frame in frames) for number in fault.lines[:2])
+    return "line" if fault.lines and has_lines else "rank"
+
+
+def _find_in_verdict(fault: Fault, said: str) -> Found:
     ranks = all(re.search(rf"\branks?\b[^;]*\b{rank}\b", said) for rank in fault.culprits)
-    is_first = len(fault.culprits) > 1 or said.startswith(f"rank {fault.culprits[0]} ") or "Traceback" in said
+    is_first = len(fault.culprits) > 1 or said.startswith(f"rank {fault.culprits[0]} ")
     if not (ranks and is_first):
         return "nothing"
     # A report may be of one of the two lines of a loop; ranks that contradict each other have one each.
-    lines = all(re.search(rf'train\.py(:|", line ){line}\b', said) for line in fault.lines[:2])
-    causes = bool(fault.lines) or all(words in said for words in fault.words)
-    return "line" if lines and causes else "rank"
+    return "line" if all(re.search(rf"train\.py:{line}\b", said) for line in fault.lines[:2]) else "rank"
 
 
 def find_in_report(fault: Fault, said: str) -> Found:
-    """Return what a report of ours names, by the kind of report."""
+    """Return what a report of ours names, by the kind of report. A fault without a line has a cause to name."""
     if fault.verdict == "hang":
-        return find_in_words(fault, said)
+        return _find_in_verdict(fault, said)
     (culprit,) = fault.culprits
     named = {"slow": f" for rank {culprit} ", "failure": f"rank {culprit} failed first", "lost": f"(node {culprit})"}
     if named[fault.verdict] not in said:

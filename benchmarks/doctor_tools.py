@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from benchmarks.doctor_faults import Fault
-from benchmarks.doctor_outcome import Found, Outcome, find_in_words
+from benchmarks.doctor_outcome import Found, Outcome, find_in_tracebacks
 from benchmarks.doctor_trial import Trial
 from benchmarks.elastic_jobs import marked
 
@@ -57,7 +57,7 @@ def ask_tools(fault: Fault, *, timeout_s: float, ask_after_s: float) -> dict[str
     errors = [line.strip() for line in output.splitlines() if "Error" in line or "imed out" in line]
     outcomes = {
         "timeout": Outcome(
-            fault.name, find_in_words(fault, output), ended_s if errors else None, errors[0] if errors else ""
+            fault.name, find_in_tracebacks(fault, output), ended_s if errors else None, errors[0] if errors else ""
         )
     }
     for tool, (found, words) in answers.items():

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.doctor_faults import FAULTS, Fault
 from benchmarks.doctor_limits import LIMITS
-from benchmarks.doctor_outcome import find_in_report, find_in_words
+from benchmarks.doctor_outcome import find_in_report, find_in_tracebacks
 from benchmarks.doctor_tools import (
     _SPY_FRAME,
     _find_in_record,
@@ -119,12 +119,28 @@ def test_the_script_for_torch_has_its_lines_where_they_were() -> None:
         compile(script, "train.py", "exec")
 
 
+TIMED_OUT = """\
+[rank{rank}]: Traceback (most recent call last):
+[rank{rank}]:   File "train.py", line {line}, in <module>
+[rank{rank}]: RuntimeError: Timed out waiting 25000ms for recv operation to complete
+Root Cause (first observed failure): exitcode : 1
+"""
+
+
+def test_tracebacks_are_right_if_they_are_of_the_rank_to_blame() -> None:
+    assert find_in_tracebacks(SLEEP, TIMED_OUT.format(rank=0, line=5)) == "nothing"
+    assert find_in_tracebacks(SLEEP, TIMED_OUT.format(rank=1, line=5)) == "rank"
+    assert find_in_tracebacks(SLEEP, TIMED_OUT.format(rank=1, line=3)) == "line"
+    both = TIMED_OUT.format(rank=0, line=1) + TIMED_OUT.format(rank=1, line=2)
+    assert find_in_tracebacks(BOTH, both) == "line"
+    assert find_in_tracebacks(BOTH, TIMED_OUT.format(rank=0, line=1)) == "nothing"
+
+
 def test_a_report_is_right_with_rank_and_line_or_cause() -> None:
     at_line = "rank 1 is at train.py:3; rank 0 waits for 11 s in all_reduce 26"
     assert find_in_report(SLEEP, at_line) == "line"
     assert find_in_report(SLEEP, at_line.replace(":3", ":4")) == "rank"
     assert find_in_report(SLEEP, "rank 0 is at train.py:3; rank 1 waits") == "nothing"
-    assert find_in_words(SLEEP, 'Traceback: rank 1\n  File "train.py", line 3, in f') == "line"
     quota = next(fault for fault in LIMITS if fault.needs == "quota")
     slow = "rank 0 waited 9 s an hour for rank 1 (90% of the time): "
     assert find_in_report(quota, slow + "its cgroup was throttled 90% of the time") == "line"
