@@ -434,7 +434,7 @@ def distribute_with(settings: dict[str, Any]) -> str:
         ("scheduled", "px.follow_updates"),
         ("own_tensors", "before a loader gave out a batch"),
         ("kept_gradients", "zero_grad"),
-        ("weighted", "leaves out labels"),
+        ("weighted", "a weight of 0"),
         ("later_scheduled", "px.follow_updates"),
         ("decayed", "another setting"),
         ("step_first", "before the backward pass"),

@@ -21,6 +21,8 @@ from phalanx.comm.random_state import seed_all
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from phalanx.comm.batch.batches import Iteration
 
 
@@ -99,6 +101,18 @@ class Replicas:
 
         self.is_in_no_sync = False
         """Whether the loop is inside `px.no_sync`."""
+
+        self.label_weight: Tensor | None = None
+        """The weight of the labels of this turn, where its loss is a mean over labels."""
+
+        self.label_scale = 1.0
+        """What the sum of its losses was divided by instead: the same for all replicas of a global batch."""
+
+        self.labels_per_row: int | None = None
+        """What that number has for each row of a global batch, in `px.train_step`: the same for the whole job."""
+
+        self.is_mean_checked = False
+        """Whether that loss is known to have no other terms."""
 
         self.streams: RandomStreams | None = None
         """The random numbers of the replicas of this rank, where each was a rank of a run without replicas: they go on
@@ -220,6 +234,7 @@ class Replicas:
         if is_other:
             self.has_gradients = self._is_over = False
             self.has_stepped = self.is_elastic and turn is before  # others could not compute on this batch again
+            self.label_weight = None
             is_continued = before is not None and before.iteration is turn.iteration
             is_left = before is not None and before.iteration is not None and before.iteration.is_over
             if self.group.is_over or is_left:

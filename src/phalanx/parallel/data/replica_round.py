@@ -25,6 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.data.accumulated_gradients import ReplicaGradients, RoundTotal
 from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction
+from phalanx.parallel.data.replica_mean import MeanScale, multiply_gradients
 from phalanx.parallel.data.replica_reduction import ReplicaReduction
 from phalanx.parallel.data.round_buffers import RoundBuffers, copy_buffers
 
@@ -75,6 +76,7 @@ class ReplicaRound:
         self._kept_turn: ReplicaTurn | None = None
         """The turn whose gradients were put there last."""
 
+        self._scale = MeanScale(replicas, group)
         self._total = RoundTotal()
         self._has_unreduced = False
         """Whether gradients of the parameters are of this rank only, of a rank that holds one replica."""
@@ -157,6 +159,7 @@ class ReplicaRound:
                     len(self._replicas.local),
                 )
             self._clear()
+            self._scale.clear()
         self._leave_group()
         model = self._model()
         if model is None or not self.may_be_shared:
@@ -201,6 +204,12 @@ class ReplicaRound:
     def accumulate(self) -> None:
         """Let what the backward pass that runs computes wait for the replica's next batch, not for the next replica."""
         replicas = self._replicas
+        if replicas.label_weight is not None:
+            raise ConfigError(
+                "a mean over labels was asked for in a batch whose gradients are not added up over the logical "
+                "replicas, under gradient_merge or px.no_sync: each global batch is divided by a weight of its own. "
+                "Accumulate in the loop, without px.no_sync."
+            )
         self._has_begun = True
         replicas.begin_backward()
         if not self.is_shared:
@@ -228,9 +237,11 @@ class ReplicaRound:
         """Check that the replicas come one after the other.
 
         Raises:
-            ConfigError: If the loop has no batch, or makes two backward passes of a model for one.
+            ConfigError: If the loop has no batch, or makes two backward passes of a model for one, or one of more than
+                a mean over labels.
         """
         replicas = self._replicas
+        self._scale.check()
         if replicas.has_stepped and self.may_be_shared:
             raise ConfigError(
                 "a backward pass ran after an optimizer's step in the pass of one logical replica, and this rank holds "
@@ -315,6 +326,7 @@ class ReplicaRound:
                 self._end_round()
             return
         assert self._replicas.current is not None
+        self._scale.end_turn(is_last=False)
         self._accumulated.pop(self._replicas.current, None)
         self._finished.append(self._replicas.current)
         for bucket in buckets:
@@ -331,8 +343,11 @@ class ReplicaRound:
         self.finish()
         self._has_unreduced = False
         model, group = self._model(), self._replicas.group
+        factor = self._scale.end_turn(is_last=True)
         if model is None:
             return
+        if factor is not None:
+            multiply_gradients(model, factor)
         self._total.add_to(model)
         if self.is_shared and not group.is_complete:
             self._total.take(model)

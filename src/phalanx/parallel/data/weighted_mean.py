@@ -15,9 +15,11 @@ from torch import Tensor
 
 import phalanx.comm.context as context_of
 from phalanx.comm.batch.batches import Shares, row_weight_of
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
+from phalanx.parallel.data.replica_mean import mean_of_replica, watch_mean
 from phalanx.parallel.session import list_applied, session
 from phalanx.plan.mesh import is_sum_of_ranks
 
@@ -34,6 +36,9 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
     Collective over the ranks that read rows of their own, without waiting for a device: call it after the forward pass,
     on every rank, in every step. For one update of several backward passes, give the weight of all of them each time,
     and do not divide by their number.
+
+    With logical replicas (`replicas=`) the weight of a global batch is known after the last of them, and gradients are
+    divided by it then. The loss has to be the mean, or a multiple of it; what is returned is the replica's own mean.
 
     Args:
         total: The sum of this rank's losses, a floating-point tensor without dimensions.
@@ -54,18 +59,31 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
     if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
         raise ConfigError(f"weighted_mean takes the weight of a rank's losses as one number, found {_looks(weight)}.")
     _check_models()
+    if (replicas := _replicas_to_weigh()) is not None:
+        result = _of_replica(total, weight, replicas)
+        watch_mean(result, replicas)
+        return result
     session.has_label_weights = True
     mean, factor = global_mean_of(total.detach(), weight, _shares_now())
     return apply_function(_Mean, total.reshape(()), mean, factor)
 
 
-def mean_over_labels(total: Tensor, weight: Tensor) -> Tensor:
+def mean_over_labels(total: Tensor, weight: Tensor, labels_per_row: int) -> Tensor:
     """Return the mean loss over all ranks, as `weighted_mean`, or over this replica where ranks have become replicas.
 
     Of those all labels count. They know the weight of the global batch by their own rows, and gradients are divided by
     it as the ranks divided.
+
+    Args:
+        total: The sum of this rank's losses.
+        weight: Their weight.
+        labels_per_row: Labels of a row, whether they count or not.
     """
     shares, context = _shares_now(), context_of.current()
+    if (replicas := _replicas_to_weigh()) is not None:
+        result = _of_replica(total, weight, replicas, labels_per_row)
+        replicas.is_mean_checked = True
+        return result
     if context.replicas is None:
         mean, factor = global_mean_of(total.detach(), weight, shares)
         return apply_function(_Mean, total.reshape(()), mean, factor)
@@ -73,6 +91,18 @@ def mean_over_labels(total: Tensor, weight: Tensor) -> Tensor:
     whole = own * count if not shares else own * shares[0].global_rows / max(shares[0].rows, 1)
     factor = _factor(whole, row_weight_of(shares, count), count).to(total.dtype)
     return apply_function(_Mean, total.reshape(()), total.detach() / own.to(total.dtype), factor)
+
+
+def _replicas_to_weigh() -> Replicas | None:
+    """Return the logical replicas that were asked for; None without such, and where ranks have become replicas."""
+    replicas = context_of.current().replicas if context_of.is_initialized() else None
+    return None if replicas is None or replicas.were_ranks else replicas
+
+
+def _of_replica(total: Tensor, weight: Tensor | float, replicas: Replicas, labels_per_row: int | None = None) -> Tensor:
+    shares = _shares_now()
+    mean, factor = mean_of_replica(total.detach(), weight, shares, replicas, labels_per_row=labels_per_row)
+    return apply_function(_Mean, total.reshape(()), mean, factor)
 
 
 def _factor(whole: Tensor, by_rows: float, ranks: int) -> Tensor:

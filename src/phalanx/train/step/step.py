@@ -201,7 +201,7 @@ class TrainStep:
             return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scale_loss)
         loss, fetched = self._loss(inputs, target, weight is not None)
         if weight is not None:
-            loss = mean_over_labels(loss, weight)
+            loss = mean_over_labels(loss, weight, target.shape[1:].numel())
         elif self._own is not None and context.current().replicas is None:
             loss = self._own.mean(loss, target)
         self._scale_loss(loss).backward()
@@ -227,13 +227,21 @@ class TrainStep:
         """Return what the loss's mean divides by on this rank; None where that follows from the samples."""
         if not context.is_initialized():
             return None
-        if context.current().replicas is not None:
+        if (replicas := context.current().replicas) is not None:
+            is_split = not (replicas.were_ranks or replicas.is_elastic or replicas.turn is None or self._is_merged())
+            if self._counted is not None and is_split:
+                return self._counted.weight(target)
             require_all_labels(target, self._counted)
             return self._weight_of_ranks(target)
         if self._counted is None:
             return None
         is_apart = context.current().readers.count > 1 or self._pipeline is not None
         return self._counted.weight(target) if is_apart else None
+
+    def _is_merged(self) -> bool:
+        """Return whether gradients of a batch are not reduced alone, or by micro-batches."""
+        applied = applied_to(self._model)
+        return self._pipeline is not None or (applied is not None and applied.plan.step.accumulate > 1)
 
     def _weight_of_ranks(self, target: Any) -> Tensor | None:
         """Return the weight with which the ranks of a run divided that now are its replicas."""
