@@ -167,10 +167,14 @@ class ElasticLaunch:
         return "\n".join(texts + [f"{path.name}: {path.read_text()}" for path in self.folder.glob("seen.*")])
 
     def kill(self, member: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to a member; returns its pid."""
-        pid = next(m["pid"] for view in self.views(member) for m in view["members"] if m["id"] == member)
+        """Send a signal to a member, once it is told a view; returns its pid."""
+        pid = int(
+            self.wait_until(
+                lambda: next((m["pid"] for view in self.views(member) for m in view["members"] if m["id"] == member), 0)
+            )
+        )
         os.kill(pid, number)
-        return int(pid)
+        return pid
 
     def end(self) -> Launch:
         """Let every member end well, and see that no process is left."""
