@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from phalanx.cluster.view import View
+from phalanx.launch.elastic import handshake, node_group
 from phalanx.launch.elastic import mesh as mesh_module
-from phalanx.launch.elastic import node_group
-from phalanx.launch.elastic.handshake import JobKey
+from phalanx.launch.elastic.job_key import JobKey
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
@@ -213,10 +213,10 @@ def test_connections_that_say_nothing_are_closed_once_there_are_many(nodes: Call
     two = nodes(2)
     mesh = two.groups[0].mesh
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * mesh_module.SPARE_HANDSHAKES):
+        for _ in range(2 * handshake.SPARE_HANDSHAKES):
             stack.enter_context(socket.create_connection(mesh.addresses[0]))
             two.run_until(lambda: not select.select([mesh.listening], [], [], 0)[0], among={0})
-        assert len(mesh._handshakes) == mesh_module.SPARE_HANDSHAKES + 2
+        assert len(mesh._handshakes.pending) == handshake.SPARE_HANDSHAKES + 2
         two.start()
 
 

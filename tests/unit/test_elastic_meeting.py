@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.launch.elastic.handshake import JobKey
+from phalanx.launch.elastic.job_key import JobKey
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.job.elastic_meeting import ElasticMeeting
 from phalanx.launch.job.elastic_start import ElasticStart

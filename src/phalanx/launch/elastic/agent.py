@@ -11,70 +11,23 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.cluster.view import Member, View
-from phalanx.errors import LaunchError
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
-from phalanx.launch.elastic.history import EpochEvent, History
-from phalanx.launch.elastic.membership import distribute_ranks
-from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
+from phalanx.launch.elastic.history import History
+from phalanx.launch.elastic.joiners import Joiners
+from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.rank_host import MemberExit, RankHost
+from phalanx.launch.elastic.scaling import Scaling
 from phalanx.launch.elastic.suspicion import Suspicion
 
 logger = logging.getLogger("phalanx.launch")
 
 SAME_ERROR_S = 60.0
 """Within which the same exception on a second rank is a mistake of the program rather than the loss of a rank."""
-
-
-class RankHost(Protocol):
-    """Who starts and ends processes for the agent, and is told what happened."""
-
-    @property
-    def free_slots(self) -> int:
-        """How many more processes may run here now."""
-
-    def start_joiner(self, member_id: str) -> None:
-        """Start a process that will join."""
-
-    def signal_members(self, member_ids: Sequence[str], number: int) -> None:
-        """Send a signal to the process groups of members of this node."""
-
-    def on_view(self, view: View) -> None:
-        """Take notice of a view that the ranks were told."""
-
-    def on_settled(self, view: View) -> None:
-        """Take notice that every member computes in the view."""
-
-    def on_event(self, event: EpochEvent) -> None:
-        """Take notice of a change of the members that is over."""
-
-    def on_remote_exit(self, member_id: str, process_exit: dict[str, Any]) -> None:
-        """Take notice of a failure on another node."""
-
-    def on_look(self, node: int, message: dict[str, Any]) -> None:
-        """Take part in a look at the ranks of all nodes."""
-
-    def on_remote_stop(self, node: int) -> None:
-        """Take notice that a person or a scheduler ends the job on another node."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberExit:
-    """How the process of a member ended."""
-
-    member_id: str
-    code: int
-    description: str
-    """How it ended, in words."""
-
-    kind: str = ""
-    """"exception" or "peer" where the process recorded an error."""
-
-    error: str = ""
 
 
 @dataclass(kw_only=True)
@@ -92,20 +45,15 @@ class ElasticAgent:
     _connected: set[str] = field(default_factory=set)
     _done: set[str] = field(default_factory=set)
     _errors: dict[str, float] = field(default_factory=dict)
-    _dismissed: set[str] = field(default_factory=set)
-    _next_id: int = 0
-    _owed: int = 0
-    """Lost ranks that were not replaced yet."""
-
-    _owed_at_warning: int = 0
     _was_used: bool = False
-    _is_closed: bool = False
     _is_outcast: bool = False
     _last_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.node, self.membership = self.group.node, self.group.membership
-        self._next_id = sum(member_id.startswith(f"n{self.node}.") for member_id in self.initial)
+        own = sum(member_id.startswith(f"n{self.node}.") for member_id in self.initial)
+        self._joiners = Joiners(self.group, self.budget, self.rank_host, next_id=own)
+        self.scaling = Scaling(self.group)
         self._suspicion = Suspicion(self.group, fence=self._fence, answer=self._answer, lose=self._lose)
         self.group.on_view = self._announce
         self.group.on_other = self.take
@@ -132,7 +80,7 @@ class ElasticAgent:
         fence = self._suspicion.close(member_id)
         if ended.code == 0 or (member_id in self._done and ended.code < 0):
             self.group.record("finish", member_id)
-        elif member_id in self._dismissed:
+        elif self._joiners.is_dismissed(member_id):
             if member_id not in self.membership.finished:
                 self.group.record("lose", member_id, "not needed")
         elif fence is not None:
@@ -168,7 +116,7 @@ class ElasticAgent:
         """Count a process as gone, once."""
         if member_id in self.membership.gone:
             return
-        self._owed += 1
+        self._joiners.note_loss()
         if not self.group.record("lose", member_id, reason):
             logger.warning("%s; it was no rank yet, or not any more", reason)
 
@@ -185,7 +133,7 @@ class ElasticAgent:
         """Do what is due: judge suspects, agree on a view, start joiners; nothing of it while the job is ended here."""
         now = time.monotonic()
         self.group.mesh.update(now)
-        if self._is_closed or is_stopping:
+        if self.scaling.is_closed or is_stopping:
             return
         if self.membership.view is None:
             self.group.start(self.initial)
@@ -193,10 +141,10 @@ class ElasticAgent:
             self._suspicion.update(now)
             self.group.update(now)
             if self.membership.view is not None and not self.membership.refusal:
-                self._keep_draining()
-                self._start_joiners(now)
-                self._dismiss(self.membership.surplus_joiners(self.node))
-                self._dismiss_stranded()
+                self.scaling.keep_draining()
+                self._joiners.start_missing(self._channels, now)
+                self._joiners.dismiss_surplus(self._channels)
+                self._joiners.dismiss_stranded(self._channels, self.initial)
         if self.membership.refusal:
             self._refuse()
 
@@ -240,7 +188,7 @@ class ElasticAgent:
         elif "suspect" in message:
             self._suspicion.take(member_id, message["suspect"])
         elif "leave" in message:
-            self._leave(member_id, str(message["leave"].get("reason", "")))
+            self.scaling.leave(member_id, str(message["leave"].get("reason", "")))
         elif "joined" in message:
             self._take_up(member_id, message["joined"])
             self.group.broadcast({"took_up": {"id": member_id, **message["joined"]}})
@@ -248,13 +196,6 @@ class ElasticAgent:
             self._abandon(str(message["abandon"]["why"]))
         elif "done" in message:
             self._done.add(member_id)
-
-    def _leave(self, member_id: str, reason: str) -> None:
-        targets = dict(self.membership.targets)
-        if sum(targets.values()) > self.membership.limits.least:
-            targets[self.node] -= 1
-        self.group.record("depart", [member_id], reason or "by its own wish")
-        self.group.scale(targets, "as before")
 
     def _abandon(self, why: str) -> None:
         """End the job: a lost rank had what is needed to go on."""
@@ -292,7 +233,7 @@ class ElasticAgent:
         elif "look" in message or "observed" in message:
             self.rank_host.on_look(node, message)
         elif "arrive" in message:
-            self._welcome(node, int(message["arrive"]["capacity"]), str(message["arrive"]["store"]))
+            self.scaling.welcome(node, int(message["arrive"]["capacity"]), str(message["arrive"]["store"]))
         else:
             self._suspicion.take_from_node(node, message)
 
@@ -334,86 +275,20 @@ class ElasticAgent:
 
     def _refuse(self) -> None:
         """Tell the ranks, and the other nodes, that the job ends."""
-        self._is_closed = True
+        self.scaling.is_closed = True
         if not self._is_outcast:
             self.group.broadcast({"refuse": self.membership.refusal})
         epoch = -1 if self.membership.view is None else self._view.epoch
         for member_id in self._channels:
             self._send(member_id, {"refused": {"epoch": epoch, "why": self.membership.refusal}})
 
-    def _start_joiners(self, now: float) -> None:
-        starting = [i for i in self._channels if i not in self.membership.members]
-        missing = self.membership.missing(self.node) - len(starting)
-        # Who leaves or is killed has its device until it has ended.
-        for _ in range(min(missing, self.rank_host.free_slots)):
-            if self._owed > 0:
-                if self.budget.remaining(now) <= 0:
-                    self._note_spent_budget()
-                    return
-                self.budget.spend(now)
-                self._owed -= 1
-            self.rank_host.start_joiner(f"n{self.node}.{self._next_id}")
-            self._next_id += 1
-
-    def _note_spent_budget(self) -> None:
-        """Say once that ranks are missing, until one could be replaced again."""
-        if self._owed != self._owed_at_warning:
-            self._owed_at_warning = self._owed
-            logger.warning("lost ranks are not replaced now: the restart budget is used up (%s)", self.budget.limit)
-
-    def _dismiss(self, member_ids: Sequence[str]) -> None:
-        """End joiners that are not needed any more."""
-        unneeded = [i for i in member_ids if i not in self._dismissed and i in self._channels]
-        if unneeded:
-            self._dismissed.update(unneeded)
-            self.rank_host.signal_members(unneeded, signal.SIGKILL)
-
-    def _dismiss_stranded(self) -> None:
-        """End joiners of a view of which all others have finished: nobody is left who has the state of the job."""
-        active = self.membership.active
-        if self.membership.has_finished and not any(i in self.membership.took_up or i in self.initial for i in active):
-            own = [i for i in active if i in self._channels]
-            for member_id in own:
-                self.group.record("finish", member_id)
-            self._dismiss(own)
-
     # Nodes that come and go.
 
     def join(self, picture: dict[str, Any]) -> None:
         """Join a job that runs on other nodes, with as many ranks as this node may have."""
-        self._next_id = 1 + max((int(i.partition(".")[2]) for i in _ids_of(self.node, picture)), default=-1)
+        self._joiners.next_id = 1 + max((int(i.partition(".")[2]) for i in _ids_of(self.node, picture)), default=-1)
         self.group.adopt_picture(picture)
-        own = self.group.places[self.node]
-        self.group.broadcast({"arrive": {"capacity": own.capacity, "store": own.store}})
-
-    def _welcome(self, node: int, capacity: int, store: str) -> None:
-        self.group.places[node] = NodePlace(capacity, store)
-        if self.group.is_coordinator and not self._is_closed:
-            size = min(self.membership.limits.most, sum(self.membership.targets.values()) + capacity)
-            self.group.scale(distribute_ranks(size, self.live_capacity), f"node {node} is there")
-
-    @property
-    def may_drain(self) -> bool:
-        """Whether the other nodes can go on without this one."""
-        members = self.membership.members
-        others = [i for i in self.membership.active if members[i].node != self.node]
-        stay = [i for i in others if i not in self.membership.departures]
-        return bool(stay) and len(stay) >= self.membership.limits.least and not self.membership.has_finished
-
-    @property
-    def is_deserted(self) -> bool:
-        """Whether every rank of the job is to leave."""
-        active = self.membership.active
-        return bool(active) and all(i in self.membership.departures for i in active)
-
-    def drain(self) -> None:
-        """Have the ranks of this node leave: it is about to be taken away."""
-        self.group.drain()
-
-    def _keep_draining(self) -> None:
-        """Undo what a node decided that did not know yet that this one is about to be taken away."""
-        if self.membership.targets.get(self.node) and self.group.is_draining(self.node):
-            self.group.drain()
+        self.scaling.arrive()
 
     # Commands.
 
@@ -423,25 +298,9 @@ class ElasticAgent:
         Raises:
             LaunchError: If the job may not have that many, or is about to end.
         """
-        limits = self.membership.limits
-        if not limits.least <= size <= limits.most:
-            raise LaunchError(
-                f"{size} ranks were asked for, but the job was started with {limits.least} to {limits.most}. "
-                "Give a number in that range."
-            )
-        if self.membership.view is None or self.membership.has_finished or self._is_closed:
-            raise LaunchError("The job is starting or about to end, so its ranks stay as they are.")
-        before = sum(self.membership.targets.values())
-        self._owed = 0
-        self.group.scale(distribute_ranks(size, self.live_capacity), f"scaled to {size} ranks")
-        return f"{before} ranks -> {size} ranks" if before != size else f"the job has {size} ranks already"
-
-    @property
-    def live_capacity(self) -> dict[int, int]:
-        """Most ranks of each node that can be reached: none where it is about to be taken away."""
-        live = {node: self.group.places[node] for node in self.group.places.keys() & self.group.mesh.connected}
-        live[self.node] = self.group.places[self.node]
-        return {node: 0 if self.group.is_draining(node) else own.capacity for node, own in live.items()}
+        answer = self.scaling.scale(size)
+        self._joiners.forget_losses()
+        return answer
 
     def status(self) -> dict[str, Any]:
         """Return what `phalanx ps` shows of the members."""

@@ -8,10 +8,7 @@ answer may be cut off.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
-import logging
 import secrets
 import select
 import selectors
@@ -21,10 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
-from phalanx.launch.elastic.handshake import Address, JobKey, parse_address
-
-logger = logging.getLogger("phalanx.launch")
+from phalanx.launch.elastic.channel import MemberChannel
+from phalanx.launch.elastic.handshake import Handshake, Handshakes
+from phalanx.launch.elastic.job_key import Address, JobKey
 
 BEAT_S = 0.5
 LOST_AFTER_S = 6.0
@@ -34,10 +30,6 @@ DIAL_S = 1.0
 """How long a host may take to answer at its port."""
 
 REDIAL_S = 0.5
-HANDSHAKE_S = 5.0
-SPARE_HANDSHAKES = 16
-"""Connections of unknown origin that may be open beyond one of each node."""
-
 CLOSE_S = 0.5
 """How long the other nodes may take to read what was sent last."""
 
@@ -50,25 +42,6 @@ class _Dial:
     socket: socket.socket
     node: int
     deadline: float
-
-
-@dataclass(slots=True)
-class _Handshake:
-    channel: MemberChannel
-    deadline: float
-    node: int
-    """The node that was dialled; -1 for one that dialled here."""
-
-    host: str
-    """Address of the other end."""
-
-    nonce: str
-    hello: dict[str, Any] | None = None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it was dialled here."""
-        return self.node != -1
 
 
 @dataclass(slots=True)
@@ -115,12 +88,22 @@ class NodeMesh:
 
     _nodes: dict[int, _Node] = field(default_factory=dict)
     _dials: list[_Dial] = field(default_factory=list)
-    _handshakes: list[_Handshake] = field(default_factory=list)
+    _handshakes: Handshakes = field(init=False)
     _beat_at: float = 0.0
 
     def __post_init__(self) -> None:
         if self.listening is not None:
             self.listening.setblocking(False)
+        self._handshakes = Handshakes(
+            node=self.node,
+            node_count=self.node_count,
+            key=self.key,
+            describe_node=self._describe_node,
+            hello=self.hello,
+            on_proof=self._connect,
+            on_knock=self._take_knock,
+            mismatched=self.mismatched,
+        )
         self._nodes = {node: _Node(address) for node, address in self.addresses.items() if node != self.node}
 
     def add_node(self, node: int, address: Address) -> None:
@@ -168,11 +151,7 @@ class NodeMesh:
             ready.register(self.listening, selectors.EVENT_READ, self._accept)
         for dial in self._dials:
             ready.register(dial.socket, selectors.EVENT_WRITE, lambda dial=dial: self._finish_dial(dial))
-        for handshake in self._handshakes:
-            if handshake.channel.socket is not None:
-                ready.register(
-                    handshake.channel.socket, handshake.channel.events, lambda h=handshake: self._shake_hands(h)
-                )
+        self._handshakes.register(ready)
         for node, peer in self._nodes.items():
             if peer.channel is not None and peer.channel.socket is not None:
                 ready.register(peer.channel.socket, peer.channel.events, lambda node=node: self._serve(node))
@@ -184,8 +163,7 @@ class NodeMesh:
             self.broadcast({"beat": {}})
         for dial in [dial for dial in self._dials if now > dial.deadline]:
             self._end_dial(dial, "no answer")
-        for handshake in [h for h in self._handshakes if now > h.deadline]:
-            self._end_handshake(handshake)
+        self._handshakes.update(now)
         for node, peer in list(self._nodes.items()):
             self._note_break(peer)
             if peer.status in ("connected", "broken") and now - peer.heard_at > LOST_AFTER_S:
@@ -215,8 +193,7 @@ class NodeMesh:
     def close(self) -> None:
         """Say goodbye and close everything."""
         self.broadcast({"bye": {}})
-        for handshake in self._handshakes:
-            handshake.channel.close()
+        self._handshakes.close()
         for dial in self._dials:
             dial.socket.close()
         if self.listening is not None:
@@ -236,7 +213,7 @@ class NodeMesh:
     # Connections.
 
     def _dial(self, node: int, now: float) -> None:
-        if any(dial.node == node for dial in self._dials) or any(h.node == node for h in self._handshakes):
+        if any(dial.node == node for dial in self._dials) or self._handshakes.is_pending(node):
             return
         dialling = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         dialling.setblocking(False)
@@ -268,14 +245,9 @@ class NodeMesh:
                     self.on_lost(dial.node)
         elif dial.node > self.node or peer.status == "connected":
             # It dials here itself, and may have to learn where.
-            proof = self.key.proof("knock", *self._knock_parts(self._place))
-            with contextlib.suppress(OSError):
-                dial.socket.send(json.dumps({"knock": {**self._place, "proof": proof}}).encode() + b"\n")
-            dial.socket.close()
+            self._handshakes.knock(dial.socket)
         else:
-            channel = MemberChannel(dial.socket, f"node {dial.node}")
-            handshake = self._begin_handshake(channel, dial.node, peer.address[0])
-            channel.send({"hello": self._own_hello(handshake)})
+            self._handshakes.greet(dial.socket, dial.node, peer.address[0])
 
     def _accept(self) -> None:
         assert self.listening is not None
@@ -283,103 +255,22 @@ class NodeMesh:
             connection, (host, _) = self.listening.accept()
         except OSError:
             return
-        # Whoever opens connections and says nothing must not use up the files of this process.
-        strangers = [handshake for handshake in self._handshakes if not handshake.is_ours]
-        if len(strangers) >= self.node_count + SPARE_HANDSHAKES:
-            self._end_handshake(strangers[0])
-        self._begin_handshake(MemberChannel(connection, f"{host}, which dialled here,"), -1, host)
+        self._handshakes.accept(connection, host)
 
-    def _begin_handshake(self, channel: MemberChannel, node: int, host: str) -> _Handshake:
-        handshake = _Handshake(channel, time.monotonic() + HANDSHAKE_S, node, host, secrets.token_hex(16))
-        self._handshakes.append(handshake)
-        return handshake
-
-    def _shake_hands(self, handshake: _Handshake) -> None:
-        if handshake not in self._handshakes:
-            return
-        handshake.channel.flush()
-        messages = handshake.channel.receive()
-        for position, message in enumerate(messages):
-            try:
-                if self._take_hello(handshake, message):
-                    self._connect(handshake, messages[position + 1 :])
-                    return
-            except UNREADABLE:
-                self._end_handshake(handshake)
-                return
-        if handshake.channel.socket is None:
-            self._end_handshake(handshake)
-
-    def _take_hello(self, handshake: _Handshake, message: dict[str, Any]) -> bool:
-        """Take one message of a handshake; returns whether the other end is one of the job."""
-        if "proof" in message and handshake.hello is not None and not handshake.is_ours:
-            nonces = handshake.nonce, handshake.hello["nonce"]
-            self._check(handshake, int(handshake.hello["node"]), message["proof"], "dial", *nonces)
-            return True
-        if "knock" in message:
-            self._note_knock(handshake, message["knock"])
-            raise ValueError("it will be dialled")
-        hello = message["hello"]
-        node, nonce = int(hello["node"]), str(hello["nonce"])
-        if not 0 <= node < self.node_count or node == self.node or (handshake.is_ours and node != handshake.node):
-            raise ValueError(f"node {node} is another")
-        hello["listens"] = parse_address(hello["listens"])
-        handshake.hello = hello
-        if not handshake.is_ours:
-            proof = self.key.proof("accept", nonce, handshake.nonce)
-            handshake.channel.send({"hello": {**self._own_hello(handshake), "proof": proof}})
-            return False
-        # Sent also where the other has another secret: it is to see that too.
-        handshake.channel.send({"proof": self.key.proof("dial", nonce, handshake.nonce)})
-        self._check(handshake, node, hello["proof"], "accept", handshake.nonce, nonce)
-        return True
-
-    def _note_knock(self, handshake: _Handshake, knock: dict[str, Any]) -> None:
+    def _take_knock(self, node: int, address: Address) -> None:
         """Dial a node that says where it listens."""
-        node, address = int(knock["node"]), parse_address(knock["listens"])
-        if not 0 <= node < self.node_count or node == self.node:
-            return
-        self._check(handshake, node, knock["proof"], "knock", *self._knock_parts(knock))
         self.add_node(node, address)
         peer = self._nodes[node]
         if peer.status != "connected" and node < self.node:
             peer.address, peer.next_dial = address, 0.0
 
-    @staticmethod
-    def _knock_parts(knock: dict[str, Any]) -> tuple[object, ...]:
-        return knock["node"], *knock["listens"], knock["launch"]
-
-    def _own_hello(self, handshake: _Handshake) -> dict[str, Any]:
-        return {**self.hello(), **self._place, "nonce": handshake.nonce}
-
-    @property
-    def _place(self) -> dict[str, Any]:
+    def _describe_node(self) -> dict[str, Any]:
         return {"node": self.node, "listens": self.addresses[self.node], "launch": self._launch}
 
-    def _check(self, handshake: _Handshake, node: int, proof: object, purpose: str, *parts: object) -> None:
-        """Raise ValueError if the other end, which says that it is `node`, does not know the job's secret."""
-        if self.key.is_proof(proof, purpose, *parts):
-            self.mismatched.pop(node, None)
-            return
-        if self.mismatched.get(node) != handshake.host:
-            self.mismatched[node] = handshake.host
-            logger.warning(
-                "a launcher at %s that says it is node %d does not know this job's PHALANX_JOB_SECRET; it is refused",
-                handshake.host,
-                node,
-            )
-        raise ValueError(f"node {node} has another secret")
-
-    def _end_handshake(self, handshake: _Handshake) -> None:
-        if handshake in self._handshakes:
-            self._handshakes.remove(handshake)
-        handshake.channel.close()
-
-    def _connect(self, handshake: _Handshake, more: list[dict[str, Any]]) -> None:
+    def _connect(self, node: int, handshake: Handshake, more: list[dict[str, Any]]) -> None:
+        """Use a connection whose other end is a launcher of the job."""
         assert handshake.hello is not None
-        node = int(handshake.hello["node"])
         address: Address = handshake.hello["listens"]
-        self._handshakes.remove(handshake)
         self.add_node(node, address)
         peer = self._nodes[node]
         peer.address = self.addresses[node] = address  # a pod that comes back has another

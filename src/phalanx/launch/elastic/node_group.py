@@ -18,7 +18,7 @@ from phalanx.cluster.view import View
 from phalanx.launch.elastic import picture
 from phalanx.launch.elastic.channel import UNREADABLE
 from phalanx.launch.elastic.consensus import BallotNumber, ViewBallot, ViewVote, is_quorum
-from phalanx.launch.elastic.handshake import parse_address
+from phalanx.launch.elastic.job_key import parse_address
 from phalanx.launch.elastic.membership import Membership
 from phalanx.launch.elastic.mesh import NodeMesh
 

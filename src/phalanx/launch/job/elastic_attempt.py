@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 
 from phalanx.cluster.view import Member, View
 from phalanx.errors import LaunchError
-from phalanx.launch.elastic.agent import ElasticAgent, MemberExit
+from phalanx.launch.elastic.agent import ElasticAgent
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
 from phalanx.launch.elastic.looks import NodeLooks
+from phalanx.launch.elastic.rank_host import MemberExit
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
@@ -167,14 +168,14 @@ class ElasticAttempt(LocalAttempt):
             self.stops.take()
             logger.warning("asked again: %s are killed, the others go on", self._alive_titles())
             return True
-        may_drain = self._failed_at is None and not self._must_stop and self.agent.may_drain
+        may_drain = self._failed_at is None and not self._must_stop and self.agent.scaling.may_drain
         if is_asked and may_drain:
             # The other nodes go on; here ranks end after the step they compute.
             self.stops.take()
             logger.warning("asked to end by SIGTERM: the ranks of this node leave, the others go on")
             self._drain_until = time.monotonic() + self.stop_grace_s
-            self.agent.drain()
-        if self._drain_until is not None and self.agent.is_deserted:
+            self.agent.scaling.drain()
+        if self._drain_until is not None and self.agent.scaling.is_deserted:
             # All nodes are about to be taken away: nobody is left to go on.
             self._drain_until = None
             self.stops.pending.append(signal.SIGTERM)

@@ -17,7 +17,7 @@ from phalanx.errors import LaunchError, PeerLostError
 from phalanx.i18n import tr
 from phalanx.launch.elastic.channel import UNREADABLE
 from phalanx.launch.elastic.consensus import is_quorum
-from phalanx.launch.elastic.handshake import JobKey, parse_address
+from phalanx.launch.elastic.job_key import JobKey, parse_address
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process.linux import StopSignals

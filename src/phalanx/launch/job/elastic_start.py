@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.cluster.view import View
-from phalanx.launch.elastic.handshake import JobKey
+from phalanx.launch.elastic.job_key import JobKey
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 from phalanx.launch.elastic.mesh import NodeMesh
 from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
