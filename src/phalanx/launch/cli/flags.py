@@ -307,7 +307,8 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     first and why.
     """  # noqa: D301
     from phalanx.launch.job.console import Console
-    from phalanx.launch.job.launcher import InterruptedJobError, Launcher
+    from phalanx.launch.job.launcher import Launcher
+    from phalanx.launch.job.meeting import InterruptedJobError
 
     run_as = ctx.obj
     if values.pop("is_module"):

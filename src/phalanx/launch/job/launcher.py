@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shutil
 import signal
 import uuid
@@ -26,19 +25,21 @@ from phalanx.launch.hang.watch import HangSettings, HangWatch
 from phalanx.launch.job import attempt_resources, registry, report
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
-from phalanx.launch.job.local_attempt import POLL_S, STOP_GRACE_S, LocalAttempt, Outcome
+from phalanx.launch.job.local_attempt import STOP_GRACE_S, LocalAttempt, Outcome
 from phalanx.launch.job.logs import LogFolder
+from phalanx.launch.job.meeting import exchange_offers, join_link, meet_elastic
 from phalanx.launch.job.root_cause import first_failure
 from phalanx.launch.job.start import Starter
-from phalanx.launch.process import environment, wire
+from phalanx.launch.job.start_messages import describe_threads, say_start, say_topology
+from phalanx.launch.process import environment
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.process.source_files import path_for_user
-from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler, preflight
+from phalanx.launch.request import options_from_rank_table, options_from_scheduler
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
-from phalanx.launch.request.request import ROLES, LaunchRequest, check_script, resolve
-from phalanx.launch.request.topology import NodeOffer, Topology, build_topology
+from phalanx.launch.request.request import LaunchRequest, check_script, resolve
+from phalanx.launch.request.topology import Topology, build_topology
 from phalanx.launch.slow.stragglers import Losses
 from phalanx.launch.slow.watch import SlowWatch
 from phalanx.launch.slow.words import lines_of
@@ -46,7 +47,6 @@ from phalanx.versions import require_torch
 
 if TYPE_CHECKING:
     from phalanx.launch.elastic.control import ControlSocket
-    from phalanx.launch.job.elastic_start import ElasticStart
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -86,18 +86,7 @@ class Launcher:
         self._secret = attempt_resources.job_secret(request, self._inherited)
         self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
         threads = self._fix_threads(request, host)
-        self._console.write(report.banner(self._options.banner_items()))
-        self._log_mode(request, host)
-        if flag := self._options.misplaced_flag:
-            logger.warning(
-                "%s stands after the script, so the script gets it. To give it to the launcher: phalanx run %s ... %s",
-                flag,
-                flag,
-                self._options.training_script,
-            )
-        logger.info(threads)
-        for warning in preflight.look(self._inherited):
-            logger.warning(warning)
+        say_start(self._options, request, host, self._console, threads=threads, inherited=self._inherited)
         self._stops = StopSignals()
         self._logs = LogFolder(self._options.log_dir)
         runtime = self._runtime_folder()
@@ -137,33 +126,12 @@ class Launcher:
         threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
         environment = {"OMP_NUM_THREADS": threads, "PHALANX_LANG": language()}
         self._server.configure(environment, preload=() if request.elastic is None else preload.ELASTIC)
-        source = "from your environment" if chosen else f"of {host.cores} cores"
-        setting = f"OMP_NUM_THREADS={threads} for each process ({source})"
-        if request.mode == "ps" or request.gpus or self._options.nproc_per_node is not None:
-            return setting
-        return f"{setting}. No -n given: 1 process, as one process uses every core. -n 2 starts two."
-
-    def _log_mode(self, request: LaunchRequest, host: Machine) -> None:
-        gpus = len(host.usable_gpus)
-        if request.mode == "ps":
-            logger.info("Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.mode_flags), gpus)
-            if gpus and not request.gpus:
-                logger.info("Workers compute on the CPU. --gpus gives them GPUs; servers never need one.")
-            return
-        if request.mode_flags:
-            logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.mode_flags), gpus)
-        else:
-            compiled = "compiled with cuda" if host.has_cuda_build else "not compiled with cuda"
-            logger.warning("Not found distinct arguments and %s. Default use collective mode", compiled)
-        self._console.write(f"launch train in {'GPU' if request.gpus else 'CPU'} mode\n")
-        origins = self._options.origins
-        if request.nodes.is_multi_node and "node_rank" in origins:
-            sources = ", ".join(origins[name] for name in ("node_rank", "nnodes") if name in origins)
-            logger.info("this is node %d of %d (from %s)", request.nodes.rank, request.nodes.count, sources)
+        return describe_threads(self._options, request, host, threads, is_users=bool(chosen))
 
     def _run_attempts(self, request: LaunchRequest) -> int:
         if request.nodes.is_multi_node and request.elastic is None:
-            self._link = self._join_link(request)
+            log_dir = str(self._logs.path)
+            self._link = join_link(self._server, request, timeout_s=self._options.timeout_s, log_dir=log_dir)
         attempt = 0
         while True:
             try:
@@ -254,7 +222,7 @@ class Launcher:
                 trial.start(stage.store)
                 stage.release_sockets(keep_endpoints=restarts > 0)
                 if attempt == 0 and layout.local:
-                    self._log_topology(layout, facts)
+                    say_topology(layout, facts, self._console, self._inherited)
                 return trial.wait()
             finally:
                 self._restarts -= restarts - trial.restarts
@@ -317,9 +285,18 @@ class Launcher:
         request = stage.request
         offer = stage.offer(self._job_id, self._options, self._secret)
         if request.elastic is not None:
-            self._place = self._meet(request, offer)
+            self._place = meet_elastic(
+                request,
+                offer,
+                self._stops,
+                self._server,
+                timeout_s=self._options.timeout_s,
+                variables=self._inherited,
+            )
             return self._place.topology(log_dir, per_rank_dir=self._options.per_rank_dir)
-        offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
+        offers = [offer]
+        if self._link is not None:
+            offers = exchange_offers(self._link, attempt, offer, self._stops, self._server)
         return build_topology(
             offers,
             request.nodes.rank,
@@ -328,91 +305,6 @@ class Launcher:
             ranks=request.ranks,
             per_rank_dir=self._options.per_rank_dir,
         )
-
-    def _meet(self, request: LaunchRequest, offer: NodeOffer) -> ElasticStart:
-        """Return this node's place in an elastic job; waits for other nodes where there may be some."""
-        from phalanx.launch.job.elastic_meeting import ElasticMeeting, meeting_key
-        from phalanx.launch.job.elastic_start import ElasticStart
-
-        if not request.nodes.is_multi_node:
-            return ElasticStart(request=request, offer=offer)
-        meeting = ElasticMeeting(
-            request=request,
-            timeout_s=self._options.timeout_s,
-            offer=offer,
-            key=meeting_key(request.nodes, self._inherited),
-        )
-        if number := meeting.run(self._stops, self._server):
-            raise InterruptedJobError(number)
-        return ElasticStart(request=request, offer=offer, meeting=meeting)
-
-    def _exchange(self, link: NodeLinkHandle, attempt: int, offer: NodeOffer) -> list[NodeOffer]:
-        """Meet the other hosts; returns what each brings."""
-        link.offer(attempt, offer)
-        while (offers := link.offers(attempt)) is None:
-            if number := self._stops.take():
-                raise InterruptedJobError(number)
-            readable, _, _ = select.select([link.socket, self._server.socket], [], [], POLL_S)
-            if self._server.socket in readable:
-                self._server.receive()
-            if link.socket in readable:
-                link.take()
-        return offers
-
-    def _join_link(self, request: LaunchRequest) -> NodeLinkHandle:
-        """Start the process that talks to the other hosts."""
-        ours, theirs = wire.pair()
-        nodes, port = request.nodes, request.meeting_port
-        fds = [theirs.fileno()]
-        with theirs:
-            meeting = None
-            if nodes.rank == 0:
-                meeting = machine.bind(nodes.address, port, flag="--http_port", listen=True)
-                fds.append(meeting.fileno())
-            self._server.spawn(
-                "link",
-                "link",
-                fds,
-                env={},
-                cwd=os.getcwd(),
-                log=f"{self._logs.path}/launcher.link",
-                config={
-                    "host": nodes.hosts[0],
-                    "port": port,
-                    "node_rank": nodes.rank,
-                    "node_count": nodes.count,
-                    "timeout_s": self._options.timeout_s,
-                    "hosts": list(nodes.hosts),
-                    "names": [nodes.name(rank) for rank in range(nodes.count)],
-                },
-            )
-            if meeting is not None:
-                meeting.close()
-        logger.info("meeting %d hosts at %s:%d", nodes.count, nodes.hosts[0], port)
-        return NodeLinkHandle(ours)
-
-    def _log_topology(self, layout: Topology, facts: environment.JobFacts) -> None:
-        for role in ROLES:
-            processes = attempt_resources.local_processes(layout, role)
-            if not processes:
-                continue
-            start = "Local start" if facts.mode == "collective" else f"Local {role} start"
-            logger.info(
-                "%s %d processes. First process distributed environment info (Only For Debug):",
-                start,
-                len(processes),
-            )
-            variables = environment.build(processes[0], layout, facts, self._inherited)
-            self._console.write(report.environment_table(environment.table_rows(processes[0], facts.mode, variables)))
-        logger.info(attempt_resources.log_hint(layout, facts.mode, facts.log_dir))
-
-
-class InterruptedJobError(Exception):
-    """The user or a scheduler ended the job before its processes started."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 def _process_rows(layout: Topology, facts: environment.JobFacts, pids: dict[str, int]) -> list[dict[str, Any]]:
