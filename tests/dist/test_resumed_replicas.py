@@ -25,6 +25,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
     "images": (images, sgd, {"ema": True}),
     "text": (text, adamw, CLIP),
 }
+SHARDED_OR_MERGED: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "text, zero 1": (text, adamw, {"sharding": True, "sharding_configs": {"stage": 1}}),
+    "images, zero 2": (images, sgd, {"sharding": True, "sharding_configs": {"stage": 2}}),
+    "images, zero 3": (images, adamw, {"sharding": True, "sharding_configs": {"stage": 3}}),
+    "images, merged": (images, sgd, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}),
+}
 EPOCH = 5
 """Steps of one; the last global batch has 5 samples."""
 
@@ -40,7 +46,7 @@ def lines_of(logger: str) -> tuple[list[str], logging.Handler]:
 
 def train_on(folder: Path, name: str, steps: int, replicas: int | None = None) -> tuple[str, list[str]]:
     """Resume if there is a checkpoint, train, save; return the digest of the weights and what loading said."""
-    build, build_optimizer, settings = CASES[name]
+    build, build_optimizer, settings = (CASES | SHARDED_OR_MERGED)[name]
     torch.manual_seed(1)
     net, data = build()
     strategy = DistributedStrategy(**settings)
@@ -48,7 +54,7 @@ def train_on(folder: Path, name: str, steps: int, replicas: int | None = None) -
         net, build_optimizer(net), data, global_batch=GLOBAL, strategy=strategy, seed=5, replicas=replicas
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    if replicas:
+    if replicas or "merged" in name:
         px.follow_updates(scheduler)
     lines, handler = lines_of("phalanx.parallel")
     checkpointer = px.Checkpointer(folder, net, optimizer, loader, scheduler=scheduler)
@@ -103,6 +109,17 @@ def test_a_run_goes_on_with_the_same_bits_on_fewer_ranks(tmp_path: Path, name: s
     )
     assert lines == [line]
     assert train_over(tmp_path / "many", name, [(4, 2), (2, 2), (1, 3), (4, 4)])[0] == undisturbed
+
+
+@pytest.mark.parametrize("name", SHARDED_OR_MERGED)
+def test_shards_and_merged_gradients_go_on_too(tmp_path: Path, name: str) -> None:
+    undisturbed, silent = train_over(tmp_path / "undisturbed", name, [(4, 10)])  # even: no merged batch is left over
+    assert not silent
+    weights, lines = train_over(tmp_path / "two", name, [(4, 4), (2, 6)])
+    assert weights == undisturbed
+    (line,) = lines
+    assert line.endswith("continuing with logical_replicas=4 on 2 ranks; logical_replicas=0 turns it off")
+    assert train_over(tmp_path / "many", name, [(4, 2), (3, 2), (1, 2), (2, 2), (4, 2)])[0] == undisturbed
 
 
 def test_what_replicas_were_asked_for_goes_on_without_asking_again(tmp_path: Path) -> None:
@@ -202,11 +219,10 @@ def test_a_loop_that_replicas_cannot_follow_goes_on_over_its_ranks(tmp_path: Pat
         assert part in line
 
 
-def test_sharded_parameters_go_on_over_ranks_and_round_otherwise_on_one(tmp_path: Path) -> None:
+def test_a_number_of_shards_that_is_no_power_of_two_rounds_otherwise(tmp_path: Path) -> None:
     run_ranks(train_with, 3, "sharded", tmp_path)
-    assert "its parameters are sharded over several ranks" in run_ranks(train_with, 2, "sharded", tmp_path)[0][0]
-    (line,) = run_ranks(train_with, 1, "sharded", tmp_path)[0]
-    assert "logical_replicas=2 on 1 rank, with sums that round otherwise, for torch adds up" in line
+    (line,) = run_ranks(train_with, 2, "sharded", tmp_path)[0]
+    assert "logical_replicas=3 on 2 ranks, with sums that round otherwise, for torch divides" in line
 
 
 def train_and_log(folder: Path) -> tuple[list[str], list[float]]:

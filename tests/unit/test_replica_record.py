@@ -17,6 +17,7 @@ from phalanx.parallel.data.replica_record import ReplicaRecord
         ReplicaRecord(4, 1, False),
         ReplicaRecord(3, 2, True),
         ReplicaRecord(2, 1, False, "an obstacle", True, "a rounding"),
+        ReplicaRecord(2, 1, False, index=1),
     ],
 )
 def test_a_record_is_read_as_it_was_written(record: ReplicaRecord) -> None:
@@ -36,6 +37,8 @@ def test_a_record_is_read_as_it_was_written(record: ReplicaRecord) -> None:
         {"obstacle": ["why"]},
         {"rounding": 1},
         {"has_means": 1},
+        {"index": -1},
+        {"index": True},
     ],
 )
 def test_what_no_save_writes_is_an_error_that_names_the_checkpoint(change: dict[str, Any]) -> None:

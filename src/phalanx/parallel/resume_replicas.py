@@ -15,13 +15,15 @@ from torch import nn
 from phalanx.comm.batch.replicas import assign_replicas
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
+from phalanx.errors import PlanError
 from phalanx.parallel.checks.step_check import watch_every_optimizer
 from phalanx.parallel.data.replica_record import ReplicaRecord
 from phalanx.parallel.elastic.peer_state import schedulers_of
-from phalanx.parallel.logical_replicas import hold_updates, split_over_replicas, why_inexact
+from phalanx.parallel.logical_replicas import check_statistics, hold_updates, split_over_replicas, why_inexact
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import (
     StepPhase,
+    accumulation_of,
     applied_to,
     distributed_models,
     distributed_optimizers,
@@ -29,7 +31,9 @@ from phalanx.parallel.session import (
     optimizer_record,
 )
 from phalanx.parallel.step.gate import follow_updates
-from phalanx.parallel.techniques import reduce_gradients
+from phalanx.parallel.techniques import reduce_over_replicas
+from phalanx.parallel.validate import sharded_update
+from phalanx.plan.value import Plan
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -59,6 +63,8 @@ def resume_replicas(record: ReplicaRecord, context: Context, loader: ShardedLoad
         _split(model, record, context)
     for optimizer in distributed_optimizers():
         hold_updates(optimizer, context)
+        if (accumulation := accumulation_of(optimizer)) is not None:
+            accumulation.follow_reducer(optimizer)
         for scheduler in schedulers_of(optimizer):  # the loop runs more often than the optimizer updates
             follow_updates(scheduler)
     watch_every_optimizer()
@@ -86,38 +92,42 @@ def _obstacle(record: ReplicaRecord, context: Context) -> str | None:
     actions = {action.phase for each in distributed_optimizers() for action in optimizer_record(each).actions}
     if StepPhase.SCALE_LEARNING_RATE in actions:
         return "scale_lr follows the number of ranks"
-    return next((why for model in distributed_models() if (why := _why_not(model, record)) is not None), None)
+    return next((why for model in distributed_models() if (why := _why_not(model, record, context)) is not None), None)
 
 
-def _why_not(model: nn.Module, record: ReplicaRecord) -> str | None:
+def _why_not(model: nn.Module, record: ReplicaRecord, context: Context) -> str | None:
     """Return why a model that is distributed cannot be trained by replicas from now on."""
     applied = applied_to(model)
     assert applied is not None
-    plan = applied.plan
-    if applied.is_sharded:
-        return "its parameters are sharded over several ranks by now. Ask for replicas= where it is distributed"
-    if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
-        return "ranks hold parts of the model"
-    if plan.step.accumulate > 1:
-        return "gradient_merge accumulates over batches of ranks"
-    if plan.step.scaler is not None:
+    if applied.plan.step.scaler is not None:
         return "float16 scales losses by what all ranks saw"
-    return why_inexact(plan, is_shared=record.count > applied.plan.world_size)
+    if record.index is None and applied.plan.world_size != context.readers.count:
+        return "ranks hold parts of the model, and the checkpoint is of a version that did not note which"
+    plan = _with_replicas(applied.plan, record)
+    try:
+        check_statistics(model, plan)
+    except PlanError as error:
+        return str(error).rstrip(".")
+    return why_inexact(plan, is_shared=record.count > context.readers.count)
+
+
+def _with_replicas(plan: Plan, record: ReplicaRecord) -> Plan:
+    """Return a Plan that splits batches over what a checkpoint was trained with."""
+    step = plan.step.model_copy(update={"replicas": record.count, "replica_threads": record.threads})
+    return plan.model_copy(update={"step": step})
 
 
 def _split(model: nn.Module, record: ReplicaRecord, context: Context) -> None:
     """Add up the gradients of a model over replicas from now on. Collective."""
     applied = applied_to(model)
     assert applied is not None
-    step = applied.plan.step.model_copy(update={"replicas": record.count, "replica_threads": record.threads})
-    plan = applied.plan.model_copy(update={"step": step})
+    plan = _with_replicas(applied.plan, record)
     mesh = Mesh.of(plan, context)
     context.mesh_readers = mesh.readers()
     assignment = assign_replicas(record.count, mesh.size(mesh.batch_axes))
     split_over_replicas(plan, assignment, mesh, context)
-    if applied.reducer is not None:
-        applied.reducer.close()
-    reducer = reduce_gradients(plan, model, mesh, None, context)
+    update = sharded_update(plan, applied.shape) if applied.is_sharded else None
+    reducer = reduce_over_replicas(plan, model, mesh, update, applied, context)
     if reducer is not None and applied.drift is not None:
         reducer.after_exchange = applied.drift.exchanged
     model_record(model).applied = replace(applied, plan=plan, reducer=reducer)

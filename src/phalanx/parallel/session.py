@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.memory.guard.guard import MemoryGuard
     from phalanx.parallel.numerics.audit import Audit
     from phalanx.parallel.optim.ema import EMA
+    from phalanx.parallel.optim.gradient_accumulation import GradientAccumulation
     from phalanx.parallel.pipeline.engine import PipelineEngine
     from phalanx.parallel.stateful import SavedState
     from phalanx.parallel.tensor.shard_api import ShardRequest
@@ -305,6 +306,9 @@ class TrainingSession:
     has_means_in_loop: bool = False
     """Whether the script averaged over the ranks within a loop over batches to train on (`px.global_mean`)."""
 
+    has_norms_of_shards: bool = False
+    """Whether norms of parameters were computed that torch shards."""
+
     loaded_obstacle: str | None = None
     """Why the run that saved the checkpoint which was loaded cannot be continued as replicas."""
 
@@ -382,6 +386,16 @@ def is_distributed_optimizer(optimizer: Optimizer) -> bool:
     """Return whether an optimizer was given to this job."""
     record = session.optimizers.get(optimizer)
     return record is not None and record.is_distributed
+
+
+def accumulation_of(optimizer: Optimizer) -> GradientAccumulation | None:
+    """Return the group of batches whose gradients are merged for an optimizer; None if each batch is an update."""
+    for group in optimizer.param_groups if session.accumulations else ():
+        for param in group["params"]:
+            merge: GradientAccumulation | None = session.accumulations.get(param, lambda: None)()
+            if merge is not None:
+                return merge
+    return None
 
 
 def is_anything_distributed() -> bool:

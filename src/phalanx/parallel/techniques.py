@@ -15,7 +15,7 @@ from phalanx.parallel.data.grad_reduction import reduction_for
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, owner_of, shape_of
-from phalanx.parallel.session import model_record, session
+from phalanx.parallel.session import Applied, model_record, session
 from phalanx.parallel.tensor.gathered_linear import average
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import is_sum_of_ranks, reduced_along
@@ -84,6 +84,33 @@ def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -
     gradients = sum(len(bucket.params) for bucket in buckets)
     logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
     return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
+
+
+def reduce_over_replicas(
+    plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, applied: Applied, context: Context
+) -> Reducer | None:
+    """Let the gradients of a model that is distributed be added up over logical replicas from now on. Collective.
+
+    Args:
+        plan: Its Plan, with the replicas.
+        model: The model.
+        mesh: That of the Plan.
+        update: How its parameters are sharded.
+        applied: What was made of the model before.
+        context: Of this process, which has the replicas.
+
+    Returns:
+        What takes the place of its reducer.
+    """
+    if applied.reducer is not None:
+        applied.reducer.close()
+    if applied.pipeline is not None:
+        applied.pipeline.reducer = _stage_reducer(plan, model, mesh, context)
+        return applied.pipeline.reducer
+    if update is not None:
+        return _reduce_shards(plan, model, mesh, update, context)
+    buckets = all_reduce_buckets(plan, shape_of(model))
+    return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers) if buckets else None
 
 
 def _average_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
@@ -182,16 +209,20 @@ def split_stages(
             bucket.update, bucket.axes, mesh, context
         )  # groups are made by all ranks, whatever their stages hold
     _average_module_held(plan, model, mesh)
-    names = {name for name, param in model.named_parameters() if not param.is_meta}
-    mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in names))
     if update is not None and mesh.size(mesh.batch_axes) > 1:
         from phalanx.parallel.zero.sharded import ShardedStages  # a job that shards nothing does not wait for this
 
         pipeline.sharded = ShardedStages(plan, model, mesh, update)
     if buckets or mesh.size(mesh.batch_axes) > 1:
-        buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
-        pipeline.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
+        pipeline.reducer = _stage_reducer(plan, model, mesh, context)
     return pipeline
+
+
+def _stage_reducer(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Reducer:
+    names = {name for name, param in model.named_parameters() if not param.is_meta}
+    mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in names))
+    buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
+    return Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
 
 
 def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
@@ -200,8 +231,17 @@ def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, cont
     if update.mirror:
         logger.warning("mirror=1 of sharding does not act: no rank of this job may leave (phalanx run -n a:b).")
     sharded.shard(plan, model, mesh, update)
+    sharded.watch_forward_passes(model)
+    return _reduce_shards(plan, model, mesh, update, context)
+
+
+def _reduce_shards(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
+    """Let torch reduce the gradients of a sharded model over what reads rows, and buckets its buffers. Collective."""
+    from phalanx.parallel.zero import sharded
+
     reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
-    sharded.weigh_rows(model, reducer, context, is_sum=update.reduce == "sum")
+    sharded.divide_sums(model, mesh, update)
+    reducer.adopt(sharded.weigh_rows(model, reducer, context, is_sum=update.reduce == "sum"))
     if context.replicas is not None:
         from phalanx.parallel.zero.replica_reduce import add_up_replicas
 

@@ -33,7 +33,7 @@ from phalanx.comm.batch.random_streams import RandomStreams
 from phalanx.comm.random_state import RandomState, seed_all
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.replica_record import ReplicaRecord
+from phalanx.parallel.data.replica_record import ReplicaRecord, part_of_group, ranks_of_part
 from phalanx.parallel.distribute import asked_replicas
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.resume_replicas import resume_replicas
@@ -166,13 +166,21 @@ class Restorer:
         if asked_replicas() != 0:
             self._has_new_replicas = resume_replicas(record, context.current(), loader)
 
-    def _replica_record(self) -> ReplicaRecord:
-        """Return that of rank 0; all have one, but for their threads."""
+    def _replica_records(self) -> list[ReplicaRecord]:
         ranks = range(self.manifest.world_size)
-        records = [ReplicaRecord.read(self.reader.values(rank, "replicas"), self.manifest.folder) for rank in ranks]
-        if len({record.threads for record in records}) == 1:
-            return records[0]
-        return replace(records[0], rounding="its ranks computed with different numbers of threads")
+        return [ReplicaRecord.read(self.reader.values(rank, "replicas"), self.manifest.folder) for rank in ranks]
+
+    def _replica_record(self) -> ReplicaRecord:
+        """Return that of rank 0; all have one, but for their threads and places."""
+        records = self._replica_records()
+        record, readers = records[0], context.current().readers
+        if len({each.threads for each in records}) != 1:
+            record = replace(record, rounding="its ranks computed with different numbers of threads")
+        before, now = len(records) // len({each.index for each in records}), self.ranks.world_size // readers.count
+        if record.index is None or record.is_asked or before == now:
+            return record
+        why = f"each share of a batch was computed by {before} rank{'s' * (before != 1)}, and is by {now} now"
+        return replace(record, obstacle=record.obstacle or why)
 
     def run(self) -> None:
         """Read and load everything. Not collective."""
@@ -326,11 +334,14 @@ class Restorer:
         return True
 
     def _streams(self) -> dict[int, RandomState]:
-        """Return the random numbers of each share of a batch: of its rank, or of the replica that it was."""
+        """Return the random numbers of each share of a batch: of its rank, or of the replica that it was.
+
+        Of a group of ranks that computed a share together, those of the rank whose place in it this one has in its own.
+        """
+        ranks = ranks_of_part([record.index for record in self._replica_records()], part_of_group())
         if not self._has("streams"):
-            ranks = range(self.manifest.world_size)
-            return {rank: RandomState.from_dict(self.reader.values(rank, "random")) for rank in ranks}
-        by_rank = [self.reader.values(rank, "streams") for rank in range(self.manifest.world_size)]
+            return {index: RandomState.from_dict(self.reader.values(rank, "random")) for index, rank in ranks.items()}
+        by_rank = [self.reader.values(rank, "streams") for rank in ranks.values()]
         named = {name: state for streams in by_rank for name, state in streams.items() if name.isdecimal()}
         return {int(name): RandomState.from_dict(state) for name, state in named.items()}
 

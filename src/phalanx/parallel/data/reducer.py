@@ -170,6 +170,10 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
+    def adopt(self, handle: RemovableHandle) -> None:
+        """Remove a hook too when this reducer is closed."""
+        self._handles.append(handle)
+
     @property
     def is_reducing(self) -> bool:
         """Whether a backward pass has begun and not ended: during it, or after one that raised."""

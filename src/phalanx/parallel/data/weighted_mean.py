@@ -87,10 +87,20 @@ def mean_over_labels(total: Tensor, weight: Tensor, labels_per_row: int) -> Tens
     if context.replicas is None:
         mean, factor = global_mean_of(total.detach(), weight, shares)
         return apply_function(_Mean, total.reshape(()), mean, factor)
-    own, count = weight.double(), context.readers.shares
+    factor = factor_of_all_labels(weight, shares).to(total.dtype)
+    return apply_function(_Mean, total.reshape(()), total.detach() / weight.to(total.dtype), factor)
+
+
+def factor_of_all_labels(weight: Tensor, shares: Shares) -> Tensor:
+    """Return what the gradient of a replica's sum is multiplied by where all labels count: as `global_mean_of` does.
+
+    Args:
+        weight: That of the replica.
+        shares: What it is of.
+    """
+    own, count = weight.double(), context_of.current().readers.shares
     whole = own * count if not shares else own * shares[0].global_rows / max(shares[0].rows, 1)
-    factor = _factor(whole, row_weight_of(shares, count), count).to(total.dtype)
-    return apply_function(_Mean, total.reshape(()), total.detach() / own.to(total.dtype), factor)
+    return _factor(whole, row_weight_of(shares, count), count)
 
 
 def _replicas_to_weigh() -> Replicas | None:

@@ -46,6 +46,13 @@ class _NoSyncUntilUpdate:
         self._now: ExitStack | None = None
         self.merges: list[GradientAccumulation] = []
 
+    def renew(self) -> None:
+        """Enter the block anew: what reduces is another one now."""
+        if self._now is not None:
+            self._now.close()
+        self._now = None
+        self.follow()
+
     def follow(self) -> None:
         if not self.merges or any(merge.is_last for merge in self.merges):
             if self._now is not None:
@@ -60,13 +67,28 @@ class GradientAccumulation:
     """The group of batches that one optimizer is adding up; made by `accumulate_gradients`."""
 
     def __init__(self, steps: int, avg: bool, quiet: _NoSyncUntilUpdate) -> None:
-        self._steps = steps
+        self.steps = steps
+        """Batches of a group."""
+
         self._avg = avg
         self._quiet = quiet
         self.hooks: list[RemovableHandle] = []
+        self.param_hooks: list[RemovableHandle] = []
         self._begin()
         quiet.merges.append(self)
         quiet.follow()
+
+    def hook_params(self, optimizer: Optimizer) -> None:
+        """Weigh the gradients of the parameters from now on, after what acts on them already."""
+        for hook in self.param_hooks:
+            hook.remove()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.param_hooks = [param.register_hook(self.weight) for param in params if param.requires_grad]
+
+    def follow_reducer(self, optimizer: Optimizer) -> None:
+        """Go on as before where another reducer has taken the place of the model's."""
+        self.hook_params(optimizer)
+        self._quiet.renew()
 
     def _begin(self) -> None:
         self.held = 0
@@ -78,7 +100,7 @@ class GradientAccumulation:
     @property
     def is_last(self) -> bool:
         """Whether the next step updates."""
-        return self.held == self._steps - 1
+        return self.held == self.steps - 1
 
     def weight(self, gradient: Tensor) -> Tensor | None:
         """Give an incoming gradient its share of the mean, by the rows of its batch."""
@@ -86,7 +108,7 @@ class GradientAccumulation:
             return None
         context = context_of.current()
         context.passes.of_backward(context.readers.count)
-        return gradient * (self._relative_rows() / self._steps)
+        return gradient * (self._relative_rows() / self.steps)
 
     def admit(self, optimizer: Optimizer) -> bool:
         """Hold a step back, or complete the group and let it through."""
@@ -95,8 +117,8 @@ class GradientAccumulation:
         if not completes:
             self.held += 1
         else:
-            if self._avg and self._batches != self._steps:
-                _multiply(optimizer, self._steps / self._batches)
+            if self._avg and self._batches != self.steps:
+                _multiply(optimizer, self.steps / self._batches)
             self._begin()
         self._quiet.follow()
         return completes
@@ -114,7 +136,7 @@ class GradientAccumulation:
 
     def end(self) -> None:
         """Leave gradients alone from now on."""
-        for hook in self.hooks:
+        for hook in (*self.hooks, *self.param_hooks):
             hook.remove()
         self._quiet.merges.remove(self)
         self._quiet.follow()
@@ -181,8 +203,7 @@ def accumulate_gradients(
     merge = GradientAccumulation(k_steps, avg, zero_grad.quiet)
     for param in params:
         session.accumulations[param] = weakref.ref(merge)  # it knows the model
-        if param.requires_grad:
-            merge.hooks.append(param.register_hook(merge.weight))
+    merge.hook_params(optimizer)
     if _is_sharded(model):
         from phalanx.parallel.zero import sharded  # a job that shards nothing does not wait for this
 

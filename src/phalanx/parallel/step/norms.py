@@ -15,6 +15,7 @@ from phalanx.comm.collectives import all_reduce
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import held_over, is_module_held
+from phalanx.parallel.session import session
 
 if TYPE_CHECKING:  # slow to import, and a job without it has no such tensor
     from torch.distributed.tensor import DTensor
@@ -33,6 +34,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def shard_groups(tensor: Tensor) -> tuple[Group, ...]:
     """Return the groups over whose ranks a tensor is spread; none when every rank holds all of it."""
     if is_dtensor(tensor):
+        session.has_norms_of_shards = True
         mesh, placements = tensor.device_mesh, tensor.placements
         cut = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
         return cut + _layer_groups(tensor)

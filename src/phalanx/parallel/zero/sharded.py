@@ -137,9 +137,7 @@ def _shard_units(
         unit.register_forward_hook(torch.compiler.disable(_leave_no_view), with_kwargs=True)
         fully_shard(unit, **settings)
     _watch_units(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(_divisor(mesh, update))
+    divide_sums(model, mesh, update)
     label_units(model)
     after = dict(model.named_parameters())
     note_replaced(before, after)
@@ -151,9 +149,12 @@ def _shard_units(
     _add_terms(plan, model, mesh)
 
 
-def _divisor(mesh: Mesh, update: ReduceScatter) -> float:
-    """Return by what torch divides sums of gradients; of logical replicas each is scaled before (`weigh_rows`)."""
-    return float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" and mesh.replicas is None else 1.0
+def divide_sums(model: nn.Module, mesh: Mesh, update: ReduceScatter) -> None:
+    """Let torch divide sums of gradients by the ranks; those of logical replicas are scaled before (`weigh_rows`)."""
+    factor = float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" and mesh.replicas is None else 1.0
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
 
 
 def _leave_no_view(_unit: nn.Module, inputs: Any, named: dict[str, Any], outputs: Any) -> Any:
@@ -254,11 +255,8 @@ def _watch_units(model: nn.Module) -> _Gathered:
     return gathered
 
 
-def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: bool) -> None:
+def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: bool) -> RemovableHandle:
     """Weight the gradients of a model by this rank's rows, and wake the reducer of its buffers.
-
-    After a forward pass without gradients parameters are let go here: torch leaves that to the backward pass, and would
-    compute with what it had gathered when they have changed.
 
     Args:
         model: The sharded model.
@@ -274,6 +272,15 @@ def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: 
         weighted = weigh(gradient)
         return weighted if shares == 1 else weighted * (1.0 / shares)  # as buckets do on one rank, which shards nothing
 
+    return hook_gathered(model, act)
+
+
+def watch_forward_passes(model: nn.Module) -> None:
+    """Let parameters of a sharded model go after a forward pass without gradients.
+
+    Torch leaves that to the backward pass, and would compute with what it had gathered when they have changed.
+    """
+
     def leave(model: nn.Module, _inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled():
             _reshard(model)
@@ -282,7 +289,6 @@ def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: 
             if tensor.grad_fn is not None:  # torch has let go of the parameters when it would come back to a graph
                 tensor.register_hook(lambda _: check_no_graph())
 
-    hook_gathered(model, act)
     model.register_forward_hook(leave)
     gather_once: RemovableHandle = model.register_forward_pre_hook(
         lambda *_: _gather_before_inference(model, gather_once), prepend=True

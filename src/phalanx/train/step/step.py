@@ -23,7 +23,7 @@ from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.checks.misuse import check_trains, warn_without_optimizer
 from phalanx.parallel.checks.step_check import is_managed
-from phalanx.parallel.data.weighted_mean import global_mean_of, mean_over_labels
+from phalanx.parallel.data.weighted_mean import factor_of_all_labels, global_mean_of, mean_over_labels
 from phalanx.parallel.distribute import add_model
 from phalanx.parallel.memory.out_of_memory import memory_explained
 from phalanx.parallel.session import applied_to, is_distributed_optimizer, model_record
@@ -250,9 +250,11 @@ class TrainStep:
         return self._counted.weight(target) if were_ranks and self._counted is not None else None
 
     def _of_microbatches(self, inputs: Any, target: Any, weight: Tensor) -> LossFunction:
-        """Return a loss of micro-batches that add up to the mean over the whole batch. Collective."""
+        """Return a loss of micro-batches that add up to the mean over the whole batch. Collective without replicas."""
         assert self._counted is not None
         shares = context.current().passes.enter((inputs, target))
+        if context.current().replicas is not None:
+            return self._counted.of_microbatches(target, factor_of_all_labels(weight, shares))
         _, factor = global_mean_of(torch.zeros((), dtype=torch.float64, device=weight.device), weight, shares)
         return self._counted.of_microbatches(target, factor)
 
