@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,13 +101,25 @@ def train_all() -> dict[str, str]:
     return digests
 
 
-def train_on_cut_batches() -> str:
-    """Train on batches whose sequences are as long as the longest one of a replica."""
+def train_on_cut_batches(folder: Path | None = None, stop: int = 0) -> str:
+    """Train on batches whose sequences are as long as the longest one of a replica; resume, stop and save if asked."""
     torch.manual_seed(1)
     net = Transformer()
     net, optimizer, _ = px.distribute(net, adamw(net), replicas=4)
     loader = px.data.ShardedLoader(TensorDataset(*tokens()), global_batch=GLOBAL, seed=5, collate_fn=cut_to_longest)
-    by_step(ignoring, net, optimizer, loader)
+    if folder is None:
+        by_step(ignoring, net, optimizer, loader)
+        return digest(net)
+    step, checkpointer = px.train_step(net, ignoring, optimizer), px.Checkpointer(folder, net, optimizer, loader)
+    checkpointer.resume()
+    while checkpointer.steps < stop:
+        for x, y in loader:
+            step(x, y)
+            checkpointer.step()
+            if checkpointer.steps == stop:
+                checkpointer.save()
+                break
+    checkpointer.close()
     return digest(net)
 
 
@@ -114,6 +127,12 @@ def test_replicas_with_sequences_of_different_lengths_have_the_same_bits_too() -
     by_ranks = {n: run_ranks(train_on_cut_batches, n) for n in (1, 2, 4)}
     assert by_ranks[2] == by_ranks[1] * 2
     assert by_ranks[4] == by_ranks[1] * 4
+
+
+def test_they_go_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    undisturbed = run_ranks(train_on_cut_batches, 1, tmp_path / "undisturbed", 2 * ROUNDS)
+    run_ranks(train_on_cut_batches, 2, tmp_path / "disturbed", ROUNDS + 2)
+    assert run_ranks(train_on_cut_batches, 1, tmp_path / "disturbed", 2 * ROUNDS) == undisturbed
 
 
 def train_where_all_count() -> str:

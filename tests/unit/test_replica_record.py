@@ -17,7 +17,7 @@ from phalanx.parallel.data.replica_record import ReplicaRecord
         ReplicaRecord(4, 1, False),
         ReplicaRecord(3, 2, True),
         ReplicaRecord(2, 1, False, "an obstacle", True, "a rounding"),
-        ReplicaRecord(2, 1, False, index=1),
+        ReplicaRecord(2, 1, False, index=1, labels_per_row=128),
     ],
 )
 def test_a_record_is_read_as_it_was_written(record: ReplicaRecord) -> None:
@@ -39,6 +39,8 @@ def test_a_record_is_read_as_it_was_written(record: ReplicaRecord) -> None:
         {"has_means": 1},
         {"index": -1},
         {"index": True},
+        {"labels_per_row": 0},
+        {"labels_per_row": 2.0},
     ],
 )
 def test_what_no_save_writes_is_an_error_that_names_the_checkpoint(change: dict[str, Any]) -> None:

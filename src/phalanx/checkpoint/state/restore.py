@@ -165,6 +165,8 @@ class Restorer:
         session.loaded_obstacle = record.obstacle
         if asked_replicas() != 0:
             self._has_new_replicas = resume_replicas(record, context.current(), loader)
+        if (replicas := context.current().replicas) is not None:
+            replicas.labels_per_row = record.labels_per_row
 
     def _replica_records(self) -> list[ReplicaRecord]:
         ranks = range(self.manifest.world_size)

@@ -43,6 +43,9 @@ class ReplicaRecord:
     index: int | None = None
     """Which of the ranks, or groups of ranks, that read samples of their own the one was that saved it."""
 
+    labels_per_row: int | None = None
+    """By what replicas divide means over labels; None where no loss was one."""
+
     @classmethod
     def of(cls, context: Context, optimizer: Optimizer | None) -> ReplicaRecord:
         """Return that of this run."""
@@ -51,7 +54,12 @@ class ReplicaRecord:
         if replicas is None:
             obstacle, rounding = _obstacle(context, optimizer), _rounding(context)
             return cls(readers.count, threads, False, obstacle, has_means, rounding, readers.index)
-        return cls(replicas.count, threads, replicas.streams is None, has_means=has_means, index=readers.index)
+        return cls(
+            *(replicas.count, threads, replicas.streams is None),
+            has_means=has_means,
+            index=readers.index,
+            labels_per_row=replicas.labels_per_row,
+        )
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: object) -> ReplicaRecord:
@@ -62,18 +70,20 @@ class ReplicaRecord:
         """
         count, threads, is_asked = values.get("count"), values.get("threads"), values.get("is_asked")
         obstacle, rounding, has_means = values.get("obstacle"), values.get("rounding"), values.get("has_means", False)
-        index = values.get("index")
+        index, labels = values.get("index"), values.get("labels_per_row")
         are_counts = all(type(number) is int and number > 0 for number in (count, threads))
         if (
             not are_counts
             or not all(type(answer) is bool for answer in (is_asked, has_means))
             or not all(isinstance(why, str | None) for why in (obstacle, rounding))
             or not (index is None or (type(index) is int and index >= 0))
+            or not (labels is None or (type(labels) is int and labels > 0))
         ):
             raise DataError(
                 f"{where} says of its logical replicas {dict(values)!r}, which no save writes. Take another copy."
             )
-        return cls(cast(int, count), cast(int, threads), cast(bool, is_asked), obstacle, has_means, rounding, index)
+        counts = cast(int, count), cast(int, threads), cast(bool, is_asked)
+        return cls(*counts, obstacle, has_means, rounding, index, labels)
 
     def values(self) -> dict[str, Any]:
         """Return it as plain numbers and text."""
