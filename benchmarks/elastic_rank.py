@@ -116,7 +116,7 @@ class Faults:
 def mark_recovery(faults: Faults) -> None:
     """Let faults happen inside of what a job does to recover, too."""
     from phalanx.checkpoint import saving
-    from phalanx.parallel.data import replica_reduction
+    from phalanx.parallel.data.replicas import replica_reduction
     from phalanx.parallel.elastic import meeting, recovery, shard_recovery
 
     faults.around(replica_reduction, "_all_reduce", "reduce")

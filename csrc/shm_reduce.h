@@ -19,7 +19,7 @@ const char* name_of(Reduce reduce);
 
 // out[i] = parts[0][i] (+) parts[1][i] (+) ...: by halves, of which the left is the longest power of two of the parts that
 // is not all of them; 16-bit floats in float32 and rounded once. So sums of aligned runs of the parts combine to the same
-// bits (`phalanx.parallel.data.replica_sums`).
+// bits (`phalanx.parallel.data.replicas.replica_sums`).
 // The mean of whole numbers is their sum, which wraps around, divided towards zero. `out` may be one of the parts.
 // REQUIRES: 1 <= parts.size(); no bits of numbers with a fraction.
 void reduce(Type type, Reduce reduce, std::byte* out, std::span<const std::byte* const> parts, std::size_t count);

@@ -15,11 +15,11 @@ import pytest
 
 from phalanx.cluster.view import View
 from phalanx.launch.elastic import handshake, node_group
-from phalanx.launch.elastic import mesh as mesh_module
-from phalanx.launch.elastic.job_key import JobKey
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.mesh import NodeMesh
-from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
+from phalanx.launch.elastic.nodes import mesh as mesh_module
+from phalanx.launch.elastic.nodes.job_key import JobKey
+from phalanx.launch.elastic.nodes.mesh import NodeMesh
+from phalanx.launch.elastic.nodes.node_group import NodeGroup, NodePlace
 
 pytestmark = pytest.mark.dist
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.parallel.data.replica_record import ReplicaRecord
+from phalanx.parallel.data.replicas.replica_record import ReplicaRecord
 from phalanx.parallel.distribute import asked_replicas
 from phalanx.parallel.session import session
 from phalanx.plan.rules.rules import plan_from_strategy

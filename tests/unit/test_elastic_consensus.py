@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster.view import View
-from phalanx.launch.elastic.consensus import ViewBallot, ViewVote, is_quorum
+from phalanx.launch.elastic.nodes.consensus import ViewBallot, ViewVote, is_quorum
 
 
 @pytest.mark.parametrize(

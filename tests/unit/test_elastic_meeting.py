@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.launch.elastic.job_key import JobKey
-from phalanx.launch.elastic.mesh import NodeMesh
+from phalanx.launch.elastic.nodes.job_key import JobKey
+from phalanx.launch.elastic.nodes.mesh import NodeMesh
 from phalanx.launch.job.elastic_meeting import ElasticMeeting
 from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.fork_server_handle import ForkServerHandle

@@ -17,7 +17,7 @@ from phalanx.comm.batch.replicas import Replicas, ReplicaTurn, assign_replicas
 from phalanx.comm.elastic.membership import MembershipClient
 from phalanx.comm.elastic.shared_state import collect_state, end_sharing, load_state, share_with_joiners
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.parallel.data.replica_sums import PartialSums
+from phalanx.parallel.data.replicas.replica_sums import PartialSums
 from phalanx.parallel.elastic.progress import share_out
 
 

@@ -23,19 +23,19 @@ from phalanx.cluster.view import Member, View
 from phalanx.data.ctr.slots import SlotSchema, parse_slots
 from phalanx.errors import ClosedError, ConfigError, InternalError, LaunchError, PeerLostError, PhalanxError, RoleError
 from phalanx.launch.elastic.channel import UNREADABLE
-from phalanx.launch.elastic.looks import NodeLooks
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.looks import NodeLooks
+from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.hang.locations import Location
 from phalanx.launch.hang.looks import look_to_json
 from phalanx.launch.hang.observe import Observation
 from phalanx.launch.hang.stacks import Frame
 from phalanx.launch.hang.watch import HangNews, HangSettings, HangWatch
-from phalanx.launch.job.report import render_hang
-from phalanx.launch.job.root_cause import ProcessExit, first_failure
 from phalanx.launch.process import wire
 from phalanx.launch.process.node_link import _Link, _LinkError
 from phalanx.launch.rank.activity import Activity, Call
+from phalanx.launch.reports.report import render_hang
+from phalanx.launch.reports.root_cause import ProcessExit, first_failure
 from phalanx.launch.request.machine import resolve as resolve_host
 from phalanx.launch.request.topology import NodeOffer, build_topology
 from phalanx.ps.server.service import Service

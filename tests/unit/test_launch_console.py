@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.job.console import AlarmAggregator, AlarmFilter, Console
-from phalanx.launch.job.log_tail import last_lines
 from phalanx.launch.process.log_format import LineFormatter
+from phalanx.launch.reports.log_tail import last_lines
 
 
 @pytest.mark.parametrize(

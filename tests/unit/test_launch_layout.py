@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job import report
 from phalanx.launch.process import environment
+from phalanx.launch.reports import report
 from phalanx.launch.request.topology import NodeOffer, Topology, build_topology, check_terms
 
 

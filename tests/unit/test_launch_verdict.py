@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.launch.job import report
-from phalanx.launch.job.root_cause import ProcessExit, first_failure
 from phalanx.launch.process import entry
+from phalanx.launch.reports import report
+from phalanx.launch.reports.root_cause import ProcessExit, first_failure
 
 
 def ending(rank: int, code: int, time: float, **more: Any) -> ProcessExit:

@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any, cast
 
 from phalanx.cluster.view import Member, View
-from phalanx.launch.elastic.looks import NodeLooks
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.looks import NodeLooks
+from phalanx.launch.elastic.nodes.node_group import NodeGroup
 
 
 def view(epoch: int, *nodes: int) -> View:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import DataError
-from phalanx.parallel.data.replica_record import ReplicaRecord
+from phalanx.parallel.data.replicas.replica_record import ReplicaRecord
 
 
 @pytest.mark.parametrize(

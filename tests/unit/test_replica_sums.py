@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn, assign_replicas
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.replica_sums import PartialSums, branches, is_one_branch_each, wide
+from phalanx.parallel.data.replicas.replica_sums import PartialSums, branches, is_one_branch_each, wide
 
 
 def tree_sum(values: list[Tensor]) -> Tensor:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from phalanx.launch.job import terminal
-from phalanx.launch.job.terminal import fit_terminal, wrap_lines
+from phalanx.launch.reports import terminal
+from phalanx.launch.reports.terminal import fit_terminal, wrap_lines
 
 REPORT = """\
 rank 1 is at train.py:9 in main: threads (join); it waits for a thread that sleeps

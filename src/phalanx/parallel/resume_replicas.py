@@ -17,7 +17,7 @@ from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import PlanError
 from phalanx.parallel.checks.step_check import watch_every_optimizer
-from phalanx.parallel.data.replica_record import ReplicaRecord
+from phalanx.parallel.data.replicas.replica_record import ReplicaRecord
 from phalanx.parallel.elastic.peer_state import schedulers_of
 from phalanx.parallel.logical_replicas import check_statistics, hold_updates, split_over_replicas, why_inexact
 from phalanx.parallel.mesh import Mesh

@@ -15,7 +15,7 @@ from phalanx.checkpoint.tensors.local_tensors import LocalTensor, ModelView, loc
 from phalanx.comm import context
 from phalanx.comm.random_state import RandomState
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.replica_record import ReplicaRecord, streams_of
+from phalanx.parallel.data.replicas.replica_record import ReplicaRecord, streams_of
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part

@@ -33,7 +33,7 @@ from phalanx.comm.batch.random_streams import RandomStreams
 from phalanx.comm.random_state import RandomState, seed_all
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.replica_record import ReplicaRecord, part_of_group, ranks_of_part
+from phalanx.parallel.data.replicas.replica_record import ReplicaRecord, part_of_group, ranks_of_part
 from phalanx.parallel.distribute import asked_replicas
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.resume_replicas import resume_replicas

@@ -16,7 +16,7 @@ import click
 
 from phalanx.diagnose.verify.runs import ComparedRun, checked_out, record_run
 from phalanx.diagnose.verify.verdict import RunVerdict
-from phalanx.launch.job.terminal import fit_terminal
+from phalanx.launch.reports.terminal import fit_terminal
 
 _SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _CONTEXT: dict[str, Any] = {

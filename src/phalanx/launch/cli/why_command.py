@@ -17,7 +17,7 @@ from phalanx.launch.hang.locations import Location
 from phalanx.launch.hang.observe import Observation, Watched, observe
 from phalanx.launch.hang.verdict import Verdict, judge
 from phalanx.launch.job import registry
-from phalanx.launch.job.terminal import fit_terminal
+from phalanx.launch.reports.terminal import fit_terminal
 
 _BETWEEN_S = 1.0
 """Between two looks: who does the same in both, waits."""

@@ -19,7 +19,7 @@ from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
 from phalanx.launch.elastic.history import History
 from phalanx.launch.elastic.joiners import Joiners
-from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.elastic.rank_host import MemberExit, RankHost
 from phalanx.launch.elastic.scaling import Scaling
 from phalanx.launch.elastic.suspicion import Suspicion

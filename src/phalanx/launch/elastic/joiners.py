@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.elastic.budget import RestartBudget
-from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.elastic.rank_host import RankHost
 
 logger = logging.getLogger("phalanx.launch")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.membership import distribute_ranks
-from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
+from phalanx.launch.elastic.nodes.node_group import NodeGroup, NodePlace
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.elastic.suspects import Suspects
 
 FENCE_S = 0.5

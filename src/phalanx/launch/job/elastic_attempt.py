@@ -21,15 +21,15 @@ from phalanx.launch.elastic.agent import ElasticAgent
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
-from phalanx.launch.elastic.looks import NodeLooks
+from phalanx.launch.elastic.nodes.looks import NodeLooks
 from phalanx.launch.elastic.rank_host import MemberExit
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.local_attempt import LocalAttempt, Outcome, make_log
-from phalanx.launch.job.report import signal_name
-from phalanx.launch.job.root_cause import ProcessExit
 from phalanx.launch.process import environment
+from phalanx.launch.reports.report import signal_name
+from phalanx.launch.reports.root_cause import ProcessExit
 from phalanx.launch.request import machine
 from phalanx.launch.request.topology import Process, Topology, output_files
 from phalanx.launch.slow.goodput import Goodput

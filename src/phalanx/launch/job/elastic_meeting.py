@@ -16,9 +16,9 @@ from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError, PeerLostError
 from phalanx.i18n import tr
 from phalanx.launch.elastic.channel import UNREADABLE
-from phalanx.launch.elastic.consensus import is_quorum
-from phalanx.launch.elastic.job_key import JobKey, parse_address
-from phalanx.launch.elastic.mesh import NodeMesh
+from phalanx.launch.elastic.nodes.consensus import is_quorum
+from phalanx.launch.elastic.nodes.job_key import JobKey, parse_address
+from phalanx.launch.elastic.nodes.mesh import NodeMesh
 from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.request import machine

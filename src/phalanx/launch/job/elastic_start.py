@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.cluster.view import View
-from phalanx.launch.elastic.job_key import JobKey
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.mesh import NodeMesh
-from phalanx.launch.elastic.node_group import NodeGroup, NodePlace
+from phalanx.launch.elastic.nodes.job_key import JobKey
+from phalanx.launch.elastic.nodes.mesh import NodeMesh
+from phalanx.launch.elastic.nodes.node_group import NodeGroup, NodePlace
 from phalanx.launch.job.elastic_meeting import ElasticMeeting
 from phalanx.launch.request.request import LaunchRequest
 from phalanx.launch.request.topology import NodeOffer, Topology, build_topology

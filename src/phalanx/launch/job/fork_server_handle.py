@@ -87,7 +87,7 @@ class ForkServerHandle:
         """
         answer = wire.receive(self.socket)
         if answer is None:
-            from phalanx.launch.job import report
+            from phalanx.launch.reports import report
 
             _, status = os.waitpid(self.pid, 0)
             self._has_ended = True

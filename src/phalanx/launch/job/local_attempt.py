@@ -19,14 +19,14 @@ from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangWatch
 from phalanx.launch.job.console import Console
-from phalanx.launch.job.log_tail import last_lines
-from phalanx.launch.job.report import describe_exit, render_hang
-from phalanx.launch.job.root_cause import ProcessExit, is_consequence
 from phalanx.launch.job.start import Starter
-from phalanx.launch.job.terminal import fit_terminal
 from phalanx.launch.process import environment
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
+from phalanx.launch.reports.log_tail import last_lines
+from phalanx.launch.reports.report import describe_exit, render_hang
+from phalanx.launch.reports.root_cause import ProcessExit, is_consequence
+from phalanx.launch.reports.terminal import fit_terminal
 from phalanx.launch.request.topology import Process
 from phalanx.launch.slow.goodput import Goodput
 from phalanx.launch.slow.stragglers import Losses

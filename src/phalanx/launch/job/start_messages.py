@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from phalanx.launch.job import attempt_resources, report
+from phalanx.launch.job import attempt_resources
 from phalanx.launch.job.console import Console
 from phalanx.launch.process import environment
+from phalanx.launch.reports import report
 from phalanx.launch.request import preflight
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options

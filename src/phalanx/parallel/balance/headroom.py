@@ -1,6 +1,6 @@
 """`Headroom`: how many replicas or samples a rank's memory holds.
 
-Another replica costs partial sums of the gradients (`parallel/data/replica_sums`), another sample its activations. Both
+Another replica costs partial sums of the gradients (`replicas.replica_sums`), another sample its activations. Both
 are compared with what this process may still take: the limit of its control group, RLIMIT_AS, the host's free memory,
 or that of the GPU.
 """
@@ -20,7 +20,7 @@ from phalanx.cluster.cgroup import ControlGroups
 from phalanx.cluster.host_memory import available_bytes, process_memory
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
-from phalanx.parallel.data.replica_sums import PartialSums
+from phalanx.parallel.data.replicas.replica_sums import PartialSums
 
 RESERVED_FRACTION = 0.1
 """Part of the free memory that is left alone."""

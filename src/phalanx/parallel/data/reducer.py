@@ -51,7 +51,7 @@ from phalanx.parallel.data.bucket_buffers import (
 from phalanx.parallel.data.bucket_copies import put_buffers, put_gradient, take_back
 from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, reduction_for
 from phalanx.parallel.data.reduction_errors import check_overflow, label_of, peer_lost
-from phalanx.parallel.data.replica_round import ReplicaRound, gradient_group
+from phalanx.parallel.data.replicas.replica_round import ReplicaRound, gradient_group
 from phalanx.parallel.data.running_reducers import RunningReducers, check_no_graph
 from phalanx.parallel.data.sample_weights import sample_weight_hook
 from phalanx.parallel.data.unused_parameters import UnusedParameters

@@ -19,7 +19,7 @@ from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.replica_mean import mean_of_replica, watch_mean
+from phalanx.parallel.data.replicas.replica_mean import mean_of_replica, watch_mean
 from phalanx.parallel.session import list_applied, session
 from phalanx.plan.mesh import is_sum_of_ranks
 

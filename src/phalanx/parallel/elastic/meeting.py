@@ -17,7 +17,7 @@ from phalanx.comm.elastic.membership import MembershipClient
 from phalanx.comm.groups import name_axes
 from phalanx.comm.waits.timeouts import collective_timeout
 from phalanx.errors import PeerLostError
-from phalanx.parallel.data.replica_round import gradient_group
+from phalanx.parallel.data.replicas.replica_round import gradient_group
 from phalanx.parallel.elastic.peer_state import receive_state, send_state
 from phalanx.parallel.elastic.progress import Agreement, MemberProgress
 from phalanx.parallel.session import session

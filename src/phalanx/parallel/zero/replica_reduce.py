@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.groups import Group
-from phalanx.parallel.data.replica_reduction import ReplicaReduction
-from phalanx.parallel.data.replica_sums import PartialSums, scatter_sums
+from phalanx.parallel.data.replicas.replica_reduction import ReplicaReduction
+from phalanx.parallel.data.replicas.replica_sums import PartialSums, scatter_sums
 
 
 def add_up_replicas(model: nn.Module, replicas: Replicas, *, moves: bool) -> None:

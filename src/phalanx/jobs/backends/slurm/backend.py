@@ -26,7 +26,7 @@ from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.slurm import states as slurm_states
 from phalanx.jobs.models import Cause, Failure
 from phalanx.jobs.spec import TrainingJob
-from phalanx.launch.job.log_tail import last_lines
+from phalanx.launch.reports.log_tail import last_lines
 
 SNAPSHOT_S = 2.0
 """How long the output of squeue is reused: one call serves all jobs of a step of the controller."""

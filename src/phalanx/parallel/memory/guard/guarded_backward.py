@@ -26,10 +26,7 @@ _guards: weakref.WeakSet[MemoryGuard] = weakref.WeakSet()
 
 _NOT_UNDONE = (
     "phalanx.parallel.data.reducer",
-    "phalanx.parallel.data.accumulated_gradients",
-    "phalanx.parallel.data.replica_round",
-    "phalanx.parallel.data.replica_reduction",
-    "phalanx.parallel.data.replica_sums",
+    "phalanx.parallel.data.replicas",
     "phalanx.parallel.zero",
     "phalanx.comm",
     "torch.distributed",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import phalanx.comm.context as context_of
 from phalanx.comm.context import Context
 from phalanx.errors import DataError
-from phalanx.parallel.data.replica_sums import adds_up_in_tree
+from phalanx.parallel.data.replicas.replica_sums import adds_up_in_tree
 from phalanx.parallel.session import accumulation_of, applied_to, list_applied, session
 from phalanx.plan.mesh import Position
 from phalanx.plan.rules.mesh import CONTEXT_AXIS

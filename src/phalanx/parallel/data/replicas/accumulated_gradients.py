@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel.data.round_buffers import Buffers, write_buffers
+from phalanx.parallel.data.replicas.round_buffers import Buffers, write_buffers
 
 
 class RoundTotal:

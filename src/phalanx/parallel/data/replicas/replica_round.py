@@ -22,12 +22,12 @@ from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group, group_of
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.accumulated_gradients import ReplicaGradients, RoundTotal
 from phalanx.parallel.data.bucket_buffers import Bucket
 from phalanx.parallel.data.grad_reduction import PendingReduction
-from phalanx.parallel.data.replica_mean import MeanScale, multiply_gradients
-from phalanx.parallel.data.replica_reduction import ReplicaReduction
-from phalanx.parallel.data.round_buffers import RoundBuffers, copy_buffers
+from phalanx.parallel.data.replicas.accumulated_gradients import ReplicaGradients, RoundTotal
+from phalanx.parallel.data.replicas.replica_mean import MeanScale, multiply_gradients
+from phalanx.parallel.data.replicas.replica_reduction import ReplicaReduction
+from phalanx.parallel.data.replicas.round_buffers import RoundBuffers, copy_buffers
 
 if TYPE_CHECKING:
     from phalanx.parallel.elastic.recovery import ElasticRecovery

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
-from phalanx.launch.elastic.job_key import Address, JobKey, parse_address
+from phalanx.launch.elastic.nodes.job_key import Address, JobKey, parse_address
 
 logger = logging.getLogger("phalanx.launch")
 

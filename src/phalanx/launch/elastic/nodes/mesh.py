@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.launch.elastic.channel import MemberChannel
-from phalanx.launch.elastic.handshake import Handshake, Handshakes
-from phalanx.launch.elastic.job_key import Address, JobKey
+from phalanx.launch.elastic.nodes.handshake import Handshake, Handshakes
+from phalanx.launch.elastic.nodes.job_key import Address, JobKey
 
 BEAT_S = 0.5
 LOST_AFTER_S = 6.0

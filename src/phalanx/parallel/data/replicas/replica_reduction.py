@@ -14,7 +14,13 @@ from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group
 from phalanx.parallel.data.grad_reduction import PendingReduction
-from phalanx.parallel.data.replica_sums import PartialSums, adds_up_in_tree, exchange_sums, is_one_branch_each, wide
+from phalanx.parallel.data.replicas.replica_sums import (
+    PartialSums,
+    adds_up_in_tree,
+    exchange_sums,
+    is_one_branch_each,
+    wide,
+)
 
 
 class ReplicaReduction:

@@ -22,7 +22,7 @@ from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.groups import Group
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.replica_reduction import ReplicaReduction
+from phalanx.parallel.data.replicas.replica_reduction import ReplicaReduction
 
 _MARK = "phalanx.replica_mean"
 """Key in the metadata of the graph node of a mean."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.elastic.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.node_group import NodeGroup
 
 UNDER_WAY_S = 5.0
 """For how long nobody asks again for a look that is not complete."""

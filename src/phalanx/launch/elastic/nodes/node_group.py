@@ -17,10 +17,10 @@ from typing import Any
 from phalanx.cluster.view import View
 from phalanx.launch.elastic import picture
 from phalanx.launch.elastic.channel import UNREADABLE
-from phalanx.launch.elastic.consensus import BallotNumber, ViewBallot, ViewVote, is_quorum
-from phalanx.launch.elastic.job_key import parse_address
 from phalanx.launch.elastic.membership import Membership
-from phalanx.launch.elastic.mesh import NodeMesh
+from phalanx.launch.elastic.nodes.consensus import BallotNumber, ViewBallot, ViewVote, is_quorum
+from phalanx.launch.elastic.nodes.job_key import parse_address
+from phalanx.launch.elastic.nodes.mesh import NodeMesh
 
 logger = logging.getLogger("phalanx.launch")
 

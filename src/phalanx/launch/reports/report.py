@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from phalanx.i18n import Labels, tr
 from phalanx.launch.hang.verdict import Verdict
-from phalanx.launch.job.root_cause import ProcessExit
-from phalanx.launch.job.terminal import terminal_width, wrap_line
 from phalanx.launch.process.source_files import path_for_user
+from phalanx.launch.reports.root_cause import ProcessExit
+from phalanx.launch.reports.terminal import terminal_width, wrap_line
 
 _SIGNALS: Labels = {
     "SIGKILL": ("killed from outside without warning, often by the kernel's out-of-memory killer (see dmesg)"),
