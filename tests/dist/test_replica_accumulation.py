@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import phalanx as px
 from dist.test_logical_replicas import Noisy, Transformer, adamw, digest, error_of, sgd
+from fake_launcher import FakeLauncher
 from phalanx.strategy import DistributedStrategy
 from ranks import run_ranks
 
@@ -229,3 +230,16 @@ def test_a_loop_that_cannot_be_followed_is_an_error(name: str, part: str) -> Non
 
 def test_an_epoch_that_updates_do_not_divide_is_an_error_on_as_many_ranks_as_replicas_too() -> None:
     assert "and an epoch has 6" in run_ranks(refusal, 4, "indivisible")[0]
+
+
+def refusal_where_ranks_may_leave() -> str:
+    net, x, y = small()
+    optimizer = sgd(net)
+    net, optimizer, loader = px.distribute(net, optimizer, TensorDataset(x, y), global_batch=GLOBAL)
+    return error_of(lambda: accumulate(net, optimizer, loader, 2))
+
+
+def test_accumulating_where_ranks_may_leave_and_join_is_an_error() -> None:
+    job = FakeLauncher(refusal_where_ranks_may_leave, members=2, env={"PHALANX_REPLICAS": str(REPLICAS)})
+    for error in job.run().values():
+        assert "was called after 2 batches where ranks may leave and join" in error
