@@ -258,7 +258,7 @@ class Reducer:
     def _open(self) -> None:
         require_still_frozen(self._frozen)
         if self._round is not None:
-            self._round.begin_backward()
+            self._round.begin_backward(self._has_accumulated)
         self._running = True
         self._next = 0
         for bucket in self._buckets:
@@ -267,6 +267,11 @@ class Reducer:
             bucket.pending = len(bucket.gradients)
             for gradient in bucket.gradients:
                 gradient.touched = False
+
+    def _has_accumulated(self) -> bool:
+        """Return whether parameters may have gradients of earlier backward passes; torch keeps those that it shards."""
+        gradients = (gradient for bucket in self._buckets for gradient in bucket.gradients)
+        return not self.has_gradients or any(gradient.param.grad is not None for gradient in gradients)
 
     def _on_end(self) -> None:
         # The first to end finishes all: none issues a bucket before those in front of it have issued theirs.

@@ -233,8 +233,11 @@ class ReplicaRound:
         for param in model.parameters():
             param.grad = None
 
-    def begin_backward(self) -> None:
-        """Check that the replicas come one after the other.
+    def begin_backward(self, has_accumulated: Callable[[], bool]) -> None:
+        """Check that the replicas come one after the other, and put gradients of earlier batches aside.
+
+        Args:
+            has_accumulated: Returns whether there may be such gradients: to look at a whole model takes its time.
 
         Raises:
             ConfigError: If the loop has no batch, or makes two backward passes of a model for one, or one of more than
@@ -257,9 +260,7 @@ class ReplicaRound:
         replicas.begin_backward()
         self._has_begun = True
         if not self.is_shared:
-            model = self._model()
-            if model is not None and not (self._has_unreduced or self._has_micro_batches or replicas.is_elastic):
-                self._total.take(model)
+            self._put_aside(has_accumulated)
             return
         local, current = self._replicas.local, self._replicas.current
         following = local[len(self._finished)] if len(self._finished) < len(local) else None
@@ -280,6 +281,16 @@ class ReplicaRound:
             f"replicas {', '.join(map(str, local))} in turn. Call backward once for each batch (add losses "
             "first), or start as many ranks as there are replicas."
         )
+
+    def _put_aside(self, has_accumulated: Callable[[], bool]) -> None:
+        """Put reduced gradients of earlier batches aside, which the pass that runs would be added to."""
+        model = self._model()
+        if model is None or self._has_unreduced or self._has_micro_batches or self._replicas.is_elastic:
+            return
+        if has_accumulated():
+            self._total.take(model)
+        else:
+            self._total.clear()  # of a pass that raised
 
     def send(self, index: int, bucket: Bucket) -> PendingReduction | None:
         """Begin to add up a bucket over all replicas; None if it is put aside. Collective for the last replica."""
