@@ -320,6 +320,13 @@ def test_a_budget_below_one_row_is_an_error(table_of: Make) -> None:
         table_of(replace(PLAIN, max_bytes=47))
 
 
+def test_numbers_that_no_machine_counts_to_are_errors(table_of: Make) -> None:
+    with pytest.raises(ValueError, match="less than 9223372036854775808"):
+        table_of(replace(PLAIN, max_bytes=2**70))
+    with pytest.raises(ValueError, match="less than 2147483648"):
+        table_of(replace(PLAIN, entry=ShowClick(unseen_days=2**70)))
+
+
 def test_columns_of_another_table_are_refused(table_of: Make) -> None:
     table = table_of(PLAIN)
     table.push(KEYS, ones(5))

@@ -45,7 +45,7 @@ class ShowClick:
     click_weight: Rate = 1.0
     decay: Annotated[float, Field(gt=0, le=1)] = 0.98
     drop_below: Rate = 0.8
-    unseen_days: Annotated[int, Field(ge=1)] = 30
+    unseen_days: Annotated[int, Field(ge=1, lt=2**31)] = 30
     kind: Literal["show_click"] = "show_click"
 
 
@@ -94,7 +94,7 @@ class TableSpec:
     entry: EntryPolicy | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    max_bytes: Annotated[int, Field(gt=0)] | None = None
+    max_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
     """Hard budget for the rows of one server; the least recently trained rows go first. No limit when None."""
 
     dense: int | None = None
