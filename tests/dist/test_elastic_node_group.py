@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from phalanx.cluster.view import View
-from phalanx.launch.elastic import handshake, node_group
 from phalanx.launch.elastic.membership import Membership, SizeLimits
+from phalanx.launch.elastic.nodes import handshake, node_group
 from phalanx.launch.elastic.nodes import mesh as mesh_module
 from phalanx.launch.elastic.nodes.job_key import JobKey
 from phalanx.launch.elastic.nodes.mesh import NodeMesh

@@ -137,7 +137,7 @@ def test_the_next_run_keeps_the_logs_of_the_one_before(run: Launch) -> None:
     assert re.search(
         r"^INFO\|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\|(other\.py|" + path + r")\|1\|second$", done.out, re.MULTILINE
     )
-    assert re.search(r"^INFO\|[^|]+\|/.+/launcher\.py\|\d+\|OMP_NUM_THREADS", done.out, re.MULTILINE)
+    assert re.search(r"^INFO\|[^|]+\|/.+/start_messages\.py\|\d+\|OMP_NUM_THREADS", done.out, re.MULTILINE)
 
 
 def test_without_n_one_process_starts_and_that_is_said(run: Launch) -> None:
