@@ -248,4 +248,5 @@ def test_what_changes_between_two_looks_is_work() -> None:
     before, now = waiting(0), rank(0, ALL_REDUCE, 8, (call(8),))
     assert settled(before, before) == before
     assert settled(before, now).calls == ()
+    assert settled(before, rank(0, ALL_REDUCE, 8, (call(7),))).calls == ()
     assert judge([settled(before, now), settled(waiting(1), rank(1, ALL_REDUCE, 8, (call(8),)))]) is None

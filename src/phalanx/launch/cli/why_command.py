@@ -19,8 +19,8 @@ from phalanx.launch.hang.verdict import Verdict, judge
 from phalanx.launch.job import registry
 from phalanx.launch.reports.terminal import fit_terminal
 
-_BETWEEN_S = 1.0
-"""Between two looks: who does the same in both, waits."""
+_BETWEEN_S = 1.5
+"""Between two looks: who does the same in both, waits. A rank tells its calls once a second, so it did in between."""
 
 
 @click.command(name="why")
@@ -93,7 +93,8 @@ def _title(process: dict[str, Any]) -> str:
 def settled(before: Observation, now: Observation) -> Observation:
     """Return the second of two looks; what changed since the first is taken for work, not for a wait."""
     same_calls = {call.number for call in now.calls} & {call.number for call in before.calls}
-    if now.location.frames == before.location.frames and (same_calls or not now.calls):
+    has_moved = now.activity and before.activity and now.activity.progress != before.activity.progress
+    if now.location.frames == before.location.frames and (same_calls or not now.calls) and not has_moved:
         return now
     activity = None if now.activity is None else replace(now.activity, calls=())
     location = now.location if now.location.kind == "unknown" else replace(now.location, kind="code")
