@@ -121,7 +121,8 @@ class TrainStep:
         self._forward = self._compute
         self._update: Callable[[], Any] = optimizer.step
         if compiled:
-            self._forward = torch.compile(self._compute, backend=self._forward_graphs)
+            dynamic = False if applied is not None and applied.plan.step.replicas else None  # as the model
+            self._forward = torch.compile(self._compute, backend=self._forward_graphs, dynamic=dynamic)
             keep_out_of_graph(optimizer)
             keep_update_out_of_graph(optimizer)
             self._update = torch.compile(optimizer.step, backend=self._update_graphs)
