@@ -25,15 +25,15 @@ class Requirement:
     scarce: int
     """Below this many jobs fail: every start warns."""
 
-    wanted: int
+    recommended: int
     """Below this large jobs may fail: `phalanx doctor` warns."""
 
 
 # A container has 64 MB of shared memory unless told otherwise, in which batches of loader workers may not fit.
-NEEDS_SHARED_MEMORY = Requirement(needed=1 << 20, scarce=256 << 20, wanted=1 << 30)
-NEEDS_OPEN_FILES = Requirement(needed=256, scarce=1024, wanted=4096)
-NEEDS_MEMORY = Requirement(needed=0, scarce=256 << 20, wanted=2 << 30)
-NEEDS_DISK = Requirement(needed=64 << 20, scarce=0, wanted=5 << 30)
+NEEDS_SHARED_MEMORY = Requirement(needed=1 << 20, scarce=256 << 20, recommended=1 << 30)
+NEEDS_OPEN_FILES = Requirement(needed=256, scarce=1024, recommended=4096)
+NEEDS_MEMORY = Requirement(needed=0, scarce=256 << 20, recommended=2 << 30)
+NEEDS_DISK = Requirement(needed=64 << 20, scarce=0, recommended=5 << 30)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

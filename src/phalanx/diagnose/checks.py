@@ -92,7 +92,7 @@ def shared_memory(total: int | None, free: int) -> Check:
         advice = "Mount a tmpfs at /dev/shm: processes of Python, loader workers among them, keep semaphores there."
         return Check(name="/dev/shm", state="failed", observed="absent", advice=advice)
     observed = f"{format_bytes(free)} free of {format_bytes(total)}"
-    if free < NEEDS_SHARED_MEMORY.wanted:
+    if free < NEEDS_SHARED_MEMORY.recommended:
         state: State = "failed" if free < NEEDS_SHARED_MEMORY.needed else "warning"
         advice = (
             "Give the container more (docker run --shm-size=8g; an emptyDir of medium Memory), or remove old files. "
@@ -105,7 +105,7 @@ def shared_memory(total: int | None, free: int) -> Check:
 def open_files(soft: int, hard: int) -> Check:
     """Judge the limit of open files of a process."""
     observed = f"{soft} (can be raised to {hard})"
-    if soft < NEEDS_OPEN_FILES.wanted:
+    if soft < NEEDS_OPEN_FILES.recommended:
         state: State = "failed" if soft < NEEDS_OPEN_FILES.needed else "warning"
         return Check(
             name="open files", state=state, observed=observed, advice=f"Run: ulimit -n {min(hard, OPEN_FILES_ADVISED)}"

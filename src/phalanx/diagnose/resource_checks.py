@@ -31,7 +31,7 @@ def memory_limit(limits: HostLimits, memory: int) -> Check:
     total = memory if limits.memory_limit is None else min(memory, limits.memory_limit)
     where = "no limit" if limits.memory_limit is None else f"limit, {format_bytes(limits.memory_used)} used"
     observed, free = f"{format_bytes(total)}, {where}", total - limits.memory_used
-    if free < NEEDS_MEMORY.wanted:
+    if free < NEEDS_MEMORY.recommended:
         advice = (
             f"{format_bytes(max(0, free))} are left; whoever takes more is killed with SIGKILL. Give the container "
             "more (docker run --memory, resources.limits.memory), or end what else runs in it."
@@ -43,7 +43,7 @@ def memory_limit(limits: HostLimits, memory: int) -> Check:
 def disk(folder: str, free: int) -> Check:
     """Judge the room where logs and checkpoints of a job started here go."""
     observed = f"{format_bytes(free)} free in {folder}"
-    if free < NEEDS_DISK.wanted:
+    if free < NEEDS_DISK.recommended:
         state: State = "failed" if free < NEEDS_DISK.needed else "warning"
         advice = "Make room, or name another place: --log_dir, and the folder given to px.save."
         return Check(name="disk", state=state, observed=observed, advice=advice)

@@ -177,9 +177,8 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
         keep = [rule.match for rule in plan.modules if rule.match and rule.dtype == "float32"]
         apply_precision(model, whole.dtype, pure=whole.pure, keep=keep)
     if plan.step.compiled and not _has_stages(plan):  # else each stage is compiled
-        # In place, so that the module and its state_dict keys stay as they were. Once a shape has changed, torch takes
-        # one graph for all, with other bits than before: with replicas each shape has its own, whatever came before.
-        model.compile(dynamic=False if plan.step.replicas else None)
+        # In place, so that the module and its state_dict keys stay as they were.
+        model.compile(dynamic=plan.step.dynamic_shapes)
 
 
 def _has_stages(plan: Plan) -> bool:

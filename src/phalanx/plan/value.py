@@ -297,6 +297,15 @@ class Step(Value):
     replica_threads: PositiveInt = 1
     """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
 
+    @property
+    def dynamic_shapes(self) -> bool | None:
+        """Return `dynamic` for torch.compile.
+
+        Once a shape has changed, torch takes one graph for all, with other bits than before: with replicas each shape
+        has its own, whatever came before.
+        """
+        return False if self.replicas else None
+
 
 class Reason(Value):
     """Why the Plan says what it says: the setting or finding, and what follows from it."""

@@ -314,7 +314,7 @@ class PipelineEngine:
             for body in self._bodies[mode]:
                 self._lower_precision(body)
                 if self._plan.step.compiled:
-                    body.compile(dynamic=False if self._plan.step.replicas else None)
+                    body.compile(dynamic=self._plan.step.dynamic_shapes)
         pairs = zip(self._bodies[mode], mine, strict=True)
         return [StageModule(body, stage, self._inputs_of, self._streams) for body, stage in pairs]
 

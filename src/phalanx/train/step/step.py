@@ -121,7 +121,7 @@ class TrainStep:
         self._forward = self._compute
         self._update: Callable[[], Any] = optimizer.step
         if compiled:
-            dynamic = False if applied is not None and applied.plan.step.replicas else None  # as the model
+            dynamic = None if applied is None else applied.plan.step.dynamic_shapes
             self._forward = torch.compile(self._compute, backend=self._forward_graphs, dynamic=dynamic)
             keep_out_of_graph(optimizer)
             keep_update_out_of_graph(optimizer)
