@@ -45,7 +45,7 @@ with atheris.instrument_imports(include=["phalanx"]):
     from phalanx.cluster.rendezvous import Announcement
     from phalanx.data.ctr.slots import SlotSchema, parse_slots
     from phalanx.errors import ConfigError, DataError, PlanError, RoleError, SpecError
-    from phalanx.jobs.spec_file import read as read_job
+    from phalanx.jobs.spec.file import read as read_job
     from phalanx.plan.files import load_plan
     from phalanx.ps.snapshot.records import read_records
     from phalanx.ps.wire import frame

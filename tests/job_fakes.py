@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.errors import SpecError
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Actor
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 OWNER = Actor("root", owner=True)
 

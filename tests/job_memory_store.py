@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.errors import NotFoundError, StateError
 from phalanx.jobs.models import Attempt, Event, Failure, Job, JobState, may_follow
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 
 class MemoryStore:

@@ -14,7 +14,7 @@ from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.local import NODE
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 DDP = """
 import os, sys

@@ -19,7 +19,7 @@ from phalanx.jobs.backend_registry import Backends
 from phalanx.jobs.models import Actor, Failure, Job, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 from phalanx.ui.console import add_console
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.paths import attempt_folder
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 SCRIPT = r"""
 folder=$1; node=$3

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from launching import BIN, launch
 from phalanx.cluster.calibration.figures import BACKENDS, LAYER_KINDS, Kind, Measured, Rates, Sharding, read_measured
-from phalanx.diagnose.calibrate import combine_rates, rank_counts, table
-from phalanx.diagnose.calibrate import command as calibrate
+from phalanx.diagnose.calibrate.command import combine_rates, rank_counts, table
+from phalanx.diagnose.calibrate.command import command as calibrate
 from phalanx.errors import BackendError
 
 pytestmark = pytest.mark.dist

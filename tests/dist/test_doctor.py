@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from phalanx.diagnose.doctor import doctor
-from phalanx.diagnose.facts import all_reduce_between_threads
+from phalanx.diagnose.doctor.command import doctor
+from phalanx.diagnose.doctor.facts import all_reduce_between_threads
 
 pytestmark = pytest.mark.dist
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from launching import BIN, launch
 from namespaces import ADDRESSES, need_mount_namespaces, two_hosts, with_shared_memory
-from phalanx.diagnose.nodes import MeetingOptions, NodeMeeting
-from phalanx.diagnose.probe import ProbeServer, measure
+from phalanx.diagnose.doctor.nodes import MeetingOptions, NodeMeeting
+from phalanx.diagnose.doctor.probe import ProbeServer, measure
 from phalanx.errors import ConfigError, LaunchError
 from phalanx.launch.request import preflight
 
@@ -133,7 +133,7 @@ import sys, time
 ahead = float(sys.argv[1])
 real = time.time
 time.time = lambda: real() + ahead
-from phalanx.diagnose.probe import ProbeServer
+from phalanx.diagnose.doctor.probe import ProbeServer
 print(ProbeServer("127.0.0.1").port, flush=True)
 sys.stdin.read()
 """

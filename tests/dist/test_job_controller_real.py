@@ -15,7 +15,7 @@ from phalanx.jobs.control.controller import JobController
 from phalanx.jobs.models import Actor, Cause, Job, JobState
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.dist

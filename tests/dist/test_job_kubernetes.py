@@ -19,7 +19,7 @@ from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.kubernetes.backend import Kubernetes
 from phalanx.jobs.models import Cause
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,7 @@ from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.slurm.backend import Slurm
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from slurm_cluster import SlurmCluster, require_slurm
 
 pytestmark = pytest.mark.dist

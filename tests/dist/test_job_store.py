@@ -16,7 +16,7 @@ from cryptography.fernet import Fernet
 import postgres as postgresql
 from phalanx.errors import AccessError, ConfigError, NotFoundError, StateError
 from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase, tables, upgrade
 
 pytestmark = pytest.mark.dist

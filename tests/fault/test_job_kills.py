@@ -20,7 +20,7 @@ from phalanx.jobs.control.controller import LEASE, LEASE_S, JobController
 from phalanx.jobs.models import Job, JobState
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.database import now
 

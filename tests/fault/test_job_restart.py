@@ -17,7 +17,7 @@ from phalanx.jobs.connect import open_jobs
 from phalanx.jobs.control.controller import ensure_controller
 from phalanx.jobs.models import Actor, Cause, JobState
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.fault

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fault
 WRITER = """
 import sys
 from pathlib import Path
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.models import JobState
 from phalanx.jobs.store import JobDatabase
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from phalanx.diagnose.calibrate_operators import LONG_S, SAMPLES, BenchmarkTimer, median_grid, points
+from phalanx.diagnose.calibrate.operators import LONG_S, SAMPLES, BenchmarkTimer, median_grid, points
 
 
 def test_a_disturbed_round_does_not_count() -> None:

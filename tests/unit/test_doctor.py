@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 from phalanx.cluster.cgroup import ControlGroups
 from phalanx.cluster.host_limits import HostLimits
-from phalanx.diagnose import checks, facts, job_checks, resource_checks
-from phalanx.diagnose.checks import Check
-from phalanx.diagnose.doctor import doctor
-from phalanx.diagnose.nodes import JobReport, NodeReport
-from phalanx.diagnose.probe import LinkQuality
+from phalanx.diagnose.doctor import checks, facts, job_checks, resource_checks
+from phalanx.diagnose.doctor.checks import Check
+from phalanx.diagnose.doctor.command import doctor
+from phalanx.diagnose.doctor.nodes import JobReport, NodeReport
+from phalanx.diagnose.doctor.probe import LinkQuality
 from phalanx.launch.request import preflight
 from phalanx.launch.request.preflight import warnings
 

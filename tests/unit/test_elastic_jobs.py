@@ -14,8 +14,8 @@ from phalanx.jobs.attempt.files import ExitRecord, deciding_records
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.kubernetes import manifests
 from phalanx.jobs.backends.slurm.backend import Slurm
-from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import read
+from phalanx.jobs.spec.file import read
+from phalanx.jobs.spec.training_job import TrainingJob
 
 JOB = "name: demo\ncommand: python train.py\n"
 

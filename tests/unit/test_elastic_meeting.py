@@ -149,8 +149,8 @@ def test_a_launcher_that_takes_the_place_of_one_is_not_part_of_what_that_one_beg
     old = {**offer_of(1).to_json(), "store_port": 1234}
     meeting.mesh.on_message(0, {"form": [offer_of(0).to_json(), old]})
     assert not meeting.offers
-    meeting.mesh.on_message(0, {"picture": {"view": None}})
-    assert not meeting.picture
+    meeting.mesh.on_message(0, {"state": {"view": None}})
+    assert not meeting.remote_state
 
 
 def test_another_secret_is_what_both_nodes_name(meetings: Meetings, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,11 +177,11 @@ def test_another_secret_is_what_both_nodes_name(meetings: Meetings, caplog: pyte
     ]
 
 
-@pytest.mark.parametrize("message", [{"picture": {}}, {"picture": 3}, {"form": None}, {"form": [], "x": 1}, {}])
+@pytest.mark.parametrize("message", [{"state": {}}, {"state": 3}, {"form": None}, {"form": [], "x": 1}, {}])
 def test_what_is_no_message_of_this_version_does_not_end_the_meeting(
     meetings: Meetings, message: dict[str, Any]
 ) -> None:
     meeting = meetings.meeting(1)
     meeting.mesh.on_message(0, message)
     assert not meeting.offers
-    assert not meeting.picture
+    assert not meeting.remote_state

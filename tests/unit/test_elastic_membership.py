@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster.view import Member, View
-from phalanx.launch.elastic import picture
+from phalanx.launch.elastic import membership_state
 from phalanx.launch.elastic.budget import WINDOW_S, RestartBudget
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 
@@ -252,7 +252,7 @@ def test_a_node_that_missed_a_change_of_the_size_learns_it_and_its_older_one_doe
         scale(membership, 1)
     scale(ahead, 2)
     for source, target in ((behind, ahead), (ahead, behind)):
-        picture.merge(target, json.loads(json.dumps(picture.to_json(source))))
+        membership_state.merge(target, json.loads(json.dumps(membership_state.to_json(source))))
     assert behind.targets == ahead.targets == {0: 2}
     assert list(behind.departures) == list(ahead.departures) == ["n0.2"]
     scale(behind, 3)

@@ -8,7 +8,7 @@ import pytest
 
 from known_configs import Known
 from phalanx.jobs.service.resolve import resolve
-from phalanx.jobs.spec_file import read
+from phalanx.jobs.spec.file import read
 
 JOBS = Path(__file__).parents[2] / "examples" / "jobs"
 

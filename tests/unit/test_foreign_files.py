@@ -30,8 +30,8 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import metrics
 from phalanx.jobs.attempt.files import read_exit_record, read_spec
 from phalanx.jobs.node.exit_reason import failure
-from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import read as read_job
+from phalanx.jobs.spec.file import read as read_job
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.launch.job.logs import ENDED
 from phalanx.plan.files import load_plan, non_defaults
 from phalanx.plan.value import Axis, OnRanks, ParamRule, Plan, Shard

@@ -24,11 +24,11 @@ from phalanx.data.ctr.slots import SlotSchema, parse_slots
 from phalanx.errors import ClosedError, ConfigError, InternalError, LaunchError, PeerLostError, PhalanxError, RoleError
 from phalanx.launch.elastic.channel import UNREADABLE
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.nodes.looks import NodeLooks
 from phalanx.launch.elastic.nodes.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.probes import NodeProbes
 from phalanx.launch.hang.locations import Location
-from phalanx.launch.hang.looks import look_to_json
 from phalanx.launch.hang.observe import Observation
+from phalanx.launch.hang.probes import probe_to_json
 from phalanx.launch.hang.stacks import Frame
 from phalanx.launch.hang.watch import HangNews, HangSettings, HangWatch
 from phalanx.launch.process import wire
@@ -184,7 +184,7 @@ def seen(rank: int, **more: Any) -> dict[str, Any]:
     rank_seen = Observation(
         **{"title": f"rank {rank}", "role": "worker", "pid": 1, "at": time.monotonic(), **values, **more}
     )
-    return look_to_json([rank_seen], 1.0)
+    return probe_to_json([rank_seen], 1.0)
 
 
 LOOK = json.loads(json.dumps([seen(0), seen(1, is_stopped=True)]))
@@ -193,17 +193,17 @@ LOOK = json.loads(json.dumps([seen(0), seen(1, is_stopped=True)]))
 class Launchers:
     """Those of other hosts."""
 
-    def ask_for_look(self) -> None:
+    def request_probe(self) -> None:
         """Nothing: what they saw comes anyway."""
 
-    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
+    def publish_probe(self, number: int, observed: dict[str, Any]) -> None:
         """Nothing: they do not read it."""
 
 
 def report(everywhere: list[dict[str, Any]]) -> HangNews | None:
     watch = HangWatch(HangSettings(after_s=1.0, timeout_s=0.0), Launchers())
-    watch.receive_look({"look": 1, "everywhere": everywhere})
-    watch._join_looks(Launchers(), [], [])
+    watch.receive_probe({"probe": 1, "everywhere": everywhere})
+    watch._join_probes(Launchers(), [], [])
     return watch.take()
 
 
@@ -224,26 +224,26 @@ def test_what_another_launcher_saw_is_a_report_that_can_be_shown_or_nothing(ever
 
 @broken
 @given(
-    message=broken_json({"look": {"number": 1, "epoch": 0}})
+    message=broken_json({"probe": {"number": 1, "epoch": 0}})
     | broken_json({"observed": {"number": 1, "epoch": 0, "seen": LOOK[0]}}),
 )
 def test_a_look_that_another_launcher_asks_for_or_answers_in_an_odd_way(message: Any) -> None:
     """Later looks are complete: what is odd is left out."""
     views: list[dict[str, Any]] = []
     group = TwoNodes()
-    looks = NodeLooks(cast(NodeGroup, group), views.append)
+    looks = NodeProbes(cast(NodeGroup, group), views.append)
     with suppress(*UNREADABLE):  # which the group logs
-        if "look" in message or "observed" in message:
+        if "probe" in message or "observed" in message:
             looks.take(1, message)
     looks._began_at = float("-inf")  # seconds later
     views.clear()
-    looks.ask_for_look()
+    looks.request_probe()
     looks.update()
-    number = views[-1]["look"]
-    looks.publish_look(number, LOOK[0])
+    number = views[-1]["probe"]
+    looks.publish_probe(number, LOOK[0])
     looks.take(1, {"observed": {"number": number, "epoch": 0, "seen": LOOK[1]}})
     looks.update()
-    assert views[-1] == {"look": number, "everywhere": LOOK}
+    assert views[-1] == {"probe": number, "everywhere": LOOK}
 
 
 class TwoNodes:

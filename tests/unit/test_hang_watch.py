@@ -27,10 +27,10 @@ class Link:
         self.asked = 0
         self.published: list[tuple[int, dict[str, Any]]] = []
 
-    def ask_for_look(self) -> None:
+    def request_probe(self) -> None:
         self.asked += 1
 
-    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
+    def publish_probe(self, number: int, observed: dict[str, Any]) -> None:
         self.published.append((number, observed))
 
 
@@ -56,7 +56,7 @@ def test_a_host_whose_ranks_take_no_part_learns_from_the_others_that_the_job_mak
     watch._tick(1.0)
     assert (link.asked, kinds(watch)) == (1, [])
     everywhere: dict[str, Any] = {"everywhere": []}
-    watch.receive_look(everywhere)
+    watch.receive_probe(everywhere)
     watch._tick(1.0)
     assert kinds(watch) == ["resumed"]
     assert watch._reported is None
@@ -65,8 +65,8 @@ def test_a_host_whose_ranks_take_no_part_learns_from_the_others_that_the_job_mak
 def test_a_host_that_does_not_watch_lets_no_other_wait_for_what_it_sees() -> None:
     link = Link()
     watch = HangWatch(HangSettings(after_s=0.0, timeout_s=0.0), link, "host1")
-    watch.receive_look({"look": 3})
-    watch.receive_look({"look": 3, "everywhere": []})
+    watch.receive_probe({"probe": 3})
+    watch.receive_probe({"probe": 3, "everywhere": []})
     ((number, observed),) = link.published
     assert (number, observed["processes"]) == (3, [])
     assert watch._heard.empty()

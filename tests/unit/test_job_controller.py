@@ -23,7 +23,7 @@ from phalanx.jobs.control.attempt_controller import SUBMIT_S
 from phalanx.jobs.control.controller import LEASE_S, JobController
 from phalanx.jobs.models import Cause, Failure, Job, JobState
 from phalanx.jobs.scheduling.queue import Amount
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 LOST = Failure(Cause.NODE_FAILURE, "node 0 was lost", 0)
 BUG = Failure(Cause.USER_CODE, "rank 0 ended with exit code 1", 0, 0, 1)

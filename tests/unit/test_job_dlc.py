@@ -8,9 +8,9 @@ import logging
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.jobs.dlc import translate
-from phalanx.jobs.spec import Dataset, TrainingJob
-from phalanx.jobs.spec_file import read
+from phalanx.jobs.spec.dlc import translate
+from phalanx.jobs.spec.file import read
+from phalanx.jobs.spec.training_job import Dataset, TrainingJob
 
 REQUEST = {
     "WorkspaceId": "268",

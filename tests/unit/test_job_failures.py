@@ -8,7 +8,7 @@ from phalanx.jobs.attempt.failures import failure_of, hang_failure, lost_node_fa
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status
 from phalanx.jobs.models import Attempt, Cause, Failure, JobState
-from phalanx.jobs.spec import Retries, TrainingJob
+from phalanx.jobs.spec.training_job import Retries, TrainingJob
 
 FAILED = Status(Phase.FAILED)
 

@@ -21,8 +21,8 @@ from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.kubernetes.backend import Kubernetes
 from phalanx.jobs.backends.kubernetes.manifests import HIDDEN, check, hidden, manifests
 from phalanx.jobs.backends.kubernetes.options import merge
-from phalanx.jobs.quantities import as_quantity, to_bytes
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.quantities import as_quantity, to_bytes
+from phalanx.jobs.spec.training_job import TrainingJob
 
 FULL: dict[str, Any] = {
     "name": "mnist",

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.attempt.launch_command import LaunchCommand, Rendezvous, build_command, distinct_hosts, loopback_hosts
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.launch.cli.flags import command
 from phalanx.launch.request import machine, request
 from phalanx.launch.request.machine import Machine

@@ -18,7 +18,7 @@ from phalanx.jobs.models import Cause
 from phalanx.jobs.node import setup as node_setup
 from phalanx.jobs.node.exit_reason import failure
 from phalanx.jobs.node.setup import NodeSetup
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 TORCHRUN = """
 Traceback (most recent call last):

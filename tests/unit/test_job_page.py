@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs import spec
-from phalanx.jobs.spec_file import read
+from phalanx.jobs.spec import training_job as spec
+from phalanx.jobs.spec.file import read
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
 SECTION = PAGE.partition("## The job spec")[2].partition("\n## ")[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.jobs.scheduling.queue import AGEING_S, Amount, RunningJob, WaitingJob, choose, needed_amount, sort_queue
 from phalanx.jobs.scheduling.quotas import Quota
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 MACHINE = Amount(cpu=4000, memory=4096, gpu=2)
 

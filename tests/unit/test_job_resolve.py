@@ -13,8 +13,8 @@ from known_configs import Known
 from phalanx.errors import SpecError
 from phalanx.jobs.service.resolve import resolve
 from phalanx.jobs.sources.remote import RemoteObject
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.spec_file import read
+from phalanx.jobs.spec.file import read
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.routes import routes_of
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 

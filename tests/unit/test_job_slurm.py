@@ -18,7 +18,7 @@ from phalanx.jobs.backends.slurm import backend
 from phalanx.jobs.backends.slurm.backend import Slurm
 from phalanx.jobs.backends.slurm.states import SinfoRow, hosts, read_nodes, why_waiting
 from phalanx.jobs.models import Cause
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 
 class Commands:

@@ -5,9 +5,9 @@ from pydantic import ValidationError
 
 from phalanx.errors import SpecError
 from phalanx.jobs.models import JobState, may_follow
-from phalanx.jobs.quantities import to_bytes, to_seconds
-from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import validate
+from phalanx.jobs.spec.file import validate
+from phalanx.jobs.spec.quantities import to_bytes, to_seconds
+from phalanx.jobs.spec.training_job import TrainingJob
 
 
 def test_amounts_are_read_as_people_write_them():

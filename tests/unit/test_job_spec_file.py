@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.spec_file import read, validate
+from phalanx.jobs.spec.file import read, validate
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 
 MNIST = """
 name: mnist

@@ -37,7 +37,11 @@ _COMMANDS = {
         "command",
         "Find the fastest way to train a script or a described model on a cluster.",
     ),
-    "calibrate": ("phalanx.diagnose.calibrate", "command", "Benchmark this machine; predict and plan use the result."),
+    "calibrate": (
+        "phalanx.diagnose.calibrate.command",
+        "command",
+        "Benchmark this machine; predict and plan use the result.",
+    ),
     "job": ("phalanx.cli.jobs", "job", "Submit and manage training jobs."),
     "workspace": ("phalanx.cli.workspaces", "workspace", "Manage workspaces and their members."),
     "code": ("phalanx.cli.configurations", "code", "Register code sources (git repository or folder) under a name."),
@@ -57,7 +61,7 @@ _COMMANDS = {
         "command",
         "Do a step of a run again from its flight log; say whether its gradients have the same bits.",
     ),
-    "doctor": ("phalanx.diagnose.doctor", "doctor", "Check this machine for what training needs."),
+    "doctor": ("phalanx.diagnose.doctor.command", "doctor", "Check this machine for what training needs."),
 }
 
 _SUGGESTIONS = {

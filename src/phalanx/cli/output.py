@@ -22,7 +22,7 @@ from phalanx.errors import SpecError, did_you_mean
 from phalanx.i18n import language, tr
 from phalanx.jobs.connect import open_jobs
 from phalanx.jobs.protocol import Jobs
-from phalanx.jobs.spec import DEFAULT_WORKSPACE
+from phalanx.jobs.spec.training_job import DEFAULT_WORKSPACE
 from phalanx.ui.i18n import Say, speaker
 
 ALIASES = {"create": "add", "status": "show", "remove": "rm", "delete": "rm", "ls": "list"}

@@ -19,7 +19,7 @@ from phalanx.cli.output import (
 )
 from phalanx.i18n import tr
 from phalanx.jobs.models import MemberRole
-from phalanx.jobs.quantities import to_seconds
+from phalanx.jobs.spec.quantities import to_seconds
 
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)

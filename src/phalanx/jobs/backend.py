@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.jobs.models import Failure
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 
 class Phase(StrEnum):

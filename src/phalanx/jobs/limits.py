@@ -19,10 +19,10 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from phalanx.errors import ConfigError, SpecError
-from phalanx.jobs.addresses import is_local
 from phalanx.jobs.backend_registry import BACKENDS, BackendName, load
 from phalanx.jobs.sources.egress import EgressPolicy, host_rule
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.addresses import is_local
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
 

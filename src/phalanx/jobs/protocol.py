@@ -31,7 +31,7 @@ from phalanx.jobs.models import (
     Workspace,
 )
 from phalanx.jobs.routes import VerbRoute, route
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 
 AttemptNumber = Annotated[int | None, Field(ge=1, le=2**31)]
 Offset = Annotated[int, Field(ge=-(2**53), le=2**53)]

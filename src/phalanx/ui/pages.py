@@ -12,7 +12,7 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from phalanx.jobs.api.streams import LOG_START, stream_log
 from phalanx.jobs.models import Attempt, Job, JobState
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.ui import formatting
 from phalanx.ui.session import ROOT, ConsoleSession, current_session
 from phalanx.units import format_gib, format_length

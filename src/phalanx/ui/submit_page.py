@@ -11,8 +11,8 @@ from fastapi.responses import RedirectResponse, Response
 from pydantic import ValidationError
 
 from phalanx.errors import AccessError, SpecError
-from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import describe_mistake
+from phalanx.jobs.spec.file import describe_mistake
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.ui import form
 from phalanx.ui.field_words import CHINESE
 from phalanx.ui.pages import CurrentSession

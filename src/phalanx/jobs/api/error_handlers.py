@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, PhalanxError, StateError
 from phalanx.jobs.api.auth import TokenError
-from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import describe_mistake
+from phalanx.jobs.spec.file import describe_mistake
+from phalanx.jobs.spec.training_job import TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
 

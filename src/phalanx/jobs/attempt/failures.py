@@ -10,7 +10,7 @@ from dataclasses import replace
 from phalanx.jobs.attempt.files import ExitRecord, all_succeeded
 from phalanx.jobs.backend import Phase, Status
 from phalanx.jobs.models import Attempt, Cause, Failure
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 _OUT_OF_MEMORY = re.compile(
     r"\b(MemoryError|OutOfMemoryError|CUDA out of memory|std::bad_alloc|can't allocate memory|Cannot allocate memory)\b"

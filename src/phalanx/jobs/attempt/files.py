@@ -14,7 +14,7 @@ from phalanx.files import write_atomically
 from phalanx.jobs import paths
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.models import Cause
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 HEARTBEAT_S = 2.0
 """Seconds between two heartbeats of a node."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.command import python_command
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.command import python_command
+from phalanx.jobs.spec.training_job import TrainingJob
 
 PORT = 29400
 """First port of an attempt where each has addresses of its own."""

@@ -30,7 +30,7 @@ from phalanx.jobs.attempt.failures import lost_node_failure, oom_failure
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
 from phalanx.jobs.scheduling.queue import Amount, needed_amount
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.launch.request.machine import Machine
 
 MARK = "PHALANX_JOB_FOLDER"

@@ -18,7 +18,7 @@ from phalanx.jobs.backend import Backend, Phase, Status, Submission
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.models import Attempt, Cause, Event, Failure, Job, JobState
 from phalanx.jobs.paths import attempt_folder
-from phalanx.jobs.spec import TrainingJob, secrets_of
+from phalanx.jobs.spec.training_job import TrainingJob, secrets_of
 from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")

@@ -33,7 +33,7 @@ from phalanx.jobs.models import Failure, Job, JobState
 from phalanx.jobs.scheduling import queue
 from phalanx.jobs.scheduling.queue import Amount, RunningJob, WaitingJob
 from phalanx.jobs.scheduling.quotas import Quotas
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")

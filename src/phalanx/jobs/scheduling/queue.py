@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phalanx.jobs.scheduling.quotas import Quota
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 AGEING_S = 1800.0
 """Seconds of waiting that count as much as one step of priority."""

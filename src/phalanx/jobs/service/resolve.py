@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from phalanx.errors import PhalanxError, SpecError, did_you_mean
 from phalanx.i18n import tr
 from phalanx.jobs.backend_registry import BACKENDS
-from phalanx.jobs.command import PythonCommand, python_command
 from phalanx.jobs.limits import Limits
 from phalanx.jobs.sources import code as codes
 from phalanx.jobs.sources import datasets, mounts
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.spec_file import validate
+from phalanx.jobs.spec.command import PythonCommand, python_command
+from phalanx.jobs.spec.file import validate
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")

@@ -32,7 +32,7 @@ from phalanx.jobs.models import (
     Workspace,
 )
 from phalanx.jobs.protocol import Jobs, NewToken, SecretName, Token
-from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
+from phalanx.jobs.spec.training_job import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.workspaces import no_workspace

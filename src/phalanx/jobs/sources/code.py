@@ -8,10 +8,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.addresses import is_local
 from phalanx.jobs.sources import code_tree, git
 from phalanx.jobs.sources.build_once import build_once, remove
-from phalanx.jobs.spec import Code
+from phalanx.jobs.spec.addresses import is_local
+from phalanx.jobs.spec.training_job import Code
 
 logger = logging.getLogger("phalanx.jobs")
 

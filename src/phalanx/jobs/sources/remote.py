@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import DataError, SpecError
-from phalanx.jobs.addresses import bucket_and_key, inner_path
 from phalanx.jobs.sources.build_once import Progress
 from phalanx.jobs.sources.egress import EgressPolicy
-from phalanx.jobs.spec import Dataset
+from phalanx.jobs.spec.addresses import bucket_and_key, inner_path
+from phalanx.jobs.spec.training_job import Dataset
 
 logger = logging.getLogger("phalanx.jobs")
 

@@ -18,7 +18,7 @@ from phalanx.errors import NotFoundError, StateError
 from phalanx.i18n import tr
 from phalanx.jobs.models import Attempt, Cause, Counts, Event, Failure, Job, JobState, QueueLength, may_follow
 from phalanx.jobs.redact import redact
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 from phalanx.jobs.store.secrets import SecretRecords

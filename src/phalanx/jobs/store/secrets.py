@@ -14,7 +14,7 @@ from sqlalchemy import Connection, and_, delete, insert, select
 from phalanx.errors import ConfigError, NotFoundError
 from phalanx.jobs.models import Job
 from phalanx.jobs.protocol import SecretName
-from phalanx.jobs.spec import secrets_of
+from phalanx.jobs.spec.training_job import secrets_of
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 from phalanx.jobs.store.workspaces import select_workspace

@@ -230,8 +230,8 @@ class ElasticAgent:
             self.rank_host.on_remote_exit(message["exit"]["id"], message["exit"]["how"])
         elif "stop" in message:
             self.rank_host.on_remote_stop(node)
-        elif "look" in message or "observed" in message:
-            self.rank_host.on_look(node, message)
+        elif "probe" in message or "observed" in message:
+            self.rank_host.on_probe(node, message)
         elif "arrive" in message:
             self.scaling.welcome(node, int(message["arrive"]["capacity"]), str(message["arrive"]["store"]))
         else:
@@ -284,10 +284,10 @@ class ElasticAgent:
 
     # Nodes that come and go.
 
-    def join(self, picture: dict[str, Any]) -> None:
+    def join(self, state: dict[str, Any]) -> None:
         """Join a job that runs on other nodes, with as many ranks as this node may have."""
-        self._joiners.next_id = 1 + max((int(i.partition(".")[2]) for i in _ids_of(self.node, picture)), default=-1)
-        self.group.adopt_picture(picture)
+        self._joiners.next_id = 1 + max((int(i.partition(".")[2]) for i in _ids_of(self.node, state)), default=-1)
+        self.group.adopt_state(state)
         self.scaling.arrive()
 
     # Commands.
@@ -311,7 +311,7 @@ class ElasticAgent:
             "epoch": membership.view.epoch,
             "least": membership.limits.least,
             "most": membership.limits.most,
-            "wanted": sum(membership.targets.values()),
+            "target": sum(membership.targets.values()),
             "members": [{**m.to_json(), "rank": rank} for rank, m in enumerate(membership.view.members)],
             "joiners": [membership.members[i].to_json() for i in membership.joiners],
             "events": [event.to_json() for event in self.history.events[-5:]],
@@ -336,6 +336,6 @@ class ElasticAgent:
         return f"rank {view.rank(member_id)} ({member_id}, pid {pid})"
 
 
-def _ids_of(node: int, picture: dict[str, Any]) -> list[str]:
+def _ids_of(node: int, state: dict[str, Any]) -> list[str]:
     """Return every member id that a node has had, as far as others know."""
-    return [member["id"] for member in picture["members"] if member["node"] == node]
+    return [member["id"] for member in state["members"] if member["node"] == node]

@@ -8,7 +8,7 @@ Losses make a view at once. Joins and departures wait until every member has tak
 have one planned change at a time. An unplanned view has the members of the view before without those that are gone.
 
 What happens is kept as sets that only grow, and every method may be called twice: nodes tell each other what happened,
-in any order, and have the same picture in the end. One of them asks for the next view; the others adopt it.
+in any order, and have the same state in the end. One of them asks for the next view; the others adopt it.
 """
 
 from __future__ import annotations

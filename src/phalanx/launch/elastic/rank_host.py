@@ -35,8 +35,8 @@ class RankHost(Protocol):
     def on_remote_exit(self, member_id: str, process_exit: dict[str, Any]) -> None:
         """Take notice of a failure on another node."""
 
-    def on_look(self, node: int, message: dict[str, Any]) -> None:
-        """Take part in a look at the ranks of all nodes."""
+    def on_probe(self, node: int, message: dict[str, Any]) -> None:
+        """Take part in a probe at the ranks of all nodes."""
 
     def on_remote_stop(self, node: int) -> None:
         """Take notice that a person or a scheduler ends the job on another node."""

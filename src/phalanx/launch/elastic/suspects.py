@@ -33,7 +33,7 @@ class _Case:
     until: float
     waited_s: float
     before: ProcessUsage
-    next_look: float
+    next_probe: float
     reporters: set[str] = field(default_factory=set)
 
 
@@ -78,9 +78,9 @@ class Suspects:
             return True, f"is frozen: {state}, while others waited {case.waited_s:.1f} s for it"
         if self._spoke_at.get(case.member.id, 0.0) >= case.since - LONGEST_WATCH_S:
             return False, "waits for another itself"
-        if now < case.next_look:
+        if now < case.next_probe:
             return None
-        watched_s, case.next_look = now - case.since, now + LOOK_S
+        watched_s, case.next_probe = now - case.since, now + LOOK_S
         if work := ProcessUsage.measure(case.member.pid).describe_since(case.before, watched_s):
             return False, work
         if now < case.until:

@@ -1,4 +1,4 @@
-"""`observe`: look at the processes of a job on this host: state, stack, calls under way, data workers."""
+"""`observe`: observe the processes of a job on this host: state, stack, calls under way, data workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """A process to look at."""
+    """A process to observe."""
 
     title: str
     """`rank 1`, `server 0`, ..."""
@@ -47,7 +47,7 @@ class Watched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What one look at a process showed. Times are of the machine's monotonic clock."""
+    """What was observed of a process. Times are of the machine's monotonic clock."""
 
     title: str
     role: str
@@ -109,7 +109,7 @@ class Observation:
 
 
 def observe(processes: Sequence[Watched]) -> list[Observation]:
-    """Look at every process once."""
+    """Observe every process once."""
     before = [state_of(process.pid) for process in processes]
     usage = [ProcessUsage.measure(process.pid) for process in processes]
     started = time.monotonic()

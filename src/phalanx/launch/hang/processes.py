@@ -18,7 +18,7 @@ _THROTTLED_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """One look at a process."""
+    """What the system reports of a process."""
 
     letter: str
     """R running, S sleeping, D asleep in the kernel, T stopped, Z ended; empty when it is gone."""

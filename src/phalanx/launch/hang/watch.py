@@ -1,6 +1,6 @@
 """`HangWatch`: a thread of the launcher that sees when the job is stalled, and finds out why.
 
-A look at every tick costs a few reads of /proc and of the ranks' activity. Stacks are read only when a rank has been in
+Each tick costs a few reads of /proc and of the ranks' activity. Stacks are read only when a rank has been in
 one call, or without a use of its processor, for longer than is usual.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from phalanx.launch.hang.looks import UNREADABLE, Look, LookChannel, look_to_json, merge_looks
 from phalanx.launch.hang.observe import Observation, Watched, observe
+from phalanx.launch.hang.probes import UNREADABLE, JobProbe, ProbeChannel, merge_probes, probe_to_json
 from phalanx.launch.hang.verdict import Verdict, judge
 from phalanx.launch.hang.watched_rank import WatchedRank
 
@@ -29,7 +29,7 @@ _ABSENT_S = 5.0
 """A gap between two ticks that is no delay of a busy machine."""
 
 _MAX_PAUSE_S = 60.0
-"""Seconds at most between two looks at stacks that show nothing."""
+"""Seconds at most between two readings of stacks that show nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +58,12 @@ class HangWatch:
 
     Args:
         settings: When to report.
-        channel: To the launchers of the other hosts, which look at their ranks when this one asks; None with one host.
+        channel: To the launchers of the other hosts, which observe their ranks when this one asks; None with one host.
         host: Name of this host, where there are several.
     """
 
     settings: HangSettings
-    channel: LookChannel | None = None
+    channel: ProbeChannel | None = None
     host: str = ""
     _news: queue.SimpleQueue[HangNews] = field(default_factory=queue.SimpleQueue)
     _heard: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
@@ -81,7 +81,7 @@ class HangWatch:
     """The longest wait that was reported and ended by itself: such a job has long waits."""
 
     _ticked: float = 0.0
-    _next_look: float = 0.0
+    _next_probe: float = 0.0
     _pause_s: float = 0.0
     _thread: threading.Thread | None = None
 
@@ -105,12 +105,14 @@ class HangWatch:
                 rank = self._ranks[title]
                 rank.process = replace(rank.process, ended=ended)
 
-    def receive_look(self, message: dict[str, Any]) -> None:
+    def receive_probe(self, message: dict[str, Any]) -> None:
         """Take what the launchers of other hosts ask or saw."""
         if self.settings.after_s:
             self._heard.put(message)
         elif self.channel is not None and "everywhere" not in message:
-            self.channel.publish_look(message["look"], look_to_json((), 0.0))  # the others need not wait for this host
+            self.channel.publish_probe(
+                message["probe"], probe_to_json((), 0.0)
+            )  # the others need not wait for this host
 
     def take(self) -> HangNews | None:
         """Return what is new, or None."""
@@ -120,7 +122,7 @@ class HangWatch:
             return None
 
     def stop(self) -> None:
-        """End the watch. A look under way ends by itself: who waits for this has a job to end."""
+        """End the watch. A probe under way ends by itself: who waits for this has a job to end."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -129,7 +131,7 @@ class HangWatch:
             try:
                 self._tick(tick_s)
                 self._ticked = time.monotonic()
-            except Exception:  # a job must not be less watched for one look that failed
+            except Exception:  # a job must not be less watched for one that failed
                 logger.exception("the watch for hangs failed, and goes on")
                 self._stopped.wait(_MAX_PAUSE_S)
 
@@ -139,55 +141,55 @@ class HangWatch:
         now = time.monotonic()
         for rank in ranks:
             if not rank.process.ended:
-                rank.look(now)
+                rank.observe(now)
         if self._ticked and now - self._ticked > _ABSENT_S + tick_s:
             # This launcher was stopped, and so perhaps was the job: what lasted until now says nothing.
-            self._next_look = now + self.settings.after_s
+            self._next_probe = now + self.settings.after_s
             for rank in ranks:
                 rank.idle_since = now
         late = self._late(ranks, now)
         if self.channel is not None:
-            self._join_looks(self.channel, ranks, late)
+            self._join_probes(self.channel, ranks, late)
         if self._reported is not None:
             self._follow_up(self._reported, {rank.process.title: rank for rank in ranks}, tick_s)
         elif not late:
             self._pause_s = 0.0
-        elif now >= self._next_look:
+        elif now >= self._next_probe:
             # Whoever waits for something else, such as data, is looked at less and less often.
             self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s or self.settings.after_s / 4)
-            self._next_look = now + self._pause_s
+            self._next_probe = now + self._pause_s
             if self.channel is not None:
-                self.channel.ask_for_look()
+                self.channel.request_probe()
             else:
-                self._conclude(Look(observations=self._look(ranks), patience_s=self._patience_s(late)), ranks)
+                self._conclude(JobProbe(observations=self._observe(ranks), patience_s=self._patience_s(late)), ranks)
 
     def _late(self, ranks: Sequence[WatchedRank], now: float) -> list[WatchedRank]:
         """Ranks that have waited for longer than is usual, for whatever it is."""
         alive = [rank for rank in ranks if not rank.process.ended and rank.process.role != "server"]
         return [rank for rank in alive if rank.waited_s(now) >= self.settings.after_s + self._usual_s(rank)]
 
-    def _look(self, ranks: Sequence[WatchedRank]) -> list[Observation]:
+    def _observe(self, ranks: Sequence[WatchedRank]) -> list[Observation]:
         seen = zip(observe([rank.process for rank in ranks]), ranks, strict=True)
         return [replace(o, host=self.host, idle_s=max(0.0, o.at - rank.idle_since)) for o, rank in seen]
 
-    def _join_looks(self, channel: LookChannel, ranks: Sequence[WatchedRank], late: Sequence[WatchedRank]) -> None:
-        """Look at the ranks of this host when a launcher asks for it, and judge what all of them saw."""
+    def _join_probes(self, channel: ProbeChannel, ranks: Sequence[WatchedRank], late: Sequence[WatchedRank]) -> None:
+        """Observe the ranks of this host when a launcher asks for it, and judge what all of them saw."""
         while not self._heard.empty():
             message = self._heard.get()
             if "everywhere" not in message:
-                channel.publish_look(message["look"], look_to_json(self._look(ranks), self._patience_s(late)))
+                channel.publish_probe(message["probe"], probe_to_json(self._observe(ranks), self._patience_s(late)))
                 continue
             try:
-                self._take_look(merge_looks(message["everywhere"]), ranks)
+                self._take_probe(merge_probes(message["everywhere"]), ranks)
             except UNREADABLE as error:
                 logger.warning("what another host saw of its ranks cannot be read (%r)", error)
 
-    def _take_look(self, look: Look, ranks: Sequence[WatchedRank]) -> None:
+    def _take_probe(self, probe: JobProbe, ranks: Sequence[WatchedRank]) -> None:
         """Judge what all hosts saw; where none of the ranks here is concerned, see whether the report is over."""
         if self._reported is None:
-            self._conclude(look, ranks)
+            self._conclude(probe, ranks)
         elif not self._is_part(self._reported, {rank.process.title for rank in ranks}):
-            verdict = judge(look.observations)
+            verdict = judge(probe.observations)
             if verdict is None or verdict.culprits != self._reported.culprits:
                 self._resume(self._reported)
 
@@ -201,17 +203,17 @@ class HangWatch:
         self._forgiven_s = max(self._forgiven_s, time.monotonic() - verdict.at + verdict.waited_s)
         self._news.put(HangNews(kind="resumed", verdict=verdict))
 
-    def _conclude(self, look: Look, ranks: Sequence[WatchedRank]) -> None:
+    def _conclude(self, probe: JobProbe, ranks: Sequence[WatchedRank]) -> None:
         """Judge, and report a verdict that counts."""
-        verdict = judge(look.observations)
+        verdict = judge(probe.observations)
         if verdict is None:
             return
-        if verdict.is_certain or (not verdict.is_compiling and verdict.waited_s >= look.patience_s):
+        if verdict.is_certain or (not verdict.is_compiling and verdict.waited_s >= probe.patience_s):
             self._reported, self._quiet_s = verdict, 0.0
             self._progress = {rank.process.title: rank.progress for rank in ranks}
             self._news.put(HangNews(kind="hung", verdict=verdict))
         else:
-            self._next_look = time.monotonic() + self.settings.after_s / 4
+            self._next_probe = time.monotonic() + self.settings.after_s / 4
 
     def _usual_s(self, rank: WatchedRank) -> float:
         return max(rank.usual_s, self._forgiven_s)
@@ -246,6 +248,6 @@ class HangWatch:
         now = time.monotonic()
         if self.channel is None or not ranks:
             self._resume(verdict)  # its ranks left the job
-        elif now >= self._next_look:
-            self._next_look = now + _MAX_PAUSE_S
-            self.channel.ask_for_look()
+        elif now >= self._next_probe:
+            self._next_probe = now + _MAX_PAUSE_S
+            self.channel.request_probe()

@@ -35,7 +35,7 @@ class WatchedRank:
     idle_since: float = 0.0
     progress: tuple[int, int, int] = (0, 0, 0)
 
-    def look(self, now: float) -> None:
+    def observe(self, now: float) -> None:
         """Take what has changed since the last tick."""
         state = state_of(self.process.pid)
         if self.reader is None:

@@ -21,7 +21,7 @@ from phalanx.launch.elastic.agent import ElasticAgent
 from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
-from phalanx.launch.elastic.nodes.looks import NodeLooks
+from phalanx.launch.elastic.nodes.probes import NodeProbes
 from phalanx.launch.elastic.rank_host import MemberExit
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.watch import HangNews
@@ -54,7 +54,7 @@ class ElasticAttempt(LocalAttempt):
     """Called with the processes and the state of the members whenever either changes."""
 
     agent: ElasticAgent = field(init=False)
-    looks: NodeLooks = field(init=False)
+    probes: NodeProbes = field(init=False)
     _drain_until: float | None = None
     _must_stop: bool = False
     _causes: list[ProcessExit] | None = None
@@ -77,17 +77,17 @@ class ElasticAttempt(LocalAttempt):
             rank_host=self,
             initial=self.place.initial,
         )
-        self.looks = NodeLooks(self.group, self.hang.receive_look)
+        self.probes = NodeProbes(self.group, self.hang.receive_probe)
         if self.place.meeting is not None:
-            self.hang.channel = self.looks
+            self.hang.channel = self.probes
         self.place.replay()
         self.control.answer = self._answer
 
     def start(self, store: socket.socket | None) -> None:
         """As of every attempt; on a node that comes later the ranks are started once the others know of it."""
         super().start(store)
-        if self.place.picture:
-            self.agent.join(self.place.picture)
+        if self.place.remote_state:
+            self.agent.join(self.place.remote_state)
 
     # What the agent asks for.
 
@@ -156,7 +156,7 @@ class ElasticAttempt(LocalAttempt):
         is_stopping = self._stopping or bool(self.stops.pending) or self._failed_at is not None
         self.agent.update(is_stopping=is_stopping)
         self._watch_members()
-        self.looks.update()
+        self.probes.update()
         if not is_stopping and self.agent.refusal:
             # Ranks that end because of it are not the cause.
             self._failed_at, self._causes = time.monotonic(), [*self._exits, *self._remote_exits]
@@ -301,9 +301,9 @@ class ElasticAttempt(LocalAttempt):
         self._exit_of[member_id] = ProcessExit.from_json(process_exit)
         self._remote_exits.append(self._exit_of[member_id])
 
-    def on_look(self, node: int, message: dict[str, Any]) -> None:
-        """Take part in a look at the ranks of all nodes."""
-        self.looks.take(node, message)
+    def on_probe(self, node: int, message: dict[str, Any]) -> None:
+        """Take part in a probe at the ranks of all nodes."""
+        self.probes.take(node, message)
 
     def on_remote_stop(self, node: int) -> None:
         """End the ranks here too, who save with the others."""

@@ -38,7 +38,7 @@ LAST_CALL_S = 10.0
 
 @dataclass(kw_only=True)
 class ElasticMeeting:
-    """One node's way into an elastic job. `run` fills `offers`, or `picture` where the job runs already."""
+    """One node's way into an elastic job. `run` fills `offers`, or `remote_state` where the job runs already."""
 
     request: LaunchRequest
     timeout_s: float
@@ -47,7 +47,7 @@ class ElasticMeeting:
     offers: list[NodeOffer] = field(default_factory=list)
     """Of the nodes that begin together, by node."""
 
-    picture: dict[str, Any] = field(default_factory=dict)
+    remote_state: dict[str, Any] = field(default_factory=dict)
     """What the nodes of a running job know."""
 
     early: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -99,8 +99,8 @@ class ElasticMeeting:
     def _take(self, node: int, message: dict[str, Any]) -> None:
         if "form" in message:
             self._join_form([NodeOffer.from_json(offer) for offer in message["form"]])
-        elif "picture" in message and message["picture"]["view"] is not None:
-            self.picture = message["picture"]
+        elif "state" in message and message["state"]["view"] is not None:
+            self.remote_state = message["state"]
         elif "refuse" in message:
             self._problem = PeerLostError(f"node {node}: {message['refuse']}")
         else:
@@ -123,7 +123,7 @@ class ElasticMeeting:
         """
         logger.info("meeting up to %d nodes; listening at %s:%d", self.nodes.count, self.nodes.address, self.port)
         started = reported_at = time.monotonic()
-        while not self.offers and not self.picture:
+        while not self.offers and not self.remote_state:
             if number := stops.take():
                 return number
             self._poll(server)

@@ -34,7 +34,7 @@ class ElasticStart:
             mesh=alone if self.meeting is None else self.meeting.mesh,
             membership=Membership(SizeLimits(limits.least_ranks, limits.most_ranks)),
             places={offer.node_rank: _place(offer) for offer in self.offers},
-            job_id=self.picture.get("job_id", self.offers[0].job_id),
+            job_id=self.remote_state.get("job_id", self.offers[0].job_id),
             names=tuple(nodes.name(node) for node in range(nodes.count)),
             form=[] if self.meeting is None else [offer.to_json() for offer in self.meeting.offers],
         )
@@ -45,14 +45,14 @@ class ElasticStart:
         return [self.offer] if self.meeting is None or not self.meeting.offers else self.meeting.offers
 
     @property
-    def picture(self) -> dict[str, Any]:
+    def remote_state(self) -> dict[str, Any]:
         """What the nodes of a running job know; empty where the job starts."""
-        return {} if self.meeting is None else self.meeting.picture
+        return {} if self.meeting is None else self.meeting.remote_state
 
     @property
     def initial(self) -> tuple[str, ...]:
         """Members that the job starts with, by rank; empty on a node that comes later."""
-        if self.picture:
+        if self.remote_state:
             return ()
         return tuple(f"n{offer.node_rank}.{k}" for offer in self.offers for k in range(_count(offer)))
 
@@ -61,9 +61,9 @@ class ElasticStart:
         offers = self.offers
         index = [offer.node_rank for offer in offers].index(self.offer.node_rank)
         layout = build_topology(offers, index, {}, log_dir, per_rank_dir=per_rank_dir, is_elastic=True)
-        if not self.picture:
+        if not self.remote_state:
             return layout
-        host, _, port = View.from_json(self.picture["view"]).store.rpartition(":")
+        host, _, port = View.from_json(self.remote_state["view"]).store.rpartition(":")
         return replace(layout, job_id=self.group.job_id, master=(host, int(port)), local=())
 
     def replay(self) -> None:

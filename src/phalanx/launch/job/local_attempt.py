@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from phalanx.errors import InternalError
 from phalanx.launch.hang.observe import Watched
@@ -20,10 +19,9 @@ from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangWatch
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.start import Starter
-from phalanx.launch.process import environment
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
-from phalanx.launch.reports.log_tail import last_lines
+from phalanx.launch.reports.exit_records import ExitRecords
 from phalanx.launch.reports.report import describe_exit, render_hang
 from phalanx.launch.reports.root_cause import ProcessExit, is_consequence
 from phalanx.launch.reports.terminal import fit_terminal
@@ -59,13 +57,6 @@ LINGER_S = 20
 
 DISK_CHECK_S = 1.0
 """How often to look whether there is room for logs."""
-
-LAST_LINES = 20
-
-HANG_CODE = 124
-"""Exit code of a job that is ended because it hangs, as that of timeout(1)."""
-
-_OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(kw_only=True)
@@ -129,6 +120,7 @@ class LocalAttempt:
 
     def __post_init__(self) -> None:
         self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
+        self._exit_records = ExitRecords(self.layout, self.facts.log_dir, self._pids)
 
     def start(self, store: socket.socket | None) -> None:
         """Ask the fork server for every process. It answers when torch is there.
@@ -184,7 +176,7 @@ class LocalAttempt:
             self._report_failure([e for e in self._exits if e.failed or e.code == 0])
             self._collect_remote_failures()
         elif stopped_by:
-            self._report_failure([self._own_exit(stopped_by)])
+            self._report_failure([self._exit_records.of_launcher(stopped_by)])
         self.console.finish(failed=failed)
         self._report_losses(losses, is_shown=not failed)
         return Outcome(exits=self._exits + self._remote_exits, failed=failed, stopped_by=stopped_by)
@@ -258,7 +250,8 @@ class LocalAttempt:
                 "the job makes progress again, after %.0f s. Waits as long as that are not reported again", seconds
             )
         elif self._failed_at is None and not self._stopping:
-            self._exits.append(self._hang_exit(verdict))
+            first = [*self._processes_of(verdict.culprits), *self._alive.values(), *self.layout.local][0]
+            self._exits.append(self._exit_records.of_hang(first, verdict))
             self._failed_at = time.monotonic()
 
     def _report_losses(self, losses: Losses, *, is_shown: bool) -> None:
@@ -275,23 +268,6 @@ class LocalAttempt:
         """Return in one line what was made of the time; "" where no step was made."""
         start_s = self.slow.start_s
         return Goodput(total_s=losses.total_s + start_s, start_s=start_s, losses=losses).describe()
-
-    def _hang_exit(self, verdict: Verdict) -> ProcessExit:
-        """What to report of a job that is ended because it hangs: the process that the others wait for."""
-        first = [*self._processes_of(verdict.culprits), *self._alive.values(), *self.layout.local][0]
-        return ProcessExit(
-            title=first.title,
-            role=first.role,
-            rank=first.rank,
-            host=self.layout.hostnames[first.node_rank],
-            pid=self._pids[first.id],
-            code=HANG_CODE,
-            time=time.time(),
-            log_file=first.log_file,
-            kind="hang",
-            error=verdict.lines[0],
-            last_lines=tuple(last_lines(first.log_file, LAST_LINES)),
-        )
 
     def _processes_of(self, titles: Collection[str]) -> list[Process]:
         """Return the processes of this host that a hang report names."""
@@ -323,7 +299,7 @@ class LocalAttempt:
         process = self._alive.pop(name, None)
         if process is None:
             return
-        process_exit = self._process_exit(process, code, at)
+        process_exit = self._exit_records.of_process(process, code, at, is_stopping=self._stopping)
         self.hang.note_end(process.title, describe_exit(process_exit))
         is_news = not self._stopping and self._failed_at is None and self._fails_attempt(process, process_exit)
         if is_news and self.restarts:
@@ -348,30 +324,11 @@ class LocalAttempt:
         make_log(process)
         self._start(process)
 
-    def _process_exit(self, process: Process, code: int, at: float) -> ProcessExit:
-        record = _read_record(environment.error_file(process, self.facts.log_dir))
-        return ProcessExit(
-            title=process.title,
-            role=process.role,
-            rank=process.rank,
-            host=self.layout.hostnames[process.node_rank],
-            pid=self._pids[process.id],
-            code=code,
-            time=record.get("time", at),
-            log_file=process.log_file,
-            # Whoever recorded an error before we asked it to end failed by itself.
-            stopped_by_us=self._stopping and code in (0, 130, *(-s for s in _OURS)),
-            kind=record.get("kind", ""),
-            error=f"{record['type']}: {record['message']}" if record else "",
-            traceback=record.get("traceback", ""),
-            last_lines=tuple(last_lines(process.log_file, LAST_LINES)) if code != 0 else (),
-        )
-
     def _link_event(self) -> None:
         assert self.link is not None
         self.link.take()
-        for look in self.link.take_looks():
-            self.hang.receive_look(look)
+        for message in self.link.take_probes():
+            self.hang.receive_probe(message)
         failures = [ProcessExit.from_json(e) for e in self.link.failures(self.facts.attempt)]
         if failures:
             self._remote_exits = failures
@@ -421,33 +378,9 @@ class LocalAttempt:
         while self.link is not None and time.monotonic() < deadline:
             self._poll(POLL_S)
 
-    def _own_exit(self, number: int) -> ProcessExit:
-        """What to tell the other hosts when someone stops this launcher."""
-        node = self.layout.node_rank
-        return ProcessExit(
-            title=f"the launcher of node {node}",
-            role="launcher",
-            rank=node,
-            host=self.layout.hostnames[node],
-            pid=os.getpid(),
-            code=-number,
-            time=time.time(),
-            log_file=self.facts.log_dir,
-        )
-
 
 def make_log(process: Process) -> None:
     """Make the log of a process and its folder: one of its own (--per_rank_dir), or deleted while the job ran."""
     path = Path(process.log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-
-
-def _read_record(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}  # There is none, or half of one: the disk is full, or the rank was killed while it wrote.
-    is_record = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("type", "message"))
-    return record if is_record else {}

@@ -160,7 +160,7 @@ def _elastic_lines(elastic: dict[str, Any]) -> list[str]:
     if not elastic:
         return []
     members = ", ".join(f"{member['rank']} is {member['id']}" for member in elastic["members"])
-    size = f"{len(elastic['members'])} of {elastic['least']} to {elastic['most']} ranks, {elastic['wanted']} wanted"
+    size = f"{len(elastic['members'])} of {elastic['least']} to {elastic['most']} ranks, target {elastic['target']}"
     lines = [f"  membership epoch {elastic['epoch']}: {size}; {members}"]
     for event in elastic["events"]:
         stall = f", stood still for {max(event['seconds'].values()):.2f} s" if event["seconds"] else ""

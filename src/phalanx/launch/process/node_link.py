@@ -5,13 +5,13 @@ the store is torch's own, as unauthenticated as every store torch opens.
 
     launcher -> link   {"offer": {...}, "attempt": n}   {"failed": [endings], "attempt": n}
                        {"done": n}   {"bye": true}
-                       {"look": true}   {"observed": {...}, "look": n}
+                       {"probe": true}   {"observed": {...}, "probe": n}
     link -> launcher   {"waiting": [nodes], "why": text}   {"offers": [...], "attempt": n}
                        {"failures": [...], "attempt": n}   {"all_done": n}
-                       {"look": n}   {"everywhere": [...], "look": n}
+                       {"probe": n}   {"everywhere": [...], "probe": n}
                        {"error": text, "user": bool}   {"bye": true}
 
-Where a job does not go on, a launcher asks for a look: all of them look at their ranks, and all learn what was seen.
+Where a job does not go on, a launcher asks for a probe: all of them observe their ranks, and all learn what was seen.
 
 `user` says that the user can correct it. A host that finds one of the others started with other terms says so in the
 store, and looks at the hosts that are late: with another list, or another order, they hold a store of their own.
@@ -170,10 +170,10 @@ class _Link:
     _reported_at: float = 0.0
     _reported: int = 0
     _looks: int = 0
-    """How many looks at the ranks were asked for, as far as this launcher knows."""
+    """How many probes of the ranks were asked for, as far as this launcher knows."""
 
-    _looks_shared: int = 0
-    """The last look of which this launcher knows what all hosts saw."""
+    _probes_shared: int = 0
+    """The last probe of which this launcher knows what all hosts saw."""
 
     _leaving: bool = False
 
@@ -215,7 +215,7 @@ class _Link:
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "offer" in message:
             self._attempt, self._met, self._done, self._reported = message["attempt"], False, False, 0
-            self._looks = self._looks_shared = 0
+            self._probes = self._probes_shared = 0
             self._offered_at = self._reported_at = time.monotonic()
             if self._attempt == 0 and self.store.add(f"claim/{self.node_rank}", 1) > 1:
                 raise _LinkError(
@@ -226,9 +226,9 @@ class _Link:
             self._publish("failed", message["failed"])
             self.store.add(f"{self._attempt}/failures", 1)
         elif "observed" in message:
-            self._publish(f"look/{message['look']}", message["observed"])
-        elif "look" in message:
-            self.store.add(f"{self._attempt}/looks", 1)
+            self._publish(f"probe/{message['probe']}", message["observed"])
+        elif "probe" in message:
+            self.store.add(f"{self._attempt}/probes", 1)
         elif "done" in message:
             self._done = True
             self._publish("done", True)
@@ -258,20 +258,20 @@ class _Link:
         if self._done and all(self._read("done", n) for n in range(self.node_count)):
             self._done = False
             wire.send(self.launcher, {"all_done": self._attempt})
-        self._poll_looks()
+        self._poll_probes()
         self._check_beats()
 
-    def _poll_looks(self) -> None:
-        """Pass on that a look was asked for, and what all hosts saw in it."""
-        looks = int(self.store.add(f"{self._attempt}/looks", 0))
-        if looks > self._looks:
-            self._looks = looks
-            wire.send(self.launcher, {"look": looks})
-        if self._looks > self._looks_shared:
-            seen = [self._read(f"look/{self._looks}", n) for n in range(self.node_count)]
+    def _poll_probes(self) -> None:
+        """Pass on that a probe was asked for, and what all hosts saw in it."""
+        count = int(self.store.add(f"{self._attempt}/probes", 0))
+        if count > self._probes:
+            self._probes = count
+            wire.send(self.launcher, {"probe": count})
+        if self._probes > self._probes_shared:
+            seen = [self._read(f"probe/{self._probes}", n) for n in range(self.node_count)]
             if all(seen):
-                self._looks_shared = self._looks
-                wire.send(self.launcher, {"everywhere": seen, "look": self._looks})
+                self._probes_shared = self._probes
+                wire.send(self.launcher, {"everywhere": seen, "probe": self._probes})
 
     def _poll_offers(self) -> None:
         offers = [self._read("offer", n) for n in range(self.node_count)]

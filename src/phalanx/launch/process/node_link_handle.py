@@ -26,7 +26,7 @@ class NodeLinkHandle:
         self.all_done = False
         self._offers: dict[int, list[NodeOffer]] = {}
         self._failures: dict[int, list[dict[str, Any]]] = {}
-        self._looks: list[dict[str, Any]] = []
+        self._probes: list[dict[str, Any]] = []
         self._left = False
 
     def offer(self, attempt: int, offer: NodeOffer) -> None:
@@ -50,18 +50,18 @@ class NodeLinkHandle:
         """Tell the others that every worker here ended well."""
         self._send({"done": attempt})
 
-    def ask_for_look(self) -> None:
-        """Have the launchers of all hosts look at their ranks, this one too; may be called from any thread."""
-        self._send({"look": True})
+    def request_probe(self) -> None:
+        """Have the launchers of all hosts observe their ranks, this one too; may be called from any thread."""
+        self._send({"probe": True})
 
-    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
-        """Tell the others what was seen here in a look; may be called from any thread."""
-        self._send({"observed": observed, "look": number})
+    def publish_probe(self, number: int, observed: dict[str, Any]) -> None:
+        """Tell the others what was seen here in a probe; may be called from any thread."""
+        self._send({"observed": observed, "probe": number})
 
-    def take_looks(self) -> list[dict[str, Any]]:
-        """Return what came since the last call: `look` asks for one, `everywhere` is what all hosts saw."""
-        looks, self._looks = self._looks, []
-        return looks
+    def take_probes(self) -> list[dict[str, Any]]:
+        """Return what came since the last call: `probe` asks for one, `everywhere` is what all hosts saw."""
+        probes, self._probes = self._probes, []
+        return probes
 
     def _send(self, message: dict[str, Any]) -> None:
         # When the link is gone, `take` raises with the reason it left behind.
@@ -90,8 +90,8 @@ class NodeLinkHandle:
             self._offers[message["attempt"]] = [NodeOffer.from_json(offer) for offer in message["offers"]]
         elif "failures" in message:
             self._failures[message["attempt"]] = message["failures"]
-        elif "look" in message:
-            self._looks.append(message)
+        elif "probe" in message:
+            self._probes.append(message)
         elif "all_done" in message:
             self.all_done = True
         elif "bye" in message:

@@ -26,7 +26,7 @@ from phalanx.jobs.backends.kubernetes.options import Manifest, queue_of
 from phalanx.jobs.backends.kubernetes.pods import Pod, failure_of, pods_of, why_waiting
 from phalanx.jobs.models import Cause, Failure
 from phalanx.jobs.sources import archive as trees
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends.kubernetes.informer import Informer

@@ -18,8 +18,8 @@ from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.kubernetes import options
 from phalanx.jobs.backends.kubernetes.options import GRACE_S, Manifest
-from phalanx.jobs.quantities import as_quantity
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.quantities import as_quantity
+from phalanx.jobs.spec.training_job import TrainingJob
 
 FOLDER = "/phalanx"
 """The attempt's folder in a pod."""

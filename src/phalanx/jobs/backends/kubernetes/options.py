@@ -8,9 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from phalanx.errors import SpecError
-from phalanx.jobs.addresses import is_local
 from phalanx.jobs.limits import FILE, Limits
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.addresses import is_local
+from phalanx.jobs.spec.training_job import TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
 

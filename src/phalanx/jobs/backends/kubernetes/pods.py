@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.jobs.models import Cause, Failure
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _REPLICATED = "jobset.sigs.k8s.io/replicatedjob-name"

@@ -25,7 +25,7 @@ from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.slurm import states as slurm_states
 from phalanx.jobs.models import Cause, Failure
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.launch.reports.log_tail import last_lines
 
 SNAPSHOT_S = 2.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx.cluster.env.environment import expand_hosts
 from phalanx.errors import SpecError, did_you_mean
 from phalanx.jobs.models import Cause
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 """States of a job that has no nodes."""

@@ -1,7 +1,7 @@
 """`NodeGroup`: one node of an elastic job among the others: tells what happens here, and agrees on views.
 
 fact       [what, *values]            something happened to a member
-picture    all that a node knows      to a node that (re)connects
+state      all that a node knows      to a node that (re)connects
 prepare, promise, accept, accepted    a ballot on the next view
 decided    view                       its outcome
 refuse     why                        the job cannot go on
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.view import View
-from phalanx.launch.elastic import picture
+from phalanx.launch.elastic import membership_state
 from phalanx.launch.elastic.channel import UNREADABLE
 from phalanx.launch.elastic.membership import Membership
 from phalanx.launch.elastic.nodes.consensus import BallotNumber, ViewBallot, ViewVote, is_quorum
@@ -79,7 +79,7 @@ class NodeGroup:
         """Record a fact here and on every node."""
         fact = [what, *values]
         self.mesh.broadcast({"fact": fact})
-        return picture.record_fact(self.membership, fact)
+        return membership_state.record_fact(self.membership, fact)
 
     def scale(self, targets: Mapping[int, int], reason: str) -> None:
         """Change how many ranks each node should have."""
@@ -110,7 +110,7 @@ class NodeGroup:
         if self.node == min(nodes, default=-1) and all(i in self.membership.members for i in initial):
             view = self.membership.start(initial, self.places[self.node].store)
             # Nodes that came too late to begin with the others learn all from it.
-            self.mesh.broadcast({"picture": self._picture()})
+            self.mesh.broadcast({"state": self._state()})
             self.on_view(view)
 
     @property
@@ -170,12 +170,17 @@ class NodeGroup:
         if self.membership.view is None and self.form:
             self.mesh.send(node, {"form": self.form})
         # Facts went to connected nodes only.
-        self.mesh.send(node, {"picture": self._picture()})
+        self.mesh.send(node, {"state": self._state()})
 
-    def _picture(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         places = [[node, brought.capacity, brought.store] for node, brought in self.places.items()]
         addresses = list(self.mesh.addresses.items())
-        return {**picture.to_json(self.membership), "job_id": self.job_id, "places": places, "addresses": addresses}
+        return {
+            **membership_state.to_json(self.membership),
+            "job_id": self.job_id,
+            "places": places,
+            "addresses": addresses,
+        }
 
     @property
     def _stores(self) -> dict[int, str]:
@@ -240,7 +245,7 @@ class NodeGroup:
         """Take a message of another node."""
         handlers: dict[str, Callable[[int, Any], None]] = {
             "fact": self._take_fact,
-            "picture": self._take_picture,
+            "state": self._take_state,
             "prepare": self._take_prepare,
             "promise": self._take_promise,
             "accept": self._take_accept,
@@ -259,17 +264,17 @@ class NodeGroup:
             logger.warning("node %d sent %.200r, which this version does not know (%r)", node, message, error)
 
     def _take_fact(self, _node: int, fact: list[Any]) -> None:
-        picture.record_fact(self.membership, fact)
+        membership_state.record_fact(self.membership, fact)
 
-    def _take_picture(self, _node: int, remote: dict[str, Any]) -> None:
-        self.adopt_picture(remote)
+    def _take_state(self, _node: int, remote: dict[str, Any]) -> None:
+        self.adopt_state(remote)
 
-    def adopt_picture(self, remote: dict[str, Any]) -> None:
+    def adopt_state(self, remote: dict[str, Any]) -> None:
         """Add what other nodes know."""
         for node, address in remote["addresses"]:
             self.mesh.add_node(int(node), parse_address(address))
         self.places |= {node: NodePlace(count, store) for node, count, store in remote["places"] if node != self.node}
-        if picture.merge(self.membership, remote) and self.membership.view is not None:
+        if membership_state.merge(self.membership, remote) and self.membership.view is not None:
             self.on_view(self.membership.view)
 
     def _take_refusal(self, _node: int, why: str) -> None:

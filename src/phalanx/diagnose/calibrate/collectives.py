@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.calibration.figures import BACKENDS, Kind
-from phalanx.diagnose.calibrate_operators import Benchmark, BenchmarkTimer, Points, points
+from phalanx.diagnose.calibrate.operators import Benchmark, BenchmarkTimer, Points, points
 
 _SAMPLES = 2
 _PAIRS, _IN_A_ROW = 4, 4

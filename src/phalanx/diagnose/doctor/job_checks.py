@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.diagnose.checks import Check
-from phalanx.diagnose.nodes import JobReport
-from phalanx.diagnose.probe import LinkQuality
+from phalanx.diagnose.doctor.checks import Check
+from phalanx.diagnose.doctor.nodes import JobReport
+from phalanx.diagnose.doctor.probe import LinkQuality
 from phalanx.units import format_seconds
 
 SKEW_S = 1.0

@@ -1,4 +1,4 @@
-"""What nodes tell each other about the members: single facts, and the whole picture (pure)."""
+"""What nodes tell each other about the members: single facts, and the whole state (pure)."""
 
 from __future__ import annotations
 
@@ -48,32 +48,32 @@ def to_json(membership: Membership) -> dict[str, Any]:
     }
 
 
-def merge(membership: Membership, picture: dict[str, Any]) -> bool:
+def merge(membership: Membership, state: dict[str, Any]) -> bool:
     """Add what another node knows; returns whether its view is newer."""
     own_epoch = -1 if membership.view is None else membership.view.epoch
-    for member in picture["members"]:
+    for member in state["members"]:
         membership.add(Member(**member))
-    for member_id in picture["finished"]:
+    for member_id in state["finished"]:
         membership.finish(member_id)
-    for member_id, reason in picture["gone"].items():
+    for member_id, reason in state["gone"].items():
         membership.lose(member_id, reason)
-    for member_id in picture["ready"]:
+    for member_id in state["ready"]:
         membership.admit(member_id)
-    for member_id, epoch in picture["took_up"].items():
+    for member_id, epoch in state["took_up"].items():
         membership.take_up(member_id, epoch)
-    version, surplus = _version(picture["version"]), set(picture["surplus"])
-    membership.adopt_targets(_targets(picture["targets"]), surplus, version)
-    for member_id, reason in picture["departures"].items():
+    version, surplus = _version(state["version"]), set(state["surplus"])
+    membership.adopt_targets(_targets(state["targets"]), surplus, version)
+    for member_id, reason in state["departures"].items():
         # Who was to leave for older targets only may stay by now.
         if member_id not in surplus or version >= membership.version:
             membership.depart([member_id], reason)
-    for launch in picture["draining"]:
+    for launch in state["draining"]:
         membership.drain(launch)
-    is_newer = picture["view"] is not None and picture["view"]["epoch"] > own_epoch
+    is_newer = state["view"] is not None and state["view"]["epoch"] > own_epoch
     if is_newer:
-        membership.adopt(View.from_json(picture["view"]))
+        membership.adopt(View.from_json(state["view"]))
         ended = membership.gone.keys() | membership.finished
-        membership.leaving |= set(picture["leaving"]) - ended
+        membership.leaving |= set(state["leaving"]) - ended
     return is_newer
 
 

@@ -18,8 +18,8 @@ from phalanx import __version__
 from phalanx.cluster import network
 from phalanx.cluster.host_limits import HostLimits
 from phalanx.cluster.spec.detect import memory_bytes
-from phalanx.diagnose import checks, resource_checks
-from phalanx.diagnose.checks import Check
+from phalanx.diagnose.doctor import checks, resource_checks
+from phalanx.diagnose.doctor.checks import Check
 from phalanx.errors import LaunchError
 from phalanx.launch.preload import import_torch
 from phalanx.launch.request import machine

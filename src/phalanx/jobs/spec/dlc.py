@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from phalanx.errors import SpecError
-from phalanx.jobs.command import parse_command
-from phalanx.jobs.quantities import to_bytes
-from phalanx.jobs.spec import RESERVED_VARIABLES
+from phalanx.jobs.spec.command import parse_command
+from phalanx.jobs.spec.quantities import to_bytes
+from phalanx.jobs.spec.training_job import RESERVED_VARIABLES
 
 _ROLES = ("Master", "Worker")
 _REASONS = {

@@ -1,11 +1,11 @@
-"""`NodeLooks`: the launchers of an elastic job look at their ranks at one moment, and each learns what all of them saw.
+"""`NodeProbes`: the launchers of an elastic job observe their ranks at one moment, and each learns what all saw.
 
-look       number, epoch           every node of the view is to look at its ranks
+probe      number, epoch           every node of the view is to observe its ranks
 observed   number, epoch, seen     what a node saw
 
 Any launcher asks, and none collects for the others: a launcher that has heard every node of the view has them all. The
-next look has the number after the highest that was heard, so that two launchers that ask at one moment ask for the same
-look, and every launcher completes looks in the same order. What comes for another membership epoch is left out.
+next probe has the number after the highest that was heard, so that two launchers that ask at one moment ask for the
+same probe, and every launcher completes probes in the same order. What comes for another membership epoch is left out.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 from phalanx.launch.elastic.nodes.node_group import NodeGroup
 
 UNDER_WAY_S = 5.0
-"""For how long nobody asks again for a look that is not complete."""
+"""For how long nobody asks again for a probe that is not complete."""
 
-_MAX_LOOKS = 1 << 20
+_MAX_PROBES = 1 << 20
 """Numbers that belong to one membership epoch."""
 
 _MAX_OPEN = 4
-"""How many looks that are not complete are kept."""
+"""How many probes that are not complete are kept."""
 
 
 @dataclass
-class NodeLooks:
-    """One node's part in the looks of all."""
+class NodeProbes:
+    """One node's part in the probes of all."""
 
     group: NodeGroup
-    receive_look: Callable[[dict[str, Any]], None]
-    """Called with `look` when the ranks of this node are to be looked at, and with `everywhere` when all nodes did."""
+    receive_probe: Callable[[dict[str, Any]], None]
+    """Called with `probe` when the ranks of this node are to be observed, and with `everywhere` when all nodes did."""
 
     _unsent: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
     _number: int = 0
@@ -43,16 +43,16 @@ class NodeLooks:
     _began_at: float = float("-inf")
     _epoch: int = -1
     _seen: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    """By look and node, of the epoch in use."""
+    """By probe and node, of the epoch in use."""
 
     # From any thread.
 
-    def ask_for_look(self) -> None:
-        """Have the launchers of all nodes look at their ranks, this one too."""
+    def request_probe(self) -> None:
+        """Have the launchers of all nodes observe their ranks, this one too."""
         self._unsent.put({"ask": True})
 
-    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
-        """Tell the others what was seen here in a look."""
+    def publish_probe(self, number: int, observed: dict[str, Any]) -> None:
+        """Tell the others what was seen here in a probe."""
         self._unsent.put({"number": number, "seen": observed})
 
     # From the thread that serves the connections.
@@ -71,9 +71,9 @@ class NodeLooks:
     def take(self, node: int, message: dict[str, Any]) -> None:
         """Take a message of another node."""
         self._follow_view()
-        body = message["look"] if "look" in message else message["observed"]
+        body = message["probe"] if "probe" in message else message["observed"]
         number = int(body["number"])
-        if body["epoch"] != self._epoch or number // _MAX_LOOKS != self._epoch or node not in self._nodes:
+        if body["epoch"] != self._epoch or number // _MAX_PROBES != self._epoch or node not in self._nodes:
             return
         self._begin(number)  # what was seen may come before the question, which another node has asked
         if "observed" in message:
@@ -83,7 +83,7 @@ class NodeLooks:
         view = self.group.membership.view
         epoch = -1 if view is None else view.epoch
         if epoch != self._epoch:
-            self._epoch, self._number, self._began_at = epoch, epoch * _MAX_LOOKS, float("-inf")
+            self._epoch, self._number, self._began_at = epoch, epoch * _MAX_PROBES, float("-inf")
             self._seen.clear()
 
     @property
@@ -94,11 +94,11 @@ class NodeLooks:
 
     def _ask(self) -> None:
         if self.group.node in self._nodes and time.monotonic() > self._began_at + UNDER_WAY_S:
-            self.group.broadcast({"look": {"number": self._number + 1, "epoch": self._epoch}})
+            self.group.broadcast({"probe": {"number": self._number + 1, "epoch": self._epoch}})
             self._begin(self._number + 1)
 
     def _begin(self, number: int) -> None:
-        """Look here too, where this look is new."""
+        """Observe here too, where this probe is new."""
         if number > self._number:
             self._number, self._began_at = number, time.monotonic()
             self._seen = {
@@ -106,7 +106,7 @@ class NodeLooks:
             }
             self._seen[number] = {}
             if self.group.node in self._nodes:
-                self.receive_look({"look": number})
+                self.receive_probe({"probe": number})
 
     def _add(self, number: int, node: int, seen: dict[str, Any]) -> None:
         if number not in self._seen:
@@ -116,4 +116,4 @@ class NodeLooks:
             everywhere = [self._seen[number][each] for each in sorted(self._nodes)]
             self._seen = {later: nodes for later, nodes in self._seen.items() if later > number}
             self._began_at = float("-inf")
-            self.receive_look({"everywhere": everywhere, "look": number})
+            self.receive_probe({"everywhere": everywhere, "probe": number})

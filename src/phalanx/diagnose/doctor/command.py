@@ -17,13 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx import __version__
-from phalanx.diagnose.checks import Check
 from phalanx.diagnose.commands import console
+from phalanx.diagnose.doctor.checks import Check
 from phalanx.launch.request.options import DEFAULT_PORT
 from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.diagnose.nodes import JobReport, MeetingOptions
+    from phalanx.diagnose.doctor.nodes import JobReport, MeetingOptions
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
@@ -50,7 +50,7 @@ def doctor(
     With --nnodes, every node of a job: run it on each with its own --node_rank and the same --master_addr; each prints
     one table of all.
     """
-    from phalanx.diagnose import facts
+    from phalanx.diagnose.doctor import facts
 
     if nnodes == 1:
         if network:
@@ -65,7 +65,7 @@ def doctor(
         raise click.UsageError(
             f"--nnodes {nnodes} needs --master_addr, the first node's address, and --node_rank from 0 to {nnodes - 1}."
         )
-    from phalanx.diagnose.nodes import MeetingOptions
+    from phalanx.diagnose.doctor.nodes import MeetingOptions
 
     options = MeetingOptions(
         node_rank=node_rank, nnodes=nnodes, master_addr=master_addr, master_port=master_port, timeout_s=timeout
@@ -78,8 +78,8 @@ def _failures(results: Sequence[Check]) -> int:
 
 
 def _examine_nodes(options: MeetingOptions, *, with_bandwidth: bool, as_json: bool) -> None:
-    from phalanx.diagnose import facts, job_checks
-    from phalanx.diagnose.nodes import NodeMeeting
+    from phalanx.diagnose.doctor import facts, job_checks
+    from phalanx.diagnose.doctor.nodes import NodeMeeting
 
     meeting = NodeMeeting(options)
     try:

@@ -19,7 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from phalanx.jobs.addresses import (
+from phalanx.jobs.backend_registry import BackendName
+from phalanx.jobs.models import Cause
+from phalanx.jobs.spec.addresses import (
     bucket_and_key,
     folder_path,
     git_address,
@@ -30,10 +32,8 @@ from phalanx.jobs.addresses import (
     mount_path,
     web_address,
 )
-from phalanx.jobs.backend_registry import BackendName
-from phalanx.jobs.command import parse_command
-from phalanx.jobs.models import Cause
-from phalanx.jobs.quantities import split_ranges, to_bytes, to_seconds
+from phalanx.jobs.spec.command import parse_command
+from phalanx.jobs.spec.quantities import split_ranges, to_bytes, to_seconds
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 """A name that Kubernetes, Slurm, a folder and an address all take: small letters, digits and dashes, 40 at most."""

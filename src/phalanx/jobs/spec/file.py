@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 
 from phalanx.errors import SpecError, did_you_mean
 from phalanx.i18n import tr
-from phalanx.jobs import dlc
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec import dlc
+from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
 

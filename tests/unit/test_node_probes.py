@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic.membership import Membership, SizeLimits
-from phalanx.launch.elastic.nodes.looks import NodeLooks
 from phalanx.launch.elastic.nodes.node_group import NodeGroup
+from phalanx.launch.elastic.nodes.probes import NodeProbes
 
 
 def view(epoch: int, *nodes: int) -> View:
@@ -36,8 +36,8 @@ class Nodes:
         self.carried: dict[int, deque[tuple[int, dict[str, Any]]]] = {node: deque() for node in range(count)}
         self.groups = [Group(node, self.carried) for node in range(count)]
         self.told: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-        self.looks = [
-            NodeLooks(cast(NodeGroup, group), told.append) for group, told in zip(self.groups, self.told, strict=True)
+        self.probes = [
+            NodeProbes(cast(NodeGroup, group), told.append) for group, told in zip(self.groups, self.told, strict=True)
         ]
         self.adopt(view(0, *ranked))
 
@@ -47,20 +47,20 @@ class Nodes:
 
     def settle(self) -> None:
         """Carry messages until there are none; whoever is told to look says what it saw."""
-        for looks in self.looks:
-            looks.update()
+        for probes in self.probes:
+            probes.update()
         while any(self.carried.values()):
             for node, messages in self.carried.items():
                 while messages:
-                    self.looks[node].take(*messages.popleft())
+                    self.probes[node].take(*messages.popleft())
             self.answer()
 
     def answer(self) -> None:
         for node, told in enumerate(self.told):
             for message in [message for message in told if "everywhere" not in message]:
                 told.remove(message)
-                self.looks[node].publish_look(message["look"], {"node": node})
-            self.looks[node].update()
+                self.probes[node].publish_probe(message["probe"], {"node": node})
+            self.probes[node].update()
 
     def everywhere(self) -> list[list[Any]]:
         return [[message["everywhere"] for message in told if "everywhere" in message] for told in self.told]
@@ -71,37 +71,37 @@ SEEN = [{"node": node} for node in range(3)]
 
 def test_every_launcher_learns_what_all_of_them_saw() -> None:
     nodes = Nodes(0, 1, 2)
-    nodes.looks[2].ask_for_look()
+    nodes.probes[2].request_probe()
     nodes.settle()
     assert nodes.everywhere() == [[SEEN], [SEEN], [SEEN]]
-    nodes.looks[0].ask_for_look()
+    nodes.probes[0].request_probe()
     nodes.settle()
     assert nodes.everywhere() == [[SEEN, SEEN]] * 3
 
 
-def test_launchers_that_ask_at_one_moment_ask_for_one_look() -> None:
+def test_launchers_that_ask_at_one_moment_ask_for_one_probe() -> None:
     nodes = Nodes(0, 1, 2)
-    for looks in nodes.looks:
-        looks.ask_for_look()
+    for probes in nodes.probes:
+        probes.request_probe()
     nodes.settle()
     assert nodes.everywhere() == [[SEEN]] * 3
 
 
 def test_nobody_asks_again_while_a_look_is_under_way() -> None:
     nodes = Nodes(0, 1, 2)
-    nodes.looks[0].ask_for_look()
-    nodes.looks[0].update()
-    nodes.looks[0].ask_for_look()
+    nodes.probes[0].request_probe()
+    nodes.probes[0].update()
+    nodes.probes[0].request_probe()
     nodes.settle()
     assert nodes.everywhere() == [[SEEN]] * 3
 
 
 def test_a_node_without_ranks_is_not_waited_for_and_judges_nothing() -> None:
     nodes = Nodes(0, 2)
-    nodes.looks[1].ask_for_look()
+    nodes.probes[1].request_probe()
     nodes.settle()
     assert nodes.everywhere() == [[], [], []]
-    nodes.looks[0].ask_for_look()
+    nodes.probes[0].request_probe()
     nodes.settle()
     seen = [SEEN[0], SEEN[2]]
     assert nodes.everywhere() == [[seen], [], [seen]]
@@ -109,13 +109,13 @@ def test_a_node_without_ranks_is_not_waited_for_and_judges_nothing() -> None:
 
 def test_what_was_seen_before_the_members_changed_is_left_out() -> None:
     nodes = Nodes(0, 1, 2)
-    nodes.looks[0].ask_for_look()
-    nodes.looks[0].update()
-    nodes.looks[1].take(*nodes.carried[1].popleft())
+    nodes.probes[0].request_probe()
+    nodes.probes[0].update()
+    nodes.probes[1].take(*nodes.carried[1].popleft())
     nodes.adopt(view(1, 0, 1))
     nodes.answer()
     nodes.settle()
     assert nodes.everywhere() == [[], [], []]
-    nodes.looks[1].ask_for_look()
+    nodes.probes[1].request_probe()
     nodes.settle()
     assert nodes.everywhere() == [[SEEN[:2]], [SEEN[:2]], []]

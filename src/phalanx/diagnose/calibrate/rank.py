@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from phalanx.cluster.calibration.figures import LAYER_KINDS, Kind, LayerKind, Precision, Rates
 from phalanx.comm.context import init
-from phalanx.diagnose import calibrate_collectives as links
-from phalanx.diagnose import calibrate_gradients as gradients
-from phalanx.diagnose import calibrate_layers as layers
-from phalanx.diagnose import calibrate_operators as work
-from phalanx.diagnose.calibrate_operators import Points
+from phalanx.diagnose.calibrate import collectives as links
+from phalanx.diagnose.calibrate import gradients, layers
+from phalanx.diagnose.calibrate import operators as work
+from phalanx.diagnose.calibrate.operators import Points
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
 SEED = 1

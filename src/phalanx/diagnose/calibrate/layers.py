@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cluster.calibration.figures import LayerKind
 from phalanx.comm import collectives
-from phalanx.diagnose import calibrate_collectives as links
-from phalanx.diagnose.calibrate_operators import Benchmark, BenchmarkTimer, Points, points
+from phalanx.diagnose.calibrate import collectives as links
+from phalanx.diagnose.calibrate.operators import Benchmark, BenchmarkTimer, Points, points
 from phalanx.parallel.memory.activation_checkpointing import apply_recompute
 from phalanx.parallel.operators.placement import place_module
 from phalanx.plan.sites import Site

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.cluster.host_limits import NEEDS_DISK, NEEDS_MEMORY, HostLimits
-from phalanx.diagnose.checks import Check, State
+from phalanx.diagnose.doctor.checks import Check, State
 from phalanx.launch.request.preflight import missing_interfaces
 from phalanx.units import format_bytes
 

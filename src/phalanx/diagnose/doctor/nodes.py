@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from phalanx.diagnose.checks import Check
-from phalanx.diagnose.probe import LinkQuality, ProbeServer, measure
+from phalanx.diagnose.doctor.checks import Check
+from phalanx.diagnose.doctor.probe import LinkQuality, ProbeServer, measure
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.launch.request import machine
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from phalanx.cluster.calibration.figures import Sharding
 from phalanx.comm.context import current
-from phalanx.diagnose import calibrate_collectives as links
-from phalanx.diagnose.calibrate_operators import BenchmarkTimer, Points, points
+from phalanx.diagnose.calibrate import collectives as links
+from phalanx.diagnose.calibrate.operators import BenchmarkTimer, Points, points
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import shape_of

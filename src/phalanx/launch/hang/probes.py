@@ -1,4 +1,4 @@
-"""`LookChannel`: launchers of several nodes look at their ranks at one moment, and each learns what all of them saw.
+"""`ProbeChannel`: launchers of several nodes observe their ranks at one moment, and each learns what all of them saw.
 
 What a node saw is plain values: `now` of its monotonic clock, its `patience_s`, and one entry of each of its processes.
 Every launcher judges the same values by the same rules, so that all come to one verdict, and none decides for others.
@@ -16,21 +16,21 @@ from phalanx.launch.hang.observe import Observation
 from phalanx.launch.hang.words import MAX_FRAMES
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a look may raise that is none of this version."""
+"""What reading a probe may raise that is none of this version."""
 
 
-class LookChannel(Protocol):
+class ProbeChannel(Protocol):
     """The way to the launchers of the other nodes. Its methods may be called from any thread."""
 
-    def ask_for_look(self) -> None:
-        """Have the launchers of all nodes look at their ranks, this one too."""
+    def request_probe(self) -> None:
+        """Have the launchers of all nodes observe their ranks, this one too."""
 
-    def publish_look(self, number: int, observed: dict[str, Any]) -> None:
-        """Tell the others what was seen here in a look."""
+    def publish_probe(self, number: int, observed: dict[str, Any]) -> None:
+        """Tell the others what was seen here in a probe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class JobProbe:
     """What was seen of all processes of a job at one moment."""
 
     observations: Sequence[Observation]
@@ -38,7 +38,7 @@ class Look:
     """How long a wait lasts at least that is worth a report, to the node that is most patient."""
 
 
-def look_to_json(observations: Sequence[Observation], patience_s: float) -> dict[str, Any]:
+def probe_to_json(observations: Sequence[Observation], patience_s: float) -> dict[str, Any]:
     """Return what this node saw, for the others; of a stack no more than a report shows."""
     short = [
         replace(each, location=replace(each.location, frames=each.location.frames[:MAX_FRAMES]))
@@ -47,7 +47,7 @@ def look_to_json(observations: Sequence[Observation], patience_s: float) -> dict
     return {"now": time.monotonic(), "patience_s": patience_s, "processes": [each.to_json() for each in short]}
 
 
-def merge_looks(nodes: Sequence[dict[str, Any]]) -> Look:
+def merge_probes(nodes: Sequence[dict[str, Any]]) -> JobProbe:
     """Return what all nodes saw together, in this node's time.
 
     Raises:
@@ -56,7 +56,7 @@ def merge_looks(nodes: Sequence[dict[str, Any]]) -> Look:
     # What has no end, and half a pair of surrogates, can be neither judged nor shown.
     json.dumps(nodes, allow_nan=False, ensure_ascii=False).encode()
     now = time.monotonic()
-    return Look(
+    return JobProbe(
         observations=[
             Observation.from_json(process, shift_s=now - float(node["now"]))
             for node in nodes
