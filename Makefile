@@ -61,10 +61,11 @@ bench: $(STAMP)  ## every benchmark, against its peer
 bench-quick: $(STAMP)  ## every benchmark once and small: that it works, not what it measures
 	$(BIN)/python -m benchmarks --quick
 
-docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code
+docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code, and build the site in build/site
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
 	$(BIN)/python -m phalanx.strategy.page docs/strategy.md
 	$(BIN)/python docs/design/modules_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 tutorials: $(STAMP)  ## run the notebooks in docs/tutorials and write what they print
 	$(BIN)/python docs/tutorials/run.py docs/tutorials/*.ipynb
