@@ -69,7 +69,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         ([], r"Missing argument 'TRAINING_SCRIPT'"),
         (["--cluster_node_ips", "1.2.3.4", "train.py"], r"--cluster_node_ips is now called --ips"),
         (["--selected-gpus=0", "train.py"], r"--selected_gpus is now called --gpus"),
-        (["--nprocs", "2", "train.py"], r"--nprocs is now called --nproc_per_node"),
+        (["--np", "2", "train.py"], r"--np is now called --nproc_per_node"),
         (["--node_ip=1.2.3.4", "train.py"], r"--node_ip was removed: "),
         (["--use_paddlecloud", "train.py"], r"--use_paddlecloud was removed: "),
         (["--started_port", "6170", "train.py"], r"--started_port was removed: .*--http_port"),

@@ -58,7 +58,7 @@ def both(folder: Path, *arguments: str, counts: tuple[str, str] = ("1", "1")) ->
 
 
 def test_two_hosts_train_as_one_job_and_a_restart_restarts_both(folder: Path) -> None:
-    first, second = both(folder, "--max_restarts", "1", "meet.py", "raise once", counts=("1", "2"))
+    first, second = both(folder, "-v", "--max_restarts", "1", "meet.py", "raise once", counts=("1", "2"))
     assert (first.code, second.code) == (0, 0), first.out + second.out
     assert "attempt 0 sum 6.0" in (folder / "log1" / "attempt-0" / "workerlog.1").read_text()
     texts = [(folder / log).read_text().split() for log in ("log0/workerlog.0", "log1/workerlog.1", "log1/workerlog.2")]
@@ -80,7 +80,7 @@ def test_a_schedulers_variables_alone_make_one_job_of_two_hosts(folder: Path) ->
         "PET_MASTER_PORT": free_port(),
     }
     running = [
-        Launch(("--log_dir", f"log{rank}", "meet.py"), folder, environment=pods | {"PET_NODE_RANK": str(rank)})
+        Launch(("-v", "--log_dir", f"log{rank}", "meet.py"), folder, environment=pods | {"PET_NODE_RANK": str(rank)})
         for rank in range(2)
     ]
     assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
@@ -203,12 +203,14 @@ def test_two_launchers_with_one_place_are_told(folder: Path) -> None:
 
 def test_listed_servers_and_workers_over_two_launchers(folder: Path) -> None:
     (folder / "roles.py").write_text(
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "role = os.environ['TRAINING_ROLE']\n"
         "print(role, os.environ['PHALANX_RANK'], os.environ['PADDLE_CURRENT_ENDPOINT'],\n"
         "      os.environ['PADDLE_PSERVERS_IP_PORT_LIST'], os.environ['PADDLE_TRAINER_ENDPOINTS'], flush=True)\n"
         "open(f'secret.{role}.{os.environ[\"PHALANX_RANK\"]}', 'w').write(os.environ['PHALANX_JOB_SECRET'])\n"
         "if role == 'PSERVER': signal.pause()\n"
+        # The launcher ends the servers when the workers have ended.
+        "while not os.path.exists('secret.PSERVER.0'): time.sleep(0.01)\n"
     )
     ports = [free_port() for _ in range(3)]
     servers, workers = f"127.0.0.1:{ports[0]}", f"127.0.0.2:{ports[1]},127.0.0.1:{ports[2]}"

@@ -35,7 +35,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("run")
     (folder / "show.py").write_text(SCRIPT)
     environment = {"MY_SECRET_TOKEN": "hush-hush"}
-    return launch(folder, "-n", "2", "show.py", "--lr", "0.1", "--", "-x", "-n", "7", environment=environment)
+    return launch(
+        folder, "--verbose", "-n", "2", "show.py", "--lr", "0.1", "--", "-x", "-n", "7", environment=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_warnings_of_other_ranks_appear_once_with_their_rank(run: Launch) -> Non
 
 def test_the_next_run_keeps_the_logs_of_the_one_before(run: Launch) -> None:
     (run.cwd / "other.py").write_text("import logging; logging.info('second'); print('second')")
-    done = launch(run.cwd, "--log_format", "bar", "-n", "1", "other.py")
+    done = launch(run.cwd, "-v", "--log_format", "bar", "-n", "1", "other.py")
     assert done.code == 0
     assert "text of rank 1" in run.log("previous/workerlog.1")
     assert not (run.cwd / "log" / "workerlog.1").exists()
@@ -146,6 +148,16 @@ def test_without_n_one_process_starts_and_that_is_said(run: Launch) -> None:
     assert "No -n given: 1 process" in done.out
     assert "world 1\n" in done.out
     assert "OMP_NUM_THREADS=3 for each process (from your environment)" in done.out
+
+
+def test_a_start_takes_few_lines(tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text("import os; print('rank', os.environ['RANK'])")
+    done = launch(tmp_path, "--nprocs", "2", "say.py", environment={"OMP_NUM_THREADS": "1"})
+    assert done.out.splitlines() == [
+        "starting 2 ranks on this node, CPU; OMP_NUM_THREADS=1 for each process (from your environment)",
+        "logs: log/workerlog.N",
+        "rank 0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +205,9 @@ def test_every_spelling_of_the_command_prints_the_same_banner(tmp_path: Path, pr
     if not Path(program[0]).exists():
         pytest.skip(f"{program[0]} is not installed")
     (tmp_path / "nothing.py").write_text("")
-    done = launch(tmp_path, "--nproc-per-node=1", "--log-dir", "out", "nothing.py", program=program)
+    is_fleet = program[-1] in (str(BIN / "fleetrun"), "phalanx.distributed.launch")
+    verbose = () if is_fleet else ("-v",)
+    done = launch(tmp_path, *verbose, "--nproc-per-node=1", "--log-dir", "out", "nothing.py", program=program)
     assert done.code == 0, done.err
     banner = done.out[: done.out.index("WARNING")]
     assert banner == (

@@ -13,14 +13,17 @@ from launching import BIN, Launch, launch, launch_servers
 pytestmark = pytest.mark.dist
 
 ROLES = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 role, rank = os.environ["TRAINING_ROLE"], os.environ["PHALANX_RANK"]
-with open(f"{role}.{rank}", "w") as file:
+print(role, rank, "here", flush=True)
+with open(f"{role}.{rank}.part", "w") as file:
     known = ("PADDLE", "PHALANX", "POD", "TRAINING", "CUDA")
     json.dump({k: v for k, v in os.environ.items() if k.startswith(known)}, file)
-print(role, rank, "here", flush=True)
+os.rename(f"{role}.{rank}.part", f"{role}.{rank}")
 what = sys.argv[1] if len(sys.argv) > 1 else ""
 if role == "TRAINER":
+    while what.startswith("after ") and not os.path.exists(what.removeprefix("after ")):
+        time.sleep(0.01)  # the launcher ends the other roles when the workers have ended
     if what == "server dies":
         signal.pause()
     if what == "worker fails" and rank == "1":
@@ -45,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("ps")
     (folder / "roles.py").write_text(ROLES)
     flags = ("--server_num=1", "--worker_num=2", "--heter_worker_num", "1")
-    return launch(folder, *flags, "roles.py")
+    return launch(folder, "--verbose", *flags, "roles.py", "after HETER_TRAINER.0")
 
 
 def test_the_job_ends_well_and_in_the_known_order(run: Launch) -> None:
@@ -140,7 +143,7 @@ print("group of", x.item(), flush=True)
 def test_workers_form_a_group_over_the_endpoint_and_over_files(tmp_path: Path, way: str) -> None:
     (tmp_path / "group.py").write_text(RENDEZVOUS)
     environment = {"PADDLE_GLOO_RENDEZVOUS": way, "PADDLE_WITH_GLOO": "1"}
-    done = launch_servers(tmp_path, 1, 2, "group.py", environment=environment)
+    done = launch_servers(tmp_path, 1, 2, "--verbose", "group.py", environment=environment)
     assert done.code == 0, done.out
     assert "group of 2.0" in done.log("workerlog.1")
     path = re.search(r"PADDLE_GLOO_FS_PATH +(\S+)", done.out)

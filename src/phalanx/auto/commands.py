@@ -25,7 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.i18n import tr
 
 
-@click.command("predict")
+@click.command("predict", epilog="\b\nExample:\n  phalanx predict run.json\n  phalanx predict run.json --json")
 @click.argument("file", type=click.File("r", encoding="utf-8", lazy=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
 @simulation_options

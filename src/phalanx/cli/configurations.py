@@ -27,12 +27,21 @@ from phalanx.jobs.spec.file import validate
 from phalanx.jobs.spec.training_job import Code, Dataset
 
 
-@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
+@click.group(
+    cls=CommandGroup,
+    context_settings=EITHER_SPELLING,
+    epilog="\b\nExample:\n  phalanx code add trainer https://git.example.com/ml/trainer.git --ref main",
+)
 def code() -> None:
     """Register code sources under a name: `code: {name: NAME}` in a job."""
 
 
-@code.command("add")
+@code.command(
+    "add",
+    epilog="\b\nExample:\n"
+    "  phalanx code add trainer https://git.example.com/ml/trainer.git --ref main\n"
+    "  phalanx code add here .",
+)
 @click.argument("name")
 @click.argument("source")
 @click.option("--ref", help="Branch, tag or commit of a repository.")
@@ -47,7 +56,7 @@ def add_code(name: str, source: str, workspace: str | None, **fields: str | None
     talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("code"), name=name, workspace=workspace))
 
 
-@code.command("list")
+@code.command("list", epilog="\b\nExample:\n  phalanx code list -w vision")
 @workspace_flag
 @json_flag
 def list_codes(workspace: str | None, as_json: bool) -> None:
@@ -61,7 +70,7 @@ def list_codes(workspace: str | None, as_json: bool) -> None:
     show_named([words()("name"), words()("uri"), "ref", "subdir"], rows, configs, as_json)
 
 
-@code.command("rm")
+@code.command("rm", epilog="\b\nExample:\n  phalanx code rm trainer")
 @click.argument("name")
 @workspace_flag
 def remove_code(name: str, workspace: str | None) -> None:
@@ -71,12 +80,21 @@ def remove_code(name: str, workspace: str | None) -> None:
     talk(tr("{what} {name} is removed.", what=tr("code"), name=name))
 
 
-@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
+@click.group(
+    cls=CommandGroup,
+    context_settings=EITHER_SPELLING,
+    epilog="\b\nExample:\n  phalanx dataset add digits /data/digits --mount /data/digits",
+)
 def dataset() -> None:
     """Register datasets under a name: `datasets: [NAME]` in a job."""
 
 
-@dataset.command("add")
+@dataset.command(
+    "add",
+    epilog="\b\nExample:\n"
+    "  phalanx dataset add digits /data/digits --mount /data/digits\n"
+    "  phalanx dataset add clicks s3://bucket/clicks --mount clicks",
+)
 @click.argument("name")
 @click.argument("uri")
 @click.option("--kind", type=click.Choice(["local", "nas", "s3", "oss", "http"]), help="Default: from the URI.")
@@ -96,7 +114,7 @@ def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fi
     talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("dataset"), name=name, workspace=workspace))
 
 
-@dataset.command("list")
+@dataset.command("list", epilog="\b\nExample:\n  phalanx dataset list --json")
 @workspace_flag
 @json_flag
 def list_datasets(workspace: str | None, as_json: bool) -> None:
@@ -107,7 +125,7 @@ def list_datasets(workspace: str | None, as_json: bool) -> None:
     show_named([words()("name"), words()("kind"), words()("uri"), "mount"], rows, configs, as_json)
 
 
-@dataset.command("rm")
+@dataset.command("rm", epilog="\b\nExample:\n  phalanx dataset rm digits")
 @click.argument("name")
 @workspace_flag
 def remove_dataset(name: str, workspace: str | None) -> None:
@@ -117,12 +135,16 @@ def remove_dataset(name: str, workspace: str | None) -> None:
     talk(tr("{what} {name} is removed.", what=tr("dataset"), name=name))
 
 
-@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
+@click.group(
+    cls=CommandGroup,
+    context_settings=EITHER_SPELLING,
+    epilog="\b\nExample:\n  phalanx secret add HUB_TOKEN --from-env HUB_TOKEN",
+)
 def secret() -> None:
     """Manage secrets, passed to jobs as environment variables; their values are never shown."""
 
 
-@secret.command("add")
+@secret.command("add", epilog="\b\nExample:\n  phalanx secret add HUB_TOKEN --from-env HUB_TOKEN")
 @click.argument("name")
 @click.option("--from-env", metavar="VARIABLE", help="Read the value from this environment variable.")
 @workspace_flag
@@ -137,7 +159,7 @@ def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
     talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("secret"), name=name, workspace=workspace))
 
 
-@secret.command("list")
+@secret.command("list", epilog="\b\nExample:\n  phalanx secret list -w vision")
 @workspace_flag
 @json_flag
 def list_secrets(workspace: str | None, as_json: bool) -> None:
@@ -152,7 +174,7 @@ def list_secrets(workspace: str | None, as_json: bool) -> None:
     )
 
 
-@secret.command("rm")
+@secret.command("rm", epilog="\b\nExample:\n  phalanx secret rm HUB_TOKEN")
 @click.argument("name")
 @workspace_flag
 def remove_secret(name: str, workspace: str | None) -> None:

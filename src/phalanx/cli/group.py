@@ -112,7 +112,14 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExample:\n"
+    "  phalanx run -n 2 train.py\n"
+    "  phalanx plan train.py --cluster h100x8,nodes=4\n"
+    "  phalanx job submit job.yaml",
+)
 @click.version_option(package_name="phalanx", prog_name="phalanx")
 def phalanx() -> None:
     """Train a PyTorch script in parallel, from a laptop to a cluster."""

@@ -23,12 +23,20 @@ _STOPPED = 130
 _LOOK_S = 0.5
 
 
-@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
+@click.group(
+    cls=CommandGroup,
+    context_settings=EITHER_SPELLING,
+    epilog="\b\nExample:\n  phalanx job run --name hello -- python train.py\n  phalanx job list",
+)
 def job() -> None:
     """Submit and manage training jobs."""
 
 
-@job.command()
+@job.command(
+    epilog="\b\nExample:\n"
+    "  phalanx job submit job.yaml --nodes 2\n"
+    "  phalanx job submit --name hello --procs-per-node 2 -- python train.py"
+)
 @spec_options
 @click.option("--dry-run", is_flag=True, help="Validate and print the generated script or manifest; submit nothing.")
 @click.option("--request", help="Idempotency key: resubmitting with the same key returns the existing job.")
@@ -48,7 +56,7 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) ->
     _print_queued(new_job, as_json)
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job render job.yaml --backend slurm")
 @spec_options
 @click.option("--full", is_flag=True, help="Include packed code and values of secrets, for kubectl apply.")
 def render(full: bool, **options: Any) -> None:
@@ -58,7 +66,7 @@ def render(full: bool, **options: Any) -> None:
         click.echo(service.render(in_workspace(service, spec), base=base, full=full))
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job run --name hello --procs-per-node 2 -- python train.py")
 @spec_options
 def run(**options: Any) -> None:
     """Submit a job, stream rank 0's log, and exit with the job's exit code. Ctrl-C stops the job."""
@@ -79,7 +87,7 @@ def run(**options: Any) -> None:
         sys.exit(_wait_and_report(service, [new_job.id], None))
 
 
-@job.command("list")
+@job.command("list", epilog="\b\nExample:\n  phalanx job list --state running --owner ann")
 @click.option("-w", "--workspace", help="Filter by workspace.")
 @click.option(
     "-s",
@@ -87,7 +95,8 @@ def run(**options: Any) -> None:
     "states",
     type=click.Choice([state.value for state in JobState]),
     multiple=True,
-    help="Filter by state (repeatable).",
+    metavar="STATE",
+    help=f"Filter by state (repeatable): {', '.join(state.value for state in JobState)}.",
 )
 @click.option("--owner", help="Filter by owner.")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Maximum number of jobs.")
@@ -104,7 +113,7 @@ def list_jobs(workspace: str | None, states: tuple[str, ...], owner: str | None,
         talk(tr("The newest {limit}. `--limit` shows more, `--state` and `--workspace` choose.", limit=limit))
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job show 12")
 @click.argument("job")
 @json_flag
 def show(job: str, as_json: bool) -> None:
@@ -118,7 +127,7 @@ def show(job: str, as_json: bool) -> None:
         job_tables.print_job(record, attempts, events, usage)
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job logs 12 --follow\n  phalanx job logs 12 --rank 3")
 @click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Follow the log until the job ends (across attempts).")
 @click.option("--rank", help="Rank (e.g. 3) or log name from --list. Default: the rank that failed, or 0.")
@@ -144,7 +153,7 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
             job_logs.whole(service, job, rank=rank, attempt=attempt)
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job stop 12 13")
 @click.argument("jobs_", metavar="JOB...", nargs=-1, required=True)
 @json_flag
 def stop(jobs_: tuple[str, ...], as_json: bool) -> None:
@@ -158,7 +167,7 @@ def stop(jobs_: tuple[str, ...], as_json: bool) -> None:
         talk(tr("{job}: {state}", job=job_id.id, state=words()(job_id.state)))
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job retry 12")
 @click.argument("job")
 @json_flag
 def retry(job: str, as_json: bool) -> None:
@@ -168,7 +177,7 @@ def retry(job: str, as_json: bool) -> None:
     _print_queued(new_job, as_json)
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job wait 12 13 --timeout 600")
 @click.argument("jobs_", metavar="JOB...", nargs=-1, required=True)
 @click.option("--timeout", type=click.FloatRange(0), help="Maximum seconds to wait; then the exit code is 124.")
 def wait(jobs_: tuple[str, ...], timeout: float | None) -> None:
@@ -177,7 +186,7 @@ def wait(jobs_: tuple[str, ...], timeout: float | None) -> None:
         sys.exit(_wait_and_report(service, list(jobs_), timeout))
 
 
-@job.command()
+@job.command(epilog="\b\nExample:\n  phalanx job events 12 --json")
 @click.argument("job")
 @json_flag
 def events(job: str, as_json: bool) -> None:

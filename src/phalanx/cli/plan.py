@@ -21,7 +21,13 @@ if TYPE_CHECKING:  # a described transformer needs no torch
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("plan", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "plan",
+    context_settings={"ignore_unknown_options": True},
+    epilog="\b\nExample:\n"
+    "  phalanx plan train.py --cluster h100x8,nodes=4\n"
+    "  phalanx plan model.json --cluster a100x8 --save plan.json",
+)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS]...")
 @click.option(

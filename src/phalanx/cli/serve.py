@@ -36,14 +36,14 @@ def _place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings=EITHER_SPELLING)
+@click.command(context_settings=EITHER_SPELLING, epilog="\b\nExample:\n  phalanx serve --port 8080")
 @_place_options
 def serve(**options: Any) -> None:
     """Run the job server and web console; sign in with a token from `phalanx token add`."""
     _serve(options, open_browser=None)
 
 
-@click.command(context_settings=EITHER_SPELLING)
+@click.command(context_settings=EITHER_SPELLING, epilog="\b\nExample:\n  phalanx ui --no-browser")
 @_place_options
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def ui(no_browser: bool, **options: Any) -> None:

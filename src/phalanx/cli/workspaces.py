@@ -22,12 +22,12 @@ from phalanx.jobs.models import MemberRole
 from phalanx.jobs.spec.quantities import to_seconds
 
 
-@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
+@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING, epilog="\b\nExample:\n  phalanx workspace add vision")
 def workspace() -> None:
     """Manage workspaces: jobs, code sources, datasets and secrets that only their members see."""
 
 
-@workspace.command("add")
+@workspace.command("add", epilog="\b\nExample:\n  phalanx workspace add vision")
 @click.argument("name")
 def add_workspace(name: str) -> None:
     """Create a workspace."""
@@ -36,7 +36,7 @@ def add_workspace(name: str) -> None:
     talk(tr("workspace {name} is made.", name=name))
 
 
-@workspace.command("list")
+@workspace.command("list", epilog="\b\nExample:\n  phalanx workspace list")
 @json_flag
 def list_workspaces(as_json: bool) -> None:
     """List workspaces with their members."""
@@ -46,7 +46,7 @@ def list_workspaces(as_json: bool) -> None:
     show_named([words()("workspace"), tr("member")], rows, workspaces, as_json)
 
 
-@workspace.command("rm")
+@workspace.command("rm", epilog="\b\nExample:\n  phalanx workspace rm vision --yes")
 @click.argument("name")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def remove_workspace(name: str, yes: bool) -> None:
@@ -65,12 +65,12 @@ def remove_workspace(name: str, yes: bool) -> None:
     talk(tr("{what} {name} is removed.", what=tr("workspace"), name=name))
 
 
-@workspace.group(cls=CommandGroup)
+@workspace.group(cls=CommandGroup, epilog="\b\nExample:\n  phalanx workspace member add ann developer -w vision")
 def member() -> None:
     """Manage members: viewers read, developers submit jobs, admins manage."""
 
 
-@member.command("add")
+@member.command("add", epilog="\b\nExample:\n  phalanx workspace member add ann developer -w vision")
 @click.argument("name")
 @click.argument("role", type=click.Choice([role.value for role in MemberRole]))
 @workspace_flag
@@ -88,7 +88,7 @@ def add_member(name: str, role: str, workspace: str | None) -> None:
     )
 
 
-@member.command("rm")
+@member.command("rm", epilog="\b\nExample:\n  phalanx workspace member rm ann -w vision")
 @click.argument("name")
 @workspace_flag
 def remove_member(name: str, workspace: str | None) -> None:
@@ -98,12 +98,14 @@ def remove_member(name: str, workspace: str | None) -> None:
     talk(tr("{what} {name} is removed.", what=tr("member"), name=name))
 
 
-@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
+@click.group(
+    cls=CommandGroup, context_settings=EITHER_SPELLING, epilog="\b\nExample:\n  phalanx token add laptop --lasts 30d"
+)
 def token() -> None:
     """Manage API tokens of `phalanx serve`."""
 
 
-@token.command("add")
+@token.command("add", epilog="\b\nExample:\n  phalanx token add laptop --lasts 30d")
 @click.argument("name")
 @click.option("--owner", help="Owner of the token; only the owner of the store may set it. Default: you.")
 @click.option("--lasts", help="Lifetime, e.g. 12h or 30d. Default: no expiry.")
@@ -129,7 +131,7 @@ def add_token(name: str, owner: str | None, lasts: str | None, as_json: bool) ->
         )
 
 
-@token.command("list")
+@token.command("list", epilog="\b\nExample:\n  phalanx token list")
 @json_flag
 def list_tokens(as_json: bool) -> None:
     """List tokens, without their text."""
@@ -140,7 +142,7 @@ def list_tokens(as_json: bool) -> None:
     show_named(headings, rows, tokens, as_json)
 
 
-@token.command("rm")
+@token.command("rm", epilog="\b\nExample:\n  phalanx token rm laptop")
 @click.argument("name")
 @click.option("--owner", help="Owner of the token. Default: you.")
 def remove_token(name: str, owner: str | None) -> None:

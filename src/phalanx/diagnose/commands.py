@@ -20,7 +20,7 @@ from phalanx.i18n import LANGUAGES, language
 _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
 
 
-@click.command()
+@click.command(epilog="\b\nExample:\n  phalanx env --list")
 @click.option("--list", "list_all", is_flag=True, help="Show every variable, not only those that are set.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on standard output.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the page docs/settings.md.")

@@ -34,7 +34,7 @@ POLL_S = 0.2
 MIB = 2**20
 
 
-@click.command()
+@click.command(epilog="\b\nExample:\n  phalanx calibrate -n 4\n  phalanx calibrate --quick")
 @click.option(
     "-n", "ranks", type=click.IntRange(1), default=2, show_default=True, help="Measure up to that many ranks at once."
 )

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
-@click.command()
+@click.command(
+    epilog="\b\nExample:\n  phalanx doctor\n  phalanx doctor --nnodes 2 --node_rank 0 --master_addr 10.0.0.1"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes of the job; run this on each of them.")
 @click.option("--node_rank", type=click.IntRange(0), default=0, help="This node's place, from 0.")

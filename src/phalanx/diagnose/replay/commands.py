@@ -19,7 +19,7 @@ from phalanx.diagnose.replay.flight import Flight, first_mismatch, read_flight
 from phalanx.errors import ConfigError, LaunchError
 
 
-@click.command("replay")
+@click.command("replay", epilog="\b\nExample:\n  phalanx replay log --step 1204\n  phalanx replay log --find nan")
 @click.option("--step", type=click.IntRange(0), help="The update to do again, from 0.")
 @click.option(
     "--find",

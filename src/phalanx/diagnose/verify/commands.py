@@ -65,8 +65,8 @@ def command(
     """Run SCRIPT, unchanged, on 1 rank and on N, and compare losses, gradients and weights step by step.
 
     \b
-      phalanx verify train.py -n 2 --steps 20          1 rank and 2 ranks
-      phalanx verify -n 2 --against main train.py      2 ranks, now and at a commit
+      phalanx verify train.py -n 2 --steps 20        1 rank and 2 ranks
+      phalanx verify -n 2 --against main train.py    2 ranks, now and at a commit
       phalanx verify -n 4 --plan a.json --plan b.json train.py
 
     Names the first step and tensor that differ, by how much, and the likely cause. Exits with 0 if the runs are equal

@@ -19,7 +19,6 @@ from phalanx.launch.request.options import DEFAULT_PORT, Options
 _RENAMED = {
     "--cluster_node_ips": "--ips",
     "--selected_gpus": "--gpus",
-    "--nprocs": "--nproc_per_node",
     "--np": "--nproc_per_node",
 }
 _REMOVED = {
@@ -27,7 +26,7 @@ _REMOVED = {
     "--use_paddlecloud": "cluster environments are recognised by themselves",
     "--started_port": "ports are chosen by the system; --http_port fixes the meeting port",
     "--log_level": "set the level in your script; --log_format chooses the form",
-    "--print_config": "the configuration is always printed",
+    "--print_config": "--verbose prints the configuration",
 }
 
 
@@ -152,6 +151,8 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "-n",
     "--nproc_per_node",
+    "--nprocs",
+    "nproc_per_node",
     type=_CountOrRange("number of processes"),
     help="Processes on this host; 1:4 for an elastic job. Default: one per GPU; on CPU 1, as it uses every core.",
 )
@@ -281,6 +282,13 @@ _CONTEXT: dict[str, Any] = {
     help="Part of the time that ranks may wait for one until a report says why it is slow; 0 for no report.",
 )
 @click.option(
+    "-v",
+    "--verbose",
+    "is_verbose",
+    is_flag=True,
+    help="Show every setting and the environment of the first process at the start, as fleetrun does.",
+)
+@click.option(
     "--lang",
     type=click.Choice(LANGUAGES),
     callback=_choose_language,
@@ -297,10 +305,10 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     """Start TRAINING_SCRIPT on every GPU or process of this host and watch over it.
 
     \b
-      phalanx run -n 2 train.py --lr 0.1                     two processes here
-      phalanx run --gpus 0,1 train.py                        one process per GPU
-      phalanx run --ips 10.0.0.1,10.0.0.2 -n 4 train.py      the same command on both hosts
-      phalanx run --server_num 1 --worker_num 2 train.py     parameter servers
+      phalanx run -n 2 train.py --lr 0.1                   two processes here
+      phalanx run --gpus 0,1 train.py                      one process per GPU
+      phalanx run --ips 10.0.0.1,10.0.0.2 -n 4 train.py    the same on both hosts
+      phalanx run --server_num 1 --worker_num 2 train.py   parameter servers
 
     Flags may be written with _ or -. What follows the script belongs to the script. Rank 0 is shown here,
     every rank writes LOG_DIR/workerlog.N. When a rank fails all end, and the last lines say which failed
@@ -316,6 +324,7 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     _split_ranges(values)
     values["replacements"] = values["max_restarts"]
     values["max_restarts"] = values["max_restarts"] or 0
+    values["is_verbose"] = values["is_verbose"] or run_as["is_verbose"]
     options = Options(**values, wants_servers=run_as["wants_servers"])
     console = Console()
     log_format.configure_launcher(options.log_format or "default", console)
@@ -348,7 +357,9 @@ def run(arguments: Sequence[str], server: ForkServerHandle | None, *, name: str,
         The exit code: 2 for a mistake in the command, 1 when another host or the launcher itself failed,
         else the job's.
     """
-    program = {"server": server, "wants_servers": wants_servers}
+    # Who starts a job by one of Fleet's names may read what Fleet's launcher printed.
+    is_fleet = name == "fleetrun" or "phalanx.distributed." in name
+    program = {"server": server, "wants_servers": wants_servers, "is_verbose": is_fleet}
     try:
         return int(command.main(list(arguments), prog_name=name, standalone_mode=False, obj=program) or 0)
     except click.NoSuchOption as error:

@@ -27,12 +27,12 @@ HCCN = Path("/etc/hccn.conf")
 _out = click.option("--out", metavar="FILE", help="Write there instead of on standard output.")
 
 
-@click.group()
+@click.group(epilog="\b\nExample:\n  phalanx rank-table check ranks.json")
 def command() -> None:
     """Make, check or convert a rank table: which rank runs on which device of which host."""
 
 
-@command.command()
+@command.command(epilog="\b\nExample:\n  phalanx rank-table make --hosts 10.0.0.1,10.0.0.2")
 @click.option("--hosts", required=True, metavar="LIST", help="Hosts of the job in order, e.g. 10.0.0.1,10.0.0.2.")
 @click.option(
     "--devices",
@@ -71,7 +71,7 @@ def device_addresses(text: str) -> dict[int, str]:
     return {int(number): address for number, address in re.findall(r"^address_(\d+)=(\S+)$", text, re.MULTILINE)}
 
 
-@command.command()
+@command.command(epilog="\b\nExample:\n  phalanx rank-table check ranks.json")
 @click.argument("file")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(file: str, as_json: bool) -> None:
@@ -93,7 +93,7 @@ def check(file: str, as_json: bool) -> None:
     click.echo("chooses another port")
 
 
-@command.command()
+@command.command(epilog="\b\nExample:\n  phalanx rank-table convert old.json")
 @click.argument("file")
 @_out
 def convert(file: str, out: str | None) -> None:

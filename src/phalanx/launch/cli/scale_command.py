@@ -12,7 +12,7 @@ from phalanx.launch.elastic.control import ask
 from phalanx.launch.job import registry
 
 
-@click.command(name="scale")
+@click.command(name="scale", epilog="\b\nExample:\n  phalanx scale 4f2a 3")
 @click.argument("job", metavar="JOB")
 @click.argument("ranks", metavar="N", type=click.IntRange(min=1))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

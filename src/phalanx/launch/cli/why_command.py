@@ -23,7 +23,7 @@ _BETWEEN_S = 1.5
 """Between two looks: who does the same in both, waits. A rank tells its calls once a second, so it did in between."""
 
 
-@click.command(name="why")
+@click.command(name="why", epilog="\b\nExample:\n  phalanx why\n  phalanx why --pid 4711")
 @click.argument("job", required=False)
 @click.option("--pid", type=click.IntRange(1), help="A rank, or what started it: torchrun, mpirun, srun, a script.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")

@@ -196,6 +196,14 @@ def local_processes(layout: Topology, role: RoleName) -> list[Process]:
     return [process for process in layout.local if process.role == role]
 
 
+def log_files(layout: Topology, mode: str, log_dir: str) -> str:
+    """Return where the logs are, as briefly as it can be said."""
+    folder = path_for_user(log_dir)
+    if layout.local[0].env_file:
+        return f"{folder}/rank_N/train.log"
+    return f"{folder}/serverlog.N, {folder}/workerlog.N" if mode == "ps" else f"{folder}/workerlog.N"
+
+
 def log_hint(layout: Topology, mode: str, log_dir: str) -> str:
     """Return the line that says where the logs are."""
     folder = path_for_user(log_dir)

@@ -121,7 +121,7 @@ class Launcher:
             logger.warning(tr("`phalanx ps` will not show this job: {why}", why=error))
             return self._logs.path
 
-    def _fix_threads(self, request: LaunchRequest, host: Machine) -> str:
+    def _fix_threads(self, request: LaunchRequest, host: Machine) -> list[str]:
         """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
@@ -223,7 +223,7 @@ class Launcher:
                 trial.start(stage.store)
                 stage.release_sockets(keep_endpoints=restarts > 0)
                 if attempt == 0 and layout.local:
-                    say_topology(layout, facts, self._console, self._inherited)
+                    say_topology(layout, facts, self._console, self._inherited, is_verbose=self._options.is_verbose)
                 return trial.wait()
             finally:
                 self._restarts -= restarts - trial.restarts

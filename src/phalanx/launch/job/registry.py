@@ -190,7 +190,7 @@ def _share(process: dict[str, Any]) -> str:
     return share if process["replicas"] is None else f"{process['replicas']} replicas"
 
 
-@click.command(name="ps")
+@click.command(name="ps", epilog="\b\nExample:\n  phalanx ps\n  phalanx ps --json")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
 def command(as_json: bool) -> None:
     """List the running jobs with their ranks, pids, step, loss and speed."""

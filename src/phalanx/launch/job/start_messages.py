@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx.launch.job import attempt_resources
 from phalanx.launch.job.console import Console
@@ -24,7 +24,7 @@ def say_start(
     host: Machine,
     console: Console,
     *,
-    threads: str,
+    threads: Sequence[str],
     inherited: Mapping[str, str],
 ) -> None:
     """Say what is started, and what it may fail by.
@@ -34,11 +34,16 @@ def say_start(
         request: The job.
         host: This host.
         console: Where to.
-        threads: What was set for threads, in words.
+        threads: What `describe_threads` returned.
         inherited: Environment of the launcher.
     """
-    console.write(report.banner(options.banner_items()))
-    _say_mode(options, request, host, console)
+    if options.is_verbose:
+        console.write(report.banner(options.banner_items()))
+        _say_mode(options, request, host, console)
+        logger.info(". ".join(threads))
+    else:
+        console.write("\n".join([f"{describe_start(request)}; {threads[0]}", *threads[1:], ""]))
+    _say_place(options, request)
     if flag := options.misplaced_flag:
         logger.warning(
             "%s stands after the script, so the script gets it. To give it to the launcher: phalanx run %s ... %s",
@@ -46,18 +51,35 @@ def say_start(
             flag,
             options.training_script,
         )
-    logger.info(threads)
     for warning in preflight.look(inherited):
         logger.warning(warning)
 
 
-def describe_threads(options: Options, request: LaunchRequest, host: Machine, threads: str, *, is_users: bool) -> str:
-    """Return how many threads each process gets, and why."""
+def describe_threads(
+    options: Options, request: LaunchRequest, host: Machine, threads: str, *, is_users: bool
+) -> list[str]:
+    """Return how many threads each process gets, and in a second line why only one process starts where nobody said."""
     source = "from your environment" if is_users else f"of {host.cores} cores"
-    setting = f"OMP_NUM_THREADS={threads} for each process ({source})"
-    if request.mode == "ps" or request.gpus or options.nproc_per_node is not None:
-        return setting
-    return f"{setting}. No -n given: 1 process, as one process uses every core. -n 2 starts two."
+    lines = [f"OMP_NUM_THREADS={threads} for each process ({source})"]
+    if request.mode == "collective" and not request.gpus and options.nproc_per_node is None:
+        lines.append("No -n given: 1 process, as one process uses every core. -n 2 starts two.")
+    return lines
+
+
+def describe_start(request: LaunchRequest) -> str:
+    """Return in words how many processes start on this node, and on what."""
+    if request.mode == "collective":
+        counts = _count(request.counts["worker"], "rank")
+    else:
+        counts = ", ".join(
+            _count(request.counts[role], role.replace("_", " ")) for role in ROLES if request.counts[role]
+        )
+    gpus = ",".join(gpu for of_worker in request.gpus for gpu in of_worker)
+    return f"starting {counts} on this node, {f'GPU {gpus}' if gpus else 'CPU'}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _say_mode(options: Options, request: LaunchRequest, host: Machine, console: Console) -> None:
@@ -73,14 +95,27 @@ def _say_mode(options: Options, request: LaunchRequest, host: Machine, console: 
         compiled = "compiled with cuda" if host.has_cuda_build else "not compiled with cuda"
         logger.warning("Not found distinct arguments and %s. Default use collective mode", compiled)
     console.write(f"launch train in {'GPU' if request.gpus else 'CPU'} mode\n")
+
+
+def _say_place(options: Options, request: LaunchRequest) -> None:
     origins = options.origins
     if request.nodes.is_multi_node and "node_rank" in origins:
         sources = ", ".join(origins[name] for name in ("node_rank", "nnodes") if name in origins)
         logger.info("this is node %d of %d (from %s)", request.nodes.rank, request.nodes.count, sources)
 
 
-def say_topology(layout: Topology, facts: environment.JobFacts, console: Console, inherited: Mapping[str, str]) -> None:
-    """Show how many processes start here, and the environment of the first of each role."""
+def say_topology(
+    layout: Topology,
+    facts: environment.JobFacts,
+    console: Console,
+    inherited: Mapping[str, str],
+    *,
+    is_verbose: bool,
+) -> None:
+    """Say where the logs are; where that is asked for, show the environment of the first process of each role too."""
+    if not is_verbose:
+        console.write(f"logs: {attempt_resources.log_files(layout, facts.mode, facts.log_dir)}\n")
+        return
     for role in ROLES:
         processes = attempt_resources.local_processes(layout, role)
         if not processes:

@@ -66,6 +66,9 @@ class Options:
     host_names: tuple[str, ...] = ()
     """Every host in order, for messages, where a scheduler lists them."""
 
+    is_verbose: bool = False
+    """Whether the start shows every setting and the environment of the first process, as Fleet's launcher does."""
+
     wants_servers: bool = field(default=False)
     """Started as `launch_ps`, so parameter-server mode is meant whatever the flags."""
 
