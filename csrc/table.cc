@@ -1,6 +1,8 @@
 #include "table.h"
 
 #include <algorithm>
+#include <bit>
+#include <exception>
 #include <stdexcept>
 
 namespace phalanx {
@@ -9,36 +11,9 @@ namespace {
 // So many keys of a call are worked on together: enough to ask memory for, few enough to stay in the second cache.
 constexpr std::size_t kBlock = 8192;
 
-// A block of keys sorted by lane, keeping their order within one.
-class Routed {
- public:
-  void route(std::span<const std::int64_t> keys, std::size_t first, std::uint64_t salt) {
-    std::array<std::uint64_t, kBlock> hashes;
-    starts_.fill(0);
-    for (std::size_t i = 0; i < keys.size(); ++i) {
-      hashes[i] = hash_of(keys[i], salt);
-      ++starts_[static_cast<std::size_t>(lane_of(hashes[i])) + 1];
-    }
-    for (std::size_t lane = 0; lane < kLanes; ++lane) starts_[lane + 1] += starts_[lane];
-    std::array<std::uint32_t, kLanes + 1> next = starts_;
-    for (std::size_t i = 0; i < keys.size(); ++i) {
-      const std::uint32_t place = next[static_cast<std::size_t>(lane_of(hashes[i]))]++;
-      hashes_[place] = hashes[i];
-      positions_[place] = static_cast<std::uint32_t>(first + i);
-    }
-  }
-
-  Slice slice(std::size_t lane) {
-    const std::size_t start = starts_[lane], size = starts_[lane + 1] - start;
-    return {{hashes_.data() + start, size}, {positions_.data() + start, size}, {rows_.data() + start, size}};
-  }
-
- private:
-  std::array<std::uint64_t, kBlock> hashes_;
-  std::array<std::uint32_t, kBlock> positions_;
-  std::array<std::uint32_t, kBlock> rows_;
-  std::array<std::uint32_t, kLanes + 1> starts_;
-};
+void check_count(EmbeddingTable::Keys keys) {
+  if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
+}
 
 }  // namespace
 
@@ -50,12 +25,11 @@ EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(sp
 // Calls work(lane, slice) for each lane that has keys of a block, with its lock held, block after block.
 template <class Work>
 void EmbeddingTable::each_lane(Keys keys, Work work) const {
-  if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
-  Routed routed;
+  KeysByLane sorted(std::min(kBlock, keys.size()));
   for (std::size_t first = 0; first < keys.size(); first += kBlock) {
-    routed.route(keys.subspan(first, std::min(kBlock, keys.size() - first)), first, spec_.salt);
+    sorted.sort(keys.subspan(first, std::min(kBlock, keys.size() - first)), first, spec_.salt);
     for (std::size_t number = 0; number < kLanes; ++number) {
-      Slice slice = routed.slice(number);
+      Slice slice = sorted.slice(number);
       if (slice.hashes.empty()) continue;
       Lane& lane = *lanes_[number];
       const std::lock_guard locked(lane.lock);
@@ -72,51 +46,131 @@ auto EmbeddingTable::in_lane(int shard, Use use) const {
   return use(lane, shard >> kLaneBits);
 }
 
-// Calls work(lane, slice, time) as `each_lane` does, as one change.
+// Calls work(number of the lane) for every lane when it is this change's turn there; those whose turn has come go first.
+// A change that fails in a lane is through all the same: those behind it must not wait for ever.
 template <class Work>
-void EmbeddingTable::change(Keys keys, Work work) {
-  const std::uint64_t tick = next_tick();
-  each_lane(keys, [&](Lane& lane, Slice& slice) { work(lane, slice, now(tick)); });
-  pushed_ += keys.size();
-  evict(tick);
+void EmbeddingTable::in_turn(Turn turn, Work work) {
+  std::exception_ptr failed;
+  std::uint32_t left = (std::uint32_t{1} << kLanes) - 1;
+  while (left != 0) {
+    const std::uint32_t before = left;
+    for (std::uint32_t rest = left; rest != 0; rest &= rest - 1) {
+      const auto number = static_cast<std::size_t>(std::countr_zero(rest));
+      if (!orders_[number].is_turn_of(turn.number)) continue;
+      try {
+        if (!failed) work(number);
+      } catch (...) {
+        failed = std::current_exception();
+      }
+      orders_[number].pass(turn.number);
+      left &= ~(std::uint32_t{1} << number);
+    }
+    if (left == before) orders_[static_cast<std::size_t>(std::countr_zero(left))].wait_for(turn.number);
+  }
+  if (failed) std::rethrow_exception(failed);
+}
+
+// Calls work() when every change before this one is through, and lets none behind it begin before.
+template <class Work>
+void EmbeddingTable::as_whole(Turn turn, Work work) {
+  for (const LaneOrder& order : orders_) order.wait_for(turn.number);
+  std::exception_ptr failed;
+  try {
+    work();
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  for (LaneOrder& order : orders_) order.pass(turn.number);
+  if (failed) std::rethrow_exception(failed);
 }
 
 void EmbeddingTable::pull(Keys keys, float* values) const {
+  check_count(keys);
   each_lane(keys, [&](const Lane& lane, Slice& slice) { lane.pull(slice, values); });
 }
 
 std::uint64_t EmbeddingTable::push(Keys keys, const Gradients& gradients) {
-  const UpdateRule rule = make_rule(spec_.rule, gradients.lr);
+  return change(ChangeKind::kPush, keys, gradients);
+}
+
+void EmbeddingTable::add(Keys keys, const float* deltas) { change(ChangeKind::kAdd, keys, {deltas, 0}); }
+
+void EmbeddingTable::assign(Keys keys, const float* values) { change(ChangeKind::kAssign, keys, {values, 0}); }
+
+std::uint64_t EmbeddingTable::change(ChangeKind kind, Keys keys, const Gradients& gradients) {
+  TableChange change = prepare(kind, keys, gradients);
+  return apply(change, order());
+}
+
+TableChange EmbeddingTable::prepare(ChangeKind kind, Keys keys, const Gradients& gradients) const {
+  check_count(keys);
+  TableChange change{kind, keys.size(), KeysByLane(keys.size()), gradients, make_rule(spec_.rule, gradients.lr)};
+  change.keys.sort(keys, 0, spec_.salt);
+  return change;
+}
+
+Turn EmbeddingTable::order(std::uint64_t count) {
+  const std::lock_guard clocked(clock_);
+  const Turn first{ordered_ + 1, tick_ + 1};
+  go_to(tick_ + count);
+  ordered_ += count;
+  return first;
+}
+
+void EmbeddingTable::give_up(Turn turn) {
+  in_turn(turn, [](std::size_t) {});
+}
+
+std::uint64_t EmbeddingTable::apply(TableChange& change, Turn turn) {
   std::uint64_t dropped = 0;
-  change(keys, [&](Lane& lane, Slice& slice, Time time) { dropped += lane.push(slice, gradients, rule, time); });
+  const auto work = [&](std::size_t lane) { dropped += apply_to(lane, change, turn); };
+  if (spec_.max_bytes == 0) {
+    in_turn(turn, work);
+  } else {
+    as_whole(turn, [&] {
+      for (std::size_t lane = 0; lane < kLanes; ++lane) work(lane);
+      evict(turn.tick);
+    });
+  }
+  pushed_ += change.count;
   dropped_ += dropped;
   return dropped;
 }
 
-void EmbeddingTable::add(Keys keys, const float* deltas) {
-  change(keys, [&](Lane& lane, Slice& slice, Time time) { lane.add(slice, deltas, time); });
-}
-
-void EmbeddingTable::assign(Keys keys, const float* values) {
-  change(keys, [&](Lane& lane, Slice& slice, Time time) { lane.assign(slice, values, time); });
+std::uint64_t EmbeddingTable::apply_to(std::size_t number, TableChange& change, Turn turn) {
+  Slice slice = change.keys.slice(number);
+  if (slice.hashes.empty()) return 0;
+  Lane& lane = *lanes_[number];
+  const std::lock_guard locked(lane.lock);
+  const Time time = now(turn.tick);
+  switch (change.kind) {
+    case ChangeKind::kPush: return lane.push(slice, change.gradients, change.rule, time);
+    case ChangeKind::kAdd: lane.add(slice, change.gradients.values, time); break;
+    case ChangeKind::kAssign: lane.assign(slice, change.gradients.values, time); break;
+  }
+  return 0;
 }
 
 std::uint64_t EmbeddingTable::shrink() {
-  const std::uint64_t tick = next_tick();
-  if (spec_.entry.kind != EntryKind::kShowClick) return 0;
+  const Turn turn = order();
   std::uint64_t gone = 0;
-  for (int shard = 0; shard < kShards; ++shard) {
-    gone += in_lane(shard, [&](Lane& lane, int part) { return lane.end_day(part, now(tick)); });
-  }
+  as_whole(turn, [&] {
+    if (spec_.entry.kind != EntryKind::kShowClick) return;
+    for (int shard = 0; shard < kShards; ++shard) {
+      gone += in_lane(shard, [&](Lane& lane, int part) { return lane.end_day(part, now(turn.tick)); });
+    }
+  });
   return gone;
 }
 
 void EmbeddingTable::clear() {
-  const std::uint64_t tick = next_tick();
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    const std::lock_guard locked(lane->lock);
-    lane->clear(now(tick));
-  }
+  const Turn turn = order();
+  as_whole(turn, [&] {
+    for (const std::unique_ptr<Lane>& lane : lanes_) {
+      const std::lock_guard locked(lane->lock);
+      lane->clear(now(turn.tick));
+    }
+  });
 }
 
 ShardColumns EmbeddingTable::read(int shard, std::uint64_t since) const {
@@ -125,6 +179,7 @@ ShardColumns EmbeddingTable::read(int shard, std::uint64_t since) const {
 
 void EmbeddingTable::restore(int shard, const ShardView& columns) {
   const std::lock_guard clocked(clock_);
+  wait_for_changes();
   go_to(columns.tick < tick_ ? tick_ + 1 : columns.tick);
   in_lane(shard, [&](Lane& lane, int part) { lane.restore(part, columns, now(tick_)); });
 }
@@ -135,6 +190,7 @@ std::vector<std::int64_t> EmbeddingTable::keys(int shard) const {
 
 void EmbeddingTable::hold() {
   clock_.lock();
+  wait_for_changes();
   for (const std::unique_ptr<Lane>& lane : lanes_) lane->lock.lock();
 }
 
@@ -158,15 +214,14 @@ std::uint64_t EmbeddingTable::bytes() const {
   return sum;
 }
 
-std::uint64_t EmbeddingTable::next_tick() {
-  const std::lock_guard clocked(clock_);
-  go_to(tick_ + 1);
-  return tick_;
+void EmbeddingTable::wait_for_changes() const {
+  for (const LaneOrder& order : orders_) order.wait_for(ordered_ + 1);
 }
 
 void EmbeddingTable::go_to(std::uint64_t tick) {
   tick_ = tick;
   if (tick - oldest_ < kRenumberAt) return;
+  wait_for_changes();
   const std::uint64_t oldest = tick - kKeepTicks;
   std::array<std::unique_lock<std::mutex>, kLanes> locked;
   for (std::size_t lane = 0; lane < kLanes; ++lane) locked[lane] = std::unique_lock(lanes_[lane]->lock);

@@ -8,8 +8,11 @@
 //
 // Semantics: ps/table/table.py. ps/table/reference.py is the twin in NumPy and passes the same tests.
 //
-// Thread-safety: all methods may be called from any thread; the calling thread does the work. A call that meets a
-// change sees each row before or after it, but may see it done for some rows only.
+// Thread-safety: all methods may be called from any thread; the calling thread does the work. Changes are numbered, and
+// each lane takes them in the order of their numbers: so every row sees its changes in one order, whatever threads they
+// come from, and changes of several threads work on several lanes at a time. What touches the whole table waits for the
+// changes before it and keeps out those behind it. A call that meets a change sees each row before or after it, but may
+// see it done for some rows only.
 
 #pragma once
 
@@ -21,7 +24,9 @@
 #include <span>
 #include <vector>
 
+#include "table_change.h"
 #include "table_lane.h"
+#include "table_order.h"
 #include "table_spec.h"
 
 namespace phalanx {
@@ -45,6 +50,16 @@ class EmbeddingTable {
   std::uint64_t push(Keys keys, const Gradients& gradients);  // returns how many gradients were dropped
   void add(Keys keys, const float* deltas);
   void assign(Keys keys, const float* values);
+
+  // A change in three steps, for those who order it among other things: `prepare` does what needs no order, `order`
+  // gives out the next places, and `apply` takes one place; it returns how many gradients were dropped. Places that one
+  // thread got are applied by it from the first to the last, or given up; it gets none before that, and calls nothing
+  // that touches the whole table. The arrays of a change must last until it is applied.
+  TableChange prepare(ChangeKind kind, Keys keys, const Gradients& gradients) const;
+  Turn order(std::uint64_t count = 1);  // the first of `count` places; the others follow it
+  std::uint64_t apply(TableChange& change, Turn turn);
+  void give_up(Turn turn);
+
   std::uint64_t shrink();  // returns how many rows went
   void clear();
 
@@ -70,9 +85,13 @@ class EmbeddingTable {
   template <class Use>
   auto in_lane(int shard, Use use) const;
   template <class Work>
-  void change(Keys keys, Work work);
+  void in_turn(Turn turn, Work work);
+  template <class Work>
+  void as_whole(Turn turn, Work work);
+  std::uint64_t change(ChangeKind kind, Keys keys, const Gradients& gradients);
+  std::uint64_t apply_to(std::size_t lane, TableChange& change, Turn turn);
   Time now(std::uint64_t tick) const { return {tick, oldest_}; }  // REQUIRES: a lane is locked
-  std::uint64_t next_tick();
+  void wait_for_changes() const;  // REQUIRES: clock_ is locked
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
   std::uint64_t cost() const;
   void evict(std::uint64_t tick);
@@ -80,7 +99,9 @@ class EmbeddingTable {
   const TableSpec spec_;
   const Starter starter_;
   std::array<std::unique_ptr<Lane>, kLanes> lanes_;
+  std::array<LaneOrder, kLanes> orders_;
   std::mutex clock_;  // locked before lanes, and these in their order
+  std::uint64_t ordered_ = 0;  // places given out
   std::atomic<std::uint64_t> tick_ = 0;
   std::uint64_t oldest_ = 0;  // changes with clock_ and every lane locked
   std::atomic<std::uint64_t> pushed_ = 0;

@@ -40,11 +40,11 @@ struct Slice {
 
 // Gradients and what comes with them; the last three may be null, and have one value per key of the call.
 struct Gradients {
-  const float* values;
-  double lr;
-  const std::uint32_t* counts;
-  const float* shows;
-  const float* clicks;
+  const float* values = nullptr;
+  double lr = 0;
+  const std::uint32_t* counts = nullptr;
+  const float* shows = nullptr;
+  const float* clicks = nullptr;
 };
 
 // What a shard holds; `rows` is (keys, width). See `Columns` in ps/table/arrays.py.

@@ -3,8 +3,10 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 #include <string>
+#include <thread>
 
 #include "../../csrc/table.h"
 #include "check.h"
@@ -125,6 +127,78 @@ void share(EntryKind entry, std::uint64_t max_bytes) {
   CHECK(is_over);
 }
 
+bool is_equal(const EmbeddingTable& one, const EmbeddingTable& other) {
+  for (int shard = 0; shard < phalanx::kShards; ++shard) {
+    const phalanx::ShardColumns a = one.read(shard, 0), b = other.read(shard, 0);
+    const std::size_t bytes = a.keys.size() * one.spec().width() * sizeof(float);
+    if (a.keys != b.keys || a.ticks != b.ticks || a.waiting_keys != b.waiting_keys) return false;
+    if (a.waiting_counts != b.waiting_counts || a.days != b.days || a.tick != b.tick) return false;
+    if (bytes > 0 && std::memcmp(a.rows.get(), b.rows.get(), bytes) != 0) return false;
+  }
+  return one.rows() == other.rows() && one.evicted() == other.evicted() && one.dropped() == other.dropped();
+}
+
+// Change number `i` of a list that is the same in every run: gradients, deltas and values for rows that many of them name.
+phalanx::TableChange change_of(const EmbeddingTable& table, std::size_t i, const std::vector<std::int64_t>& keys,
+                               const std::vector<float>& values) {
+  using enum phalanx::ChangeKind;
+  const phalanx::ChangeKind kind = i % 7 == 3 ? kAdd : i % 11 == 5 ? kAssign : kPush;
+  return table.prepare(kind, keys, {values.data(), 0.1 / static_cast<double>(i + 1)});
+}
+
+// Changes that many threads apply leave the same bits as those that one applies, in the order of their places.
+void order(const TableSpec& spec) {
+  EmbeddingTable table(spec), expected(spec);
+  constexpr std::size_t kChanges = 120;
+  std::vector<std::vector<std::int64_t>> keys;
+  std::vector<std::vector<float>> values;
+  for (std::size_t i = 0; i < kChanges; ++i) {
+    keys.push_back(ids(i % 13 == 0 ? 0 : 40 * (i % 5 + 1), static_cast<std::int64_t>(i % 3), 1 + static_cast<std::int64_t>(i % 4)));
+    values.emplace_back(keys[i].size() * spec.dim, 0.01f * static_cast<float>(i + 1));
+  }
+  for (std::size_t i = 0; i < kChanges; ++i) {
+    if (i == 60) expected.shrink();
+    phalanx::TableChange change = change_of(expected, i, keys[i], values[i]);
+    expected.apply(change, expected.order());
+  }
+  std::mutex line;
+  std::size_t next = 0;
+  in_threads(4, [&](int number) {
+    for (;;) {
+      std::unique_lock locked(line);
+      const std::size_t i = next;
+      if (i == kChanges) return;
+      if (i == 60) table.shrink();
+      ++next;
+      const phalanx::Turn turn = table.order();
+      locked.unlock();
+      phalanx::TableChange change = change_of(table, i, keys[i], values[i]);
+      table.apply(change, turn);
+      if (number == 3) {
+        table.hold();
+        table.release();
+      }
+    }
+  });
+  CHECK(is_equal(table, expected));
+}
+
+// A change that is given up lets those behind it through, and two places of one thread do not wait for each other.
+void give_up() {
+  EmbeddingTable table(spec_of(kRules[0], 4, EntryKind::kAny, false, 0));
+  const std::vector<std::int64_t> keys = ids(100, 0, 1);
+  const std::vector<float> values(400, 1.0f);
+  const phalanx::Turn lost = table.order(), first = table.order(2), second = {first.number + 1, first.tick + 1};
+  std::thread behind([&] { push(table, keys, 0.5f); });
+  table.give_up(lost);
+  for (const phalanx::Turn turn : {first, second}) {
+    phalanx::TableChange change = change_of(table, 3, keys, values);
+    table.apply(change, turn);
+  }
+  behind.join();
+  CHECK(table.tick() == 4 && table.pushed() == 300);
+}
+
 }  // namespace
 
 void test_tables() {
@@ -133,6 +207,10 @@ void test_tables() {
   for (const EntryKind entry : {EntryKind::kCount, EntryKind::kProbability, EntryKind::kShowClick})
     use(spec_of(kRules[0], 5, entry, false, 0));
   use(spec_of(kRules[2], 8, EntryKind::kAny, false, 1 << 18));
+  for (const EntryKind entry : {EntryKind::kAny, EntryKind::kCount, EntryKind::kShowClick})
+    order(spec_of(kRules[2], 8, entry, entry == EntryKind::kAny, 0));
+  order(spec_of(kRules[4], 4, EntryKind::kAny, false, 1 << 14));
+  give_up();
   share(EntryKind::kAny, 0);
   share(EntryKind::kShowClick, 0);
   share(EntryKind::kCount, 0);
