@@ -8,5 +8,6 @@ void bind_images(nanobind::module_& module);
 void bind_shm(nanobind::module_& module);
 void bind_shuffle(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);
+void bind_square_sums(nanobind::module_& module);
 void bind_table(nanobind::module_& module);
 void bind_unique(nanobind::module_& module);

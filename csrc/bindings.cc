@@ -8,6 +8,7 @@ NB_MODULE(_core, module) {
   bind_shm(module);
   bind_shuffle(module);
   bind_slots(module);
+  bind_square_sums(module);
   bind_table(module);
   bind_unique(module);
 }

@@ -160,3 +160,24 @@ def split_by_owner(
     offsets: numpy.typing.NDArray[numpy.int64],
 ) -> None:
     """Positions sorted by the server that owns their id, and where each server's part begins."""
+
+def largest_magnitudes(
+    data: list[int],
+    counts: list[int],
+    types: list[int],
+    threads: int,
+    largest: numpy.typing.NDArray[numpy.float64],
+) -> None:
+    """Fills `largest` with that of each array."""
+
+def square_sums(
+    data: list[int],
+    counts: list[int],
+    types: list[int],
+    threads: int,
+    first_shifts: numpy.typing.NDArray[numpy.float64],
+    second_shifts: numpy.typing.NDArray[numpy.float64],
+    first: numpy.typing.NDArray[numpy.float64],
+    second: numpy.typing.NDArray[numpy.float64],
+) -> None:
+    """Fills `first` and `second` with the sums of squares of each array."""

@@ -1,5 +1,6 @@
 // The parser of click logs on text that is broken in every way, and the functions on arrays at their borders.
 
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include "../../csrc/shm_reduce.h"
 #include "../../csrc/shuffle.h"
 #include "../../csrc/slots.h"
+#include "../../csrc/square_sums.h"
 #include "../../csrc/unique.h"
 #include "check.h"
 
@@ -106,6 +108,35 @@ void test_reduce_and_images() {
   CHECK(planes[20] == 255 * 3 + 2);
 }
 
+// Of every type, at borders of vectors and pieces: with threads the bits are those without.
+void test_square_sums() {
+  using phalanx::Numbers;
+  using phalanx::Type;
+  std::mt19937_64 chance(7);
+  for (const Type type : {Type::kFloat32, Type::kFloat64, Type::kBfloat16, Type::kFloat16}) {
+    std::vector<std::vector<std::byte>> arrays;
+    std::vector<Numbers> numbers;
+    for (const std::size_t count : {0, 1, 7, 9, 600'001}) {
+      std::vector<std::byte>& array = arrays.emplace_back(count * phalanx::width_of(type), std::byte{0x21});
+      for (std::size_t i = 0; i < array.size(); i += phalanx::width_of(type)) array[i] = static_cast<std::byte>(chance());
+      numbers.push_back({type, array.data(), count});
+    }
+    std::vector<double> largest(5), alone(5);
+    phalanx::largest_magnitudes(numbers, 4, largest);
+    phalanx::largest_magnitudes(numbers, 1, alone);
+    CHECK(largest == alone && largest[0] == 0 && largest[4] > 0);
+    std::vector<phalanx::Shifts> shifts;
+    for (const double value : largest) {
+      const double step = 1.5 * std::exp2(std::max(std::ilogb(value * value) + 1, -1000) + 21);
+      shifts.push_back({step, step * 0x1p-32});
+    }
+    std::vector<double> first(5), second(5), first_alone(5), second_alone(5);
+    phalanx::square_sums(numbers, shifts, 4, first, second);
+    phalanx::square_sums(numbers, shifts, 1, first_alone, second_alone);
+    CHECK(first == first_alone && second == second_alone && first[4] > 0);
+  }
+}
+
 }  // namespace
 
 void test_text_and_arrays() {
@@ -113,4 +144,5 @@ void test_text_and_arrays() {
   test_unique();
   test_shuffle();
   test_reduce_and_images();
+  test_square_sums();
 }

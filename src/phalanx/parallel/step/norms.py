@@ -16,6 +16,7 @@ from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import held_over, is_module_held
 from phalanx.parallel.session import session
+from phalanx.parallel.step.square_sums import SquareSums
 
 if TYPE_CHECKING:  # slow to import, and a job without it has no such tensor
     from torch.distributed.tensor import DTensor
@@ -108,37 +109,20 @@ def _has_exact_norms() -> bool:
 
 
 def _norms_of_any_split(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], dtype: torch.dtype) -> Tensor:
-    """Return Euclidean norms that have the same bits however each tensor is split over ranks.
-
-    Squares are rounded to multiples of a power of two that is so large that no sum of them is rounded; so are the
-    remainders (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013).
-    """
-    device = tensors[0].device
-    largest = torch.stack([t.detach().abs().max().double() if t.numel() else t.new_zeros(()).double() for t in tensors])
-    counts = torch.tensor([float(t.numel()) for t in tensors], dtype=torch.float64, device=device)
-    largest = _over_groups(largest.to(device).nan_to_num(math.inf, math.inf), "max", groups)
-    counts = _over_groups(counts, "sum", groups)
-    tops, sizes = torch.frexp(largest.square()).exponent.tolist(), torch.frexp(counts).exponent.tolist()
-    parts = [_rounded_sums(t, top, size) for t, top, size in zip(tensors, tops, sizes, strict=True)]
-    sums = torch.stack([part.to(device) for part in parts])
-    sums = torch.stack([_over_groups(sums[:, level].contiguous(), "sum", groups) for level in (0, 1)])
-    norms = torch.where(largest.isfinite(), sums.sum(0).sqrt(), largest)
+    """Return Euclidean norms that have the same bits however each tensor is split over ranks."""
+    squares = SquareSums(tensors)
+    largest = _over_groups(squares.largest().nan_to_num(math.inf, math.inf), "max", groups)
+    sums = squares.rounded(largest, _over_groups(squares.counts(), "sum", groups))
+    if any(groups):
+        sums = torch.stack([_over_groups(level, "sum", groups) for level in sums])
+    norms = torch.where(largest.isfinite(), sums.sum(0).sqrt().nan_to_num(math.inf), largest)
     return norms.to(dtype)
-
-
-def _rounded_sums(tensor: Tensor, top: int, size: int) -> Tensor:
-    """Return two exact sums, shape (2,): of squares below 2**top, `size` bits of them, and of what rounding left."""
-    rest, sums = tensor.detach().double().square(), []
-    for _ in range(2):
-        shift = 1.5 * 2.0 ** (top + size)
-        rounded = (rest + shift) - shift
-        sums.append(rounded.sum())
-        rest, top = rest - rounded, top + size - 53
-    return torch.stack(sums)
 
 
 def _over_groups(values: Tensor, how: Literal["sum", "max"], groups: Sequence[tuple[Group, ...]]) -> Tensor:
     """Combine one number for each tensor over the groups over which it is split. Collective over these."""
+    if not any(groups):
+        return values
     values = values.clone()
     for alike in _by_ranks(groups):
         mine = [i for i, spread in enumerate(groups) if any(group in alike for group in spread)]
