@@ -12,7 +12,7 @@ import ps_simulator as sim
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
-from phalanx.ps import SGD, Constant, SparseEmbedding
+from phalanx.ps import SGD, Constant, EmbeddingBag, SparseEmbedding
 from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode
 from phalanx.ps.client.geo import GeoMode
 from phalanx.ps.client.prefetch import prefetch
@@ -111,6 +111,17 @@ def test_batches_come_in_order_with_their_shares_and_rows_are_asked_before_the_s
     # The table is made by the first lookup; what the first batches need is asked when they come.
     assert sorted(map(tuple, pulls)) == [(1,), (1, 2), (2, 3), (3, 1)]
     assert asked.index(("pull", [[3, 1]])) < asked.index(("push", 1))
+
+
+def test_rows_of_bags_are_asked_ahead():
+    bag = EmbeddingBag(2, optimizer=SGD(lr=0.5), name="bags")
+    client, store = current(), Recording()
+    client._mode = AsyncMode(store)
+    bag(torch.tensor([[0]])).sum().backward()  # makes the table
+    batches = [(torch.tensor([3, 3, 4]), torch.tensor([0, 1])), (torch.tensor([5]), torch.tensor([0]))]
+    for ids, offsets in prefetch(batches, lambda batch: [(bag, *batch)]):
+        bag(ids, offsets)
+    assert store.asked[1:] == [("pull", [[3, 4]]), ("pull", [[5]])]
 
 
 def test_without_async_mode_results_are_the_same_with_and_without():

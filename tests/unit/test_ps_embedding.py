@@ -253,26 +253,31 @@ def test_ids_of_any_shape_and_value():
     assert out.shape == (2, 1, 2, DIM)
     assert torch.equal(embedding(ids.flatten()), out.view(4, DIM))
     assert embedding(torch.empty(0, 4, dtype=torch.int32)).shape == (0, 4, DIM)
-    with pytest.raises(ConfigError, match=r"ids must be a tensor of integers, found list"):
-        ps.SparseEmbedding(2)([1, 2])
-    with pytest.raises(ConfigError, match=r"ids must be integers, found dtype torch.float32"):
-        embedding(torch.ones(2))
 
 
-@pytest.mark.parametrize("combiner", ["sum", "mean"])
-def test_pooled_lookups_equal_an_embedding_bag(combiner):
-    embedding = ps.SparseEmbedding(DIM, combiner=combiner, padding_idx=7, init=ps.Normal(1.0), name="shared")
-    plain = ps.SparseEmbedding(DIM, padding_idx=7, init=ps.Normal(1.0), name="shared")
-    weight = rows_of(plain)
-    bag = nn.EmbeddingBag.from_pretrained(weight, mode=combiner, padding_idx=7, freeze=False)
-    values, offsets = torch.tensor([1, 7, 3, 3, 5]), torch.tensor([0, 2, 2])
-    torch.testing.assert_close(embedding(values, offsets), bag(values, offsets))
-    square = torch.tensor([[1, 7], [3, 5]])
-    torch.testing.assert_close(embedding(square), bag(square))
-    with pytest.raises(ConfigError, match=r"takes ids of shape \(batch, ids per sample\).*found shape \(5,\) without"):
-        embedding(values)
-    with pytest.raises(ConfigError, match="offsets pool the rows"):
-        plain(values, offsets)
+def test_pooling_and_offsets_name_the_module_that_takes_them():
+    with pytest.raises(ConfigError, match=r"Write instead: phalanx.ps.EmbeddingBag\(3, mode='sum'\)"):
+        ps.SparseEmbedding(DIM, combiner="sum")
+    with pytest.raises(ConfigError, match=r"offsets pool the rows.*EmbeddingBag\(3, mode='sum'\)\(ids, offsets\)"):
+        ps.SparseEmbedding(DIM)(torch.tensor([1, 7]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], "found list of int. Convert it with torch.tensor"),
+        (["a", "b"], r"found list of str. Hash the texts: phalanx.ps.hash_ids\(texts, salt\)"),
+        (np.array([b"a"]), "found ndarray of bytes_. Hash the texts"),
+        ([[1, 2], [3]], r"found list of list. Where lengths differ, make a jagged tensor.*layout=torch.jagged"),
+        (np.array([1]), "found ndarray of int64. Convert it with torch.from_numpy"),
+        ("a", "found str. Convert"),
+        (torch.ones(2), "ids must be integers, found dtype torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ps.SparseEmbedding, ps.EmbeddingBag])
+def test_ids_of_another_kind_say_what_makes_a_tensor_of_them(kind, ids, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(DIM)(ids)
 
 
 def test_padding_reads_zeros_and_is_not_trained():
@@ -287,7 +292,7 @@ def test_padding_reads_zeros_and_is_not_trained():
 
 
 def test_one_lookup_for_all_features(monkeypatch):
-    users, items = ps.SparseEmbedding(DIM, name="users"), ps.SparseEmbedding(2, name="items", combiner="sum")
+    users, items = ps.SparseEmbedding(DIM, name="users"), ps.EmbeddingBag(2, name="items", mode="sum")
     users.requires_grad_(False)
     optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
     ids = [torch.tensor([1, 2]), torch.tensor([[1, 1], [3, 4]]), torch.tensor([2, 9])]
@@ -370,15 +375,14 @@ def test_copies_of_an_unused_module_are_tables_of_their_own():
 
 def test_modules_of_one_name_share_a_table_with_equal_settings_only():
     first = ps.SparseEmbedding(DIM, name="ids", seed=1)
-    assert ps.SparseEmbedding(DIM, name="ids", seed=1, combiner="sum").handle is first.handle
-    with pytest.raises(ConfigError, match=r"name='ids'\) was made with seed=1 and is now asked with seed=2"):
+    assert ps.EmbeddingBag(DIM, name="ids", seed=1).handle is first.handle
+    with pytest.raises(ConfigError, match=r"name='ids' was made with seed=1 and is now asked with seed=2"):
         ps.SparseEmbedding(DIM, name="ids", seed=2)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"combiner": "max"}, "combiner must be 'sum', 'mean' or None, found 'max'"),
         ({"dtype": torch.float16}, "must be torch.float32 or torch.bfloat16, found torch.float16"),
         ({"optimizer": 0.1}, r"SparseEmbedding\(optimizer=\) takes a value such as phalanx.ps.Adagrad"),
         ({"entry": 10}, r"SparseEmbedding\(entry=\) takes a value such as phalanx.ps.CountFilter"),

@@ -24,12 +24,20 @@ def test_the_five_steps_train_in_one_process():
     assert table_client.current().mode.step == 10
 
 
+def test_bags_weights_and_jagged_ids_are_looked_up_at_once():
+    names = {}
+    exec(compile(BLOCKS[1], "guide", "exec"), names)
+    item, history, tags = names["pooled"]
+    assert (item.is_nested, item.shape[0], item.shape[2]) == (True, 2, 16)
+    assert (history.shape, tags.shape) == ((2, 16), (2, 8))
+
+
 def test_the_plan_puts_an_embedding_into_a_table():
     model = nn.Sequential(OrderedDict(words=nn.Embedding(10, 8), head=nn.Linear(8, 1)))
     before = model.words.weight.detach().clone()
     names = {"px": px, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     names["data"] = (torch.arange(10).repeat(64), torch.zeros(640))
-    exec(compile(BLOCKS[1], "guide", "exec"), names)
+    exec(compile(BLOCKS[2], "guide", "exec"), names)
     assert table_client.holds(model.words.weight)
     assert len(names["loader"]) == 10
     assert torch.equal(model.state_dict()["words.weight"], before)

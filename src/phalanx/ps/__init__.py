@@ -8,7 +8,9 @@ from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
     from phalanx.ps.client.prefetch import prefetch
-    from phalanx.ps.embedding import SparseEmbedding, lookup
+    from phalanx.ps.embedding import SparseEmbedding
+    from phalanx.ps.embedding_bag import EmbeddingBag
+    from phalanx.ps.queries import lookup
     from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, Uniform
     from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad
 
@@ -19,6 +21,7 @@ __all__ = [
     "Adam",
     "Constant",
     "CountFilter",
+    "EmbeddingBag",
     "Momentum",
     "Normal",
     "Probability",
@@ -33,8 +36,9 @@ __all__ = [
 
 _HOMES = dict.fromkeys(__all__, "table.update_rules") | {
     **dict.fromkeys(("Constant", "CountFilter", "Normal", "Probability", "ShowClick", "Uniform"), "table.rules"),
+    "EmbeddingBag": "embedding_bag",
     "SparseEmbedding": "embedding",
-    "lookup": "embedding",
+    "lookup": "queries",
     "prefetch": "client.prefetch",
 }
 

@@ -31,7 +31,7 @@ Clicks = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """The settings of a `SparseEmbedding`'s table; the rule may follow the optimizer that holds the parameter."""
+    """The settings of a module's table; the rule may follow the optimizer that holds the parameter."""
 
     dim: int
     optimizer: Rule | None
@@ -167,7 +167,7 @@ def shared_parameter(name: str | None, settings: TableSettings) -> TableParamete
         actual, expected = getattr(parameter.settings, field.name), getattr(settings, field.name)
         if actual != expected:
             raise ConfigError(
-                f"SparseEmbedding(name={name!r}) was made with {field.name}={actual!r} and is now asked with "
+                f"a module of name={name!r} was made with {field.name}={actual!r} and is now asked with "
                 f"{field.name}={expected!r}. Tables of one name are one table: use the same settings, or another name."
             )
     return parameter

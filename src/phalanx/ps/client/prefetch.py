@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
-
-from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.table_client import current
-from phalanx.ps.embedding import SparseEmbedding
 from phalanx.ps.features import keys_of
+from phalanx.ps.queries import Lookups, queries_of
 from phalanx.ps.stores.base import Keys, PullSpec
 from phalanx.ps.stores.dedup import unique
 
 Batch = TypeVar("Batch")
-Lookups = Sequence[tuple[SparseEmbedding, Tensor]]
 
 
 def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth: int = 1) -> Iterator[Batch]:
@@ -28,8 +25,8 @@ def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth:
 
     Args:
         loader: Batches; it is read `depth` batches ahead, and so is its state.
-        ids: What the model will look up for a batch: modules and ids, as `phalanx.ps.lookup` takes them. Ids of one
-            table are looked up together if the model does so with one `lookup`, else by one pair per table.
+        ids: What the model will look up for a batch: what `phalanx.ps.lookup` takes. Ids of one table are looked up
+            together if the model does so with one `lookup`, else by one entry per table.
         depth: Batches to ask ahead.
 
     Raises:
@@ -52,7 +49,7 @@ def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth:
 
 def _ask(mode: ConsistencyMode, lookups: Lookups) -> None:
     by_table: dict[str, list[Keys]] = {}
-    for module, tensor in lookups:
-        if module.handle.table is not None:
-            by_table.setdefault(module.handle.table, []).append(keys_of(tensor))
+    for feature in (query.feature for query in queries_of(lookups)):
+        if feature.parameter.table is not None:
+            by_table.setdefault(feature.parameter.table, []).append(keys_of(feature.ids))
     mode.prefetch([PullSpec(table, unique(keys)[0]) for table, keys in by_table.items()])

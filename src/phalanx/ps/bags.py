@@ -1,0 +1,103 @@
+"""`read_bags`: bags of ids in any form that `EmbeddingBag` takes, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.ps.features import check_ids, check_per_id
+from phalanx.ps.jagged import offsets_of, values_of
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """Ids, and which of them make a bag."""
+
+    ids: Tensor
+    """Shape (bags, ids per bag), or (ids,) with `offsets`."""
+
+    offsets: Tensor | None
+    """Where each bag begins, shape (bags,); with `has_last_offset` also where the last one ends."""
+
+    weights: Tensor | None
+    """Factor of each id's row, shape of `ids`."""
+
+    clicks: Tensor | None
+    """Clicks of each occurrence, shape of `ids`."""
+
+    has_last_offset: bool
+
+
+def read_bags(
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, clicks: Tensor | None, *, has_last_offset: bool
+) -> Bags:
+    """Return the bags that the arguments of a call describe.
+
+    Args:
+        ids: Shape (bags, ids per bag), flat with `offsets`, or nested of layout `torch.jagged`.
+        offsets: Where each bag begins in flat ids.
+        weights: Factor of each id's row, shape of `ids`.
+        clicks: Clicks of each occurrence, shape of `ids`.
+        has_last_offset: Whether `offsets` end with the number of ids.
+
+    Raises:
+        ConfigError: If they do not fit each other.
+    """
+    check_ids(ids)
+    _check_shape(ids, offsets)
+    if ids.is_nested:
+        bags = Bags(values_of(ids, "ids"), offsets_of(ids), _values(weights), _values(clicks), has_last_offset=True)
+    else:
+        bags = Bags(ids, offsets, weights, clicks, has_last_offset and offsets is not None)
+    if offsets is not None:
+        _check_offsets(offsets, len(ids), has_last_offset)
+    check_per_id("per_sample_weights", bags.weights, bags.ids)
+    check_per_id("clicks", bags.clicks, bags.ids)
+    return bags
+
+
+def _values(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else values_of(tensor, "values per id")
+
+
+def _check_shape(ids: Tensor, offsets: Tensor | None) -> None:
+    expected = 2 if offsets is None else 1
+    if ids.is_nested and offsets is not None:
+        raise ConfigError(
+            "ids are a jagged tensor, which has its offsets, and offsets are there too. Give one of them."
+        )
+    if ids.dim() != expected:
+        raise ConfigError(
+            "an EmbeddingBag takes ids of shape (bags, ids per bag), flat ids with offsets, or a jagged tensor of "
+            f"shape (bags, j); found shape {tuple(ids.shape)} {'without' if offsets is None else 'with'} offsets."
+        )
+
+
+def _check_offsets(offsets: Tensor, total: int, has_last_offset: bool) -> None:
+    is_integer = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+    if not is_integer or offsets.dim() != 1 or (has_last_offset and not len(offsets)):
+        raise ConfigError(
+            "offsets must be a tensor of int64 or int32, of shape (bags,), or (bags + 1,) with "
+            f"include_last_offset=True; found {_describe(offsets)}."
+        )
+    if not len(offsets) or torch.compiler.is_compiling():  # a compiled graph would break at the values
+        return
+    last, first = int(offsets[-1]), int(offsets[0])
+    if first != 0 or last > total or bool((offsets[1:] < offsets[:-1]).any()):
+        raise ConfigError(
+            f"offsets must begin at 0, not decrease, and end at {total}, the number of ids, or before; found "
+            f"{offsets[:3].tolist()} ... {last}."
+        )
+    if has_last_offset and last != total:
+        raise ConfigError(
+            f"with include_last_offset=True the last of the offsets is the number of ids, {total}; found {last}."
+        )
+
+
+def _describe(offsets: object) -> str:
+    if isinstance(offsets, Tensor):
+        return f"dtype {offsets.dtype} and shape {tuple(offsets.shape)}"
+    return type(offsets).__name__

@@ -1,0 +1,132 @@
+"""`EmbeddingBag`: pooled rows of bags of 64-bit ids, stored on the parameter servers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.ps.bags import Bags, read_bags
+from phalanx.ps.features import Feature, FeatureRows
+from phalanx.ps.table.rules import EntryPolicy, Init
+from phalanx.ps.table.update_rules import Rule
+from phalanx.ps.table_module import Query, TableModule
+
+PoolingMode = Literal["sum", "mean", "max"]
+
+
+class EmbeddingBag(TableModule):
+    """Looks up bags of ids and pools the rows of each, as `nn.EmbeddingBag` does; the rows are in a table.
+
+    With the same rows it gives the results and gradients of `nn.EmbeddingBag`. What a table is, and how it is trained
+    and saved, `SparseEmbedding` says; modules of both kinds that have one `name` share rows. A bag without ids gives
+    zeros.
+
+    Args:
+        dim: Values per row.
+        mode: How the rows of a bag combine: `sum`, `mean` or `max`.
+        include_last_offset: Whether `offsets` end with the number of ids, and so have one entry more than bags.
+        entry: Which ids get a row: `CountFilter`, `Probability` or `ShowClick`; every trained id when None.
+        optimizer: Rule of the rows; that of the torch optimizer that holds the parameter when None.
+        init: Values of a row before training: `Uniform`, `Normal` or `Constant`.
+        padding_idx: An id that counts in no bag and is not trained; any 64-bit value, so -1 is the id -1.
+        name: Name of the table: modules of one name share it. The module's place in the model when None.
+        dtype: Stored precision of the rows, `torch.float32` or `torch.bfloat16`. Results have the module's own dtype.
+        seed: Seed of the initial values.
+        max_bytes: Most bytes the table may use on one server; the least recently trained rows go first.
+
+    Raises:
+        ConfigError: If an argument cannot work, or a table of this name has other settings.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        mode: PoolingMode = "mean",
+        include_last_offset: bool = False,
+        entry: EntryPolicy | None = None,
+        optimizer: Rule | None = None,
+        init: Init | None = None,
+        padding_idx: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        seed: int = 0,
+        max_bytes: int | None = None,
+    ) -> None:
+        if mode not in get_args(PoolingMode):
+            raise ConfigError(f"mode must be 'sum', 'mean' or 'max', found {mode!r}.")
+        super().__init__(
+            dim,
+            entry=entry,
+            optimizer=optimizer,
+            init=init,
+            padding_idx=padding_idx,
+            name=name,
+            dtype=dtype,
+            seed=seed,
+            max_bytes=max_bytes,
+        )
+        self.mode: PoolingMode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        *,
+        clicks: Tensor | None = None,
+    ) -> Tensor:
+        """Look up and pool bags.
+
+        Args:
+            ids: Integers: shape (bags, ids per bag), flat with `offsets`, or a nested tensor of layout `torch.jagged`.
+            offsets: Where each bag begins in flat `ids`, shape (bags,); (bags + 1,) with `include_last_offset`.
+            per_sample_weights: Factor of each id's row, shape of `ids`, for mode `sum`; gradients reach it.
+            clicks: How often each occurrence was clicked, shape of `ids`; for tables with `entry=ShowClick(...)`.
+
+        Returns:
+            Shape (bags, dim).
+
+        Raises:
+            ConfigError: If ids are no integers, or shapes, offsets, weights and mode do not fit each other.
+        """
+        return self._look_up(self.query(ids, offsets, per_sample_weights, clicks=clicks))
+
+    def query(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        *,
+        clicks: Tensor | None = None,
+    ) -> Query:
+        """Return what a call of `forward` reads. See `TableModule.query`."""
+        if per_sample_weights is not None and self.mode != "sum":
+            raise ConfigError(
+                f"per_sample_weights need mode='sum', as in torch; this EmbeddingBag has mode={self.mode!r}."
+            )
+        bags = read_bags(ids, offsets, per_sample_weights, clicks, has_last_offset=self.include_last_offset)
+        return Query(Feature(self.handle, bags.ids, bags.clicks), partial(_pool, self.mode, bags))
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _pool(mode: PoolingMode, bags: Bags, feature: FeatureRows) -> Tensor:
+    device, weights = feature.index.device, bags.weights
+    return F.embedding_bag(
+        feature.index,
+        feature.rows,
+        None if bags.offsets is None else bags.offsets.to(device, torch.int64),
+        mode=mode,
+        per_sample_weights=None if weights is None else weights.to(device, feature.rows.dtype),
+        include_last_offset=bags.has_last_offset,
+        padding_idx=feature.padding,
+    )

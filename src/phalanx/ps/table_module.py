@@ -1,0 +1,139 @@
+"""`TableModule`: what `SparseEmbedding` and `EmbeddingBag` share, a module whose rows are in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.ps.client.parameter import TableParameter, TableSettings, shared_parameter
+from phalanx.ps.features import Feature, FeatureRows, read_features
+from phalanx.ps.table.rules import EntryPolicy, Init, Uniform
+from phalanx.ps.table.update_rules import SGD, Rule
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One call of a module: what it reads, and how its result follows from the rows."""
+
+    feature: Feature
+    combine: Callable[[FeatureRows], Tensor]
+
+
+class TableModule(nn.Module):
+    """A module that looks up rows of a table.
+
+    Args:
+        dim: Values per row.
+        entry: Which ids get a row.
+        optimizer: Rule of the rows.
+        init: Values of a row before training.
+        padding_idx: An id that reads as zeros and is not trained.
+        name: Name of the table.
+        dtype: Stored precision of the rows.
+        seed: Seed of the initial values.
+        max_bytes: Most bytes the table may use on one server.
+
+    Raises:
+        ConfigError: If an argument cannot work, or a table of this name has other settings.
+    """
+
+    handle: TableParameter
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        entry: EntryPolicy | None,
+        optimizer: Rule | None,
+        init: Init | None,
+        padding_idx: int | None,
+        name: str | None,
+        dtype: torch.dtype | str,
+        seed: int,
+        max_bytes: int | None,
+    ) -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype of rows must be torch.float32 or torch.bfloat16, found {dtype!r}.")
+        self.settings = _check_settings(
+            type(self).__name__,
+            dim=dim,
+            optimizer=optimizer,
+            entry=entry,
+            init=init or Uniform(),
+            dtype=DTYPES[dtype],
+            seed=seed,
+            max_bytes=max_bytes,
+            padding_idx=padding_idx,
+        )
+        self._connect(name)
+
+    def query(self, *args: Any, **kwargs: Any) -> Query:
+        """Return what a call of `forward` with these arguments reads.
+
+        Raises:
+            ConfigError: If the arguments cannot be looked up.
+        """
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        fields = {"name": self.handle.table, "optimizer": self.settings.optimizer}
+        return ", ".join([str(self.settings.dim), *(f"{k}={v!r}" for k, v in fields.items() if v is not None)])
+
+    def _look_up(self, query: Query) -> Tensor:
+        return query.combine(self._read([query.feature])[0])
+
+    def _connect(self, name: str | None) -> None:
+        self.handle = shared_parameter(name, self.settings)
+        # Imports torch's compiler, as every torch optimizer does when it is made.
+        self._read: Callable[[Sequence[Feature]], list[FeatureRows]] = torch.compiler.disable(read_features)
+
+    # Rows are in snapshots of the servers, not in state_dict; the parameter has nothing to save.
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None: ...
+
+    def _load_from_state_dict(self, *_args: Any) -> None: ...
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_read"}
+        return {**state, "_parameters": {}, "_table": self.handle.table}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        name = state.pop("_table")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._connect(name)
+
+
+_settings: dict[str, TypeAdapter[Any]] = {
+    "optimizer": TypeAdapter(Rule | None),
+    "entry": TypeAdapter(EntryPolicy | None),
+    "init": TypeAdapter(Init),
+}
+
+
+def _check_settings(module: str, **settings: Any) -> TableSettings:
+    """Return the settings, checked as a table's specification checks them."""
+    for name, kind in _settings.items():
+        try:
+            kind.validate_python(settings[name])
+        except ValidationError:
+            examples = {"optimizer": "phalanx.ps.Adagrad(0.05)", "entry": "phalanx.ps.CountFilter(10)"}
+            raise ConfigError(
+                f"{module}({name}=) takes a value such as {examples.get(name, 'phalanx.ps.Uniform(0.01)')}, "
+                f"found {settings[name]!r}."
+            ) from None
+    checked = TableSettings(**settings)
+    try:
+        checked.spec("checked", checked.optimizer or SGD(lr=0.0))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{module}({first['loc'][0]}={first['input']!r}): {first['msg']}.") from None
+    return checked

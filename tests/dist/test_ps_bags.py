@@ -1,0 +1,89 @@
+"""Bags on real servers: equal to `nn.EmbeddingBag` in one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx import fleet, ps
+from phalanx.comm import context as context_of
+from ps_servers import SECRET, servers
+from ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+STEPS, BAGS, IDS, DIM = 4, 6, 12, 3
+
+
+class Bags(nn.Module):
+    """A weighted bag and a largest value over one table, and a dense part."""
+
+    def __init__(self, weighted, largest):
+        super().__init__()
+        self.weighted, self.largest = weighted, largest
+        torch.manual_seed(0)
+        self.head = nn.Linear(2 * DIM, 1)
+
+    def pooled(self, ids, offsets, weights):
+        return ps.lookup([(self.weighted, ids, offsets, weights), (self.largest, ids, offsets)])
+
+    def forward(self, ids, offsets, weights):
+        return self.head(torch.cat(self.pooled(ids, offsets, weights), 1))
+
+
+class PlainBags(Bags):
+    """The same over torch's modules."""
+
+    def pooled(self, ids, offsets, weights):
+        return [self.weighted(ids, offsets, weights), self.largest(ids, offsets)]
+
+
+def batch_of(step, rows):
+    """Return ids, offsets, weights and targets of some bags of a global batch; each bag has 0 to 3 ids."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 4, (BAGS,), generator=generator)
+    ids = torch.randint(IDS, (int(lengths.sum()),), generator=generator).split(lengths.tolist())
+    weights = torch.randn(int(lengths.sum()), generator=generator).split(lengths.tolist())
+    target = torch.randn(BAGS, 1, generator=generator)[rows]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[rows].cumsum(0)])
+    return torch.cat(ids[rows]), offsets, torch.cat(weights[rows]), target
+
+
+def train(model, optimizer, rows):
+    for step in range(STEPS):
+        *batch, target = batch_of(step, rows)
+        F.mse_loss(model(*batch), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_on_servers():
+    context = fleet.init(strategy=fleet.DistributedStrategy(a_sync=False))
+    options = {"include_last_offset": True, "name": "tags", "init": ps.Constant(0.25)}
+    model = Bags(ps.EmbeddingBag(DIM, mode="sum", **options), ps.EmbeddingBag(DIM, mode="max", **options))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    model = fleet.distributed_model(model)
+    train(model, optimizer, slice(context.rank, None, context.world_size))
+    fleet.barrier_worker()
+    with torch.no_grad():
+        rows = model.weighted(torch.arange(IDS), torch.arange(IDS + 1))
+    weight = model.head.weight.detach().clone()
+    fleet.stop_worker()
+    return rows.tolist(), weight.tolist()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bags_on_servers_train_as_torchs_in_one_process(workers):
+    with servers(2) as cluster:
+        env = {"PHALANX_SERVER_ENDPOINTS": ",".join(cluster.endpoints), "PHALANX_JOB_SECRET": SECRET.hex()}
+        results = run_ranks(train_on_servers, workers, env=env)
+    weight = nn.Parameter(torch.full((IDS, DIM), 0.25))
+    modules = [nn.EmbeddingBag(IDS, DIM, mode=mode, include_last_offset=True) for mode in ("sum", "max")]
+    for module in modules:
+        module.weight = weight
+    model = PlainBags(*modules)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.2), slice(None))
+    for rows, head in results:
+        torch.testing.assert_close(torch.tensor(rows), weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(head), model.head.weight.detach(), rtol=1e-5, atol=1e-6)
+    context_of.shutdown()
