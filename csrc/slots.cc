@@ -65,13 +65,13 @@ std::int64_t id_of_text(std::uint64_t seed, std::string_view text, std::uint64_t
   return static_cast<std::int64_t>(hash_space ? hash % hash_space : hash);
 }
 
-std::uint64_t slot_seed(std::string_view name) noexcept { return hash_text(0, name); }
+std::uint64_t seed_of_salt(std::string_view salt) noexcept { return hash_text(0, salt); }
 
 SlotParser::SlotParser(SlotSchema schema, bool is_columns) : schema_(std::move(schema)), is_columns_(is_columns) {
   for (std::size_t i = 0; i < schema_.dense.size(); ++i) names_[schema_.dense[i]] = {true, i};
   for (std::size_t i = 0; i < schema_.sparse.size(); ++i) {
     names_[schema_.sparse[i]] = {false, i};
-    seeds_.push_back(slot_seed(schema_.sparse[i]));
+    seeds_.push_back(seed_of_salt(schema_.salts[i]));
   }
 }
 

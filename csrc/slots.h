@@ -4,8 +4,8 @@
 // field reads 0, an empty sparse field is an id of its own (the Criteo format). Tokens: a label, then name:value in
 // any order, split by spaces or tabs; a slot may come any number of times or not at all, a dense name at most once.
 //
-// An id is a 64-bit hash of the slot's name and the field's text, modulo the hash space when there is one. The Python
-// twin in phalanx/data/ctr/slots_python.py gives the same bits.
+// An id is a 64-bit hash of the slot's salt and the field's text, modulo the hash space when there is one. The salt is
+// the slot's name, or that of a slot whose ids it shares. The Python twin in phalanx/data/ctr/slots_python.py gives the same bits.
 //
 // Thread-safety: a parser is immutable; parse may be called from any thread.
 
@@ -24,16 +24,17 @@ namespace phalanx {
 // came before.
 std::uint64_t hash_text(std::uint64_t seed, std::string_view text) noexcept;
 
-// The id of a text in the slot of this seed; a hash space of 0 means all 64 bits.
+// The id of a text hashed from this seed; a hash space of 0 means all 64 bits.
 std::int64_t id_of_text(std::uint64_t seed, std::string_view text, std::uint64_t hash_space) noexcept;
 
-// What every hash of a slot starts from.
-std::uint64_t slot_seed(std::string_view name) noexcept;
+// What every hash of a salt starts from.
+std::uint64_t seed_of_salt(std::string_view salt) noexcept;
 
 struct SlotSchema {
   bool has_label = true;
   std::vector<std::string> dense;
   std::vector<std::string> sparse;
+  std::vector<std::string> salts;  // of each slot; as many as slots
   std::uint64_t hash_space = 0;  // 0: ids use all 64 bits
 };
 

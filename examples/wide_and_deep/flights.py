@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.data.ctr.slots import hash_texts
+from phalanx import ps
 from phalanx.data.sampling.shuffle import shuffled
 from phalanx.errors import ConfigError
 
@@ -122,7 +122,7 @@ def slot_ids(parts: list[Codes], names: tuple[str, ...]) -> np.ndarray:
     for part in parts[1:]:
         pairs, crossed = np.unique(crossed * len(part.texts) + part.of_row, return_inverse=True)
         texts = [f"{texts[pair // len(part.texts)]}|{part.texts[pair % len(part.texts)]}" for pair in pairs]
-    return hash_texts(" x ".join(names), texts)[crossed]
+    return ps.hash_ids(texts, " x ".join(names)).numpy()[crossed]
 
 
 def dense_columns(raw: dict[str, np.ndarray], columns: dict[str, Codes], date: Codes) -> np.ndarray:

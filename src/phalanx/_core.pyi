@@ -61,7 +61,13 @@ class SlotParser:
     """Parses lines of click logs into arrays."""
 
     def __init__(
-        self, has_label: bool, dense: list[str], sparse: list[str], hash_space: int, is_columns: bool
+        self,
+        has_label: bool,
+        dense: list[str],
+        sparse: list[str],
+        salts: list[str],
+        hash_space: int,
+        is_columns: bool,
     ) -> None: ...
     def parse(
         self, text: bytes
@@ -76,8 +82,8 @@ class SlotParser:
     ]:
         """Rows, label, dense, ids and offsets of whole lines; how many were broken and what the first is."""
 
-def hash_texts(slot: str, texts: list[str], hash_space: int = 0) -> numpy.typing.NDArray[numpy.int64]:
-    """Ids of texts in a slot."""
+def hash_texts(salt: str, texts: list[str | bytes], hash_space: int = 0) -> numpy.typing.NDArray[numpy.int64]:
+    """Ids of texts hashed with a salt."""
 
 class EmbeddingTable:
     """A table of rows by 64-bit id; see phalanx.ps.table.table.RowTable."""

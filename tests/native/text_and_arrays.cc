@@ -37,7 +37,7 @@ void test_slots() {
   const auto below = [&](std::size_t n) { return static_cast<std::size_t>(chance() % n); };
   for (const bool is_columns : {true, false}) {
     for (const std::uint64_t space : {std::uint64_t{0}, std::uint64_t{7}}) {
-      const phalanx::SlotParser parser({true, {"age", "price"}, {"user", "item"}, space}, is_columns);
+      const phalanx::SlotParser parser({true, {"age", "price"}, {"user", "item"}, {"user", "user"}, space}, is_columns);
       for (int round = 0; round < 5000; ++round) {
         std::string text = kLines[below(kLines.size())];
         for (std::size_t change = below(6); change > 0; --change) {

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx import fleet
+from phalanx import fleet, ps
 from phalanx.data import InMemoryDataset, QueueDataset, vision
 from phalanx.data.ctr import slots, synthetic
 from phalanx.data.readers import cifar
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "data-readers.md").read_text()
-BLOCKS = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", GUIDE, re.MULTILINE)
+FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
+BLOCKS = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", FENCED.sub("", GUIDE), re.MULTILINE)
 
 
 @pytest.fixture
@@ -60,7 +61,16 @@ def test_every_word_of_ours_exists():
         assert hasattr(InMemoryDataset, name)
     for name in set(re.findall(r"`dataset\.(\w+)\(\)", GUIDE)):
         assert hasattr(QueueDataset, name)
-    assert slots.hash_texts
+    assert ps.hash_ids
     assert synthetic.SyntheticClicks.bayes_auc
     for name in re.findall(r"`fleet\.metrics\.(\w+), ([\w, ]+)`", GUIDE)[0]:
         assert all(hasattr(fleet.metrics, verb) for verb in name.split(", "))
+
+
+def test_an_item_and_a_history_of_items_share_a_table():
+    (block,) = FENCED.findall(GUIDE)
+    names = {}
+    exec(compile(block, "guide", "exec"), names)
+    assert names["scores"].shape == (2,)
+    assert names["scores"][1] == 0, "a user without a history"
+    names["scores"].sum().backward()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.ctr.slots import ParsedText, SlotSchema, describe_broken, hash_texts, parse_slots
@@ -67,8 +69,23 @@ def test_native_and_python_agree_on_tokens(lines: list[bytes], end: bytes) -> No
 
 
 @needs_native
-@given(slot=st.text(max_size=12), words=st.lists(st.text(max_size=30)), space=st.none() | st.integers(1, 2**63 - 1))
-def test_native_and_python_hash_alike(slot: str, words: list[str], space: int | None) -> None:
+@given(lines=st.lists(token_lines, max_size=4), text=st.lists(column_lines, max_size=4))
+def test_native_and_python_agree_on_slots_that_share_ids(lines: list[bytes], text: list[bytes]) -> None:
+    for format, each in (("tokens", lines), ("columns", text)):
+        schema = SlotSchema(
+            dense=("age", "price"), sparse=("user", "item"), share={"item": "user"}, format=format, hash_space=99
+        )
+        joined = b"\n".join(each)
+        assert_equal(parse_slots(joined, schema, native=True), parse_slots(joined, schema, native=False))
+
+
+@needs_native
+@given(
+    slot=st.text(max_size=12),
+    words=st.lists(st.text(max_size=30) | st.binary(max_size=30)),
+    space=st.none() | st.integers(1, 2**63 - 1),
+)
+def test_native_and_python_hash_alike(slot: str, words: list[str | bytes], space: int | None) -> None:
     assert hash_texts(slot, words, space).tolist() == hash_texts_python(slot, words, space or 0).tolist()
 
 
@@ -93,6 +110,74 @@ def test_tokens_come_in_any_order_and_number(native: bool) -> None:
 
 def test_the_same_text_is_another_id_in_another_slot() -> None:
     assert len({hash_texts(slot, ["68fd1e64"])[0] for slot in ("C1", "C2", "C3")}) == 3
+
+
+@readers
+@pytest.mark.parametrize("format", ["tokens", "columns"])
+def test_a_slot_has_the_ids_of_the_slot_it_shares_with(native: bool, format: str) -> None:
+    schema = SlotSchema(sparse=["item", "history", "user"], share={"history": "item"}, format=format)
+    line = b"1 user:x history:x item:x" if format == "tokens" else b"1\tx\tx\tx"
+    ids = parse_slots(line, schema, native=native).rows.ids.reshape(-1).tolist()
+    assert ids == [*hash_texts("item", ["x", "x"]), *hash_texts("user", ["x"])]
+    of_users = SlotSchema(sparse=["history"], share={"history": "item"}, format=format)
+    line = b"1 history:x" if format == "tokens" else b"1\tx"
+    assert parse_slots(line, of_users, native=native).rows.ids.reshape(-1)[0] == ids[0], "of a file without items"
+
+
+@readers
+@settings(deadline=None)  # torch's first jagged tensor takes seconds
+@given(lengths=st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), max_size=5))
+def test_a_batch_of_tokens_splits_into_jagged_slots(native: bool, lengths: list[list[int]]) -> None:
+    schema = SlotSchema(sparse=["a", "b", "c"], format="tokens")
+    bags = [
+        {slot: [f"{slot}{row}{n}" for n in range(k)] for slot, k in zip("abc", ks, strict=True)}
+        for row, ks in enumerate(lengths)
+    ]
+    lines = [" ".join(["1", *(f"{slot}:{text}" for slot, texts in bag.items() for text in texts)]) for bag in bags]
+    _, ids, offsets, _ = parse_slots("\n".join(lines).encode(), schema, native=native).rows.tensors()
+    for slot, jagged in schema.split(ids, offsets).items():
+        begins = jagged.offsets().tolist()
+        assert begins == np.cumsum([0, *(len(bag[slot]) for bag in bags)]).tolist()
+        assert jagged.values().tolist() == hash_texts(slot, [text for bag in bags for text in bag[slot]]).tolist()
+
+
+def test_a_batch_of_columns_splits_into_its_columns() -> None:
+    ids = torch.arange(6).view(3, 2)
+    split = SlotSchema(sparse=["a", "b"]).split(ids)
+    assert {name: column.tolist() for name, column in split.items()} == {"a": [0, 2, 4], "b": [1, 3, 5]}
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "message"),
+    [
+        (torch.zeros(3, 3), None, r"ids of shape \(3, 3\) without offsets are no batch of 2 slots"),
+        (torch.zeros(4), None, "Give the offsets of a batch of format 'tokens' too"),
+        (torch.zeros(4), torch.tensor([0, 4]), r"2 offsets and ids of shape \(4,\) are no batch of 2 slots"),
+        (torch.zeros(4), torch.tensor([0, 1, 3]), "as the dataset returned them"),
+    ],
+)
+def test_what_is_no_batch_of_the_schema_is_an_error(ids, offsets, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SlotSchema(sparse=["a", "b"], format="tokens").split(ids, offsets)
+
+
+def test_a_schema_that_shares_ids_can_be_pickled_and_compared() -> None:
+    schema = SlotSchema(sparse=["a", "b"], share={"b": "a"})
+    assert pickle.loads(pickle.dumps(schema)) == schema != SlotSchema(sparse=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ({"histori": "item"}, "names 'histori', which is none of the sparse slots. Did you mean 'history'"),
+        ({"history": "item", "item": "history"}, "slot 'history' cannot have the ids of 'item', which shares itself"),
+        ({"history": "age"}, "which shares itself or is no slot"),
+        ({"history": ""}, "cannot have the ids of ''"),
+    ],
+)
+def test_slots_that_cannot_share_ids_are_named(share, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SlotSchema(dense=["age"], sparse=["item", "history"], share=share)
 
 
 def test_ids_spread_over_a_hash_space() -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no
     from phalanx.ps.queries import lookup
     from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, Uniform
     from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad
+    from phalanx.ps.text_ids import hash_ids
 
 __all__ = [
     "FTRL",
@@ -30,6 +31,7 @@ __all__ = [
     "ShowClick",
     "SparseEmbedding",
     "Uniform",
+    "hash_ids",
     "lookup",
     "prefetch",
 ]
@@ -38,6 +40,7 @@ _HOMES = dict.fromkeys(__all__, "table.update_rules") | {
     **dict.fromkeys(("Constant", "CountFilter", "Normal", "Probability", "ShowClick", "Uniform"), "table.rules"),
     "EmbeddingBag": "embedding_bag",
     "SparseEmbedding": "embedding",
+    "hash_ids": "text_ids",
     "lookup": "queries",
     "prefetch": "client.prefetch",
 }

@@ -8,21 +8,23 @@ Tokens (a label, then name:value in any order; a slot any number of times or not
 
     1 age:0.3 user:a81 item:77 item:78
 
-An id is a 64-bit hash of the slot's name and the field's text, so no vocabulary is made and every worker finds the
-same one. The native core parses; `slots_python` gives the same bits, is what it is tested against and takes over where
-the package was installed without a compiler.
+An id is a 64-bit hash of the slot's name (or that of a slot whose ids it shares) and the field's text, so no vocabulary
+is made and every worker finds the same one. The native core parses; `slots_python` gives the same bits, is what it is
+tested against and takes over where the package was installed without a compiler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from phalanx.data.ctr.slot_bags import split_columns, split_tokens
 from phalanx.data.ctr.slot_rows import SlotRows
 from phalanx.data.ctr.slots_python import BROKEN, BrokenLine, SlotParser, hash_texts_python
 from phalanx.errors import ConfigError, did_you_mean
@@ -34,7 +36,8 @@ class SlotSchema:
     """What a line holds, in the order of its columns.
 
     Raises:
-        ConfigError: If a name comes twice or cannot be written in a line, or the hash space is out of range.
+        ConfigError: If a name comes twice or cannot be written in a line, the hash space is out of range, or slots that
+            are not there share ids.
     """
 
     label: str | None = "label"
@@ -51,9 +54,14 @@ class SlotSchema:
 
     format: Literal["columns", "tokens"] = "columns"
 
+    share: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Slots whose texts get the ids they have in another slot: `{"history": "item"}`. The other slot may be one of
+    another file."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense", tuple(self.dense))
         object.__setattr__(self, "sparse", tuple(self.sparse))
+        object.__setattr__(self, "share", dict(self.share))
         if self.format not in ("columns", "tokens"):
             raise ConfigError(f"Asked for slot lines of format {self.format!r}. Give 'columns' or 'tokens'.")
         names = self.names
@@ -63,13 +71,41 @@ class SlotSchema:
                     f"Asked for a field named {name!r} in {list(names)}. "
                     "Give every field one name of its own, without spaces and colons."
                 )
-        if self.hash_space is not None and not 1 <= self.hash_space < 2**63:
-            raise ConfigError(f"Asked for hash_space={self.hash_space}. Give 1 to 2**63 - 1, or None for 64-bit ids.")
+        check_hash_space(self.hash_space)
+        for slot, other in self.share.items():
+            if slot not in self.sparse:
+                hint = did_you_mean(slot, self.sparse)
+                raise ConfigError(f"share={dict(self.share)} names {slot!r}, which is none of the sparse slots.{hint}")
+            if not other or other in self.share or other in (self.label, *self.dense):
+                raise ConfigError(
+                    f"share={dict(self.share)}: slot {slot!r} cannot have the ids of {other!r}, which shares itself or "
+                    "is no slot. Name a slot that keeps ids of its own, here or in another file."
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
         """All fields in the order of the columns."""
         return (*([self.label] if self.label else []), *self.dense, *self.sparse)
+
+    @property
+    def salts(self) -> tuple[str, ...]:
+        """What the ids of each slot are hashed with: its name, or that of the slot whose ids it shares."""
+        return tuple(self.share.get(name, name) for name in self.sparse)
+
+    def split(self, ids: Tensor, offsets: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the ids of a batch by slot.
+
+        Args:
+            ids: Those of the batch, shape (rows, slots), or flat with `offsets`.
+            offsets: Those of the batch, shape (rows * slots + 1,); of format `tokens`.
+
+        Returns:
+            Shape (rows,) each, or with `offsets` jagged tensors of shape (rows, j).
+
+        Raises:
+            ConfigError: If the batch is not one of this schema.
+        """
+        return split_columns(self.sparse, ids) if offsets is None else split_tokens(self.sparse, ids, offsets)
 
 
 def criteo_schema(hash_space: int | None = None, *, label: bool = True) -> SlotSchema:
@@ -117,13 +153,27 @@ def parse_slots(text: bytes, schema: SlotSchema, *, native: bool = HAS_NATIVE) -
     return ParsedText(rows, broken, None if first is None else BrokenLine(*first))
 
 
-def hash_texts(slot: str, texts: Sequence[str], hash_space: int | None = None) -> NDArray[np.int64]:
-    """Return the ids that `texts` have in a slot, shape (n,): those that parsing a file with them gives."""
+def hash_texts(salt: str, texts: Sequence[str | bytes], hash_space: int | None = None) -> NDArray[np.int64]:
+    """Return the ids that `texts` have in a slot, shape (n,): those that parsing a file with them gives.
+
+    Raises:
+        TypeError: If one of them is no text.
+    """
     if not HAS_NATIVE:
-        return hash_texts_python(slot, texts, hash_space or 0)
+        return hash_texts_python(salt, texts, hash_space or 0)
     from phalanx import _core
 
-    return _core.hash_texts(slot, list(texts), hash_space or 0)
+    return _core.hash_texts(salt, list(texts), hash_space or 0)
+
+
+def check_hash_space(hash_space: int | None) -> None:
+    """Raise for a hash space that no id fits in.
+
+    Raises:
+        ConfigError: If it is less than 1 or 2**63 and more.
+    """
+    if hash_space is not None and not 1 <= hash_space < 2**63:
+        raise ConfigError(f"Asked for hash_space={hash_space}. Give 1 to 2**63 - 1, or None for 64-bit ids.")
 
 
 @lru_cache(maxsize=8)
@@ -132,6 +182,7 @@ def _parser(schema: SlotSchema, native: bool) -> Any:
         schema.label is not None,
         list(schema.dense),
         list(schema.sparse),
+        list(schema.salts),
         schema.hash_space or 0,
         schema.format == "columns",
     )

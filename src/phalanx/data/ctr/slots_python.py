@@ -33,10 +33,10 @@ class BrokenLine:
     text: bytes
 
 
-def hash_texts_python(slot: str, texts: Sequence[str], hash_space: int) -> NDArray[np.int64]:
+def hash_texts_python(salt: str, texts: Sequence[str | bytes], hash_space: int) -> NDArray[np.int64]:
     """Return what `phalanx.data.ctr.slots.hash_texts` does; a hash space of 0 means all 64 bits."""
-    seed = _hash(0, slot.encode())
-    hashes = (_hash(seed, text.encode()) for text in texts)
+    seed = _hash(0, salt.encode())
+    hashes = (_hash(seed, text if isinstance(text, bytes) else str.encode(text)) for text in texts)
     return np.array([h % hash_space if hash_space else h for h in hashes], np.uint64).view(np.int64)
 
 
@@ -62,11 +62,19 @@ class _Row:
 class SlotParser:
     """What the native core's class of this name is; arguments and results alike."""
 
-    def __init__(self, has_label: bool, dense: list[str], sparse: list[str], hash_space: int, is_columns: bool) -> None:
+    def __init__(
+        self,
+        has_label: bool,
+        dense: list[str],
+        sparse: list[str],
+        salts: list[str],
+        hash_space: int,
+        is_columns: bool,
+    ) -> None:
         self.has_label, self.is_columns, self.hash_space = has_label, is_columns, hash_space
         self.dense = {name.encode(): i for i, name in enumerate(dense)}
         self.sparse = {name.encode(): i for i, name in enumerate(sparse)}
-        self.seeds = [_hash(0, name) for name in self.sparse]
+        self.seeds = [_hash(0, salt.encode()) for salt in salts]
 
     def parse(
         self, text: bytes
