@@ -176,6 +176,7 @@ void bind_table(nb::module_& module) {
       .def("release", &EmbeddingTable::release)
       .def_prop_ro("rows", &EmbeddingTable::rows)
       .def_prop_ro("bytes", &EmbeddingTable::bytes, Released())
+      .def_prop_ro("moved", &EmbeddingTable::moved, Released())
       .def_prop_ro("pushed", &EmbeddingTable::pushed)
       .def_prop_ro("dropped", &EmbeddingTable::dropped)
       .def_prop_ro("evicted", &EmbeddingTable::evicted)

@@ -17,9 +17,9 @@ void check_count(EmbeddingTable::Keys keys) {
 
 }  // namespace
 
-EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed) {
+EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(spec.row_bytes())) {
   make_rule(spec_.rule, 0);  // throws now what a push would
-  for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_);
+  for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_, arena_);
 }
 
 // Calls work(lane, slice) for each lane that has keys of a block, with its lock held, block after block.
@@ -178,9 +178,11 @@ ShardColumns EmbeddingTable::read(int shard, std::uint64_t since) const {
 }
 
 void EmbeddingTable::restore(int shard, const ShardView& columns) {
-  const std::lock_guard clocked(clock_);
-  wait_for_changes();
-  go_to(columns.tick < tick_ ? tick_ + 1 : columns.tick);
+  {
+    const std::lock_guard clocked(clock_);
+    wait_for_changes();
+    go_to(columns.tick < tick_ ? tick_ + 1 : columns.tick);
+  }
   in_lane(shard, [&](Lane& lane, int part) { lane.restore(part, columns, now(tick_)); });
 }
 
@@ -210,6 +212,15 @@ std::uint64_t EmbeddingTable::bytes() const {
   for (const std::unique_ptr<Lane>& lane : lanes_) {
     const std::lock_guard locked(lane->lock);
     sum += lane->bytes();
+  }
+  return sum;
+}
+
+std::uint64_t EmbeddingTable::moved() const {
+  std::uint64_t sum = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const std::lock_guard locked(lane->lock);
+    sum += lane->moved();
   }
   return sum;
 }

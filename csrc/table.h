@@ -63,7 +63,7 @@ class EmbeddingTable {
   std::uint64_t shrink();  // returns how many rows went
   void clear();
 
-  // REQUIRES: 0 <= shard < 1024; a restored shard's keys belong to it.
+  // REQUIRES: 0 <= shard < 1024; a restored shard's keys belong to it. Shards may be restored side by side.
   ShardColumns read(int shard, std::uint64_t since) const;
   void restore(int shard, const ShardView& columns);
   std::vector<std::int64_t> keys(int shard) const;
@@ -74,6 +74,7 @@ class EmbeddingTable {
 
   std::uint64_t rows() const;
   std::uint64_t bytes() const;
+  std::uint64_t moved() const;  // entries that growing indexes have moved
   std::uint64_t pushed() const { return pushed_; }
   std::uint64_t dropped() const { return dropped_; }
   std::uint64_t evicted() const { return evicted_; }
@@ -98,6 +99,7 @@ class EmbeddingTable {
 
   const TableSpec spec_;
   const Starter starter_;
+  Arena arena_;
   std::array<std::unique_ptr<Lane>, kLanes> lanes_;
   std::array<LaneOrder, kLanes> orders_;
   std::mutex clock_;  // locked before lanes, and these in their order

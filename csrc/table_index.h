@@ -4,7 +4,13 @@
 // hold, when one of them is three quarters full: so by about a half each time, and an entry costs 21 to 32 bytes.
 // A part is not a power of two long; a hash finds its home by multiplying. A home is a whole cache line of four
 // entries, so that most searches read one line, the one that was asked for ahead. Erasing moves later entries back, so
-// there are no tombstones. Not thread-safe: its lane's lock guards it.
+// there are no tombstones.
+//
+// Growing takes new memory, which the system gives zeroed, so empty, as it is written, and moves the entries with the
+// insertions and changes that follow, four lines of them for each new entry. A lane that loads evenly has moved all long
+// before it is full again; one that does not moves the rest at once. Lines move in the order of their part from behind a
+// line with an empty place to behind another: what probes from a line that has moved ended in one, so the home of a hash
+// tells where its entry is. Not thread-safe: its lane's lock guards it.
 
 #pragma once
 
@@ -27,7 +33,7 @@ constexpr int lane_of(std::uint64_t hash) noexcept { return shard_of(hash) & (kL
 constexpr int part_of(std::uint64_t hash) noexcept { return shard_of(hash) >> kLaneBits; }
 
 struct Entry {
-  static constexpr std::uint32_t kEmpty = 0xFFFFFFFF;
+  static constexpr std::uint32_t kEmpty = 0;              // what fresh memory holds
   static constexpr std::uint32_t kWaiting = 0xFF000000;  // plus a count: an id that has no row yet
 
   std::uint64_t hash;
@@ -35,8 +41,8 @@ struct Entry {
   std::uint32_t tick;  // of the last change, counted from the oldest tick told apart
 
   bool is_empty() const { return row == kEmpty; }
-  bool has_row() const { return row < kWaiting; }
-  bool is_waiting() const { return row >= kWaiting && row != kEmpty; }
+  bool has_row() const { return row - 1 < kWaiting - 1; }
+  bool is_waiting() const { return row >= kWaiting; }
   std::uint32_t waited() const { return row - kWaiting; }
 };
 
@@ -44,16 +50,23 @@ static_assert(sizeof(Entry) == 16);
 
 inline constexpr std::uint32_t kLine = 4;  // entries of a cache line
 
-class LaneIndex {
+// The places of a lane's entries, as many as it was made with.
+class Places {
  public:
-  LaneIndex();
+  using Capacities = std::array<std::uint32_t, kParts>;  // whole lines
 
-  // The line where the search for a hash begins.
-  Entry* home(std::uint64_t hash) const {
-    const Part& part = parts_[part_of(hash)];
-    const auto scaled = static_cast<unsigned __int128>(hash << kShardBits) * (part.capacity / kLine);
-    return entries_ + part.start + static_cast<std::uint64_t>(scaled >> 64) * kLine;
+  Places() = default;
+  explicit Places(const Capacities& capacities);
+
+  std::uint32_t capacity(int part) const { return parts_[part].capacity; }
+  std::span<Entry> of(int part) const { return {entries_ + parts_[part].start, parts_[part].capacity}; }
+
+  // Number in its part of the line where the search for a hash begins.
+  std::uint64_t home_number(std::uint64_t hash) const {
+    const auto scaled = static_cast<unsigned __int128>(hash << kShardBits) * (parts_[part_of(hash)].capacity / kLine);
+    return static_cast<std::uint64_t>(scaled >> 64);
   }
+  Entry* home(std::uint64_t hash) const { return entries_ + parts_[part_of(hash)].start + home_number(hash) * kLine; }
 
   // The entry of a hash, or the empty place where it would go.
   Entry* find(std::uint64_t hash) const {
@@ -83,32 +96,87 @@ class LaneIndex {
     return line == entries_ + part.start + part.capacity ? entries_ + part.start : line;
   }
 
+  // Empties the place of an entry.
+  void erase(Entry* entry);
+
+ private:
+  struct Part {
+    std::uint64_t start = 0;
+    std::uint32_t capacity = 0;
+  };
+
+  Pages memory_;
+  Entry* entries_ = nullptr;
+  std::array<Part, kParts> parts_;
+};
+
+class LaneIndex {
+ public:
+  LaneIndex();
+
+  // The line where the search for a hash most likely ends.
+  Entry* home(std::uint64_t hash) const { return places_of(hash).home(hash); }
+  Entry* line_after(Entry* line, std::uint64_t hash) const { return places_of(hash).line_after(line, hash); }
+
+  // The entry of a hash, or the empty place where it would go.
+  Entry* find(std::uint64_t hash) const {
+    if (is_behind(hash)) {
+      Entry* const found = old_.find(hash);
+      if (!found->is_empty()) return found;
+    }
+    return now_.find(hash);
+  }
+
   // Puts a hash that has no entry at the empty `place` that `find` gave; the entry may lie elsewhere, after growing.
   // Its row is still empty: the caller sets it at once.
   Entry* insert(std::uint64_t hash, Entry* place);
   void erase(std::uint64_t hash);
   void erase_part(int part);
 
-  std::uint32_t used(int part) const { return parts_[part].used; }
-  // Every place of a part, the empty ones too; moved by insert and erase.
-  std::span<Entry> places(int part) const { return {entries_ + parts_[part].start, parts_[part].capacity}; }
-  std::size_t bytes() const { return size_ * sizeof(Entry); }
+  // Makes room for `more` hashes of a part. The lane's other parts get room for as many as this one then has: a lane is
+  // filled part after part, and would otherwise grow with each.
+  void reserve(int part, std::uint64_t more);
+
+  // If the index is growing, moves the entries of so many lines, and of those that follow up to one with an empty place.
+  void move(std::uint64_t lines) {
+    if (moving_ < kParts) move_lines(lines);
+  }
+
+  std::uint32_t used(int part) const { return used_[part]; }
+  // Calls use(entry) for each entry of a part. Insert and erase nothing meanwhile.
+  template <class Use>
+  void each(int part, Use use) const {
+    for (const Places* places : {&old_, &now_}) {
+      for (Entry& entry : places->of(part)) {
+        if (!entry.is_empty()) use(entry);
+      }
+    }
+  }
+  std::size_t bytes() const;
+  // Entries that growing has moved so far.
+  std::uint64_t moved() const { return moved_; }
 
  private:
-  struct Part {
-    std::uint64_t start = 0;
-    std::uint32_t capacity = 0;  // whole lines
-    std::uint32_t used = 0;
-  };
+  // Whether the entry of a hash, if there is one, may be where growing has still to move it from.
+  bool is_behind(std::uint64_t hash) const {
+    const int part = part_of(hash);
+    if (part != moving_) return part > moving_;
+    const std::uint64_t lines = old_.capacity(part) / kLine;
+    return (old_.home_number(hash) + lines - first_line_) % lines >= lines_moved_;
+  }
+  const Places& places_of(std::uint64_t hash) const { return is_behind(hash) ? old_ : now_; }
 
-  // Room for twice the entries of each part, or twice the `typical` number where a part has some but fewer.
-  LaneIndex(const std::array<Part, kParts>& parts, std::uint32_t typical);
-  void grow();
+  void grow(std::uint64_t least);
+  void move_lines(std::uint64_t lines);
+  bool move_line(std::span<Entry, kLine> line);
 
-  Pages memory_;
-  Entry* entries_ = nullptr;
-  std::size_t size_ = 0;
-  std::array<Part, kParts> parts_;
+  Places now_;
+  Places old_;                              // what is left to move
+  int moving_ = kParts;                     // parts of `old_` below this one are empty; kParts when nothing moves
+  std::uint64_t first_line_ = 0;            // of this one, the line that moved first
+  std::uint64_t lines_moved_ = 0;           // and how many have
+  std::uint64_t moved_ = 0;
+  std::array<std::uint32_t, kParts> used_{};
 };
 
 }  // namespace phalanx

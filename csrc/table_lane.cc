@@ -9,14 +9,17 @@ namespace {
 constexpr std::size_t kRun = 512;
 // How far ahead of its use a gradient is asked of memory.
 constexpr std::size_t kGradientsAhead = 16;
+// Keys of a change for which an index that grows moves a line, so that it ends when no ids are new.
+constexpr std::size_t kKeysForLine = 4;
 
 }  // namespace
 
-Lane::Lane(const TableSpec& spec, const Starter& starter)
-    : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(spec.row_bytes(), Entry::kWaiting) {}
+Lane::Lane(const TableSpec& spec, const Starter& starter, Arena& arena)
+    : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(arena, spec.row_bytes(), Entry::kWaiting) {}
 
 // Calls use(i, place in the index) for each key and notes the row of the entry it returns. Keys not in their first line
-// come last: they are absent, or in the next line, which is asked for too. Only for them may `use` insert.
+// come last: they are absent, or in the next line, which is asked for too, or in the other part of an index that grows.
+// Only for them may `use` insert.
 //
 // A request waits in the processor's queue until its page is found, which takes long in large tables. The more of them
 // the queue holds, the more pages are looked up at a time: so the loops that ask do nothing else.
@@ -38,7 +41,7 @@ void Lane::find_rows(Slice& slice, Use use) const {
     std::size_t waiting = 0;
     for (std::size_t k = 0; k < size; ++k) {
       const std::size_t i = first + k;
-      Entry* const place = LaneIndex::find_in(lines[k], hashes[i]);
+      Entry* const place = Places::find_in(lines[k], hashes[i]);
       if (place != nullptr && !place->is_empty()) {
         settle(i, place);
         continue;
@@ -134,6 +137,7 @@ void Lane::assign(Slice& slice, const float* values, Time time) {
 std::uint64_t Lane::admit(Slice& slice, const std::uint32_t* counts, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
   std::uint64_t dropped = 0;
+  index_.move(slice.hashes.size() / kKeysForLine);
   find_rows(slice, [&](std::size_t i, Entry* place) {
     const std::uint32_t count = counts != nullptr ? counts[slice.positions[i]] : 1;
     if (!place->has_row()) place = admit_one(place, slice.hashes[i], count);
@@ -162,6 +166,7 @@ Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
 // Finds the rows of keys, making those that are missing, whatever the entry policy.
 void Lane::make(Slice& slice, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
+  index_.move(slice.hashes.size() / kKeysForLine);
   find_rows(slice, [&](std::size_t i, Entry* place) {
     Entry* const entry = place->has_row() ? place : with_row(place, slice.hashes[i]);
     entry->tick = tick;
@@ -179,8 +184,8 @@ Entry* Lane::occupied(Entry* entry, std::uint64_t hash) {
 
 // Starts the row of an id that has none.
 Entry* Lane::with_row(Entry* entry, std::uint64_t hash) {
-  const std::uint32_t row = slab_.take();
-  std::byte* const memory = slab_.row(row);
+  entry = with_place(entry, hash);
+  std::byte* const memory = slab_.row(entry->row);
   if (spec_.is_bfloat16) {
     std::vector<float> values(spec_.dim);
     starter_.fill(hash, values.data(), spec_.dim);
@@ -190,6 +195,12 @@ Entry* Lane::with_row(Entry* entry, std::uint64_t hash) {
   }
   std::copy(spec_.initial_state.begin(), spec_.initial_state.end(), floats(memory));
   if (spec_.has_statistics) std::fill_n(floats(memory) + spec_.state(), 2, 0.0f);
+  return entry;
+}
+
+// Gives an id that has none a row of undefined content.
+Entry* Lane::with_place(Entry* entry, std::uint64_t hash) {
+  const std::uint32_t row = slab_.take();
   entry = occupied(entry, hash);
   entry->row = row;
   bump(rows_, 1);

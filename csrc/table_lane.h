@@ -75,7 +75,7 @@ struct ShardView {
 
 class Lane {
  public:
-  Lane(const TableSpec& spec, const Starter& starter);
+  Lane(const TableSpec& spec, const Starter& starter, Arena& arena);
 
   mutable std::mutex lock;
 
@@ -100,6 +100,7 @@ class Lane {
   std::uint64_t rows() const { return rows_.load(std::memory_order_relaxed); }
   std::uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
   std::uint64_t bytes() const { return index_.bytes() + slab_.bytes(); }
+  std::uint64_t moved() const { return index_.moved(); }
 
  private:
   // A count that one thread at a time changes and any may read.
@@ -120,10 +121,12 @@ class Lane {
   void make(Slice& slice, Time time);
   Entry* occupied(Entry* entry, std::uint64_t hash);
   Entry* with_row(Entry* entry, std::uint64_t hash);
+  Entry* with_place(Entry* entry, std::uint64_t hash);
   void keep(std::byte* row, std::uint64_t hash, std::uint64_t tick, const float* values);
 
   bool admits(std::uint64_t hash) const;
   void start_values(std::uint64_t hash, float* values) const;
+  std::vector<Entry> all_of(int part) const;
   std::vector<Entry> in_order(int part) const;
   std::uint64_t drop(std::span<const Entry> entries);
   std::uint64_t give_back(std::span<const Entry> entries);

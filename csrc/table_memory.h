@@ -1,10 +1,12 @@
-// Memory of a table: pages from the system, and the slab of rows cut from them.
+// Memory of a table: pages from the system, the arena of a table's rows, and the slabs of its lanes cut from it.
 
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 namespace phalanx {
@@ -29,40 +31,85 @@ class Pages {
   ~Pages();
 
   std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
 
  private:
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
 
-// Rows of one size. A row's number is fixed until it is given back; numbers stay below `limit`.
+// Blocks of one size for the lanes of a table, cut from large ranges of addresses. The system ends a process at 65,530
+// mappings by default; ranges grow with the table, so that it has some tens of them at any size. Memory is used when a
+// block is written and goes back to the system with the block; addresses stay. Thread-safe.
+class Arena {
+ public:
+  explicit Arena(std::size_t block_bytes);  // rounded up to 2 MiB
+  Arena(const Arena&) = delete;
+
+  // A block of undefined content, on huge pages or not. Throws std::bad_alloc when the system has none.
+  std::byte* take(bool huge);
+  void give_back(std::byte* block, bool huge);
+
+ private:
+  struct Ranges {
+    std::vector<Pages> pages;
+    std::size_t reserved = 0;  // blocks of all ranges
+    std::size_t left = 0;      // blocks of the last range that were never handed out
+    std::vector<std::byte*> free;
+  };
+
+  void reserve(Ranges& ranges, bool huge) const;
+
+  const std::size_t block_bytes_;
+  std::mutex lock_;
+  std::array<Ranges, 2> ranges_;  // of small pages, of huge ones
+};
+
+// Rows of one size. A row's number is fixed until it is given back; numbers are at least 1 and stay below `limit`.
 //
-// A number is `block << bits | place`. Blocks have 2 MiB, or 16 rows where these need more. The first one is left to
-// small pages, so that a small table is small. Not thread-safe: its lane's lock guards it.
+// A number is `block << bits | place`. The first block is left to small pages, so that a small table is small. A block
+// without rows goes back to the arena, but for the first one and the one that rows are taken from. Not thread-safe: its
+// lane's lock guards it.
 class Slab {
  public:
-  Slab(std::size_t row_bytes, std::uint32_t limit);
+  Slab(Arena& arena, std::size_t row_bytes, std::uint32_t limit);
+
+  // Bytes of a block: 2 MiB, or 16 rows where these need more.
+  static std::size_t block_bytes(std::size_t row_bytes);
 
   // A row with undefined content. Throws std::length_error at the limit, std::bad_alloc without memory.
   std::uint32_t take();
-  void give_back(std::uint32_t row) { free_.push_back(row); }
+  void give_back(std::uint32_t row);
   void clear();
 
-  std::byte* row(std::uint32_t number) const {
-    return blocks_[number >> bits_].data() + (number & mask_) * row_bytes_;
-  }
-  // Bytes of all rows ever in use at a time.
-  std::size_t bytes() const { return touched_ * row_bytes_ + free_.capacity() * sizeof(std::uint32_t); }
+  std::byte* row(std::uint32_t number) const { return data_[number >> bits_] + (number & mask_) * row_bytes_; }
+  // Bytes of the rows that were in use at a time, in the blocks that are there.
+  std::size_t bytes() const { return touched_ * row_bytes_; }
 
  private:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+
+  struct Block {
+    std::uint32_t touched = 0;    // places that were in use at a time
+    std::uint32_t used = 0;       // places in use
+    std::uint32_t free = kNone;   // a place in use no longer; its first bytes are the next one's number
+    bool is_open = false;         // whether it is in `open_`
+  };
+
+  bool has_room(const Block& block) const { return block.free != kNone || block.touched < rows_per_block_; }
+  void add_block();
+
+  Arena& arena_;
   std::size_t row_bytes_;
   std::uint32_t limit_;
   std::uint32_t rows_per_block_;
   int bits_;
   std::uint32_t mask_;
   std::size_t touched_ = 0;
-  std::vector<Pages> blocks_;
-  std::vector<std::uint32_t> free_;
+  std::vector<std::byte*> data_;  // of each block; null for a number without one
+  std::vector<Block> blocks_;
+  std::vector<std::uint32_t> open_;    // blocks that may have room, the one rows are taken from last
+  std::vector<std::uint32_t> vacant_;  // numbers without a block
 };
 
 }  // namespace phalanx

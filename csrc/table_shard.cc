@@ -19,15 +19,15 @@ std::uint64_t Lane::end_day(int part, Time time) {
   const bool can_expire = days.size() >= policy.unseen_days;
   const std::uint64_t began = can_expire ? days[policy.unseen_days - 1] : 0;
   std::vector<Entry> gone;
-  for (const Entry& entry : index_.places(part)) {
-    if (!entry.has_row()) continue;
+  index_.each(part, [&](const Entry& entry) {
+    if (!entry.has_row()) return;
     float* const show = floats(slab_.row(entry.row)) + spec_.state();
     float* const click = show + 1;
     *show *= policy.decay;
     *click *= policy.decay;
     const float score = policy.show_weight * (*show - *click) + policy.click_weight * *click;
     if (score < policy.drop_below || (can_expire && time.oldest + entry.tick <= began)) gone.push_back(entry);
-  }
+  });
   days.insert(days.begin(), time.tick);
   if (days.size() > policy.unseen_days) days.pop_back();
   swept_[part] = time.tick;
@@ -36,10 +36,7 @@ std::uint64_t Lane::end_day(int part, Time time) {
 
 // Drops the eighth of a shard, rounded up, that was changed longest ago; of one tick, the smallest hashes first.
 std::uint64_t Lane::drop_eighth(int part, Time time) {
-  std::vector<Entry> entries;
-  for (const Entry& entry : index_.places(part)) {
-    if (!entry.is_empty()) entries.push_back(entry);
-  }
+  std::vector<Entry> entries = all_of(part);
   if (entries.empty()) return 0;
   const std::size_t goes = (entries.size() + 7) / 8;
   const auto older = [](const Entry& a, const Entry& b) { return std::tie(a.tick, a.hash) < std::tie(b.tick, b.hash); };
@@ -50,7 +47,7 @@ std::uint64_t Lane::drop_eighth(int part, Time time) {
 }
 
 std::uint64_t Lane::drop_part(int part, Time time) {
-  const std::uint64_t rows = give_back(index_.places(part));
+  const std::uint64_t rows = give_back(all_of(part));
   index_.erase_part(part);
   days_[part].clear();
   swept_[part] = time.tick;
@@ -64,14 +61,16 @@ std::uint64_t Lane::drop(std::span<const Entry> entries) {
 
 // Gives back the rows of entries that the index loses; returns how many there were.
 std::uint64_t Lane::give_back(std::span<const Entry> entries) {
-  std::int64_t rows = 0, gone = 0;
-  for (const Entry& entry : entries) {
-    if (entry.has_row()) slab_.give_back(entry.row);
-    rows += entry.has_row();
-    gone += !entry.is_empty();
+  std::int64_t rows = 0;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (i + kRowsAhead < entries.size() && entries[i + kRowsAhead].has_row()) {
+      __builtin_prefetch(slab_.row(entries[i + kRowsAhead].row), 1);
+    }
+    if (entries[i].has_row()) slab_.give_back(entries[i].row);
+    rows += entries[i].has_row();
   }
   bump(rows_, -rows);
-  bump(entries_, -gone);
+  bump(entries_, -static_cast<std::int64_t>(entries.size()));
   return static_cast<std::uint64_t>(rows);
 }
 
@@ -81,13 +80,16 @@ void Lane::clear(Time time) {
   index_ = LaneIndex();
 }
 
-// The entries of a shard, ordered by hash, so that equal tables read equal.
-std::vector<Entry> Lane::in_order(int part) const {
+std::vector<Entry> Lane::all_of(int part) const {
   std::vector<Entry> entries;
   entries.reserve(index_.used(part));
-  for (const Entry& entry : index_.places(part)) {
-    if (!entry.is_empty()) entries.push_back(entry);
-  }
+  index_.each(part, [&](const Entry& entry) { entries.push_back(entry); });
+  return entries;
+}
+
+// The entries of a shard, ordered by hash, so that equal tables read equal.
+std::vector<Entry> Lane::in_order(int part) const {
+  std::vector<Entry> entries = all_of(part);
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
   return entries;
 }
@@ -137,11 +139,12 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
   days_[part].assign(columns.days.begin(), columns.days.end());
   for (std::uint64_t& day : days_[part]) day = std::max(day, time.oldest);
   swept_[part] = time.tick;
+  index_.reserve(part, columns.keys.size() + columns.waiting_keys.size());
   const std::size_t width = spec_.width();
   for (std::size_t i = 0; i < columns.keys.size(); ++i) {
     const std::uint64_t hash = hash_of(columns.keys[i], spec_.salt);
     Entry* entry = index_.find(hash);
-    if (!entry->has_row()) entry = with_row(entry, hash);
+    if (!entry->has_row()) entry = with_place(entry, hash);
     entry->tick = time.shortened(columns.ticks[i]);
     const float* const row = columns.rows + i * width;
     store_nearest(slab_.row(entry->row), spec_.is_bfloat16, row, spec_.dim);
@@ -160,7 +163,7 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
 void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {
   const Time now{0, oldest};
   for (int part = 0; part < kParts; ++part) {
-    for (Entry& entry : index_.places(part)) entry.tick = now.shortened(before + entry.tick);
+    index_.each(part, [&](Entry& entry) { entry.tick = now.shortened(before + entry.tick); });
     for (std::uint64_t& day : days_[part]) day = std::max(day, oldest);
   }
 }

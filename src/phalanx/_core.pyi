@@ -137,6 +137,10 @@ class EmbeddingTable:
     @property
     def bytes(self) -> int: ...
     @property
+    def moved(self) -> int:
+        """Entries that growing indexes have moved so far."""
+
+    @property
     def pushed(self) -> int: ...
     @property
     def dropped(self) -> int: ...

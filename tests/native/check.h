@@ -31,6 +31,7 @@ inline void in_threads(int count, const std::function<void(int)>& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
+void test_table_parts();
 void test_tables();
 void test_collectives();
 void test_text_and_arrays();

@@ -3,6 +3,7 @@
 #include "check.h"
 
 int main() {
+  test_table_parts();
   test_tables();
   test_collectives();
   test_text_and_arrays();

@@ -115,6 +115,27 @@ def test_a_delta_holds_what_changed_and_reads_on_its_base(tmp_path: Path) -> Non
     np.testing.assert_array_equal(Lookup(tmp_path / "delta").rows("ads", ids), pulled(tables["ads"], ids))
 
 
+def test_threads_that_load_leave_the_table_that_one_thread_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = trained(ADS, ids=np.arange(3000))
+    holder = SnapshotParticipant(tables, range(SHARDS))
+    save_local(holder, tmp_path / "base", {})
+    push(tables["ads"], np.array([5, 5000]), 1.0)
+    save_local(holder, tmp_path / "delta", {}, "delta")
+    for directory in (tmp_path / "base", tmp_path / "delta"):
+        alone, together = (loaded_by(directory, cores, monkeypatch) for cores in (1, 8))
+        assert same(alone, together)
+        assert alone.tick == together.tick
+        assert alone.tick == tables["ads"].tick - (directory.name == "base")
+
+
+def loaded_by(directory: Path, cores: int, monkeypatch: pytest.MonkeyPatch) -> RowTable:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    (table,) = loaded(directory, ADS)
+    return table
+
+
 def test_a_delta_forgets_rows_that_went(tmp_path: Path) -> None:
     spec = TableSpec(name="shows", dim=2, rule=SGD(lr=0.1), entry=ShowClick(drop_below=0.15))
     tables = trained(spec, ids=np.arange(50))

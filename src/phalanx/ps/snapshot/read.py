@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ from phalanx.ps.snapshot.dense import read_extra
 from phalanx.ps.snapshot.manifest import SnapshotManifest, read_manifest
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
 from phalanx.ps.table.arrays import Columns
+from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.row_layout import layout_of
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.table import RowTable, make_table
+
+_MOST_THREADS = 16
+"""That load a table: the lanes that a native table has."""
 
 _log = logging.getLogger("phalanx.ps")
 
@@ -79,8 +85,8 @@ class Snapshot:
     def fill(self, table: RowTable, shards: Iterable[int]) -> int:
         """Put a table's rows of these shards into an empty table, and return how many there were.
 
-        Optimizer state comes along where the table's rule and statistics are those of the snapshot; otherwise values
-        only, with a warning.
+        As many threads as there are processors read, check and restore shards. Optimizer state comes along where the
+        table's rule and statistics are those of the snapshot; otherwise values only, with a warning.
 
         Raises:
             ConfigError: If the snapshot lacks the table, or has another dim.
@@ -88,17 +94,34 @@ class Snapshot:
         """
         self.check_names([table.spec.name])
         with_state = _has_state(self.manifest, table.spec)
-        count = 0
-        for shard in shards:
+        newest = self._delta_tick(table.spec.name) if with_state else 0
+
+        def load(shard: int) -> int:
             columns = self.columns(table.spec.name, shard)
             if columns is None:
-                continue
-            count += len(columns.keys)
+                return 0
             if with_state:
-                table.restore(shard, columns)
+                # One tick for all shards: whichever comes first, the table then has that tick.
+                table.restore(shard, replace(columns, tick=max(columns.tick, newest)))
             elif len(columns.keys):
                 table.assign(columns.keys, np.ascontiguousarray(columns.rows[:, : table.spec.dim]))
-        return count
+            return len(columns.keys)
+
+        shards = list(shards)
+        # Each `assign` is a change of its own, whose number must not depend on threads.
+        is_ordered = isinstance(table, ReferenceTable) or not with_state
+        threads = 1 if is_ordered else min(len(shards), len(os.sched_getaffinity(0)), _MOST_THREADS)
+        if threads <= 1:
+            return sum(map(load, shards))
+        with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
+            return sum(pool.map(load, shards))
+
+    def _delta_tick(self, table: str) -> int:
+        """Return the tick of a table when a delta was written; 0 if this is none, or holds nothing of the table."""
+        if self._base is None:
+            return 0
+        shards = map(int, self.manifest.files)
+        return next((columns.tick for shard in shards if (columns := self._read_shard(table, shard))), 0)
 
 
 def open_snapshot(directory: Path | str) -> Snapshot:
