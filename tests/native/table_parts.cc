@@ -108,10 +108,12 @@ void room_is_made_once() {
 void blocks_are_few_mappings() {
   constexpr std::size_t kBlock = std::size_t{2} << 20;
   Arena arena(kBlock);
-  const std::size_t before = mappings();
+  [[maybe_unused]] const std::size_t before = mappings();
   std::vector<std::byte*> blocks;
   for (int i = 0; i < 20'000; ++i) blocks.push_back(arena.take(true));  // 39 GiB, none of it written
+#if !defined(__SANITIZE_THREAD__)  // it maps shadow memory for each of ours
   CHECK(mappings() < before + 100);
+#endif
   CHECK(std::set<std::byte*>(blocks.begin(), blocks.end()).size() == blocks.size());
   std::memset(blocks[7], 1, kBlock);
   arena.give_back(blocks[7], true);
