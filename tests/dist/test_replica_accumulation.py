@@ -47,7 +47,7 @@ def accumulate(net: nn.Module, optimizer: Any, loader: Any, k: int, *, clips: bo
     updates = 0
     for _ in range(EPOCHS):
         for number, (x, y) in enumerate(loader):
-            is_last = (number + 1) % k == 0
+            is_last = (number + 1) % k == 0 or number + 1 == len(loader)
             with px.no_sync(net) if quiet and not is_last else nullcontext():
                 (F.cross_entropy(net(x), y) / k).backward()
             if is_last:
@@ -88,10 +88,17 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Loop, int, dict[s
     "images, bfloat16": (images, adamw, accumulate, 2, {"amp": True}),
 }
 
+SHORT_LAST_UPDATES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Loop, int, dict[str, Any]]] = {
+    "images": (images, sgd, accumulate, 5, {}),
+    "images, no_sync": (images, sgd, partial(accumulate, quiet=True), 4, {}),
+    "text, no_sync, clipped, longer than an epoch": (text, adamw, partial(accumulate, clips=True, quiet=True), 7, {}),
+}
+"""Numbers of global batches that do not divide an epoch."""
 
-def train_all() -> dict[str, tuple[str, int]]:
+
+def train_all(cases: str) -> dict[str, tuple[str, int]]:
     outcomes = {}
-    for name, (build, build_optimizer, loop, k, settings) in CASES.items():
+    for name, (build, build_optimizer, loop, k, settings) in globals()[cases].items():
         torch.manual_seed(1)
         net, data = build()
         strategy = DistributedStrategy(**settings)
@@ -99,7 +106,7 @@ def train_all() -> dict[str, tuple[str, int]]:
             net, build_optimizer(net), data, global_batch=GLOBAL, strategy=strategy, replicas=REPLICAS, seed=5
         )
         updates = loop(net, optimizer, loader, k)
-        assert updates == EPOCHS * ROUNDS // k, name
+        assert updates == EPOCHS * -(-ROUNDS // k), name
         outcomes[name] = digest(net), updates
         del net, optimizer, loader
         gc.collect()
@@ -107,11 +114,18 @@ def train_all() -> dict[str, tuple[str, int]]:
 
 
 def test_weights_have_the_same_bits_on_any_number_of_ranks() -> None:
-    by_ranks = {n: run_ranks(train_all, n)[0] for n in (1, 2, 3, 4)}
+    by_ranks = {n: run_ranks(train_all, n, "CASES")[0] for n in (1, 2, 3, 4)}
     assert by_ranks[2] == by_ranks[1]
     assert by_ranks[3] == by_ranks[1]
     assert by_ranks[4] == by_ranks[1]
     assert by_ranks[1]["text, zero 1"] == by_ranks[1]["text, by hand"]
+
+
+def test_the_last_update_of_an_epoch_may_have_fewer_global_batches() -> None:
+    by_ranks = {n: run_ranks(train_all, n, "SHORT_LAST_UPDATES")[0] for n in (1, 2, 3, 4)}
+    assert by_ranks[2] == by_ranks[1]
+    assert by_ranks[3] == by_ranks[1]
+    assert by_ranks[4] == by_ranks[1]
 
 
 def small() -> tuple[nn.Module, Tensor, Tensor]:
@@ -134,7 +148,7 @@ def off_one_process(k: int, *, quiet: bool, clips: bool) -> float:
     for _ in range(EPOCHS):
         for number, (a, b) in enumerate(zip(x.split(GLOBAL), y.split(GLOBAL), strict=True)):
             (F.cross_entropy(plain(a), b) / k).backward()
-            if (number + 1) % k == 0:
+            if (number + 1) % k == 0 or number + 1 == ROUNDS:
                 if clips:
                     nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
                 plain_optimizer.step()
@@ -145,7 +159,7 @@ def off_one_process(k: int, *, quiet: bool, clips: bool) -> float:
 
 def off_in_each_way() -> list[float]:
     offs = []
-    for k, quiet, clips in ((2, False, False), (3, True, False), (2, True, True), (3, False, True)):
+    for k, quiet, clips in ((2, False, False), (3, True, False), (2, True, True), (4, False, True), (5, True, False)):
         offs.append(off_one_process(k, quiet=quiet, clips=clips))
         gc.collect()
     return offs
@@ -196,8 +210,13 @@ def refusal(name: str) -> str:
         with px.no_sync(net):
             pass
 
-    def indivisible() -> None:
-        accumulate(net, optimizer, loader, 4)
+    def over_epochs() -> None:
+        for _ in range(2):
+            for number, (x, y) in enumerate(loader):
+                F.cross_entropy(net(x), y).backward()
+                if number % 5 == 4:
+                    optimizer.step()
+                    optimizer.zero_grad()
 
     def saved() -> None:
         for number, (x, y) in enumerate(loader):
@@ -207,7 +226,7 @@ def refusal(name: str) -> str:
                 optimizer.zero_grad()
                 px.save("not written", net, optimizer, loader)
 
-    loops = irregular, left_out, twice, late, sharded, indivisible, saved
+    loops = irregular, left_out, twice, late, sharded, over_epochs, saved
     return error_of(next(loop for loop in loops if loop.__name__ == name))
 
 
@@ -219,7 +238,7 @@ def refusal(name: str) -> str:
         ("twice", "Call backward once for each batch"),
         ("late", "px.no_sync was entered after other batches of the same update"),
         ("sharded", "Leave no_sync out"),
-        ("indivisible", "over 4 global batches for each update, and an epoch has 6"),
+        ("over_epochs", "an epoch ended between two of them without a step"),
         ("saved", "between two logical replicas"),
     ],
 )
@@ -228,8 +247,8 @@ def test_a_loop_that_cannot_be_followed_is_an_error(name: str, part: str) -> Non
         assert part in error
 
 
-def test_an_epoch_that_updates_do_not_divide_is_an_error_on_as_many_ranks_as_replicas_too() -> None:
-    assert "and an epoch has 6" in run_ranks(refusal, 4, "indivisible")[0]
+def test_an_update_of_two_epochs_is_an_error_on_as_many_ranks_as_replicas_too() -> None:
+    assert "an epoch ended between two of them without a step" in run_ranks(refusal, 4, "over_epochs")[0]
 
 
 def refusal_where_ranks_may_leave() -> str:

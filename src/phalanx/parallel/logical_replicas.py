@@ -194,6 +194,8 @@ class ReplicaGate:
         self._turns = 0
         """Turns of it until then."""
 
+        self._has_noted_rest = False
+
     def admit(self, optimizer: Optimizer) -> bool:
         """Return whether the step updates: at the last replica of the last global batch of the update.
 
@@ -211,7 +213,9 @@ class ReplicaGate:
         elif len(local) > 1:
             self._count_batches(group)
         elif group.turns > 1:
+            group.length = group.length or group.turns
             _check_epoch(group.turns, replicas)
+        self._note_rest(group)
         self._group, self._turns = group, group.turns
         replicas.has_stepped = True
         if replicas.are_shared:
@@ -247,14 +251,33 @@ class ReplicaGate:
             group.length = since
         if group.length > 1:
             _check_epoch(group.length, replicas)
-        is_left_out = group.is_complete and replicas.is_last and group.turns != group.length * len(replicas.local)
-        if since != group.length or is_left_out:
+        is_end = group.is_complete and replicas.is_last
+        is_left_out = is_end and group.turns != group.rounds * len(replicas.local)
+        is_due = since == group.length or (is_end and group.ends_epoch and since < group.length)
+        if not is_due or is_left_out:
             raise ConfigError(
                 f"optimizer.step() was called after {since} of this rank's batches, and of {group.turns} of this "
                 f"update the first call came after {group.length}, while it computes logical replicas "
                 f"{', '.join(map(str, replicas.local))} in turn. Call backward() for every batch, and step() for every "
                 "batch or after one fixed number of them; or accumulate gradients with strategy.gradient_merge."
             )
+
+    def _note_rest(self, group: UpdateGroup) -> None:
+        """Say once, at the first step, that the last update of an epoch takes fewer global batches."""
+        turn = self._replicas.turn
+        rounds = None if turn is None or turn.iteration is None else turn.iteration.rounds
+        if self._has_noted_rest or group.length is None:
+            return
+        self._has_noted_rest = True
+        if rounds is None or group.length == 1 or rounds % group.length == 0 or 0 not in self._replicas.local:
+            return
+        logger.info(
+            "the loop accumulates gradients over %d global batches for each update, and an epoch has %d: its last "
+            "update takes %d, where step() is called at its last batch (i + 1 == len(loader))",
+            group.length,
+            rounds,
+            rounds % group.length,
+        )
 
     def _check_elastic(self, group: UpdateGroup) -> None:
         if self._batches_since(group) != 1:
@@ -288,24 +311,20 @@ class ReplicaGate:
 
 
 def _check_epoch(length: int, replicas: Replicas) -> None:
-    """Raise if an epoch is no multiple of the global batches of an update.
+    """Raise if an update has global batches of two epochs.
 
-    A loop that counts its batches counts otherwise on a rank with several replicas, and the rest of an epoch differs.
+    A loop that counts its batches counts otherwise on a rank with several replicas, so it would update elsewhere.
 
     Raises:
         ConfigError: Says what to do.
     """
-    if replicas.turn is None:
-        return  # one update of a whole epoch, behind its loop
-    iteration = replicas.turn.iteration
-    rounds = None if iteration is None else iteration.rounds
-    if not replicas.group.spans_epochs and (rounds is None or rounds % length == 0):
-        return
-    why = f"an epoch has {rounds}" if rounds is not None else "an epoch ended between two of them"
+    if replicas.turn is None or not replicas.group.spans_epochs:
+        return  # one update of a whole epoch may come behind its loop
     raise ConfigError(
-        f"the loop accumulates gradients over {length} global batches for each update, and {why}: which updates "
-        "the rest takes part in would depend on how many logical replicas a rank holds. Accumulate over a number that "
-        "divides an epoch (loader.steps_per_epoch), or use strategy.gradient_merge, whose groups go on."
+        f"the loop accumulates gradients over {length} global batches for each update, and an epoch ended between two "
+        "of them without a step: which updates these take part in would depend on how many logical replicas a rank "
+        "holds. Call step() at the last batch of an epoch too (if i % k == k - 1 or i + 1 == len(loader)), or use "
+        "strategy.gradient_merge, whose groups go on."
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.batch.input_time import input_time
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
+from phalanx.comm.script_line import script_line
 from phalanx.errors import ConfigError
 
 LoadedT = TypeVar("LoadedT")
@@ -71,6 +72,9 @@ class Iteration:
     """Whether something was computed on one of its batches."""
 
     is_over: bool = False
+
+    left_at: str = ""
+    """File and line at which the loop left it before its end."""
 
 
 class BatchClock(Protocol):
@@ -229,6 +233,9 @@ class Batches:
         if is_complete:
             self.in_hand = self._current = self._named = None
             return
+        iteration.left_at = script_line()
+        if self.replicas is not None:
+            self.replicas.leave_pass(iteration)
         # `next(iter(loader))` looks at a batch; what a script left is not computed on, unless it keeps it.
         is_look = iteration.count == 1
         self._pass_by(lambda entry: entry.iteration is iteration and (is_look or entry.is_gone))

@@ -8,6 +8,7 @@ of ranks. Li et al., "EasyScale: Elastic Training with Consistent Accuracy", SC 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from phalanx.comm.batch.batches import Iteration
+
+
+logger = logging.getLogger("phalanx.comm")
+
+LEAVE_BY_UPDATES = (
+    "Count updates, not batches: updates += px.has_updated(optimizer), and break at a number of those; or start as "
+    "many ranks as there are replicas, or a number that divides theirs."
+)
+"""What to do where a loop leaves an epoch."""
 
 
 def assign_replicas(count: int, ranks: int) -> tuple[range, ...]:
@@ -59,6 +69,12 @@ class ReplicaTurn:
 
     iteration: Iteration | None = None
     """The pass over a loader that it belongs to."""
+
+    rounds_left: int | None = None
+    """Global batches of the pass, from its own on; None where that is not known."""
+
+    place: tuple[int, int] = (0, 0)
+    """Its epoch, and the position in that behind its global batch: the same for all replicas."""
 
 
 class Replicas:
@@ -117,6 +133,9 @@ class Replicas:
         self.streams: RandomStreams | None = None
         """The random numbers of the replicas of this rank, where each was a rank of a run without replicas: they go on
         as that rank's did. Seeded anew at each turn when None."""
+
+        self.left_at = ""
+        """File and line at which the loop left the last pass over a loader that it left; empty if none."""
 
         self._listeners: list[weakref.WeakMethod[Callable[[int, bool], None]]] = []
         self.on_round_start: Callable[[], None] | None = None
@@ -209,6 +228,11 @@ class Replicas:
         return self.is_elastic or self.count > len(self.assignment)
 
     @property
+    def are_uneven(self) -> bool:
+        """Whether ranks hold different numbers of replicas, so that a loop's body runs differently often on them."""
+        return len({len(local) for local in self.by_rank}) > 1
+
+    @property
     def were_ranks(self) -> bool:
         """Whether each was a rank of a run without replicas, which goes on with as few differences as can be."""
         return self.streams is not None
@@ -239,6 +263,8 @@ class Replicas:
             is_left = before is not None and before.iteration is not None and before.iteration.is_over
             if self.group.is_over or is_left:
                 self.group = UpdateGroup()
+            if not self.group.turns:
+                self.group.left = turn.rounds_left
             for reference in self._listeners:
                 if (listener := reference()) is not None:
                     listener(turn.replica, is_continued)
@@ -270,7 +296,7 @@ class Replicas:
         Only of a rank that holds several replicas: for its loop `px.no_sync` ends after other batches.
         """
         group = self.group
-        return group.defers and group.length != group.rounds + (not (self.has_gradients and self.is_last))
+        return group.defers and group.size != group.rounds + (not (self.has_gradients and self.is_last))
 
     @property
     def turn(self) -> ReplicaTurn | None:
@@ -285,6 +311,21 @@ class Replicas:
             yield
         finally:
             self.is_in_no_sync = before
+
+    def leave_pass(self, iteration: Iteration) -> None:
+        """Note that the loop left a pass over a loader before its end; say so if other ranks cannot have left there."""
+        turn, self.left_at = self._turn, iteration.left_at
+        if self.is_elastic or not self.are_uneven or turn is None or turn.iteration is not iteration:
+            return
+        if self.is_round_open and not self.is_last:
+            logger.error(
+                "the loop left an epoch%s inside a global batch, after %d of this rank's %d logical replicas, while "
+                "other ranks hold other numbers of them and do not leave there. %s",
+                f" at {iteration.left_at}" if iteration.left_at else "",
+                turn.index + 1,
+                len(self.local),
+                LEAVE_BY_UPDATES,
+            )
 
     def end_pass(self, seed: int) -> None:
         """Note that a pass over a loader is over: no replica's turn is on, and all ranks draw the same numbers."""

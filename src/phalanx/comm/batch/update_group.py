@@ -20,7 +20,10 @@ class UpdateGroup:
     """Global batches whose last turn of this rank was one of them."""
 
     length: int | None = None
-    """Global batches of the group; None until a step of an optimizer was called."""
+    """After how many global batches the loop updates; None until a step of an optimizer was called."""
+
+    left: int | None = None
+    """Global batches that the epoch has from the start of the group on; None where that is not known."""
 
     defers: bool = False
     """Whether gradients are added up over the replicas at its last global batch only: the loop uses `px.no_sync`."""
@@ -37,6 +40,16 @@ class UpdateGroup:
         return self.turns > 0 and not self.is_over
 
     @property
+    def size(self) -> int | None:
+        """Global batches of the group: the last one of an epoch takes what is left of it. None if not known yet."""
+        return min((number for number in (self.length, self.left) if number is not None), default=None)
+
+    @property
     def is_complete(self) -> bool:
         """Whether the update may follow: no further global batch belongs to the group."""
-        return self.rounds == self.length
+        return self.rounds == self.size
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the group has the last global batch of an epoch, and is over with it."""
+        return self.rounds == self.left

@@ -305,13 +305,19 @@ class ShardedLoader:
             return Iteration(self.training)
         options = self._options
         has_length = options.order is not None and not self.has_batch_sampler
-        is_known = has_length and options.here().replicas is not None and not self.position
         return context.current().batches.begin(
             is_training=self.training,
             shares=options.shares(),
             is_resumed=self.position > 0,
-            rounds=self.steps_per_epoch if is_known else None,
+            rounds=self._rounds_left() if has_length and options.here().replicas is not None else None,
         )
+
+    def _rounds_left(self) -> int | None:
+        """Return the global batches from here to the end of the epoch; None inside an epoch of other global batches."""
+        if not self.position:
+            return self.steps_per_epoch
+        is_alike = self._options.pipeline is None and self.position % self.global_batch == 0
+        return self.steps_per_epoch - self.position // self.global_batch if is_alike else None
 
     def _register(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None) -> Any:
         """Return a batch after registering it as the current one."""

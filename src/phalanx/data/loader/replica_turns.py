@@ -29,12 +29,13 @@ def replica_turns(
 ) -> Turns:
     """Yield batches with the turns of the replicas that compute on them."""
     with options.pinned(replicas):
-        while True:
+        for before in count():
+            left = None if iteration.rounds is None else max(iteration.rounds - before, 0)
             for index, replica in enumerate(replicas.local):  # looked up for each global batch
                 loaded = next(batches, None)
                 if loaded is None:
                     return
-                yield _turn(options, epoch, index, replica, loaded, iteration)
+                yield _turn(options, epoch, index, replica, loaded, iteration, left)
 
 
 def elastic_turns(loader: ShardedLoader, options: LoaderOptions, replicas: Replicas, iteration: Iteration) -> Turns:
@@ -68,7 +69,13 @@ def elastic_turns(loader: ShardedLoader, options: LoaderOptions, replicas: Repli
 
 
 def _turn(
-    options: LoaderOptions, epoch: int, index: int, replica: int, loaded: Loaded, iteration: Iteration
+    options: LoaderOptions,
+    epoch: int,
+    index: int,
+    replica: int,
+    loaded: Loaded,
+    iteration: Iteration,
+    rounds_left: int | None = None,
 ) -> tuple[ReplicaTurn, Loaded]:
     seed = mixed_seed(options.seed(), epoch, loaded[2], replica, _TURN)
-    return ReplicaTurn(replica, seed, index, iteration), loaded
+    return ReplicaTurn(replica, seed, index, iteration, rounds_left, (epoch, loaded[2])), loaded

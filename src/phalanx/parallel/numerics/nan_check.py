@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.comm.random_state import RandomState
+from phalanx.comm.script_line import script_line
 from phalanx.errors import NotFiniteError
 from phalanx.parallel.numerics.locate import (
     LossSeen,
@@ -30,7 +31,6 @@ from phalanx.parallel.numerics.locate import (
     find_origin,
     float_tensors,
 )
-from phalanx.parallel.numerics.operator_watch import script_line
 from phalanx.parallel.numerics.origin import UNKNOWN, Stage, is_finite
 from phalanx.parallel.numerics.origin_exchange import OriginExchange
 from phalanx.parallel.numerics.scaler_watch import ScalerWatch

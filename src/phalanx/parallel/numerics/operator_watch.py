@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,12 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.script_line import script_line
 from phalanx.parallel.numerics.origin import WHOLE_MODEL, is_finite
-
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-)
 
 _MASKS = frozenset(
     ["masked_fill", "masked_fill_", "where", "full", "full_like", "fill_", "fill", "scalar_tensor", "triu"]
@@ -126,14 +119,3 @@ class OperatorWatch(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def script_line() -> str:
-    """Return the innermost file and line that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_LIBRARIES, "<")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -28,6 +28,7 @@ from phalanx.parallel.data.replicas.accumulated_gradients import ReplicaGradient
 from phalanx.parallel.data.replicas.replica_mean import MeanScale, multiply_gradients
 from phalanx.parallel.data.replicas.replica_reduction import ReplicaReduction
 from phalanx.parallel.data.replicas.round_buffers import RoundBuffers, copy_buffers
+from phalanx.parallel.data.replicas.round_place import check_same_place
 
 if TYPE_CHECKING:
     from phalanx.parallel.elastic.recovery import ElasticRecovery
@@ -167,6 +168,8 @@ class ReplicaRound:
         if replica in self._accumulated:
             self._accumulated[replica].restore(model)
         elif self._replicas.is_first:
+            if self.is_shared and self._replicas.group.spans_epochs:
+                self._total.take(model)  # the loop made no update at the end of the epoch: its next step is an error
             self._buffers.begin(model)
         else:
             for param in model.parameters():
@@ -257,6 +260,8 @@ class ReplicaRound:
                 "two backward passes of a model ran for one batch, where ranks may leave and join (-n a:b). Call "
                 "backward once for each batch (add losses first)."
             )
+        if not replicas.has_gradients and self.is_last and replicas.are_uneven and not replicas.is_elastic:
+            check_same_place(replicas, self._group(), self._device())
         replicas.begin_backward()
         self._has_begun = True
         if not self.is_shared:
@@ -281,6 +286,11 @@ class ReplicaRound:
             f"replicas {', '.join(map(str, local))} in turn. Call backward once for each batch (add losses "
             "first), or start as many ranks as there are replicas."
         )
+
+    def _device(self) -> torch.device:
+        model = self._model()
+        param = None if model is None else next(model.parameters(), None)
+        return torch.device("cpu") if param is None else param.device
 
     def _put_aside(self, has_accumulated: Callable[[], bool]) -> None:
         """Put reduced gradients of earlier batches aside, which the pass that runs would be added to."""

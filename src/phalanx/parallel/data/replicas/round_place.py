@@ -1,0 +1,44 @@
+"""`check_same_place`: ranks that add up gradients compute the same global batch.
+
+Where ranks hold different numbers of logical replicas, a loop that leaves an epoch after so many of its own batches
+leaves it at other global batches on other ranks. Collectives follow one another alike, so gradients of different global
+batches would be added up.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.batch.replicas import LEAVE_BY_UPDATES, Replicas
+from phalanx.comm.elastic.membership import wait_for
+from phalanx.comm.groups import Group
+from phalanx.errors import ConfigError
+
+
+def check_same_place(replicas: Replicas, group: Group, device: torch.device) -> None:
+    """Raise unless the turns of all ranks are of one global batch. Collective, before gradients are sent.
+
+    Args:
+        replicas: Those of the job; a turn is on.
+        group: The ranks that hold them.
+        device: Where what travels lies.
+
+    Raises:
+        ConfigError: On all ranks; names the line at which this one left the epoch, if it did.
+    """
+    turn = replicas.turn
+    epoch, position = (-1, -1) if turn is None else turn.place
+    places = torch.tensor([epoch, position, -epoch, -position], device=device)
+    wait_for(dist.all_reduce(places, dist.ReduceOp.MAX, group=group, async_op=True))
+    last_epoch, last_position, first_epoch, first_position = places.tolist()
+    if (last_epoch, last_position) == (-first_epoch, -first_position):
+        return
+    own = ", ".join(str(len(local)) for local in replicas.by_rank)
+    left = f" This rank left an epoch at {replicas.left_at}." if replicas.left_at else ""
+    raise ConfigError(
+        f"the ranks compute different global batches: this one is in epoch {epoch}, before sample {position}, and "
+        f"others between epoch {-first_epoch} and {last_epoch}, sample {-first_position} and {last_position}. Ranks "
+        f"hold {own} logical replicas, so a loop that leaves an epoch after a number of its batches leaves it at other "
+        f"global batches on each.{left} {LEAVE_BY_UPDATES}"
+    )
