@@ -21,6 +21,7 @@ from fake_launcher import FakeLauncher, spawn, tell
 from phalanx.comm import process_group
 from phalanx.comm.elastic import membership
 from phalanx.errors import PeerLostError
+from phalanx.parallel.data.replicas import replica_mean
 from phalanx.parallel.elastic import meeting, recovery, shard_recovery
 from phalanx.parallel.step.gate import has_updated
 
@@ -94,6 +95,7 @@ def reach_inside(at: int, where: str) -> None:
     if where == "form":
         fail_once(process_group, "_make_group")
     around(recovery.ElasticRecovery, "_commit", ends_before="commit", ends_after="committed", gives_up="give up")
+    around(replica_mean.MeanScale, "end_turn", ends_before="weigh", ends_after="weighed")
     around(recovery, "exchange_progress", ends_before="exchange", ends_after="agreed")
     around(recovery.ElasticRecovery, "_continue", ends_after="recovered")
     around(meeting, "send_state", ends_before="send", ends_after="sent")
@@ -143,7 +145,11 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
             if own == "n0.0" and os.environ.get("AWAITS_REPLACEMENT"):
                 await_replacement()
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
+            if os.environ.get("WEIGHTED"):  # a mean over the labels that count, which replicas have differently many of
+                total = F.cross_entropy(model(x), y, reduction="sum", ignore_index=0)
+                loss = px.weighted_mean(total, (y != 0).sum())
+            else:
+                loss = F.cross_entropy(model(x), y)
             loss.backward()
             torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
             if net.fault == "step":

@@ -47,13 +47,13 @@ def mean_of_replica(
         labels_per_row: Those of a row, whether they count or not, where that is known.
 
     Raises:
-        ConfigError: If there is another such mean in the turn, or ranks may leave and join.
+        ConfigError: If there is another such mean in the turn, or none is on.
     """
-    if replicas.is_elastic or replicas.turn is None:
-        why = "ranks may leave and join (-n a:b)" if replicas.is_elastic else "no loader has given out a batch"
+    if replicas.turn is None:
         raise ConfigError(
-            f"a mean over labels was asked for while {why}: logical replicas add up its weight over a global batch "
-            "beside their gradients. Use a mean over samples, or ranks that stay."
+            "a mean over labels was asked for while no loader has given out a batch: logical replicas add up its "
+            "weight over a global batch beside their gradients. Give the data to px.distribute, or make the loader "
+            "with px.data.ShardedLoader."
         )
     if replicas.label_weight is not None:
         raise ConfigError(
@@ -178,8 +178,11 @@ class MeanScale:
     def end_turn(self, *, is_last: bool) -> Tensor | None:
         """Take the weight of the turn; at the last return what gradients are multiplied by, if by anything. Collective.
 
+        In an elastic job the partial sums stay, as those of gradients: they may be needed again.
+
         Raises:
             ConfigError: If only some replicas had such a mean, or no label counts.
+            RuntimeError: If a rank was lost.
         """
         replicas, weight = self._replicas, self._replicas.label_weight
         self._turns += weight is not None
@@ -187,7 +190,7 @@ class MeanScale:
         pending = None if whole is None else self._sums.send(whole, self._group, is_last=is_last)
         if not is_last or not self._turns:
             return None
-        turns, self._turns = self._turns, 0
+        turns, self._turns = self._turns, self._turns if replicas.is_elastic else 0
         if turns != len(replicas.local) or pending is None or whole is None:
             raise ConfigError(
                 f"{turns} of this rank's {len(replicas.local)} logical replicas had a loss that is a mean over labels, "

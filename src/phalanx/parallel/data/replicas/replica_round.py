@@ -343,7 +343,9 @@ class ReplicaRound:
         if self.is_last:
             self._check_buffers()
             self.is_complete = self._replicas.is_elastic
-            if not self._replicas.is_elastic:
+            if self._replicas.is_elastic:
+                self._weigh()
+            else:
                 self._end_round()
             return
         assert self._replicas.current is not None
@@ -354,6 +356,17 @@ class ReplicaRound:
             bucket.work = None
             for gradient in bucket.gradients:
                 gradient.param.grad = None
+
+    def _weigh(self) -> None:
+        """Divide gradients by the weight of a mean over labels, in an elastic job; not where a rank is lost."""
+        try:
+            factor = self._scale.end_turn(is_last=not self._has_lost_rank)
+        except RuntimeError as error:
+            if not self.lose(error):
+                raise
+            return
+        if factor is not None and (model := self._model()) is not None:
+            multiply_gradients(model, factor)
 
     def _end_round(self) -> None:
         """Add what earlier global batches of the same update left; put the sum aside where further ones follow.
