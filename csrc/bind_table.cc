@@ -132,16 +132,17 @@ nb::tuple read_shard(const EmbeddingTable& table, int shard, std::uint64_t since
   return nb::make_tuple(array_of(std::move(columns.keys)), array_of(std::move(columns.ticks)),
                         array_of(std::move(columns.rows), n, table.spec().width()),
                         array_of(std::move(columns.waiting_keys)), array_of(std::move(columns.waiting_ticks)),
-                        array_of(std::move(columns.waiting_counts)), array_of(std::move(columns.days)), columns.tick,
-                        columns.is_complete);
+                        array_of(std::move(columns.waiting_counts)), array_of(std::move(columns.days)),
+                        array_of(std::move(columns.removed)), columns.decays, columns.tick, columns.is_complete);
 }
 
 void restore_shard(EmbeddingTable& table, int shard, Column<std::int64_t> keys, Column<std::uint64_t> ticks, Rows rows,
              Column<std::int64_t> waiting_keys, Column<std::uint64_t> waiting_ticks,
-             Column<std::uint32_t> waiting_counts, Column<std::uint64_t> days, std::uint64_t tick, bool is_complete) {
+             Column<std::uint32_t> waiting_counts, Column<std::uint64_t> days, Column<std::int64_t> removed,
+             std::uint64_t decays, std::uint64_t tick, bool is_complete) {
   nb::gil_scoped_release release;
   table.restore(shard, {view(keys), view(ticks), rows.data(), view(waiting_keys), view(waiting_ticks),
-                        view(waiting_counts), view(days), tick, is_complete});
+                        view(waiting_counts), view(days), view(removed), decays, tick, is_complete});
 }
 
 nb::object keys(const EmbeddingTable& table, int shard) {
@@ -170,7 +171,7 @@ void bind_table(nb::module_& module) {
       .def("read_shard", &read_shard, nb::arg("shard"), nb::arg("since"))
       .def("restore_shard", &restore_shard, nb::arg("shard"), nb::arg("keys"), nb::arg("ticks"), nb::arg("rows"),
            nb::arg("waiting_keys"), nb::arg("waiting_ticks"), nb::arg("waiting_counts"), nb::arg("days"),
-           nb::arg("tick"), nb::arg("is_complete"))
+           nb::arg("removed"), nb::arg("decays"), nb::arg("tick"), nb::arg("is_complete"))
       .def("keys", &keys, nb::arg("shard"))
       .def("hold", &EmbeddingTable::hold, Released())
       .def("release", &EmbeddingTable::release)

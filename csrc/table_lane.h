@@ -56,6 +56,8 @@ struct ShardColumns {
   std::vector<std::uint64_t> waiting_ticks;
   std::vector<std::uint32_t> waiting_counts;
   std::vector<std::uint64_t> days;
+  std::vector<std::int64_t> removed;
+  std::uint64_t decays = 0;
   std::uint64_t tick = 0;
   bool is_complete = false;
 };
@@ -69,6 +71,8 @@ struct ShardView {
   std::span<const std::uint64_t> waiting_ticks;
   std::span<const std::uint32_t> waiting_counts;
   std::span<const std::uint64_t> days;
+  std::span<const std::int64_t> removed;
+  std::uint64_t decays;
   std::uint64_t tick;
   bool is_complete;
 };
@@ -99,7 +103,7 @@ class Lane {
 
   std::uint64_t rows() const { return rows_.load(std::memory_order_relaxed); }
   std::uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
-  std::uint64_t bytes() const { return index_.bytes() + slab_.bytes(); }
+  std::uint64_t bytes() const;
   std::uint64_t moved() const { return index_.moved(); }
 
  private:
@@ -127,8 +131,19 @@ class Lane {
   bool admits(std::uint64_t hash) const;
   void start_values(std::uint64_t hash, float* values) const;
   std::vector<Entry> all_of(int part) const;
-  std::vector<Entry> in_order(int part) const;
+  // What an id that went is remembered by.
+  struct Removed {
+    std::uint64_t hash;
+    std::uint64_t tick;
+  };
+
+  std::vector<Entry> in_order(int part, std::uint32_t from) const;
+  std::vector<std::int64_t> removed_since(int part, std::uint64_t since) const;
+  bool knows_decays(int part, std::uint64_t since) const;
+  std::uint64_t days_since(int part, std::uint64_t since) const;
+  void decay(int part, std::uint64_t times);
   std::uint64_t drop(std::span<const Entry> entries);
+  std::uint64_t remove(int part, std::span<const Entry> entries, Time time);
   std::uint64_t give_back(std::span<const Entry> entries);
   float* floats(std::byte* row) const { return reinterpret_cast<float*>(row + value_bytes_); }
   std::int64_t id_of(std::uint64_t hash) const { return static_cast<std::int64_t>(unmix64(hash) ^ spec_.salt); }
@@ -139,7 +154,8 @@ class Lane {
   LaneIndex index_;
   Slab slab_;
   std::array<std::vector<std::uint64_t>, kParts> days_;  // ticks at which days began, the one under way first
-  std::array<std::uint64_t, kParts> swept_{};            // tick of the last change that the rows' own do not tell
+  std::array<std::vector<Removed>, kParts> removed_;     // in the order in which they went
+  std::array<std::uint64_t, kParts> swept_{};  // tick of the last change that neither rows, `removed_` nor `days_` tell
   Count rows_ = 0;
   Count entries_ = 0;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "table_lane.h"
 
@@ -10,6 +11,8 @@ namespace {
 
 // How far ahead of its use a row is asked of memory.
 constexpr std::size_t kRowsAhead = 32;
+// Ids that went which a shard remembers; half as many as it has ids where that is more.
+constexpr std::size_t kLeastRemoved = 64;
 
 }  // namespace
 
@@ -30,8 +33,7 @@ std::uint64_t Lane::end_day(int part, Time time) {
   });
   days.insert(days.begin(), time.tick);
   if (days.size() > policy.unseen_days) days.pop_back();
-  swept_[part] = time.tick;
-  return drop(gone);
+  return remove(part, gone, time);
 }
 
 // Drops the eighth of a shard, rounded up, that was changed longest ago; of one tick, the smallest hashes first.
@@ -42,15 +44,29 @@ std::uint64_t Lane::drop_eighth(int part, Time time) {
   const auto older = [](const Entry& a, const Entry& b) { return std::tie(a.tick, a.hash) < std::tie(b.tick, b.hash); };
   std::nth_element(entries.begin(), entries.begin() + static_cast<std::ptrdiff_t>(goes - 1), entries.end(), older);
   entries.resize(goes);
-  swept_[part] = time.tick;
-  return drop(entries);
+  return remove(part, entries, time);
 }
 
 std::uint64_t Lane::drop_part(int part, Time time) {
   const std::uint64_t rows = give_back(all_of(part));
   index_.erase_part(part);
   days_[part].clear();
+  removed_[part].clear();
   swept_[part] = time.tick;
+  return rows;
+}
+
+// Drops entries as a change does, so that a delta can tell which went.
+std::uint64_t Lane::remove(int part, std::span<const Entry> entries, Time time) {
+  const std::uint64_t rows = drop(entries);
+  std::vector<Removed>& removed = removed_[part];
+  for (const Entry& entry : entries) removed.push_back({entry.hash, time.tick});
+  const std::size_t most = std::max<std::size_t>(kLeastRemoved, index_.used(part) / 2);
+  if (removed.size() > most) {
+    swept_[part] = removed[removed.size() - most - 1].tick;
+    std::erase_if(removed, [&](const Removed& one) { return one.tick <= swept_[part]; });
+    removed.shrink_to_fit();
+  }
   return rows;
 }
 
@@ -87,16 +103,19 @@ std::vector<Entry> Lane::all_of(int part) const {
   return entries;
 }
 
-// The entries of a shard, ordered by hash, so that equal tables read equal.
-std::vector<Entry> Lane::in_order(int part) const {
-  std::vector<Entry> entries = all_of(part);
+// The entries of a shard that changed at a shortened tick or later, ordered by hash, so that equal tables read equal.
+std::vector<Entry> Lane::in_order(int part, std::uint32_t from) const {
+  std::vector<Entry> entries;
+  index_.each(part, [&](const Entry& entry) {
+    if (entry.tick >= from) entries.push_back(entry);
+  });
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
   return entries;
 }
 
 std::vector<std::int64_t> Lane::keys(int part) const {
   std::vector<std::int64_t> ids;
-  for (const Entry& entry : in_order(part)) {
+  for (const Entry& entry : in_order(part, 0)) {
     if (entry.has_row()) ids.push_back(id_of(entry.hash));
   }
   return ids;
@@ -105,12 +124,15 @@ std::vector<std::int64_t> Lane::keys(int part) const {
 ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
   ShardColumns found;
   found.tick = time.tick;
-  found.is_complete = since == 0 || since < std::max(swept_[part], time.oldest);
+  found.is_complete = since == 0 || since < std::max(swept_[part], time.oldest) || !knows_decays(part, since);
   found.days = days_[part];
+  if (!found.is_complete) {
+    found.removed = removed_since(part, since);
+    if (spec_.has_statistics) found.decays = days_since(part, since);
+  }
   std::vector<std::uint32_t> numbers;
-  for (const Entry& entry : in_order(part)) {
+  for (const Entry& entry : in_order(part, found.is_complete ? 0 : time.shortened(since + 1))) {
     const std::uint64_t tick = time.oldest + entry.tick;
-    if (!found.is_complete && tick <= since) continue;
     if (entry.has_row()) {
       found.keys.push_back(id_of(entry.hash));
       found.ticks.push_back(tick);
@@ -135,7 +157,16 @@ ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
 }
 
 void Lane::restore(int part, const ShardView& columns, Time time) {
-  if (columns.is_complete) drop_part(part, time);
+  if (columns.is_complete) {
+    drop_part(part, time);
+  } else {
+    decay(part, columns.decays);
+    for (const std::int64_t id : columns.removed) {
+      const Entry found = *index_.find(hash_of(id, spec_.salt));
+      if (!found.is_empty()) drop({&found, 1});
+    }
+    removed_[part].clear();
+  }
   days_[part].assign(columns.days.begin(), columns.days.end());
   for (std::uint64_t& day : days_[part]) day = std::max(day, time.oldest);
   swept_[part] = time.tick;
@@ -158,6 +189,47 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
     entry->row = Entry::kWaiting + columns.waiting_counts[i];
     entry->tick = time.shortened(columns.waiting_ticks[i]);
   }
+}
+
+// The ids that went after a tick and are not there again, ordered by hash.
+std::vector<std::int64_t> Lane::removed_since(int part, std::uint64_t since) const {
+  std::vector<std::uint64_t> hashes;
+  for (const Removed& one : removed_[part]) {
+    if (one.tick > since && index_.find(one.hash)->is_empty()) hashes.push_back(one.hash);
+  }
+  std::sort(hashes.begin(), hashes.end());
+  hashes.erase(std::unique(hashes.begin(), hashes.end()), hashes.end());
+  std::vector<std::int64_t> ids(hashes.size());
+  std::transform(hashes.begin(), hashes.end(), ids.begin(), [&](std::uint64_t hash) { return id_of(hash); });
+  return ids;
+}
+
+std::uint64_t Lane::days_since(int part, std::uint64_t since) const {
+  const std::vector<std::uint64_t>& days = days_[part];
+  return static_cast<std::uint64_t>(std::count_if(days.begin(), days.end(), [&](auto day) { return day > since; }));
+}
+
+// Whether all days after a tick are remembered, so that a reader can decay what did not change.
+bool Lane::knows_decays(int part, std::uint64_t since) const {
+  return !spec_.has_statistics || days_since(part, since) < spec_.entry.unseen_days;
+}
+
+void Lane::decay(int part, std::uint64_t times) {
+  if (!spec_.has_statistics || times == 0) return;
+  index_.each(part, [&](const Entry& entry) {
+    if (!entry.has_row()) return;
+    float* const statistics = floats(slab_.row(entry.row)) + spec_.state();
+    for (std::uint64_t i = 0; i < times; ++i) {
+      statistics[0] *= spec_.entry.decay;
+      statistics[1] *= spec_.entry.decay;
+    }
+  });
+}
+
+std::uint64_t Lane::bytes() const {
+  std::size_t removed = 0;
+  for (const std::vector<Removed>& of_part : removed_) removed += of_part.capacity();
+  return index_.bytes() + slab_.bytes() + removed * sizeof(Removed);
 }
 
 void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {

@@ -113,6 +113,8 @@ class EmbeddingTable:
         numpy.typing.NDArray[numpy.uint64],
         numpy.typing.NDArray[numpy.uint32],
         numpy.typing.NDArray[numpy.uint64],
+        numpy.typing.NDArray[numpy.int64],
+        int,
         int,
         bool,
     ]: ...
@@ -126,6 +128,8 @@ class EmbeddingTable:
         waiting_ticks: numpy.typing.NDArray[numpy.uint64],
         waiting_counts: numpy.typing.NDArray[numpy.uint32],
         days: numpy.typing.NDArray[numpy.uint64],
+        removed: numpy.typing.NDArray[numpy.int64],
+        decays: int,
         tick: int,
         is_complete: bool,
     ) -> None: ...

@@ -69,13 +69,16 @@ std::vector<float> pull(const EmbeddingTable& table, const std::vector<std::int6
   return rows;
 }
 
+// Returns how many rows there were.
+std::size_t restore(EmbeddingTable& to, int shard, const phalanx::ShardColumns& read) {
+    to.restore(shard, {read.keys, read.ticks, read.rows.get(), read.waiting_keys, read.waiting_ticks,
+                       read.waiting_counts, read.days, read.removed, read.decays, read.tick, read.is_complete});
+    return read.keys.size();
+}
+
 // Puts what one table holds into another, through copies of the exact length.
 void copy(const EmbeddingTable& from, EmbeddingTable& to) {
-  for (int shard = 0; shard < phalanx::kShards; ++shard) {
-    const phalanx::ShardColumns read = from.read(shard, 0);
-    to.restore(shard, {read.keys, read.ticks, read.rows.get(), read.waiting_keys, read.waiting_ticks,
-                       read.waiting_counts, read.days, read.tick, read.is_complete});
-  }
+  for (int shard = 0; shard < phalanx::kShards; ++shard) restore(to, shard, from.read(shard, 0));
 }
 
 void use(const TableSpec& spec) {
@@ -99,6 +102,28 @@ void use(const TableSpec& spec) {
   push(other, many, 1.0f);
   other.clear();
   CHECK(other.rows() == 0);
+}
+
+// A delta over the base it was made on is the table, whatever went and came in between.
+void follow(EntryKind entry, std::uint64_t max_bytes) {
+  EmbeddingTable table(spec_of(kRules[2], 8, entry, false, max_bytes)), other(table.spec());
+  push(table, ids(20'000, 0, 1), 0.5f);
+  copy(table, other);
+  for (int round = 0; round < 3; ++round) {
+    const std::uint64_t base = table.tick();
+    push(table, ids(500, 300 * round, 31), 0.25f);
+    if (round == 1) table.shrink();
+    push(table, ids(700, 1'000'000 * round, 1), 0.25f);
+    std::size_t rows = 0;
+    for (int shard = 0; shard < phalanx::kShards; ++shard) rows += restore(other, shard, table.read(shard, base));
+    CHECK(rows < 4000);
+    CHECK(other.rows() == table.rows());
+    for (int shard = 0; shard < phalanx::kShards; ++shard) {
+      const phalanx::ShardColumns left = table.read(shard, 0), right = other.read(shard, 0);
+      CHECK(left.keys == right.keys && left.ticks == right.ticks && left.waiting_keys == right.waiting_keys);
+      CHECK(std::equal(left.rows.get(), left.rows.get() + left.keys.size() * table.spec().width(), right.rows.get()));
+    }
+  }
 }
 
 // Everything a table can do, from many threads; rows stay whole: pushes of equal numbers leave equal numbers in a row.
@@ -211,6 +236,10 @@ void test_tables() {
     order(spec_of(kRules[2], 8, entry, entry == EntryKind::kAny, 0));
   order(spec_of(kRules[4], 4, EntryKind::kAny, false, 1 << 14));
   give_up();
+  follow(EntryKind::kAny, 0);
+  follow(EntryKind::kCount, 0);
+  follow(EntryKind::kShowClick, 0);
+  follow(EntryKind::kAny, 21'000 * 96);
   share(EntryKind::kAny, 0);
   share(EntryKind::kShowClick, 0);
   share(EntryKind::kCount, 0);

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from open_files import no_descriptor_left
 from phalanx.errors import BackendError, ConfigError, DataError
@@ -18,13 +20,14 @@ from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource, open_snapshot
+from phalanx.ps.snapshot.records import pack, read_records
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.snapshot_lookup import Lookup
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import SHARDS, shards_owned
-from phalanx.ps.table.rules import Constant, CountFilter, Normal, ShowClick, TableSpec
+from phalanx.ps.table.rules import Constant, CountFilter, EntryPolicy, Normal, ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable, make_table, read_rows
 from phalanx.ps.table.update_rules import SGD, Adagrad
 from ps_requests import FakeWorker
@@ -145,6 +148,48 @@ def test_a_delta_forgets_rows_that_went(tmp_path: Path) -> None:
     save_local(holder, tmp_path / "delta", {}, "delta")
     (table,) = loaded(tmp_path / "delta", spec)
     assert table.rows == 25
+    assert same(table, tables["shows"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), entry=st.sampled_from([None, CountFilter(2), ShowClick(drop_below=0.3)]))
+def test_a_delta_on_its_base_is_the_table_whatever_happened(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, entry: EntryPolicy | None
+) -> None:
+    directory = tmp_path_factory.mktemp("delta")
+    spec = TableSpec(name="any", dim=2, rule=SGD(lr=0.1), entry=entry, max_bytes=32_000)
+    tables = trained(spec, ids=np.arange(600))
+    table, rng = tables["any"], np.random.default_rng(seed)
+    holder = SnapshotParticipant(tables, range(SHARDS))
+    save_local(holder, directory / "base", {})
+    for _ in range(4):
+        if rng.random() < 0.3:
+            table.shrink()
+        push(table, np.unique(rng.integers(0, 2000, 50)), 0.5)
+        manifest = save_local(holder, directory / "delta", {}, "delta")
+        assert manifest.rows["any"] <= 200
+        (back,) = loaded(directory / "delta", spec)
+        assert same(back, table)
+        ids = np.arange(0, 2000, 7)
+        np.testing.assert_array_equal(Lookup(directory / "delta").rows("any", ids), pulled(table, ids))
+
+
+def test_deltas_of_schema_1_are_read(tmp_path: Path) -> None:
+    tables = trained(SHOWS, ids=np.arange(300))
+    holder = SnapshotParticipant(tables, range(SHARDS))
+    save_local(holder, tmp_path / "base", {})
+    push(tables["shows"], np.array([5, 1000]), 1.0)
+    save_local(holder, tmp_path / "delta", {}, "delta")
+    facts = json.loads((tmp_path / "delta" / "manifest.json").read_text())
+    for file in facts["files"].values():
+        path = tmp_path / "delta" / file["name"]
+        (record,) = read_records(path)
+        meta = {**record.meta, "format": "delta"}
+        del meta["decays"]
+        path.write_bytes(b"".join(map(bytes, pack(meta, record.arrays[:-1]))))
+        file["bytes"] = path.stat().st_size
+    (tmp_path / "delta" / "manifest.json").write_text(json.dumps({**facts, "schema": 1}))
+    (table,) = loaded(tmp_path / "delta", SHOWS)
     assert same(table, tables["shows"])
 
 
@@ -343,8 +388,8 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     one_shard(tmp_path)
     manifest = tmp_path / "manifest.json"
     value = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**value, "schema": 2}))
-    with pytest.raises(DataError, match=r"schema 2.*this version reads schema 1"):
+    manifest.write_text(json.dumps({**value, "schema": 3}))
+    with pytest.raises(DataError, match=r"schema 3.*this version reads schema 1 and 2"):
         open_snapshot(tmp_path)
     manifest.write_text(json.dumps({**value, "files": 3}))
     with pytest.raises(DataError, match="not the manifest of a snapshot"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +37,13 @@ def copy(table: RowTable, table_of: Make) -> RowTable:
         if table.keys(shard).size or table.export(shard).waiting_keys.size:
             other.restore(shard, table.export(shard))
     return other
+
+
+def assert_same(one: RowTable, two: RowTable, shards: Iterable[int]) -> None:
+    for shard in shards:
+        left, right = one.export(shard), two.export(shard)
+        for field in ("keys", "ticks", "rows", "waiting_keys", "waiting_ticks", "waiting_counts", "days"):
+            assert np.array_equal(getattr(left, field), getattr(right, field)), field
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -255,15 +262,65 @@ def test_a_delta_over_its_base_is_the_table(table_of: Make) -> None:
     assert other.tick == table.tick
 
 
-def test_a_delta_over_a_day_holds_the_whole_shard_and_takes_rows_away(table_of: Make) -> None:
+def test_a_delta_over_a_day_names_what_went_and_how_often_the_rest_decayed(table_of: Make) -> None:
     table = table_of(replace(PLAIN, entry=ShowClick(drop_below=0.5)))
     table.push(KEYS, ones(5), clicks=np.array([0, 1, 1, 1, 1], np.float32))
     base, other = table.tick, copy(table, table_of)
     assert table.shrink() == 1
     delta = table.export(shard_of_key(0), base)
-    assert delta.is_complete
-    other.restore(shard_of_key(0), delta)
+    assert (delta.is_complete, delta.removed.tolist(), delta.decays) == (False, [0], 1)
+    assert sum(len(table.export(shard_of_key(key), base).keys) for key in KEYS.tolist()) == 0
+    for key in KEYS.tolist():
+        other.restore(shard_of_key(key), table.export(shard_of_key(key), base))
     assert other.rows == 4
+    assert_same(other, table, [shard_of_key(key) for key in KEYS.tolist()])
+
+
+def test_an_id_that_went_and_came_again_is_in_a_delta_as_a_row(table_of: Make) -> None:
+    table = table_of(replace(PLAIN, entry=ShowClick(drop_below=0.5)))
+    table.push(KEYS[:1], ones(1))
+    base = table.tick
+    assert table.shrink() == 1
+    table.push(KEYS[:1], ones(1))
+    delta = table.export(shard_of_key(0), base)
+    assert (delta.keys.tolist(), delta.removed.tolist()) == ([0], [])
+
+
+def test_a_shard_that_lost_more_than_it_remembers_is_exported_whole(table_of: Make) -> None:
+    table = table_of(replace(PLAIN, entry=ShowClick(drop_below=0.5)))
+    keys = np.arange(400_000, dtype=np.int64)
+    keys = keys[shard_of(keys, table_salt("t")) == 3]
+    table.push(keys, ones(len(keys)), clicks=(np.arange(len(keys)) < 100).astype(np.float32))
+    base = table.tick
+    assert table.shrink() == len(keys) - 100 > 200
+    assert table.export(3, base).is_complete
+    after = table.tick
+    table.push(keys[:1], ones(1))
+    assert not table.export(3, after).is_complete, "what is known from then on is enough"
+
+
+def test_days_that_are_forgotten_make_a_delta_whole(table_of: Make) -> None:
+    table = table_of(replace(PLAIN, entry=ShowClick(drop_below=0, unseen_days=3)))
+    table.push(KEYS, ones(5))
+    base = table.tick
+    for day in range(4):
+        assert table.export(shard_of_key(0), base).is_complete == (day == 3)
+        table.push(KEYS, ones(5))
+        table.shrink()
+
+
+def test_a_delta_of_a_table_at_its_budget_holds_what_came_and_what_went(table_of: Make) -> None:
+    table = table_of(replace(PLAIN, max_bytes=48 * 5000))
+    table.push(np.arange(5000, dtype=np.int64), ones(5000))
+    base, other = table.tick, copy(table, table_of)
+    table.push(np.arange(5000, 5100, dtype=np.int64), ones(100))
+    deltas = [table.export(shard, base) for shard in range(SHARDS)]
+    assert sum(len(delta.keys) for delta in deltas) == 100
+    assert sum(len(delta.removed) for delta in deltas) == table.evicted == 5100 - table.rows
+    assert not any(delta.is_complete for delta in deltas)
+    for shard, delta in enumerate(deltas):
+        other.restore(shard, delta)
+    assert_same(other, table, range(SHARDS))
 
 
 def test_restoring_over_other_rows_replaces_them(table_of: Make) -> None:

@@ -69,7 +69,8 @@ class SnapshotManifest:
     servers: int = 1
     shards: int = SHARDS
     hash: str = HASH
-    schema: int = 1
+    schema: int = 2
+    """Schema 2 has removed ids in deltas, and days after which ids go in specifications."""
 
 
 _manifest: TypeAdapter[SnapshotManifest] = TypeAdapter(SnapshotManifest)
@@ -131,10 +132,10 @@ def _parse(path: Path, text: bytes) -> Any:
     except (ValueError, RecursionError) as e:
         raise DataError(f"{path} is broken: {e}. Take another copy of the snapshot.") from e
     versions = (value.get("schema"), value.get("shards"), value.get("hash")) if isinstance(value, dict) else (None,) * 3
-    if versions != (1, SHARDS, HASH):
+    if versions[0] not in (1, 2) or versions[1:] != (SHARDS, HASH):
         raise DataError(
-            f"{path} has schema {versions[0]}, {versions[1]} shards by {versions[2]!r}; this version reads schema 1, "
-            f"{SHARDS} shards by {HASH!r}. Read it with the version that wrote it."
+            f"{path} has schema {versions[0]}, {versions[1]} shards by {versions[2]!r}; this version reads schema 1 "
+            f"and 2, {SHARDS} shards by {HASH!r}. Read it with the version that wrote it."
         )
     return value
 

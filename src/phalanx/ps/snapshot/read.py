@@ -19,7 +19,7 @@ from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_rec
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.row_layout import layout_of
-from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.rules import ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable, make_table
 
 _MOST_THREADS = 16
@@ -68,7 +68,7 @@ class Snapshot:
         before = self._base.columns(table, shard)
         if changed is None or before is None or changed.is_complete:
             return before if changed is None else changed
-        return _apply_delta(before, changed)
+        return _apply_delta(before, changed, self.tables[table])
 
     def _read_shard(self, table: str, shard: int) -> Columns | None:
         file = self.manifest.files.get(str(shard))
@@ -163,11 +163,13 @@ def decode(record: Record, path: Path) -> Columns:
         actual = tuple((array.dtype.name, array.ndim) for array in arrays)
         if actual != layout or type(tick) is not int or not 0 <= tick < 1 << 63:
             raise ValueError(f"arrays {actual} at tick {str(tick)[:20]}")
-        if meta["format"] in ("full", "delta"):
-            keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days = arrays
-            return Columns(
-                keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days, tick, meta["whole"] is True
-            )
+        if layout[: len(_ALL)] == _ALL:
+            keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days, *rest = arrays
+            removed, decays = rest[0] if rest else np.empty(0, np.int64), meta.get("decays", 0)
+            if type(decays) is not int or not 0 <= decays <= len(days):
+                raise ValueError(f"{str(decays)[:20]} decays in {len(days)} days")
+            waiting = waiting_keys, waiting_ticks, waiting_counts
+            return Columns(keys, ticks, rows, *waiting, days, removed, decays, tick, meta["whole"] is True)
         values = _VALUES[meta["format"]](*arrays[1:])
         if len(values) != len(arrays[0]):
             raise ValueError(f"{len(values)} rows for {len(arrays[0])} keys")
@@ -180,7 +182,8 @@ _KEYS, _TICKS, _ROWS = ("int64", 1), ("uint64", 1), ("float32", 2)
 _ALL = (_KEYS, _TICKS, _ROWS, _KEYS, _TICKS, ("uint32", 1), _TICKS)
 _LAYOUTS: dict[str, tuple[tuple[str, int], ...]] = {
     "full": _ALL,
-    "delta": _ALL,
+    "changes": (*_ALL, _KEYS),
+    "delta": _ALL,  # of schema 1: without removed ids
     "serving": (_KEYS, _ROWS),
     "serving_bf16": (_KEYS, ("uint16", 2)),
     "serving_int8": (_KEYS, ("int8", 2), ("float32", 1)),
@@ -195,23 +198,27 @@ _VALUES: dict[str, Callable[..., Array]] = {
 
 
 def _values_only(keys: Array, values: Array, tick: int) -> Columns:
-    no_ticks = np.empty(0, np.uint64)
+    no_keys, no_ticks = np.empty(0, np.int64), np.empty(0, np.uint64)
     ticks = np.zeros(len(keys), np.uint64)
-    return Columns(
-        keys, ticks, values, np.empty(0, np.int64), no_ticks, np.empty(0, np.uint32), no_ticks, tick, is_complete=True
-    )
+    waiting = no_keys, no_ticks, np.empty(0, np.uint32)
+    return Columns(keys, ticks, values, *waiting, no_ticks, no_keys, 0, tick, is_complete=True)
 
 
-def _apply_delta(before: Columns, changed: Columns) -> Columns:
+def _apply_delta(before: Columns, changed: Columns, spec: TableSpec) -> Columns:
     """Return a shard with the changes since its base put over it."""
-    replaced = np.concatenate([changed.keys, changed.waiting_keys])
+    replaced = np.concatenate([changed.keys, changed.waiting_keys, changed.removed])
     rows, waiting = ~np.isin(before.keys, replaced), ~np.isin(before.waiting_keys, replaced)
 
     def merge_column(name: str, is_kept: Array) -> Array:
         return np.concatenate([getattr(before, name)[is_kept], getattr(changed, name)])
 
+    if isinstance(spec.entry, ShowClick):
+        for _ in range(changed.decays):
+            before.rows[:, -2:] *= np.float32(spec.entry.decay)
     return replace(
         changed,
+        removed=np.empty(0, np.int64),
+        decays=0,
         keys=merge_column("keys", rows),
         ticks=merge_column("ticks", rows),
         rows=merge_column("rows", rows),

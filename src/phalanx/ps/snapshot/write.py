@@ -76,18 +76,20 @@ def _shard_files(
         records = []
         for name, table in tables.items():
             columns = table.export(shard, request.since.get(name, 0))
-            if _is_needed(columns, request, name):
+            if _is_needed(columns, request, request.since.get(name)):
                 rows[name] += len(columns.keys)
                 records.append(encode(name, shard, columns, request.mode, table.spec.dim))
         if records:
             yield str(shard), _write_shard(request.directory / f"shard-{shard:04d}-{request.save}.bin", records)
 
 
-def _is_needed(columns: Columns, request: WriteRequest, name: str) -> bool:
+def _is_needed(columns: Columns, request: WriteRequest, since: int | None) -> bool:
     """Whether a shard has to be written: an empty one only where a base snapshot says otherwise."""
-    if len(columns.keys) or len(columns.waiting_keys):
+    if len(columns.keys) or len(columns.waiting_keys) or len(columns.removed):
         return True
-    return columns.is_complete and request.mode == "delta" and name in request.since
+    if request.mode != "delta" or since is None:
+        return False
+    return columns.is_complete or bool(len(columns.days) and columns.days[0] > since)
 
 
 def encode(
@@ -97,7 +99,10 @@ def encode(
     meta = {"table": table, "shard": shard, "tick": columns.tick, "whole": columns.is_complete, "format": mode}
     if mode in ("full", "delta"):
         waiting: list[Array] = [columns.waiting_keys, columns.waiting_ticks, columns.waiting_counts]
-        return meta, [columns.keys, columns.ticks, columns.rows, *waiting, columns.days]
+        rows: list[Array] = [columns.keys, columns.ticks, columns.rows, *waiting, columns.days]
+        if mode == "full":
+            return meta, rows
+        return {**meta, "format": "changes", "decays": columns.decays}, [*rows, columns.removed]
     values = np.ascontiguousarray(columns.rows[:, :dim])
     if mode == "serving_bf16":
         bits = nearest_bfloat16(values).view(np.uint32) >> np.uint32(16)

@@ -40,6 +40,12 @@ class Columns:
     days: NDArray[np.uint64]
     """Tick at which each remembered day began, the day under way first; empty before the first `shrink`."""
 
+    removed: NDArray[np.int64]
+    """Ids that went since the tick that was asked for, shape (r,), ordered by hash; none if these are complete."""
+
+    decays: int
+    """How often show and click of every row decayed since then; 0 if these are complete."""
+
     tick: int
     """Tick of the table when these were read."""
 
@@ -71,7 +77,12 @@ def check_columns(spec: TableSpec, salt: int, shard: int, columns: Columns, widt
             f"Asked to restore {where} with a waiting count of {most}; the most is {MOST_WAITED}. "
             "The snapshot is broken; use another one."
         )
-    for keys in (columns.keys, columns.waiting_keys):
+    if not 0 <= columns.decays <= len(columns.days):
+        raise DataError(
+            f"Asked to restore {where} with {columns.decays} decays in {len(columns.days)} days. "
+            "The snapshot is broken; use another one."
+        )
+    for keys in (columns.keys, columns.waiting_keys, columns.removed):
         strange = np.flatnonzero(shard_of(keys, salt) != shard)
         if strange.size:
             raise DataError(

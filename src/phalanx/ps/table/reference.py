@@ -19,6 +19,9 @@ RENUMBER_AT = 2**32 - 2**16
 
 KEEP_TICKS = 2**31
 
+LEAST_REMOVED = 64
+"""Ids that went which a shard remembers; half as many as it has ids where that is more."""
+
 
 class ReferenceTable:
     """See `phalanx.ps.table.table.RowTable`. One thread at a time."""
@@ -56,7 +59,8 @@ class ReferenceTable:
         """Return a shard's rows, or those changed after tick `since`."""
         check_shard(shard)
         state = self._shards[shard]
-        is_complete = since == 0 or since < max(state.swept, self._oldest)
+        decays = self._decays(state, since)
+        is_complete = since == 0 or since < max(state.swept, self._oldest) or decays is None
         keys = [key for key in state.in_order(self._salt) if is_complete or state.ticks[key] > since]
         rows = [key for key in keys if key in state.slots]
         waiting = [key for key in keys if key in state.waiting]
@@ -68,6 +72,8 @@ class ReferenceTable:
             waiting_ticks=np.array([state.ticks[key] for key in waiting], np.uint64),
             waiting_counts=np.array([state.waiting[key] for key in waiting], np.uint32),
             days=np.array(state.days, np.uint64),
+            removed=np.array([] if is_complete else state.removed_since(since, self._salt), np.int64),
+            decays=0 if is_complete else decays or 0,
             tick=self.tick,
             is_complete=is_complete,
         )
@@ -144,7 +150,7 @@ class ReferenceTable:
         tick = self._next_tick()
         for shard in self._shards:
             self._drop(shard, list(shard.ticks))
-            shard.days, shard.swept = [], tick
+            shard.days, shard.removed, shard.swept = [], [], tick
 
     def restore(self, shard: int, columns: Columns) -> None:
         """Put exported columns in place of what the shard holds."""
@@ -154,8 +160,11 @@ class ReferenceTable:
         state = self._shards[shard]
         if columns.is_complete:
             self._drop(state, list(state.ticks))
+        else:
+            self._decay(state, columns.decays)
+            self._drop(state, [key for key in dict.fromkeys(columns.removed.tolist()) if key in state.ticks])
         state.days = [max(int(day), self._oldest) for day in columns.days]
-        state.swept = self.tick
+        state.removed, state.swept = [], self.tick
         slots = [self._slot(state, key) for key in columns.keys.tolist()]
         self._rows[slots] = columns.rows
         self._rows[slots, : self.spec.dim] = self._stored(columns.rows[:, : self.spec.dim])
@@ -242,6 +251,16 @@ class ReferenceTable:
             del shard.ticks[key]
         return len(slots)
 
+    def _remove(self, shard: _Shard, keys: list[int], tick: int) -> int:
+        """Forget ids as a change does, so that a delta can tell; returns how many of them had a row."""
+        rows = self._drop(shard, keys)
+        shard.removed += [(tick, key) for key in keys]
+        most = max(LEAST_REMOVED, len(shard.ticks) // 2)
+        if len(shard.removed) > most:
+            shard.swept = shard.removed[-most - 1][0]
+            shard.removed = [(then, key) for then, key in shard.removed if then > shard.swept]
+        return rows
+
     # --- values -----------------------------------------------------------------------------------------------------
 
     def _numbers(self, keys: Keys) -> NDArray[np.uint64]:
@@ -282,17 +301,29 @@ class ReferenceTable:
     def _end_day(self, shard: _Shard, entry: ShowClick, tick: int) -> int:
         keys = list(shard.slots)
         slots = [shard.slots[key] for key in keys]
-        statistics = self._rows[slots, -2:] * np.float32(entry.decay)
-        self._rows[slots, -2:] = statistics
-        show, click = statistics.T
+        self._decay(shard, 1)
+        show, click = self._rows[slots, -2:].T
         score = np.float32(entry.show_weight) * (show - click) + np.float32(entry.click_weight) * click
         low = score < np.float32(entry.drop_below)
         if len(shard.days) >= entry.unseen_days:
             began = shard.days[entry.unseen_days - 1]
             low |= np.array([shard.ticks[key] <= began for key in keys], np.bool_)
         shard.days = [tick, *shard.days][: entry.unseen_days]
-        shard.swept = tick
-        return self._drop(shard, [key for key, is_low in zip(keys, low, strict=True) if is_low])
+        return self._remove(shard, [key for key, is_low in zip(keys, low, strict=True) if is_low], tick)
+
+    def _decay(self, shard: _Shard, times: int) -> None:
+        """Decay show and click of all rows."""
+        if isinstance(self.spec.entry, ShowClick):
+            slots = list(shard.slots.values())
+            for _ in range(times):
+                self._rows[slots, -2:] *= np.float32(self.spec.entry.decay)
+
+    def _decays(self, shard: _Shard, since: int) -> int | None:
+        """Return how often show and click decayed after a tick, None if that is not known any more."""
+        if not isinstance(self.spec.entry, ShowClick):
+            return 0
+        count = sum(day > since for day in shard.days)
+        return None if count == self.spec.entry.unseen_days else count
 
     def _evict(self, tick: int) -> None:
         """Keep to `max_bytes`: shard after shard gives up its least recent eighth, from one picked by the tick."""
@@ -303,8 +334,7 @@ class ReferenceTable:
             shard = self._shards[number]
             order = sorted(shard.in_order(self._salt), key=shard.ticks.__getitem__)
             evicted = order[: -(-len(order) // 8)]
-            self.evicted += self._drop(shard, evicted)
-            shard.swept = tick if evicted else shard.swept
+            self.evicted += self._remove(shard, evicted, tick)
             number = (number + 1) % SHARDS
 
 
@@ -316,8 +346,18 @@ class _Shard:
         self.waiting: dict[int, int] = {}
         self.ticks: dict[int, int] = {}  # of rows and of waiting ids
         self.days: list[int] = []
-        self.swept = 0  # tick of the last change that a row's own tick does not tell
+        self.removed: list[tuple[int, int]] = []  # tick and id of what went, as far as it is remembered
+        self.swept = 0  # tick of the last change that neither the ticks of rows, `removed` nor `days` tell
 
     def in_order(self, salt: int) -> list[int]:
         keys = np.fromiter(self.ticks, np.int64, len(self.ticks))
-        return keys[np.argsort(mixed(keys, salt))].tolist()  # type: ignore[no-any-return]
+        return _by_hash(keys, salt)
+
+    def removed_since(self, tick: int, salt: int) -> list[int]:
+        """Return the ids that went after a tick and are not there again."""
+        keys = {key for then, key in self.removed if then > tick and key not in self.ticks}
+        return _by_hash(np.fromiter(keys, np.int64, len(keys)), salt)
+
+
+def _by_hash(keys: Keys, salt: int) -> list[int]:
+    return keys[np.argsort(mixed(keys, salt))].tolist()  # type: ignore[no-any-return]

@@ -105,8 +105,8 @@ class RowTable(Protocol):
 
         Args:
             shard: 0 to 1023.
-            since: Leave out what did not change after this tick. The result is `is_complete` all the same where rows
-                were dropped or decayed since then, which their own ticks do not tell.
+            since: Leave out what did not change after this tick, and name the ids that went since. The result is
+                `is_complete` all the same where more went than the shard remembers, and after `clear` and `restore`.
         """
         ...
 
