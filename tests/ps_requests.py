@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,3 +58,18 @@ class FakeWorker:
         change = {"table": "items", "kind": "gradient", "lr": None, "pull": pull_id}
         meta = {"step": step, "weight": 1.0, "changes": [change]}
         return self.call("push", meta, [np.full((n, 2), value, np.float32)], seq=seq).meta
+
+
+@contextmanager
+def disk_that_cannot_sync(directory: Path) -> Iterator[None]:
+    """Put a pipe in place of the log of a folder that this process writes: it takes records, and no fsync."""
+    opened = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    (log,) = (fd for fd in opened if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{directory}/log-"))
+    kept, (reading, writing) = os.dup(log), os.pipe()
+    os.dup2(writing, log)
+    try:
+        yield
+    finally:
+        os.dup2(kept, log)
+        for fd in (kept, reading, writing):
+            os.close(fd)

@@ -1,7 +1,16 @@
 """Native core of Phalanx."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy
 import numpy.typing
+
+from phalanx.errors import PhalanxError
+
+_Counts = tuple[str | None, int, int, list[int], list[bool]]
+_Array = numpy.typing.NDArray[Any]
+_Update = tuple[int, int, int, _Array | None, _Array, float | None, _Array | None, _Array | None, _Array | None]
 
 def scaled_planes(
     pixels: numpy.typing.NDArray[numpy.uint8],
@@ -84,6 +93,149 @@ class SlotParser:
 
 def hash_texts(salt: str, texts: list[str | bytes], hash_space: int = 0) -> numpy.typing.NDArray[numpy.int64]:
     """Ids of texts hashed with a salt."""
+
+class ServerClocks:
+    """Pushes of each worker; see phalanx.ps.server.clocks.Clocks."""
+
+    def __init__(self, counts: _Counts, report_s: float) -> None: ...
+    def counts(self) -> _Counts:
+        """Mode, bound, steps of mode sync that are in the tables, pushes and whether it is live of each worker."""
+
+    def _set_mode(self, mode: str, bound: int) -> None: ...
+    def push(self, worker: int) -> None:
+        """Count one more push of a worker."""
+
+    def apply(self, version: int) -> None:
+        """Say that this many steps of mode `sync` are in the tables."""
+
+    def join(self, worker: int) -> None:
+        """Count a worker that had left among the live again; in mode `sync` it goes on with the current step."""
+
+    def leave(self, worker: int) -> None:
+        """Take a worker out of every wait: it pushes no more."""
+
+    def connect(self, worker: int) -> None:
+        """Note that a worker's connection is there, or back."""
+
+    def disconnect(self, worker: int, now: float) -> None:
+        """Note that a live worker's connection closed, at `now` seconds."""
+
+    def expire(self, now: float, grace_s: float) -> list[int]:
+        """Return the workers that went `grace_s` seconds ago without leaving; every wait, now and later, then fails."""
+
+    def lose_missing(self, waited_s: float, now: float) -> None:
+        """Count the `missing` workers as lost, after so many seconds; every wait, now and later, then fails."""
+
+    def stop(self) -> None:
+        """End every wait, now and later, because the server stops."""
+
+    def next_step(self, worker: int) -> int:
+        """Return the number of the push that a worker makes next."""
+
+    @property
+    def complete(self) -> int:
+        """Steps that every live worker has pushed; with no live worker, those that any worker has pushed."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Live workers that never connected since this server started."""
+
+    def _disconnected(self) -> list[int]: ...
+    def check(self) -> None:
+        """Go on only while no worker is lost and the server runs; raises PeerLostError or ClosedError."""
+
+    def _wait(self, step: int, report: Callable[[str, bool], None]) -> None: ...
+    def _wait_turn(self, step: int, report: Callable[[str, bool], None]) -> None: ...
+    def _wait_steps(self, steps: list[int], seconds: float) -> list[int]: ...
+
+class WriteGate:
+    """Who may change a server now; see phalanx.ps.server.write_freeze.WriteFreeze."""
+
+    def __init__(self, clock: Callable[[], float], expired: Callable[[str], None]) -> None: ...
+    def enter(self, worker: int, step: int) -> None: ...
+    def leave(self) -> None: ...
+    def enter_alone(self, worker: int, step: int) -> None: ...
+    def enter_frozen(self, token: str) -> None: ...
+    def leave_alone(self) -> None: ...
+    def freeze(self, token: str, seconds: float, steps: Sequence[int] = ()) -> None:
+        """Hold changes back for at most so many seconds, but those below `steps`; renews a freeze of the same token.
+
+        Raises ConfigError if another snapshot holds them already.
+        """
+
+    def resume(self, token: str) -> None:
+        """Let changes go on; does nothing if that freeze is over."""
+
+class ServerLog:
+    """The newest segment of a log; see phalanx.ps.server.log.Log."""
+
+    def __init__(self, directory: str, is_durable: bool) -> None: ...
+    def append(self, buffers: Sequence[bytes | memoryview]) -> int: ...
+    def sync(self, position: int) -> None: ...
+    def open(self, path: str) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def syncs(self) -> int:
+        """Fsyncs so far."""
+
+class ServerEngine:
+    """Pulls and pushes of a server, on all cores; see csrc/server_engine.h."""
+
+    def __init__(self, gate: WriteGate, failed: Callable[[PhalanxError], None]) -> None: ...
+    def pull(
+        self,
+        client: int,
+        seq: int,
+        step: int,
+        pulls: Sequence[tuple[int, _Array]],
+        keep: bool,
+        empty: Callable[[tuple[int, int]], numpy.typing.NDArray[numpy.float32]],
+        report: Callable[[str, bool], None],
+    ) -> tuple[dict[str, Any], list[_Array]]:
+        """Answer with the reply's JSON object and the rows of each table, in what `empty` returns."""
+
+    def push(
+        self,
+        client: int,
+        seq: int,
+        step: int,
+        weight: float,
+        updates: Sequence[_Update],
+        then: Sequence[tuple[int, _Array]],
+        empty: Callable[[tuple[int, int]], numpy.typing.NDArray[numpy.float32]],
+        report: Callable[[str, bool], None],
+    ) -> tuple[dict[str, Any], list[_Array]]:
+        """Take a push, and answer as `pull` with what the next step reads."""
+
+    def replay(self, client: int, seq: int, step: int, weight: float, updates: Sequence[_Update]) -> None:
+        """Apply a push from the log."""
+
+    def put_table(self, salt: int, name: str, json_name: str, dividing_rule: str, table: EmbeddingTable) -> None: ...
+    def set_clocks(self, clocks: ServerClocks) -> None: ...
+    def set_log(self, log: ServerLog) -> None: ...
+    def complete_steps(self) -> int:
+        """Apply the steps that every live worker has pushed; returns how many gradients were dropped."""
+
+    def append_pending(self) -> None:
+        """Write the pushes of a step that is not complete to the log again."""
+
+    def admit(self, client: int, worker: int) -> bool:
+        """Make a worker's client; returns whether it takes the place of an earlier process of that worker."""
+
+    def clients(self) -> list[tuple[int, int, int, str, int | None]]: ...
+    def restore_client(self, client: int, worker: int, last: int, reply: str, dropped: int | None) -> None: ...
+    def worker_of(self, client: int) -> int | None: ...
+    def earlier_reply(self, client: int, seq: int) -> str | None:
+        """Return what a request was answered that was done before, as JSON; None for a new one."""
+
+    def record_reply(self, client: int, seq: int, reply: str) -> None: ...
+    def forget_pulls(self) -> None:
+        """Forget the keys of every pull, as a restart does."""
+
+    def stop(self) -> None:
+        """Refuse new pushes."""
 
 class EmbeddingTable:
     """A table of rows by 64-bit id; see phalanx.ps.table.table.RowTable."""

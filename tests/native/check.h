@@ -32,6 +32,7 @@ inline void in_threads(int count, const std::function<void(int)>& work) {
 }
 
 void test_table_parts();
+void test_server();
 void test_tables();
 void test_collectives();
 void test_text_and_arrays();

@@ -16,9 +16,8 @@ from phalanx.ps.server.log import Log, replay, segments
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
-from phalanx.ps.server.state import ServerState
 from phalanx.ps.snapshot.records import pack, read_records
-from ps_requests import FakeWorker, gradient
+from ps_requests import FakeWorker, disk_that_cannot_sync, gradient
 
 
 def numbers(directory: Path, first: int = 0) -> list[int]:
@@ -53,52 +52,30 @@ def test_forget_deletes_what_a_base_holds(tmp_path: Path) -> None:
     log.close()
 
 
-def test_many_threads_share_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_threads_share_an_fsync(tmp_path: Path) -> None:
     log = Log(tmp_path, "disk")
     positions = [log.append({"n": n}, []) for n in range(10)]
-    count = 0
-    real = os.fsync
-
-    def counted(fd: int) -> None:
-        nonlocal count
-        count += 1
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", counted)
+    before = log.native.syncs
     for position in positions:
         log.sync(position)
-    assert count == 1
+    assert log.native.syncs == before + 1
     log.close()
 
 
-def test_an_fsync_that_fails_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fsync_that_fails_is_never_taken_back(tmp_path: Path) -> None:
     log = Log(tmp_path, "disk")
     position = log.append({"n": 0}, [])
-
-    def fails(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fails)
-        with pytest.raises(BackendError, match=r"could not be flushed.*Input/output error"):
-            log.sync(position)
+    with disk_that_cannot_sync(tmp_path), pytest.raises(BackendError, match=r"could not be flushed.*Replace the disk"):
+        log.sync(position)
     with pytest.raises(BackendError, match="could not be flushed"):
         log.sync(position)
 
 
-def test_an_fsync_that_fails_at_the_end_of_a_segment_is_not_taken_back_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_fsync_that_fails_at_the_end_of_a_segment_is_not_taken_back_either(tmp_path: Path) -> None:
     log = Log(tmp_path, "disk")
     position = log.append({"n": 0}, [])
-
-    def fails(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fails)
-        with pytest.raises(BackendError, match="could not be flushed"):
-            log.rotate()
+    with disk_that_cannot_sync(tmp_path), pytest.raises(BackendError, match="could not be flushed"):
+        log.rotate()
     with pytest.raises(BackendError, match="could not be flushed"):
         log.sync(position)
 
@@ -217,17 +194,21 @@ def test_a_restart_has_the_pushes_of_the_open_step(tmp_path: Path) -> None:
 
 
 def test_pushes_of_the_open_step_outlive_their_process_and_leave_its_answers_alone(tmp_path: Path) -> None:
-    service, (one, two) = served(tmp_path, 2, "sync")
+    service = Service()
+    recovery = Recovery(service, SnapshotService(service), tmp_path)
+    recovery.recover("a job")
+    one, two = FakeWorker(service, 0), FakeWorker(service, 1)
+    for worker in (one, two):
+        worker.declare(mode="sync", workers=2)
     one.push(gradient((1,), 1.0), step=0)
     anew = FakeWorker(service, 0, client=7)
     anew.declare(mode="sync", workers=2)
     leased = anew.call("lease", {"epoch": 0, "files": ["a", "b"]}).meta
-    # As a base snapshot has it: the state, and then the pushes that are in no table.
-    restored = ServerState()
-    restored.restore(service.state.to_json())
-    for entry in service.state.pending():
-        restored.apply(entry)
-    service.state = restored
+    # The base has the state, and the log behind it the pushes that are in no table.
+    recovery.write_base()
+    service = Service()
+    Recovery(service, SnapshotService(service), tmp_path).recover("a job")
+    anew.service = two.service = service
     assert anew.call("lease", {"epoch": 0, "files": ["a", "b"]}, seq=anew.seq).meta == leased
     two.push(gradient((1,), 5.0), step=0)
     assert anew.pull(1, step=1).arrays[0][0, 0] == -3.0

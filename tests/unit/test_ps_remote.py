@@ -130,23 +130,27 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     (service,), store = made()
     pulled = store.pull([PullSpec("ids", KEYS)])
     pulled.rows()
-    for client in service.state.clients._clients.values():
-        client.pulled_keys.clear()
+    service.engine.forget_pulls()
     store.push([TableUpdate("ids", KEYS, VALUES)])
     late = store.pull([PullSpec("ids", KEYS)], step=1)
     np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
     assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
 
 
-def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost(monkeypatch):
-    (service,), store = made()
-    accept = service._accept
+def fill_disk_once(service):
+    """Let the next push be refused."""
+    push = service._answers["push"]
 
-    def full(entry):
-        monkeypatch.setattr(service, "_accept", accept)
+    def full(request):
+        service.add_operation("push", push)
         raise BackendError("the disk is full")
 
-    monkeypatch.setattr(service, "_accept", full)
+    service.add_operation("push", full)
+
+
+def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost():
+    (service,), store = made()
+    fill_disk_once(service)
     store.push([TableUpdate("ids", KEYS, VALUES)])
     with pytest.raises(BackendError, match="full"):
         store.pull([PullSpec("ids", KEYS)], step=1).rows()
@@ -250,21 +254,14 @@ def test_rows_come_with_the_answer_to_a_push(servers):
     assert [service.state.clocks.steps for service in services] == [[2]] * servers
 
 
-def test_rows_come_with_a_push_that_is_sent_again(monkeypatch):
+def test_rows_come_with_a_push_that_is_sent_again():
     (service,), store = made()
     store.pull([PullSpec("ids", KEYS)]).rows()
-    for client in service.state.clients._clients.values():
-        client.pulled_keys.clear()
+    service.engine.forget_pulls()
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], then=[PullSpec("ids", KEYS[:2])])
     np.testing.assert_allclose(pulled.rows()[0], sim.START - sim.LR * VALUES[:2], rtol=1e-6)
     assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
-    accept = service._accept
-
-    def full(entry):
-        monkeypatch.setattr(service, "_accept", accept)
-        raise BackendError("the disk is full")
-
-    monkeypatch.setattr(service, "_accept", full)
+    fill_disk_once(service)
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], step=1, then=[PullSpec("ids", KEYS[:2])])
     with pytest.raises(BackendError, match="full"):
         pulled.rows()

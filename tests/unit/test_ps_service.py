@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.errors import BackendError, ConfigError, PeerLostError
+from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import JoinTimeout, watch
 from phalanx.ps.server.service import Service
@@ -18,7 +18,7 @@ from phalanx.ps.stores.update import pack_updates
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import SGD, Adagrad
 from phalanx.ps.wire.message import RpcReply
-from ps_requests import SPEC, FakeWorker, gradient, keys
+from ps_requests import SPEC, FakeWorker, disk_that_cannot_sync, gradient, keys
 
 
 def started(mode: str, workers: int, bound: int = 0) -> list[FakeWorker]:
@@ -54,31 +54,42 @@ def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:
     assert rows(worker, 1, step=1) == [-1.0]
 
 
-def test_a_push_of_a_process_that_was_replaced_while_it_waited_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_of_a_process_that_was_replaced_while_it_waited_is_refused() -> None:
     one, two = started("sync", 2)
     again = FakeWorker(two.service, 1, client=900)
-    clocks = two.service.state.require_clocks()
-    monkeypatch.setattr(clocks, "wait_turn", lambda step, still: again.declare(mode="sync", workers=2))
-    with pytest.raises(ConfigError, match=r"whose worker was started again since.*end the older process"):
-        two.push(gradient((1,), 1.0), step=0)
-    monkeypatch.undo()
+    two.push(gradient((1,), 1.0), step=0)
+    errors: list[ConfigError] = []
+
+    def push_the_next_step() -> None:
+        try:
+            two.push(gradient((1,), 1.0), step=1)
+        except ConfigError as e:  # handed to the test's thread
+            errors.append(e)
+
+    waiting = threading.Thread(target=push_the_next_step)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    again.declare(mode="sync", workers=2)
+    one.push(gradient((1,), 1.0), step=0)
+    waiting.join(10)
+    (error,) = errors
+    assert "whose worker was started again since. A worker declares its tables first; end the older" in str(error)
     for worker in (one, again):
-        worker.push(gradient((1,), 1.0), step=0)
-    assert rows(one, 1, step=1) == [-1.0]
+        worker.push(gradient((1,), 1.0), step=1)
+    assert rows(one, 1, step=2) == [-2.0]
     assert not one.service.stopped.is_set()
 
 
-def test_a_server_whose_disk_failed_answers_that_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_whose_disk_failed_answers_that_and_ends(tmp_path: Path) -> None:
     (worker,) = started("async", 1)
     service = worker.service
     service.log = Log(tmp_path, "disk")
-
-    def fails(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("os.fsync", fails)
-    with pytest.raises(BackendError, match=r"could not be flushed to disk: .*Input/output error.*Replace the disk"):
+    failed = r"could not be flushed to disk: .*Replace the disk"
+    with disk_that_cannot_sync(tmp_path), pytest.raises(BackendError, match=failed):
         worker.push(gradient((1,), 1.0), step=0)
+    with pytest.raises(ClosedError, match="is stopping"):
+        worker.push(gradient((1,), 1.0), step=1)
     with pytest.raises(BackendError, match="could not be flushed to disk"):
         watch(service, None, 0.0, None, JoinTimeout(math.inf))
 

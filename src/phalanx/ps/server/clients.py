@@ -1,103 +1,75 @@
-"""`ClientStates`: per-client state of a server: last request (for exactly-once), keys of open pulls."""
+"""`ClientStates`: which worker each client of a server is, and the last request of each, for exactly-once."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Mapping, Sequence
+import json
+from dataclasses import dataclass
 from typing import Any
 
+from phalanx._core import ServerEngine
 from phalanx.errors import ConfigError
-from phalanx.ps.stores.base import Keys
-
-REMEMBERED_PULLS = 16
-"""Pulls per client whose keys are remembered; an older one's push must bring its keys."""
 
 
+@dataclass(frozen=True, slots=True)
 class ClientState:
     """One worker's process."""
 
-    def __init__(self, worker: int) -> None:
-        self.worker = worker
-        self.last = 0
-        """Number of the last request that changed something here."""
+    worker: int
+    last: int
+    """Number of the last request that changed something here."""
 
-        self.reply: dict[str, Any] = {}
-        """What it was answered."""
+    reply: str
+    """What it was answered, as JSON."""
 
-        self.owes_keys = False
-        """Whether it was asked to send a push again, so that the pushes behind that one come too early."""
-
-        self.pulled_keys: dict[int, dict[str, Keys]] = {}
-        """Keys by pull and table."""
-
-    def remember(self, pull: int, keys: dict[str, Keys]) -> None:
-        """Remember the keys of a pull; forgets the oldest when there are too many."""
-        self.pulled_keys[pull] = keys
-        if len(self.pulled_keys) > REMEMBERED_PULLS:
-            del self.pulled_keys[next(iter(self.pulled_keys))]
-
-    def remembers(self, changes: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the keys of all pulls that these changes name are remembered."""
-        named = [(change["pull"], change["table"]) for change in changes if change.get("pull") is not None]
-        return all(table in self.pulled_keys.get(pull, ()) for pull, table in named)
-
-    def forget(self, changes: Sequence[Mapping[str, Any]]) -> None:
-        """Forget the keys that these changes named."""
-        for change in changes:
-            if (keys := self.pulled_keys.get(change.get("pull", -1))) is not None:
-                keys.pop(change["table"], None)
+    dropped: int | None
+    """Of a push the gradients that no row took."""
 
 
 class ClientStates:
-    """The clients of one server by number. A worker's newest process is the one that counts."""
+    """The clients of one server by number, as its engine keeps them. A worker's newest process is the one that counts.
 
-    def __init__(self) -> None:
-        self._clients: dict[int, ClientState] = {}
-        # Never the number of a pull before a restart, whose keys are gone.
-        self._pulls = itertools.count(random.SystemRandom().getrandbits(40) << 12)
+    Args:
+        engine: Takes pulls and pushes of these clients.
+    """
 
-    def __getitem__(self, client: int) -> ClientState:
-        try:
-            return self._clients[client]
-        except KeyError:
+    def __init__(self, engine: ServerEngine) -> None:
+        self._engine = engine
+
+    def worker_of(self, client: int) -> int:
+        """Return a client's worker.
+
+        Raises:
+            ConfigError: If that process declared no tables, or its worker was started again since.
+        """
+        worker = self._engine.worker_of(client)
+        if worker is None:
             raise ConfigError(
                 "A request came from a process that declared no tables here, or whose worker was started again since. "
                 "A worker declares its tables first; end the older process."
-            ) from None
+            )
+        return worker
 
     def get(self, client: int) -> ClientState | None:
         """Return a client that declared tables, or None."""
-        return self._clients.get(client)
-
-    def of(self, client: int, worker: int) -> tuple[ClientState, bool]:
-        """Return a worker's client, and whether it takes the place of an earlier process of that worker."""
-        existing = self._clients.get(client)
-        if existing is not None:
-            return existing, False
-        earlier = [number for number, c in self._clients.items() if c.worker == worker]
-        for number in earlier:
-            del self._clients[number]
-        self._clients[client] = ClientState(worker)
-        return self._clients[client], bool(earlier)
-
-    def newest(self, worker: int) -> int:
-        """Return the number of a worker's newest process."""
-        return next(number for number, client in self._clients.items() if client.worker == worker)
-
-    def next_pull(self) -> int:
-        """Return a number for a pull that no pull had before."""
-        return next(self._pulls)
+        return self._all().get(client)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return what must outlive the process: who did which request last."""
         return [
-            {"client": number, "worker": c.worker, "last": c.last, "reply": c.reply}
-            for number, c in self._clients.items()
+            {"client": number, "worker": c.worker, "last": c.last, "reply": json.loads(c.reply)}
+            for number, c in self._all().items()
         ]
 
     def restore(self, value: list[dict[str, Any]]) -> None:
         """Take over what `to_json` returned."""
         for entry in value:
-            client = self._clients[entry["client"]] = ClientState(entry["worker"])
-            client.last, client.reply = entry["last"], entry["reply"]
+            reply = entry["reply"]
+            self._engine.restore_client(
+                entry["client"], entry["worker"], entry["last"], json.dumps(reply), reply.get("dropped")
+            )
+
+    def _all(self) -> dict[int, ClientState]:
+        return {
+            number: ClientState(worker, last, reply, dropped)
+            for number, worker, last, reply, dropped in self._engine.clients()
+        }

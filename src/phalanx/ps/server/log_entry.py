@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.ps.snapshot.records import Array, Record
-from phalanx.ps.stores.update import TableUpdate, pack_updates, unpack_updates
+from phalanx.ps.snapshot.records import Record
+from phalanx.ps.stores.update import TableUpdate, unpack_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,11 @@ class LogEntry:
     """Of a push: `step` and `weight`."""
 
     updates: Sequence[TableUpdate] = ()
-    """Of a push; unpacked once, when the request or the record is read."""
+    """Of a push."""
 
-    def record(self) -> tuple[dict[str, Any], list[Array]]:
-        """Return the JSON object and the arrays of its record."""
-        meta, arrays = self.meta, list[Array]()
-        if self.op == "push":
-            described, arrays = pack_updates(self.updates)
-            meta = {**self.meta, "changes": described}
-        return {"op": self.op, "client": self.client, "seq": self.seq, "meta": meta}, arrays
+    def record(self) -> dict[str, Any]:
+        """Return the JSON object of the record of a request of control; the engine writes those of pushes."""
+        return {"op": self.op, "client": self.client, "seq": self.seq, "meta": self.meta}
 
     @classmethod
     def of(cls, record: Record) -> LogEntry:
@@ -37,7 +33,3 @@ class LogEntry:
         meta = dict(record.meta["meta"])
         updates = unpack_updates(meta.pop("changes", ()), record.arrays) if record.meta["op"] == "push" else ()
         return cls(record.meta["op"], record.meta["client"], record.meta["seq"], meta, updates)
-
-    def copy(self) -> LogEntry:
-        """Return the entry with arrays of its own, to be kept after its request is answered."""
-        return replace(self, updates=[update.copy() for update in self.updates])

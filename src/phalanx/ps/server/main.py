@@ -97,9 +97,7 @@ def run(
     try:
         watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, join_timeout)
     finally:
-        service.stopped.set()
-        if service.state.clocks is not None:
-            service.state.clocks.stop()
+        service.stop()
         listener.stop()
         thread.join()
         snapshots.wait()

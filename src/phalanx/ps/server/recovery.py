@@ -168,8 +168,7 @@ class Recovery:
         try:
             with service.write_freeze.change():
                 self._segment = self._journal.rotate()
-                for entry in service.state.pending():
-                    self._journal.append(*entry.record())
+                service.engine.append_pending()
                 state = {**service.state.to_json(), "saving": self._snapshots.to_json()}
                 part = self._part
                 shutil.rmtree(part, ignore_errors=True)

@@ -1,31 +1,32 @@
 """`Service`: the request handler of a parameter server, without sockets.
 
-A request that changes something is checked, written to the log, applied and answered, in this order and one at a time;
-a restart applies the log by the same code. Each such request has a number of its client, and each push also the number
-of its worker's step: whichever comes again is answered and not applied.
+Pulls and pushes are the engine's (`csrc/server_engine.h`), which works on all cores. The other requests are control:
+each that changes something is checked, written to the log, applied and answered, in this order, while nothing else
+changes; a restart applies the log by the same code. Each such request has a number of its client: one that comes again
+is answered and not applied.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from phalanx._core import ServerEngine
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
-from phalanx.ps.server.clients import ClientState
-from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.state import OPS, ServerState
+from phalanx.ps.server.updates import engine_pulls, sent_updates
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
-from phalanx.ps.stores.base import Keys, Rows
-from phalanx.ps.stores.tables import get_table
-from phalanx.ps.stores.update import unpack_updates
+from phalanx.ps.stores.base import Rows
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")
@@ -37,16 +38,23 @@ class Service:
     Args:
         server: This server's number.
         servers: How many there are.
+        clock: Seconds of a clock that never goes back; ends freezes.
     """
 
-    def __init__(self, server: int = 0, servers: int = 1) -> None:
-        self.state = ServerState(server, servers)
-        self.write_freeze = WriteFreeze()
-        self.log: Log | None = None
-        self.stopped = threading.Event()
-        self.failure: PhalanxError | None = None
-        """Why the server cannot go on, once `stopped` is set for that."""
+    def __init__(self, server: int = 0, servers: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stopped = stopped = threading.Event()
+        self._failures = failures = list[PhalanxError]()
 
+        # No method: the engine would keep this service, which keeps the engine.
+        def failed(error: PhalanxError) -> None:
+            failures.append(error)
+            stopped.set()
+
+        self._set_failure = failed
+        self.write_freeze = WriteFreeze(clock)
+        self.engine = ServerEngine(self.write_freeze, failed)
+        self.state = ServerState(self.engine, server, servers)
+        self._log: Log | None = None
         self.write_base: Callable[[], None] = lambda: None
         """Writes a base snapshot and returns when it is there."""
 
@@ -78,6 +86,28 @@ class Service:
                 raise
             raise ConfigError(f"The request {request.op!r} is malformed: {e!r}. Send what the protocol says.") from e
 
+    @property
+    def failure(self) -> PhalanxError | None:
+        """Why the server cannot go on, once `stopped` is set for that."""
+        return self._failures[0] if self._failures else None
+
+    @property
+    def log(self) -> Log | None:
+        """Where changes are written before they are applied, if anywhere."""
+        return self._log
+
+    @log.setter
+    def log(self, log: Log) -> None:
+        self._log = log
+        self.engine.set_log(log.native)
+
+    def stop(self) -> None:
+        """Refuse new changes and end every wait."""
+        self.stopped.set()
+        self.engine.stop()
+        if self.state.clocks is not None:
+            self.state.clocks.stop()
+
     def add_operation(self, op: str, answer: Callable[[RpcRequest], RpcReply]) -> None:
         """Answer one more operation."""
         self._answers[op] = answer
@@ -88,15 +118,15 @@ class Service:
         """Note that a connection of a client opened."""
         with self._connections_lock:
             self._connections[client] += 1
-            if (state := self.state.clients.get(client)) and self.state.clocks:
-                self.state.clocks.connect(state.worker)
+            self._mark_connected(client)
 
     def disconnected(self, client: int) -> None:
         """Note that a connection of a client closed. A client that connects again may do so before this is seen."""
         with self._connections_lock:
             self._connections -= Counter({client: 1})
-            if (state := self.state.clients.get(client)) and self.state.clocks and client not in self._connections:
-                self.state.clocks.disconnect(state.worker, time.monotonic())
+            worker = self.engine.worker_of(client)
+            if worker is not None and self.state.clocks and client not in self._connections:
+                self.state.clocks.disconnect(worker, time.monotonic())
 
     @property
     def is_connected(self) -> bool:
@@ -104,27 +134,29 @@ class Service:
         with self._connections_lock:
             return bool(self._connections)
 
-    # --- reading -----------------------------------------------------------------------------------------------------
+    # --- pulls and pushes --------------------------------------------------------------------------------------------
 
     def _pull(self, request: RpcRequest) -> RpcReply:
-        client, clocks = self._client(request)
-        step = request.meta["step"]
-        if step > clocks.next_step(client.worker):
-            # Its own push is not here: refused, or its keys were asked for again. Waiting would block that push.
-            return RpcReply({"need_push": clocks.next_step(client.worker)})
-        clocks.wait(step, request.report_wait)
-        names = [name for name, _ in request.meta["tables"]]
-        rows = self._rows(request, names, request.arrays)
-        if not request.meta.get("keep") or len(set(names)) < len(names):
-            return RpcReply({}, rows)
-        number = self.state.clients.next_pull()
-        client.remember(number, {name: keys.copy() for name, keys in zip(names, request.arrays, strict=True)})
-        return RpcReply({"pull_id": number}, rows)
+        meta = request.meta
+        pulls = engine_pulls(self.state.tables, [name for name, _ in meta["tables"]], request.arrays)
+        keep, empty = bool(meta.get("keep")), _rows_in(request)
+        reply = self.engine.pull(request.client, request.seq, meta["step"], pulls, keep, empty, request.report_wait)
+        return RpcReply(*reply)
 
-    def _rows(self, request: RpcRequest, names: Sequence[str], keys: Sequence[Keys]) -> list[Rows]:
-        """Return the rows of the keys of each table, in the client's memory if that has room."""
-        empty = request.reply_buffer.empty
-        return [self.state.tables.pull(name, of_table, empty) for name, of_table in zip(names, keys, strict=True)]
+    def _push(self, request: RpcRequest) -> RpcReply:
+        """Take a push, and read what is asked with it as a pull of the next step would."""
+        meta, tables = request.meta, self.state.tables
+        names = [name for name, _ in meta.get("then", ())]
+        pushed = len(request.arrays) - len(names)
+        then = engine_pulls(tables, names, request.arrays[pushed:])
+        updates = sent_updates(tables, meta["changes"], request.arrays[:pushed])
+        weight, empty = float(meta.get("weight", 1.0)), _rows_in(request)
+        reply = self.engine.push(
+            request.client, request.seq, meta["step"], weight, updates, then, empty, request.report_wait
+        )
+        return RpcReply(*reply)
+
+    # --- control -----------------------------------------------------------------------------------------------------
 
     def _report(self, request: RpcRequest) -> RpcReply:
         clocks = self.state.clocks
@@ -138,66 +170,23 @@ class Service:
             }
         )
 
-    # --- changing ----------------------------------------------------------------------------------------------------
-
-    def _push(self, request: RpcRequest) -> RpcReply:
-        """Take a push, and read what is asked with it as a pull of the next step would."""
-        names = [name for name, _ in request.meta.get("then", ())]
-        for name in names:
-            get_table(self.state.tables.specs, name)
-        pushed = len(request.arrays) - len(names)
-        reply = self._take(replace(request, arrays=request.arrays[:pushed]))
-        if not names or "need_keys" in reply.meta:
-            return reply
-        self.state.require_clocks().wait(request.meta["step"] + 1, request.report_wait)
-        return RpcReply(reply.meta, self._rows(request, names, request.arrays[pushed:]))
-
-    def _take(self, request: RpcRequest) -> RpcReply:
-        client, clocks = self._client(request)
-        step = request.meta["step"]
-        clocks.check()
-        if step <= clocks.next_step(client.worker):
-            clocks.wait_turn(step, request.report_wait)
-        with self.write_freeze.change(client.worker, step):
-            # Once more: the worker may have been started again since, and this be the request of its older process.
-            client, clocks = self._client(request)
-            reply = self._earlier_reply(client, request.seq)
-            next_step = clocks.next_step(client.worker)
-            if reply is None and step < next_step:
-                reply = {"again": True}
-            if reply is None:
-                reply = self._take_new(request, client, next_step)
-            position = self.log.position if self.log else 0
-        return self._durable(reply, position)
-
-    def _take_new(self, request: RpcRequest, client: ClientState, next_step: int) -> dict[str, Any]:
-        meta = request.meta
-        if meta["step"] > next_step and not client.owes_keys:
-            raise ConfigError(
-                f"Worker {client.worker} pushes step {meta['step']}, but its step {next_step} did not come. Push each "
-                "step once, in order; after an error push that step again."
-            )
-        if meta["step"] > next_step or not client.remembers(meta["changes"]):
-            client.owes_keys = True
-            return {"need_keys": True}
-        updates = unpack_updates(meta["changes"], request.arrays, client.pulled_keys)
-        about = {"step": meta["step"], "weight": float(meta.get("weight", 1.0))}
-        reply = self._accept(LogEntry("push", request.client, request.seq, about, updates))
-        client.owes_keys = False
-        client.forget(meta["changes"])
-        return reply
-
     def _change(self, request: RpcRequest) -> RpcReply:
-        client = self._find_client(request)
+        worker = self._find_worker(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
-        with self.write_freeze.change(client.worker if client else -1, leaving):
-            client = self._find_client(request)
-            reply = self._earlier_reply(client, request.seq) if client else None
-            if reply is None:
+        with self.write_freeze.change(-1 if worker is None else worker, leaving):
+            earlier = None
+            if self._find_worker(request) is not None:
+                earlier = self.engine.earlier_reply(request.client, request.seq)
+            if earlier is None:
                 reply = self._accept(LogEntry(request.op, request.client, request.seq, request.meta))
+            else:
+                reply = json.loads(earlier)
             position = self.log.position if self.log else 0
         if request.op == "declare":
-            self._mark_connected(request.client)
+            with self._connections_lock:
+                # Its connection may have been there before it was known.
+                if request.client in self._connections:
+                    self._mark_connected(request.client)
         self.write_unlogged()
         return self._durable(reply, position)
 
@@ -207,18 +196,12 @@ class Service:
             self.write_base()
             self.state.unlogged = False
 
-    def _earlier_reply(self, client: ClientState, seq: int) -> dict[str, Any] | None:
-        """Return the answer to a request that was done before, None for a new one."""
-        if seq > client.last:
-            return None
-        return client.reply if seq == client.last else {"again": True}
-
     def _accept(self, entry: LogEntry) -> dict[str, Any]:
         if self.stopped.is_set():
             raise ClosedError("This server is stopping. Start the job again to go on.")
         self.state.check(entry)
         if self.log is not None:
-            self.log.append(*entry.record())
+            self.log.append(entry.record(), [])
         try:
             return self.state.apply(entry)
         except Exception as e:
@@ -235,22 +218,25 @@ class Service:
         return RpcReply(reply)
 
     def _failed(self, error: PhalanxError) -> PhalanxError:
-        self.failure = self.failure or error
-        self.stopped.set()
+        self._set_failure(error)
+        self.engine.stop()
         return error
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _find_client(self, request: RpcRequest) -> ClientState | None:
+    def _find_worker(self, request: RpcRequest) -> int | None:
         """Return who asks; None for a process that declares its first tables."""
-        clients = self.state.clients
-        return clients.get(request.client) if request.op == "declare" else clients[request.client]
+        if request.op == "declare":
+            return self.engine.worker_of(request.client)
+        return self.state.clients.worker_of(request.client)
 
     def _mark_connected(self, client: int) -> None:
-        """Note that a worker whose connection was there before it was known is here."""
-        with self._connections_lock:
-            if client in self._connections and self.state.clocks:
-                self.state.clocks.connect(self.state.clients[client].worker)
+        worker = self.engine.worker_of(client)
+        if worker is not None and self.state.clocks:
+            self.state.clocks.connect(worker)
 
-    def _client(self, request: RpcRequest) -> tuple[ClientState, Clocks]:
-        return self.state.clients[request.client], self.state.require_clocks()
+
+def _rows_in(request: RpcRequest) -> Callable[[tuple[int, int]], Rows]:
+    """Return what makes rows of the reply, in the client's memory if that has room."""
+    empty = request.reply_buffer.empty
+    return lambda shape: empty(shape, np.float32)

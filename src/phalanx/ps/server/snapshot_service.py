@@ -38,7 +38,7 @@ class SnapshotService:
     def freeze(self, request: RpcRequest) -> RpcReply:
         """Hold changes back, but those below `steps`; with `wait` until those came. Returns how far each worker is."""
         service, meta = self._service, request.meta
-        asking = service.state.clients.get(request.client)
+        worker = service.engine.worker_of(request.client)
         steps: Sequence[int] = meta.get("steps", ())
         service.write_freeze.freeze(meta["token"], meta["seconds"], steps)
         if service.state.clocks is not None and meta.get("wait"):
@@ -50,7 +50,7 @@ class SnapshotService:
                 {
                     "steps": clocks.reached if clocks else [],
                     "mode": clocks.mode if clocks else None,
-                    "worker": asking.worker if asking else None,
+                    "worker": worker,
                     "pushed": clocks.applied_steps if clocks else [],
                     "fulls": self.participant.fulls,
                     "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
@@ -103,7 +103,7 @@ class SnapshotService:
         source = SnapshotSource(Path(request.meta["directory"]), names)
         with service.write_freeze.change():
             specs = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
-            service.state.tables.load(source, specs, service.state.shards)
+            service.state.load(source, specs)
             self.participant.remember_load(source, [spec.name for spec in specs])
             service.state.sources.append(source)
             if names is None and service.state.server == 0:

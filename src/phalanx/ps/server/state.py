@@ -1,28 +1,31 @@
-"""`ServerState`: tables, clocks, clients and leases of a server, and the operations that change them.
+"""`ServerState`: tables, clocks, clients and leases of a server, and the operations of control that change them.
 
-Nothing here waits, locks, writes or answers. One thread at a time changes it.
+Nothing here waits, locks, writes or answers. One thread at a time changes it, while no push is under way: those are the
+engine's, which shares the tables and clocks.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from phalanx._core import ServerEngine
 from phalanx.errors import ConfigError
 from phalanx.ps.server.clients import ClientStates
 from phalanx.ps.server.clocks import Clocks, check_worker
 from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.updates import engine_updates
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.stores.base import ServerMode
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet, get_table
-from phalanx.ps.stores.update_sums import average_updates
-from phalanx.ps.table.placement import shards_owned
+from phalanx.ps.table.native import NativeTable
+from phalanx.ps.table.placement import shards_owned, table_salt
 from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
 from phalanx.ps.table.table import RowTable, make_table
 
@@ -33,15 +36,17 @@ class ServerState:
     """Tables, clocks, clients and leases of one server.
 
     Args:
+        engine: Takes the pulls and pushes.
         server: This server's number.
         servers: How many there are.
     """
 
-    def __init__(self, server: int = 0, servers: int = 1) -> None:
+    def __init__(self, engine: ServerEngine, server: int = 0, servers: int = 1) -> None:
+        self.engine = engine
         self.server = server
         self.shards = shards_owned(server, servers)
         self.tables = TableSet()
-        self.clients = ClientStates()
+        self.clients = ClientStates(engine)
         self.clocks: Clocks | None = None
         self.leases = Leases()
         self.sources: list[SnapshotSource] = []
@@ -54,8 +59,6 @@ class ServerState:
         """Whether tables were filled by what the log does not hold, so that a base snapshot has to."""
 
         self._prepared: dict[str, RowTable] = {}
-        self._sync_step: dict[int, LogEntry] = {}
-        """Pushes of mode `sync`, by worker, that wait for the rest of their step."""
 
     def check(self, entry: LogEntry) -> None:
         """Check that an entry can be applied; after that it does not fail.
@@ -69,10 +72,26 @@ class ServerState:
     def apply(self, entry: LogEntry) -> dict[str, Any]:
         """Apply a checked entry, new or from the log, and return the answer."""
         reply = OPS[entry.op].apply(self, entry)
-        client = self.clients[entry.client]
-        if entry.seq > client.last:
-            client.last, client.reply = entry.seq, reply
+        self.engine.record_reply(entry.client, entry.seq, json.dumps(reply))
         return reply
+
+    def put_table(self, table: RowTable) -> None:
+        """Add a table, in place of the one of its name if there is one."""
+        assert isinstance(table, NativeTable)
+        name, rule = table.spec.name, table.spec.rule
+        dividing = type(rule).__name__ if rule.divides_by_lr else ""
+        self.engine.put_table(table_salt(name), name, json.dumps(name), dividing, table)
+        self.tables.add(table)
+
+    def load(self, source: SnapshotSource, specs: Sequence[TableSpec]) -> None:
+        """Put tables with the rows of a snapshot; all are read before the first is put in place.
+
+        Raises:
+            ConfigError: If the snapshot has no such table, or one of another dim.
+            DataError: If it is broken; nothing is changed then.
+        """
+        for table in [source.table(spec, self.shards) for spec in specs]:
+            self.put_table(table)
 
     def require_clocks(self) -> Clocks:
         """Return the clocks.
@@ -96,16 +115,6 @@ class ServerState:
 
     # --- to and from files -------------------------------------------------------------------------------------------
 
-    def pending(self) -> list[LogEntry]:
-        """Return the pushes of a step that is not complete; they are in no table yet.
-
-        Each is its worker's, whose process may be another by now, and has no number: that request was answered.
-        """
-        return [
-            replace(entry, client=self.clients.newest(worker), seq=0)
-            for worker, entry in sorted(self._sync_step.items())
-        ]
-
     def to_json(self) -> dict[str, Any]:
         """Return what is not in the tables."""
         return {
@@ -119,10 +128,13 @@ class ServerState:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `to_json` returned; puts empty tables."""
         for spec in state["specs"]:
-            self.tables.add(make_table(_spec(spec)))
+            self.put_table(make_table(_spec(spec)))
         self.tables.count_from(state["counts"])
         self.clients.restore(state["clients"])
-        self.clocks = Clocks.from_json(state["clocks"]) if state["clocks"] else None
+        if state["clocks"]:
+            clocks = self._put_clocks(Clocks.from_json(state["clocks"]))
+            for client in state["clients"]:
+                check_worker(client["worker"], clocks.workers)
         self.leases.restore(state["leases"], holders=True)
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -149,57 +161,31 @@ class ServerState:
 
     def _declare(self, entry: LogEntry) -> dict[str, Any]:
         meta = entry.meta
-        if self.clocks is None:
-            self.clocks = Clocks(None, meta["workers"])
-        if self.clocks.mode is None and meta["mode"] is not None:
-            self.clocks.set_mode(meta["mode"], meta.get("bound") or 0)
+        clocks = self.clocks or self._put_clocks(Clocks(None, meta["workers"]))
+        if clocks.mode is None and meta["mode"] is not None:
+            clocks.set_mode(meta["mode"], meta.get("bound") or 0)
             logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
-        client, replaced = self.clients.of(entry.client, meta["worker"])
-        if replaced:
-            self.leases.release(client.worker)
-        self.clocks.join(client.worker)
+        if self.engine.admit(entry.client, meta["worker"]):
+            self.leases.release(meta["worker"])
+        worker = self.clients.worker_of(entry.client)
+        clocks.join(worker)
         for spec in map(_spec, meta["specs"]):
             if spec.name not in self.tables.specs:
-                self.tables.add(self._prepared.pop(spec.name) if spec.name in self._prepared else self.make_table(spec))
+                self.put_table(self._prepared.pop(spec.name) if spec.name in self._prepared else self.make_table(spec))
                 self._note_source(spec.name)
                 logger.info("server %d: table %s, dim %d, %s", self.server, spec.name, spec.dim, spec.rule)
-        return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
+        return {"tables": sorted(self.tables.specs), "step": clocks.next_step(worker)}
 
-    def _check_push(self, entry: LogEntry) -> None:
-        weight = entry.meta["weight"]
-        if not 0 <= weight < math.inf:
-            raise ConfigError(f"Asked for a push of weight {weight}. Its weight is the rows of its batch: at least 0.")
-        for update in entry.updates:
-            self.tables.check(update)
-
-    def _push(self, entry: LogEntry) -> dict[str, Any]:
-        worker, clocks = self.clients[entry.client].worker, self.require_clocks()
-        if entry.meta["step"] < clocks.next_step(worker):
-            return {}  # written again at the head of a segment, beside the first time
-        if clocks.mode == "sync":
-            self._sync_step[worker] = entry.copy()
-            clocks.push(worker)
-            return {"dropped": self._complete(clocks)}
-        dropped = sum(self.tables.apply(update) for update in entry.updates)
-        clocks.push(worker)
-        return {"dropped": dropped}
-
-    def _complete(self, clocks: Clocks) -> int:
-        """Apply the step that every live worker has pushed, if there is one."""
-        dropped = 0
-        while clocks.complete > clocks.version:
-            parts = [(entry.meta["weight"], entry.updates) for _, entry in sorted(self._sync_step.items())]
-            self._sync_step.clear()
-            dropped += sum(self.tables.apply(update) for update in average_updates(parts))
-            clocks.apply(clocks.version + 1)
-        return dropped
+    def _replay_push(self, entry: LogEntry) -> dict[str, Any]:
+        updates = engine_updates(self.tables, entry.updates)
+        self.engine.replay(entry.client, entry.seq, entry.meta["step"], entry.meta["weight"], updates)
+        return {}  # the engine has recorded what was answered
 
     def _leave(self, entry: LogEntry) -> dict[str, Any]:
-        worker, clocks = self.clients[entry.client].worker, self.require_clocks()
-        clocks.leave(worker)
+        worker = self.clients.worker_of(entry.client)
+        self.require_clocks().leave(worker)
         self.leases.release(worker)
-        if clocks.mode == "sync":
-            self._complete(clocks)
+        self.engine.complete_steps()
         return {}
 
     def _check_shrink(self, entry: LogEntry) -> None:
@@ -212,17 +198,22 @@ class ServerState:
         self.leases.check(entry.meta["epoch"], entry.meta["files"])
 
     def _lease(self, entry: LogEntry) -> dict[str, Any]:
-        worker = self.clients[entry.client].worker
+        worker = self.clients.worker_of(entry.client)
         return self.leases.lease(worker, entry.meta["epoch"], entry.meta["files"])
 
     def _check_progress(self, entry: LogEntry) -> None:
-        worker = self.clients[entry.client].worker
+        worker = self.clients.worker_of(entry.client)
         self.leases.check_progress(worker, entry.meta["epoch"], entry.meta["file"], entry.meta["offset"])
 
     def _progress(self, entry: LogEntry) -> dict[str, Any]:
         meta = entry.meta
         self.leases.record_progress(meta["epoch"], meta["file"], meta["offset"], end=meta.get("end", True))
         return {}
+
+    def _put_clocks(self, clocks: Clocks) -> Clocks:
+        self.clocks = clocks
+        self.engine.set_clocks(clocks)
+        return clocks
 
     def _source_of(self, name: str) -> SnapshotSource | None:
         return next((source for source in reversed(self.sources) if name in source.names), None)
@@ -246,13 +237,13 @@ class Operation:
 
 OPS = {
     "declare": Operation(ServerState._declare, ServerState._check_declare),
-    "push": Operation(ServerState._push, ServerState._check_push),
+    "push": Operation(ServerState._replay_push),
     "leave": Operation(ServerState._leave),
     "shrink": Operation(ServerState._shrink, ServerState._check_shrink),
     "lease": Operation(ServerState._lease, ServerState._check_lease),
     "done": Operation(ServerState._progress, ServerState._check_progress),
 }
-"""Every request that is logged, by its name on the wire."""
+"""Every request that is logged, by its name on the wire. A push comes here from the log alone."""
 
 
 def _spec(value: object) -> TableSpec:

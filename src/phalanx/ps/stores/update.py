@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,17 +44,6 @@ class TableUpdate:
 
     shows: NDArray[np.float32] | None = None
     clicks: NDArray[np.float32] | None = None
-
-    def copy(self) -> TableUpdate:
-        """Return the same update with arrays of its own."""
-        return replace(
-            self,
-            keys=self.keys.copy(),
-            values=self.values.copy(),
-            counts=None if self.counts is None else self.counts.copy(),
-            shows=None if self.shows is None else self.shows.copy(),
-            clicks=None if self.clicks is None else self.clicks.copy(),
-        )
 
     def describe(self) -> dict[str, Any]:
         """Return the JSON object that it travels with: `table`, `kind`, `lr`, and true for each of its `COLUMNS`."""
@@ -124,24 +112,20 @@ def pack_updates(updates: Sequence[TableUpdate]) -> tuple[list[dict[str, Any]], 
     return [update.describe() for update in updates], [array for update in updates for array in update.arrays()]
 
 
-def unpack_updates(
-    described: Sequence[Mapping[str, Any]],
-    arrays: Sequence[Array],
-    pulled_keys: Mapping[int, Mapping[str, Keys]] = MappingProxyType({}),
-) -> list[TableUpdate]:
+def unpack_updates(described: Sequence[Mapping[str, Any]], arrays: Sequence[Array]) -> list[TableUpdate]:
     """Return the updates of a push.
 
     Args:
-        described: What `TableUpdate.describe` returns of each, with `pull` where the keys are those of an earlier pull.
+        described: What `TableUpdate.describe` returns of each, with `pull` where the keys are those of an earlier pull:
+            the server alone knows them, and the update has as many keys without meaning.
         arrays: Per update what `TableUpdate.arrays` returns, without the keys where there is a `pull`.
-        pulled_keys: Keys of earlier pulls, by pull and table.
 
     Raises:
         ConfigError: If there are too few or too many arrays.
     """
     rest = iter(arrays)
     try:
-        updates = [_unpack_update(update, rest, pulled_keys) for update in described]
+        updates = [_unpack_update(update, rest) for update in described]
     except StopIteration:
         raise ConfigError(f"A push of {len(described)} changes came with only {len(arrays)} arrays.") from None
     if next(rest, None) is not None:
@@ -149,11 +133,11 @@ def unpack_updates(
     return updates
 
 
-def _unpack_update(
-    update: Mapping[str, Any], rest: Iterator[Array], pulled_keys: Mapping[int, Mapping[str, Keys]]
-) -> TableUpdate:
-    name, pull = update["table"], update.get("pull")
-    keys = next(rest) if pull is None else pulled_keys[pull][name]
+def _unpack_update(update: Mapping[str, Any], rest: Iterator[Array]) -> TableUpdate:
+    brought = next(rest) if update.get("pull") is None else None
     values = next(rest)
+    keys = np.empty(len(values), np.int64) if brought is None else brought
     columns: dict[str, Any] = {column: next(rest) for column in COLUMNS if update.get(column)}
-    return TableUpdate(name, keys, values, kind=update.get("kind", "gradient"), lr=update.get("lr"), **columns)
+    return TableUpdate(
+        update["table"], keys, values, kind=update.get("kind", "gradient"), lr=update.get("lr"), **columns
+    )

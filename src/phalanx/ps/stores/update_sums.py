@@ -1,9 +1,8 @@
-"""Merge several updates into one per table: sum over steps, average over workers."""
+"""Merge several updates into one per table: the sum over steps. Servers average in `csrc/server_push.cc`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -49,25 +48,3 @@ def _columns(update: TableUpdate, has_statistics: bool) -> Rows:
         columns += [counts if update.shows is None else update.shows]
         columns += [np.zeros(len(counts), np.float32) if update.clicks is None else update.clicks]
     return np.column_stack(columns).astype(np.float32, copy=False)
-
-
-def average_updates(parts: Sequence[tuple[float, Sequence[TableUpdate]]]) -> list[TableUpdate]:
-    """Return what several workers pushed as one change per table.
-
-    Gradients are added in the order given, each times its weight over the sum of weights; then the rule applies once
-    per id, at the learning rate of the last worker that named the table. Other kinds are applied as they are, first,
-    in the order given.
-
-    Args:
-        parts: Weight and changes of each worker, in rank order.
-    """
-    total = sum(weight for weight, _ in parts)
-    plain = [c for _, updates in parts for c in updates if c.kind != "gradient"]
-    # A worker without rows of its own in this step must not even touch the state of a row, as a gradient of 0 would.
-    scaled = [
-        replace(c, values=c.values * np.float32(weight / total))
-        for weight, updates in parts
-        for c in updates
-        if c.kind == "gradient" and weight > 0
-    ]
-    return plain + sum_updates(scaled)

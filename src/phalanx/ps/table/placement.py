@@ -6,6 +6,7 @@ cut by it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -20,6 +21,7 @@ SHARDS = 1024
 _SHARD_BITS = 10
 
 
+@functools.lru_cache(maxsize=4096)
 def table_salt(name: str) -> int:
     """Return the number, 0 to 2**64 - 1, that makes a table's hashes its own; it depends on the name alone."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,71 @@
+// What Python's control does with the engine: tables, clocks, clients.
+
+#include "server_engine.h"
+
+namespace phalanx {
+
+void ServerEngine::put_table(std::uint64_t salt, ServerTable table) {
+  TablePtr previous = std::make_shared<const ServerTable>(std::move(table));
+  const std::lock_guard locked(lock_);
+  tables_[salt].swap(previous);
+}
+
+void ServerEngine::set_clocks(std::shared_ptr<Clocks> clocks) {
+  const std::lock_guard locked(lock_);
+  clocks_.swap(clocks);
+}
+
+void ServerEngine::set_log(std::shared_ptr<ServerLog> log) {
+  const std::lock_guard locked(lock_);
+  log_.swap(log);
+}
+
+bool ServerEngine::admit(std::uint64_t client, int worker) {
+  const std::lock_guard locked(lock_);
+  return clients_.admit(client, worker);
+}
+
+void ServerEngine::restore_client(std::uint64_t client, int worker, std::uint64_t last, EarlierReply reply) {
+  const std::lock_guard locked(lock_);
+  Client& restored = clients_.all[client];
+  restored.worker = worker;
+  restored.last = last;
+  restored.reply = std::move(reply);
+}
+
+std::map<std::uint64_t, Client> ServerEngine::clients() const {
+  const std::lock_guard locked(lock_);
+  std::map<std::uint64_t, Client> all = clients_.all;
+  for (auto& [number, client] : all) client.pulled_keys.clear();
+  return all;
+}
+
+std::optional<int> ServerEngine::worker_of(std::uint64_t client) const {
+  const std::lock_guard locked(lock_);
+  const Client* const found = clients_.find(client);
+  return found == nullptr ? std::nullopt : std::optional(found->worker);
+}
+
+std::optional<std::string> ServerEngine::earlier_reply(std::uint64_t client, std::uint64_t seq) {
+  const std::lock_guard locked(lock_);
+  const Client& asking = clients_[client];
+  if (seq > asking.last) return std::nullopt;
+  return seq == asking.last ? asking.reply.json : "{\"again\":true}";
+}
+
+void ServerEngine::record_reply(std::uint64_t client, std::uint64_t seq, std::string json) {
+  const std::lock_guard locked(lock_);
+  Client& asking = clients_[client];
+  if (seq <= asking.last) return;
+  asking.last = seq;
+  asking.reply = {std::move(json), std::nullopt};
+}
+
+void ServerEngine::forget_pulls() {
+  const std::lock_guard locked(lock_);
+  for (auto& [number, client] : clients_.all) client.pulled_keys.clear();
+}
+
+void ServerEngine::stop() { is_stopping_ = true; }
+
+}  // namespace phalanx
