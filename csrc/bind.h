@@ -12,3 +12,4 @@ void bind_slots(nanobind::module_& module);
 void bind_square_sums(nanobind::module_& module);
 void bind_table(nanobind::module_& module);
 void bind_unique(nanobind::module_& module);
+void bind_wire(nanobind::module_& module);

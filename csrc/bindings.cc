@@ -12,4 +12,5 @@ NB_MODULE(_core, module) {
   bind_square_sums(module);
   bind_table(module);
   bind_unique(module);
+  bind_wire(module);
 }

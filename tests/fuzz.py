@@ -68,7 +68,8 @@ def fuzz_frame(data: bytes) -> None:
     with suppress(frame.FrameError):
         if len(data) >= frame.HEADER_BYTES:
             header = frame.decode_header(data[: frame.HEADER_BYTES])
-            frame.layout_from(frame.decode_object(data[: frame.HEADER_BYTES], data[frame.HEADER_BYTES :]), 0)
+            frame.check_object(data[: frame.HEADER_BYTES], data[frame.HEADER_BYTES :])
+            frame.layout_from(frame.parse_object(data[frame.HEADER_BYTES :]), 0)
             assert header.payload_bytes <= frame.LARGEST_PAYLOAD
 
 

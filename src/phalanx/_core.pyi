@@ -347,3 +347,66 @@ def square_sums(
     second: numpy.typing.NDArray[numpy.float64],
 ) -> None:
     """Fills `first` and `second` with the sums of squares of each array."""
+
+class MemoryBudget:
+    """Bytes that all connections of a process may hold together."""
+
+    def __init__(self, limit: int) -> None: ...
+    def take(self, count: int) -> bool: ...
+    def give(self, count: int) -> None: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+
+class AttachedSegments:
+    """Shared memory that a client handed over."""
+
+    def __init__(self) -> None: ...
+    def attach(self, number: int, size: int, fd: int) -> numpy.typing.NDArray[numpy.uint8]: ...
+    def find(self, number: int) -> numpy.typing.NDArray[numpy.uint8]: ...
+
+class DataHandler:
+    """Answers pulls and pushes; see csrc/server_request.h."""
+
+class PythonHandler(DataHandler):
+    """Answers them by a Python function."""
+
+    def __init__(self, answer: Callable[..., tuple[int, int, int]]) -> None: ...
+
+class ServerContext:
+    """What the sessions of a server share."""
+
+    def __init__(
+        self,
+        handler: DataHandler,
+        name: str,
+        max_frame_bytes: int,
+        budget: MemoryBudget,
+        log_failure: Callable[[str], None],
+    ) -> None: ...
+    def stop(self) -> None: ...
+    def answer(
+        self,
+        peer: str,
+        client: int,
+        kind: int,
+        seq: int,
+        object: bytes,
+        payload: numpy.typing.NDArray[numpy.uint8],
+        report_wait: Callable[[str, bool], None],
+    ) -> tuple[int, bytes, numpy.typing.NDArray[numpy.uint8]]: ...
+
+class DataSession:
+    """A client's pulls and pushes; see csrc/wire_session.h."""
+
+    def __init__(self, context: ServerContext, segments: AttachedSegments, client: int, peer: str) -> None: ...
+    def serve(
+        self,
+        fd: int,
+        is_unix: bool,
+        ahead: numpy.typing.NDArray[numpy.uint8],
+        start: int,
+        end: int,
+        descriptors: list[int],
+    ) -> tuple[bool, int, int, list[int]]: ...

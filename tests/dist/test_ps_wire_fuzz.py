@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 
 from open_files import no_descriptor_left
+from phalanx import _core
 from phalanx.errors import PeerLostError
 from phalanx.ps.wire import Connection, RpcReply, RpcRequest, frame
 from phalanx.ps.wire import secret as handshake
 from phalanx.ps.wire.channel import Channel, UnixChannel
+from phalanx.ps.wire.data_frame import PULL_HEAD, PUSH_HEAD
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.segments import SharedSegment
-from phalanx.ps.wire.session import MemoryBudget, ServerConfig, Session
+from phalanx.ps.wire.session import ServerConfig, Session
 from wiring import SECRET, connected, serving
 
 pytestmark = pytest.mark.dist
@@ -34,6 +36,16 @@ BOUND_BYTES = 24 << 20
 
 def answer(request: RpcRequest) -> RpcReply:
     return RpcReply({"bytes": sum(array.nbytes for array in request.arrays)}, request.arrays[:1])
+
+
+def answer_data(is_push, client, seq, step, weight, keep, pushes, pulls, rows, report_wait) -> tuple[int, int, int]:
+    """Touch every byte of every array."""
+    for push in pushes:
+        for array in push[3:]:
+            assert not isinstance(array, np.ndarray) or len(array.tobytes()) == array.nbytes
+    for _, keys in pulls:
+        rows(len(keys), 3)[...] = keys[:, None]
+    return 0, 1, 0
 
 
 class Admitted(Session):
@@ -48,9 +60,12 @@ class Victim:
 
     def __init__(self, kind: type[Session]) -> None:
         self.kind = kind
-        self.budget = MemoryBudget(64 << 20)
+        self.budget = _core.MemoryBudget(64 << 20)
         nothing, never = (lambda client: None), threading.Event()
-        self.terms = ServerConfig(SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, never, nothing, nothing)
+        context = _core.ServerContext(_core.PythonHandler(answer_data), "server 0", 16 << 20, self.budget, pytest.fail)
+        self.terms = ServerConfig(
+            SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, context, never, nothing, nothing
+        )
 
     def feed(self, data: bytes, descriptor: int | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -68,7 +83,7 @@ def request(content: object, payload: bytes = b"", flags: int = 0, claimed: int 
     """Return a frame whose header and object are sound, whatever they say."""
     raw = json.dumps(content).encode()
     length = len(payload) if claimed is None else claimed
-    head = struct.pack("<4sHBBQQIQ", frame.MAGIC, 1, FrameKind.REQUEST, flags, 1, 1, len(raw), length)
+    head = struct.pack("<4sHBBQQIQ", frame.MAGIC, frame.WIRE_VERSION, FrameKind.REQUEST, flags, 1, 1, len(raw), length)
     checksum = struct.pack("<I", zlib.crc32(raw, zlib.crc32(head)))
     return head + checksum + raw + payload
 
@@ -80,7 +95,29 @@ def sound(arrays: list[frame.Array]) -> bytes:
     return head + b"".join(frame.chunks(layout, arrays))
 
 
-SOUND = [sound([]), sound([np.arange(20)]), sound([np.arange(300), np.ones((300, 16), np.float32)])]
+def packed(
+    kind: int, heads: bytes, counts: tuple[int, int], payload: bytes = b"", flags: int = 0, **more: int
+) -> bytes:
+    """Return a pull or push whose header, checksums and object's length are sound, whatever the object says."""
+    segment, size, claimed = (more.get(name, 0) for name in ("segment", "size", "claimed"))
+    raw = struct.pack("<QdQQIIII", 1, 1.0, segment, size, more.get("keep", 0), *counts, 0) + heads
+    head = struct.pack(
+        "<4sHBBQQIQ", frame.MAGIC, frame.WIRE_VERSION, kind, flags, 1, 1, len(raw), claimed or len(payload)
+    )
+    checksum = struct.pack("<I", zlib.crc32(raw, zlib.crc32(head)))
+    tail = struct.pack("<I", zlib.crc32(payload)) if payload else b""
+    return head + checksum + raw + payload + tail
+
+
+KEYS = np.arange(100)
+PULL = packed(FrameKind.PULL, PULL_HEAD.pack(7, 100), (0, 1), KEYS.tobytes(), keep=1)
+PUSH = packed(
+    FrameKind.PUSH,
+    PUSH_HEAD.pack(7, 0, 0.5, 100, 2, 0, 15) + PUSH_HEAD.pack(8, 3, 0.0, 4, 4, 1, 0) + PULL_HEAD.pack(7, 8),
+    (2, 1),
+    bytes(832 + 832 + 448 + 448 + 448 + 64 + 64),
+)
+SOUND = [sound([]), sound([np.arange(20)]), sound([np.arange(300), np.ones((300, 16), np.float32)]), PULL, PUSH]
 SIZES = [0, 1, 7, 8, 64, 4 << 20, 15 << 20, 1 << 30, 1 << 40, 1 << 41, 1 << 62, -1, True, 1.5, None, "8"]
 SEGMENTS = [[1, 1 << 16], [1, 1 << 30], [0, 1 << 40], [-1, -1], [1], "1", None, [1, 1 << 70], [2, 1 << 16]]
 
@@ -98,7 +135,9 @@ def truncated(chance: random.Random) -> bytes:
 
 
 def noise(chance: random.Random) -> bytes:
-    return chance.choice([b"", frame.MAGIC, frame.MAGIC + b"\1\0\1\0"]) + chance.randbytes(chance.randrange(300))
+    return chance.choice([b"", frame.MAGIC, frame.MAGIC + b"\2\0\1\0", frame.MAGIC + b"\2\0\6\0"]) + chance.randbytes(
+        chance.randrange(300)
+    )
 
 
 def lying(chance: random.Random) -> bytes:
@@ -115,17 +154,50 @@ def lying(chance: random.Random) -> bytes:
     return request(content, payload, chance.choice([0, 0, 1, 2, 3, 255]), claimed)
 
 
+COUNTS = [0, 1, 2, 100, 1 << 16, 1 << 20, (1 << 32) - 1]
+
+
+def lying_packed(chance: random.Random) -> bytes:
+    """Say untrue things in a sound pull or push: counts of tables, rows and values that the payload does not have."""
+    pushes, pulls = (chance.choice([0, 0, 1, 1, 2, 3]) for _ in range(2))
+    heads = b"".join(
+        PUSH_HEAD.pack(
+            chance.choice([7, 1 << 63]),
+            chance.choice([0, 0, 5]),
+            0.1,
+            chance.choice(COUNTS),
+            chance.choice(COUNTS),
+            chance.choice([0, 1, 2, 3, 255]),
+            chance.choice([0, 1, 7, 15, 16, 255]),
+        )
+        for _ in range(pushes)
+    ) + b"".join(PULL_HEAD.pack(7, chance.choice(COUNTS)) for _ in range(pulls))
+    counts = chance.choice([(pushes, pulls), (pushes, pulls), (chance.choice(COUNTS), chance.choice(COUNTS))])
+    return packed(
+        chance.choice([FrameKind.PULL, FrameKind.PUSH, FrameKind.ROWS]),
+        heads[: chance.choice([len(heads), len(heads), chance.randrange(len(heads) + 1)])],
+        counts,
+        chance.randbytes(chance.choice([0, 8, 16, 64, 800, 2000])),
+        chance.choice([0, 0, 0, 1, 2, 3]),
+        keep=chance.choice([0, 1, 2, 1 << 31]),
+        segment=chance.choice([0, 1, 1 << 63]),
+        size=chance.choice([0, 1 << 16, 1 << 63]),
+        claimed=chance.choice([0, 0, 0, 1, 1 << 20, 1 << 40, 1 << 41, 1 << 63]),
+    )
+
+
 def broken(count: int, seed: int) -> Iterator[bytes]:
     chance = random.Random(seed)
-    makers = [noise, truncated, flipped, lying]
+    makers = [noise, truncated, flipped, lying, lying_packed]
     for number in range(count):
-        yield makers[number % 4](chance)
+        yield makers[number % len(makers)](chance)
 
 
 @pytest.mark.parametrize("kind", [Session, Admitted], ids=["before the handshake", "after it"])
 def test_5000_broken_frames_hold_no_memory_thread_or_descriptor(kind):
     victim = Victim(kind)
-    victim.feed(SOUND[2])
+    for data in SOUND:
+        victim.feed(data)
     threads = set(threading.enumerate())
     with no_descriptor_left():
         tracemalloc.start()
@@ -137,6 +209,22 @@ def test_5000_broken_frames_hold_no_memory_thread_or_descriptor(kind):
     assert set(threading.enumerate()) <= threads
 
 
+def test_pulls_and_pushes_of_the_fuzzer_are_answered_where_nothing_is_broken():
+    replies = []
+    for data in (PULL, PUSH):
+        ours, theirs = socket.socketpair()
+        writer = UnixChannel(ours)
+        writer.send([data])
+        ours.shutdown(socket.SHUT_WR)
+        Admitted(UnixChannel(theirs), "a test", Victim(Admitted).terms).run(lambda where, why: pytest.fail(why))
+        header, raw = writer.read_head()
+        assert (header.kind, header.seq, len(raw)) == (FrameKind.ROWS, 1, 32)
+        replies.append(writer.read_payload(header.payload_bytes).view(np.float32).reshape(-1, 3))
+        writer.close()
+    assert np.array_equal(replies[0], np.repeat(np.arange(100, dtype=np.float32), 3).reshape(100, 3))
+    assert replies[1].shape == (8, 3)
+
+
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
     victim, shared = Victim(Admitted), SharedSegment(1, 1 << 16)
@@ -145,6 +233,9 @@ def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
         for flags in (0, frame.SHARED, frame.NEW_SEGMENT, frame.SHARED | frame.NEW_SEGMENT):
             content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": segment}
             victim.feed(request(content, b"", flags, 100) + SOUND[1], shared.descriptor)
+            victim.feed(
+                packed(FrameKind.PULL, PULL_HEAD.pack(7, 9), (0, 1), flags=flags, claimed=72), shared.descriptor
+            )
     shared.forget_descriptor()
 
 

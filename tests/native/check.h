@@ -36,3 +36,4 @@ void test_server();
 void test_tables();
 void test_collectives();
 void test_text_and_arrays();
+void test_wire();

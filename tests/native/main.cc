@@ -8,5 +8,6 @@ int main() {
   test_server();
   test_collectives();
   test_text_and_arrays();
+  test_wire();
   std::puts("the native core: all checks passed");
 }

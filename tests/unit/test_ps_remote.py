@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 import ps_simulator as sim
+from phalanx import _core
 from phalanx.errors import BackendError, ConfigError, PhalanxError
+from phalanx.ps.server import data_requests
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.wire.message import RpcRequest
+from phalanx.ps.wire import frame
+from phalanx.ps.wire.frame import FrameKind
+from phalanx.ps.wire.message import RpcRequest, _raised
 
 
 class DirectConnection:
-    """A connection that asks its service at once and remembers what was asked."""
+    """A connection that asks its service at once and remembers what was asked: the operation and its arguments."""
 
     services: ClassVar[list[Service]] = []
 
@@ -28,9 +33,11 @@ class DirectConnection:
         self.service, self.client, self.me = self.services[int(endpoint)], client, me
         self.seq = itertools.count(1)
         self.asked = []
+        handler = _core.PythonHandler(partial(noting, self.asked, data_requests._Requests(self.service).answer))
+        self.context = _core.ServerContext(handler, "server", 1 << 30, _core.MemoryBudget(1 << 30), pytest.fail)
 
     def send(self, op, meta, arrays=(), reply_bytes=0):
-        self.asked.append((op, dict(meta), len(arrays)))
+        self.asked.append((op, dict(meta)))
         request = RpcRequest(op, dict(meta), [a.copy() for a in arrays], self.client, next(self.seq), self.me)
         try:
             reply = self.service.handle(request)
@@ -39,11 +46,26 @@ class DirectConnection:
         assert sum(a.nbytes for a in reply.arrays) <= reply_bytes
         return Answered(reply)
 
+    def post(self, request):
+        payload = np.empty(request.payload_bytes, np.uint8)
+        request.write(payload)
+        kind, raw, rows = self.context.answer(
+            self.me, self.client, request.kind, next(self.seq), request.encode(None), payload, lambda *_: None
+        )
+        if kind == FrameKind.ERROR:
+            return Answered(_raised(frame.parse_object(raw), "server"))
+        return Answered(request.decode_reply(FrameKind(kind), raw, len(rows), lambda at, count: rows))
+
     def call(self, op, meta, arrays=(), reply_bytes=0):
         return self.send(op, meta, arrays, reply_bytes).result()
 
     def close(self):
-        self.asked.append(("close", {}, 0))
+        self.asked.append(("close", {}))
+
+
+def noting(asked, answer, is_push, client, seq, step, weight, keep, pushes, *rest):
+    asked.append(("push" if is_push else "pull", {"step": step, "named": [push[2] != 0 for push in pushes]}))
+    return answer(is_push, client, seq, step, weight, keep, pushes, *rest)
 
 
 class Answered:
@@ -75,7 +97,7 @@ def made(servers=1, **about):
 
 
 def asked(store, op):
-    return [[meta for o, meta, _ in c.asked if o == op] for c in store._connections]
+    return [[meta for o, meta in c.asked if o == op] for c in store._connections]
 
 
 KEYS = np.arange(40, dtype=np.int64)
@@ -104,9 +126,7 @@ def test_a_push_names_the_pull_that_brought_its_keys(servers):
     (rows,) = store.pull([PullSpec("ids", KEYS)], step=2).rows()
     np.testing.assert_allclose(rows, sim.START - 2 * sim.LR * VALUES, rtol=1e-6)
     for of_server in asked(store, "push"):
-        first, second = (meta["changes"][0]["pull"] for meta in of_server)
-        assert first is not None
-        assert second is None
+        assert [meta["named"] for meta in of_server] == [[True], [False]]
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -122,8 +142,7 @@ def test_each_change_of_a_push_names_the_pull_of_its_own_keys(servers):
     (rows,) = store.pull([PullSpec("ids", KEYS)], step=2).rows()
     np.testing.assert_allclose(rows[3:], sim.START - 2 * sim.LR * VALUES[3:], rtol=1e-6)
     for of_server in asked(store, "push"):
-        named = [[change["pull"] is not None for change in meta["changes"]] for meta in of_server]
-        assert named == [[True, True, False], [False]]
+        assert [meta["named"] for meta in of_server] == [[True, True, False], [False]]
 
 
 def test_a_server_that_forgot_the_pull_gets_the_keys():
@@ -134,7 +153,7 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     store.push([TableUpdate("ids", KEYS, VALUES)])
     late = store.pull([PullSpec("ids", KEYS)], step=1)
     np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
-    assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
+    assert [meta["named"] for meta in asked(store, "push")[0]] == [[True], [False]]
 
 
 def fill_disk_once(service):
@@ -235,7 +254,7 @@ def test_connections_that_came_are_closed_when_another_does_not():
         patch.setattr("phalanx.ps.stores.remote.Connection", Refusing)
         with pytest.raises(ConfigError, match="refused"):
             remote([Service(0, 2), Service(1, 2)])
-    assert [c.asked for c in opened] == [[("close", {}, 0)]]
+    assert [c.asked for c in opened] == [[("close", {})]]
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -260,7 +279,7 @@ def test_rows_come_with_a_push_that_is_sent_again():
     service.engine.forget_pulls()
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], then=[PullSpec("ids", KEYS[:2])])
     np.testing.assert_allclose(pulled.rows()[0], sim.START - sim.LR * VALUES[:2], rtol=1e-6)
-    assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
+    assert [meta["named"] for meta in asked(store, "push")[0]] == [[True], [False]]
     fill_disk_once(service)
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], step=1, then=[PullSpec("ids", KEYS[:2])])
     with pytest.raises(BackendError, match="full"):

@@ -17,6 +17,7 @@ from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.role.role import Role
 from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks
+from phalanx.ps.server.data_requests import data_handler
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
@@ -87,6 +88,7 @@ def run(
         secret=secret,
         me=f"server {role.rank}",
         handler=service.handle,
+        data_handler=data_handler(service),
         opened=service.connected,
         closed=service.disconnected,
     )

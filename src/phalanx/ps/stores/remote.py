@@ -15,17 +15,10 @@ from typing import Any
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ServerMode, TableReport
-from phalanx.ps.stores.requests import (
-    KeyPartition,
-    NamedPull,
-    PartitionedPull,
-    PulledAfter,
-    PullRequest,
-    PushRequest,
-    split_update,
-)
+from phalanx.ps.stores.partition import KeyPartition, PartitionedRequest, PullNumbers
+from phalanx.ps.stores.requests import NamedPull, PulledAfter, PullRequest, PushRequest, ServerPart
 from phalanx.ps.stores.tables import get_table
-from phalanx.ps.stores.update import TableUpdate
+from phalanx.ps.stores.update import TableUpdate, check_keys
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
@@ -102,7 +95,10 @@ class RemoteStore:
 
     def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
-        pull = PullRequest(self._shares(pull_specs), self.flush)
+        request = PartitionedRequest(len(self._connections))
+        self._add_pulls(request, pull_specs)
+        keys = {pull_spec.table: pull_spec.keys for pull_spec in pull_specs}
+        pull = PullRequest(request, keys, self.flush)
         pull.send(self._connections, self._number(step))
         if pull_specs:
             self._named_pulls.append(pull.named)
@@ -113,15 +109,17 @@ class RemoteStore:
     ) -> PendingRows:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
-        pulls = [self._take_pull(update) for update in updates]
-        about, headers = {"step": self._number(step), "weight": weight}, [update.describe() for update in updates]
-        parts = [split_update(update, self._partition(update.table, update.keys)) for update in updates]
-        shares = self._shares(then)
+        request = PartitionedRequest(len(self._connections))
+        for update in updates:
+            update.check(get_table(self._tables, update.table).spec)
+        self._add_pulls(request, then)
+        for update in updates:
+            request.add_push(update, self._partition(update.table, update.keys), self._take_pull(update))
         for rank, connection in enumerate(self._connections):
-            push = PushRequest(connection, about, headers, [of_update[rank] for of_update in parts], shares.of(rank))
-            push.send([ids.get(rank) for ids in pulls])
+            push = PushRequest(connection, ServerPart(request, rank), self._number(step), weight)
+            push.send()
             self._in_flight.append(push)
-        return PulledAfter(list(self._in_flight), shares, self.flush)
+        return PulledAfter(list(self._in_flight), request, self.flush)
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `TableStore.flush`.
@@ -179,23 +177,23 @@ class RemoteStore:
         for connection in self._connections:
             connection.close()
 
-    def _take_pull(self, update: TableUpdate) -> Mapping[int, int]:
+    def _take_pull(self, update: TableUpdate) -> PullNumbers | None:
         """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
         for pull in reversed(self._named_pulls):
             if pull.has_keys_of(update):
                 del pull.keys[update.table]
-                return pull.ids
-        return {}
+                return pull.numbers
+        return None
 
     def _number(self, step: int) -> int:
         """Return what the servers call this push of ours."""
         return step + (self._first_step or 0)
 
-    def _shares(self, pull_specs: Sequence[PullSpec]) -> PartitionedPull:
-        dims = [get_table(self._tables, pull_spec.table).dim for pull_spec in pull_specs]
-        return PartitionedPull(
-            pull_specs, [self._partition(pull_spec.table, pull_spec.keys) for pull_spec in pull_specs], dims
-        )
+    def _add_pulls(self, request: PartitionedRequest, pull_specs: Sequence[PullSpec]) -> None:
+        for pull_spec in pull_specs:
+            spec = get_table(self._tables, pull_spec.table).spec
+            check_keys(spec, pull_spec.keys)
+            request.add_pull(self._partition(pull_spec.table, pull_spec.keys), spec.dim)
 
     def _partition(self, name: str, keys: Keys) -> KeyPartition:
         table = get_table(self._tables, name)
@@ -211,7 +209,9 @@ class RemoteStore:
         """Return the first push of this process: an earlier one of this worker may have died between two servers."""
         for connection, had in zip(self._connections, steps, strict=True):
             for step in range(had, max(steps)):
-                connection.call("push", {"step": step, "weight": 0.0, "changes": []})
+                push = PushRequest(connection, ServerPart(PartitionedRequest(len(steps)), 0), step, 0.0)
+                push.send()
+                push.wait()
         return max(steps)
 
 
@@ -219,6 +219,6 @@ class _Table:
     """What a store knows of one table."""
 
     def __init__(self, spec: TableSpec) -> None:
-        self.dim, self.salt = spec.dim, table_salt(spec.name)
+        self.spec, self.salt = spec, table_salt(spec.name)
         self.last: tuple[Keys, KeyPartition] | None = None
         """The keys dealt last: those of a step's push are mostly those of its pull."""

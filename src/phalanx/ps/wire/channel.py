@@ -11,13 +11,16 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.frame import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_BYTES, Bytes, FrameError, Header
+
+if TYPE_CHECKING:
+    from phalanx._core import DataSession
 
 Part = bytes | bytearray | memoryview
 
@@ -31,10 +34,13 @@ _ROOM_FOR_ONE = socket.CMSG_SPACE(array.array("i").itemsize)
 class Channel:
     """A TCP socket."""
 
+    _is_unix = False
+
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead_memory: Bytes = np.zeros(_AHEAD_BYTES, np.uint8)
+        self._ahead = self._ahead_memory.data
         self._start = self._end = 0
         self._descriptors: deque[int] = deque()
 
@@ -79,8 +85,8 @@ class Channel:
                     return False
         return True
 
-    def read_head(self, deadline: float | None = None) -> tuple[Header, dict[str, Any]]:
-        """Read header and object of the next frame; its payload comes after.
+    def read_head(self, deadline: float | None = None) -> tuple[Header, bytearray]:
+        """Read header and object of the next frame, as their checksum has them; its payload comes after.
 
         Raises:
             FrameError: If it is not a frame.
@@ -91,7 +97,21 @@ class Channel:
         header = frame.decode_header(head)
         raw = bytearray(header.object_bytes)
         self.fill(memoryview(raw), deadline)
-        return header, frame.decode_object(head, raw)
+        frame.check_object(head, raw)
+        return header, raw
+
+    def serve(self, session: DataSession) -> bool:
+        """Answer pulls and pushes until another frame is next; False if the server stops.
+
+        Raises:
+            FrameError: If what came is no frame.
+            OSError: If the connection breaks.
+        """
+        has_more, self._start, self._end, descriptors = session.serve(
+            self._socket.fileno(), self._is_unix, self._ahead_memory, self._start, self._end, list(self._take_all())
+        )
+        self._descriptors.extend(descriptors)
+        return has_more
 
     def read_payload(
         self, count: int, deadline: float | None = None, reserve: Callable[[int], bool] = lambda count: True
@@ -189,6 +209,10 @@ class Channel:
             os.close(self._descriptors.popleft())
         self._socket.close()
 
+    def _take_all(self) -> Iterator[int]:
+        while self._descriptors:
+            yield self._descriptors.popleft()
+
     def _read_chunk(self, chunk: Bytes, deadline: float | None) -> None:
         self.fill(chunk.data, deadline)
         checksum = bytearray(CHECKSUM_BYTES)
@@ -227,6 +251,8 @@ class Channel:
 
 class UnixChannel(Channel):
     """A Unix socket, which also carries descriptors."""
+
+    _is_unix = True
 
     def _receive_some(self, view: memoryview) -> int:
         count, ancillary, flags, _ = self._socket.recvmsg_into([view], _ROOM_FOR_ONE, socket.MSG_CMSG_CLOEXEC)

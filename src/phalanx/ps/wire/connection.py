@@ -18,7 +18,7 @@ from phalanx.ps.wire.channel import Channel, error_text
 from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
 from phalanx.ps.wire.frame import Array
 from phalanx.ps.wire.link import InFlight, ServerLink
-from phalanx.ps.wire.message import Pending, RpcReply
+from phalanx.ps.wire.message import ControlRequest, Pending, RpcReply, WireRequest
 
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
@@ -39,7 +39,7 @@ class Connection:
             every few seconds, and while they live its reply is not late.
         connect_s: Longest wait for the server to come up.
         retry_s: How long to connect again after the connection is lost or the server fell silent, sending again what
-            was not answered; a request then costs a copy of its arrays. 0: a lost connection is an error at once.
+            was not answered. 0: a lost connection is an error at once.
         client: Number of this client, the same for the life of the process; made when None.
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
 
@@ -109,8 +109,12 @@ class Connection:
             PeerLostError: If the server is gone, or takes no request before the deadline.
             ClosedError: If this connection was closed.
         """
-        arrays = [np.asarray(array, order="C") for array in arrays]
-        pending = Pending(op, meta, arrays, reply_bytes, self._wait_for)
+        return self.post(ControlRequest(op, meta, [np.asarray(array, order="C") for array in arrays], reply_bytes))
+
+    def post(self, request: WireRequest) -> Pending:
+        """Send a request of any kind and return without its reply; see `send`."""
+        pending = Pending(request, self._wait_for)
+        op = pending.op
         pending.sent_at = time.monotonic()
         self._reserve(pending)
         if not self._writing.acquire(timeout=self._timeout_s + self._retry_s):
@@ -124,7 +128,8 @@ class Connection:
 
     def call(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> RpcReply:
         """Send a request and wait for its reply; see `send` and `Pending.result`."""
-        return self.send(op, meta, arrays, reply_bytes).result()
+        reply: RpcReply = self.send(op, meta, arrays, reply_bytes).result()
+        return reply
 
     def close(self) -> None:
         """End the connection; requests without an answer raise `ClosedError`."""
@@ -177,9 +182,6 @@ class Connection:
             self._unreserve(pending)
             raise
         self._write(self._link, pending)
-        # What the caller gave is the caller's again when `send` returns. A shared request is kept in its segment.
-        keep = self._retry_s and pending.outcome is None and pending.lease is None
-        pending.arrays = [array.copy() for array in pending.arrays] if keep else ()
 
     def _write(self, link: ServerLink, pending: Pending) -> None:
         try:
@@ -191,7 +193,7 @@ class Connection:
             # The reader of this link sees the same, and either connects again or reports the server as lost.
             link.interrupt()
 
-    def _wait_for(self, pending: Pending) -> RpcReply:
+    def _wait_for(self, pending: Pending) -> Any:
         while True:
             with self._changed:
                 if pending.outcome is not None:

@@ -1,10 +1,11 @@
-"""Frame format of RPC messages: 40-byte header, JSON object, arrays with checksums.
+"""Frame format of RPC messages: 40-byte header, object (JSON, or packed for pulls and pushes), arrays with checksums.
 
     magic 4 | wire version u16 | kind u8 | flags u8 | client u64 | seq u64 | object's length u32 | payload's length u64
     | crc32 of all before and the object u32
 
-The object names the arrays' types and shapes; each array starts at a multiple of 64 bytes of the payload. A payload
+The object tells the arrays' types and shapes; each array starts at a multiple of 64 bytes of the payload. A payload
 comes in chunks of at most 4 MiB, each followed by its crc32, or lies in a shared segment that the object names.
+Packed objects are those of `data_frame`. Twin of `csrc/wire_frame.h`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
 
 MAGIC = b"PHLX"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 CHUNK_BYTES = 4 << 20
 LARGEST_OBJECT = 16 << 20
 LARGEST_PAYLOAD = 1 << 40
@@ -65,8 +66,18 @@ class FrameKind(IntEnum):
     WAITING = 4
     """Before a reply, any number of times: for whom it waits."""
 
+    PULL = 5
+    PUSH = 6
+    ROWS = 7
+    """The reply to a pull or push."""
+
 
 _KINDS = frozenset(FrameKind)
+
+DATA_KINDS = frozenset({FrameKind.PULL, FrameKind.PUSH})
+"""Requests with a packed object."""
+
+REQUEST_KINDS = DATA_KINDS | {FrameKind.REQUEST}
 
 
 class Header(NamedTuple):
@@ -161,10 +172,15 @@ def _names() -> str:
 
 
 def encode(kind: FrameKind, flags: int, client: int, seq: int, content: dict[str, Any], payload_bytes: int) -> bytes:
-    """Return header and object of a frame."""
+    """Return header and object of a frame whose object is JSON."""
     raw = json.dumps(content, separators=(",", ":")).encode()
+    return encode_raw(kind, flags, client, seq, raw, payload_bytes)
+
+
+def encode_raw(kind: FrameKind, flags: int, client: int, seq: int, raw: bytes, payload_bytes: int) -> bytes:
+    """Return header and object of a frame."""
     if len(raw) > LARGEST_OBJECT:
-        raise ConfigError(f"a JSON object of {len(raw):,} bytes cannot be sent; send at most {LARGEST_OBJECT:,}.")
+        raise ConfigError(f"an object of {len(raw):,} bytes cannot be sent; send at most {LARGEST_OBJECT:,}.")
     start = _HEADER.pack(MAGIC, WIRE_VERSION, kind, flags, client, seq, len(raw), payload_bytes, 0)[:_CHECKED]
     return b"".join((start, _CHECKSUM.pack(zlib.crc32(raw, zlib.crc32(start))), raw))
 
@@ -185,14 +201,22 @@ def decode_header(raw: bytes | bytearray) -> Header:
     return Header(FrameKind(kind), flags, client, seq, object_bytes, payload_bytes)
 
 
-def decode_object(header: bytes | bytearray, raw: bytes | bytearray) -> dict[str, Any]:
-    """Return the object after a header, once the checksum of both holds.
+def check_object(header: bytes | bytearray, raw: bytes | bytearray) -> None:
+    """Check header and object against their checksum.
 
     Raises:
-        FrameError: If it does not, or if it is not a JSON object.
+        FrameError: If it does not hold.
     """
     if zlib.crc32(raw, zlib.crc32(memoryview(header)[:_CHECKED])) != _CHECKSUM.unpack_from(header, _CHECKED)[0]:
         raise FrameError("the checksum of a frame is wrong")
+
+
+def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
+    """Return an object that is JSON.
+
+    Raises:
+        FrameError: If it is not.
+    """
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.ps.wire import frame
 from phalanx.ps.wire.channel import Channel, UnixChannel, error_text
 from phalanx.ps.wire.frame import FrameError, FrameKind, Header
-from phalanx.ps.wire.message import Pending, RpcReply
+from phalanx.ps.wire.message import Pending
 from phalanx.ps.wire.segments import SegmentPool
 
 _IDLE_S = 0.2
@@ -42,7 +44,7 @@ class InFlight:
 
     def reserve(self, pending: Pending) -> bool:
         """Count the bytes of a request in, if they fit."""
-        size = pending.layout.payload_bytes
+        size = pending.payload_bytes
         if self.bytes and self.bytes + size > self._most_bytes:
             return False
         self.bytes += size
@@ -50,7 +52,7 @@ class InFlight:
 
     def give_back(self, pending: Pending) -> None:
         """Count the bytes of a request out that was not sent."""
-        self.bytes -= pending.layout.payload_bytes
+        self.bytes -= pending.payload_bytes
 
     def add(self, pending: Pending) -> None:
         """Expect an answer to a request, after those to the ones before."""
@@ -63,16 +65,16 @@ class InFlight:
             FrameError: If that is not the one whose turn it is.
         """
         first = self._queue[0] if self._queue else None
-        if first is None or header.seq != first.seq or header.kind == FrameKind.REQUEST:
+        if first is None or header.seq != first.seq or header.kind in frame.REQUEST_KINDS:
             raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
         return first
 
-    def settle(self, pending: Pending, outcome: RpcReply | PhalanxError) -> bool:
+    def settle(self, pending: Pending, outcome: Any) -> bool:
         """Give the first request its outcome; returns False if all were given up while it was read."""
         if not self._queue or self._queue[0] is not pending:
             return False
         self._queue.popleft()
-        self.bytes -= pending.layout.payload_bytes
+        self.bytes -= pending.payload_bytes
         pending.settle(outcome)
         return True
 
@@ -184,13 +186,14 @@ class ServerLink:
         self.read_on()
 
     def _take_frame(self, deadline: float | None) -> None:
-        header, content = self.channel.read_head(deadline)
+        header, raw = self.channel.read_head(deadline)
         with self._changed:
             pending = self._in_flight.expect_answer(header)
         if header.kind == FrameKind.WAITING:
+            content = frame.parse_object(raw)
             self._waits(pending, str(content.get("for")), content.get("here") is True)
             return
-        outcome = pending.read_outcome(self.channel, header, content, self._peer, deadline)
+        outcome = pending.read_outcome(self.channel, header, raw, self._peer, deadline)
         with self._changed:
             self.has_answered |= self._in_flight.settle(pending, outcome)
 

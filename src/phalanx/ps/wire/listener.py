@@ -10,11 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from phalanx.errors import ConfigError
 from phalanx.ps.wire import address
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
 from phalanx.ps.wire.message import Handler
-from phalanx.ps.wire.session import MemoryBudget, ServerConfig, Session
+from phalanx.ps.wire.session import ServerConfig, Session
 from phalanx.ps.wire.tls import Certificate
+from phalanx.versions import HAS_NATIVE
+
+if HAS_NATIVE:
+    from phalanx import _core
+    from phalanx._core import DataHandler
 
 _log = logging.getLogger("phalanx.ps.wire")
 _MOST_HANDSHAKES = 64
@@ -32,6 +38,7 @@ class Listener:
         secret: The job's secret.
         me: Who this server is, as `server 0`.
         handler: Answers one request, in the thread of its client; may block. See `RpcRequest` for how long arrays live.
+        data_handler: Answers pulls and pushes, without the GIL if it is native; none are taken when None.
         max_frame_bytes: Largest payload of one request through a socket; a larger one is an error in the client.
         max_total_bytes: Most bytes that requests of all clients may hold here at once. Shared memory is the
             clients' own and not counted.
@@ -40,7 +47,7 @@ class Listener:
         closed: Called with it when that connection ended.
 
     Raises:
-        ConfigError: If an address that other hosts reach has no secret, or is taken.
+        ConfigError: If an address that other hosts reach has no secret, or is taken; or without the native core.
     """
 
     def __init__(
@@ -50,12 +57,18 @@ class Listener:
         secret: bytes,
         me: str,
         handler: Handler,
+        data_handler: DataHandler | None = None,
         max_frame_bytes: int = 1 << 30,
         max_total_bytes: int = 4 << 30,
         handshake_s: float = 10.0,
         opened: Callable[[int], None] = lambda client: None,
         closed: Callable[[int], None] = lambda client: None,
     ) -> None:
+        if not HAS_NATIVE:
+            raise ConfigError(
+                f"{me} needs the native core of phalanx, which is not installed here. Install a wheel of this "
+                "platform, or build one with a C++20 compiler; workers run without it."
+            )
         if isinstance(listen_on, str):
             listen_on = address.listening_sockets(listen_on, secret)
         self._sockets = list(listen_on)
@@ -65,9 +78,12 @@ class Listener:
         public = any(_is_public(listening) for listening in self._sockets)
         self._certificate = Certificate() if public else None
         self._stopping = threading.Event()
-        budget = MemoryBudget(max_total_bytes)
+        budget = _core.MemoryBudget(max_total_bytes)
+        self._context = _core.ServerContext(
+            data_handler or _core.PythonHandler(_refuse_data), me, max_frame_bytes, budget, _log.error
+        )
         self._config = ServerConfig(
-            secret, me, handler, max_frame_bytes, budget, handshake_s, self._stopping, opened, closed
+            secret, me, handler, max_frame_bytes, budget, handshake_s, self._context, self._stopping, opened, closed
         )
         self._wake, self._woken = socket.socketpair()
         self._sessions: dict[threading.Thread, Session] = {}
@@ -96,6 +112,7 @@ class Listener:
     def stop(self) -> None:
         """Make `serve` return; any thread may call it, a handler's too."""
         self._stopping.set()
+        self._context.stop()
         try:
             self._wake.send(b"x")
         except OSError:
@@ -169,6 +186,10 @@ class Listener:
         deadline = time.monotonic() + seconds
         for thread in self._running():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _refuse_data(*_: object) -> tuple[int, int, int]:
+    raise ConfigError("There are no tables here, so nothing to pull or push.")
 
 
 def _is_public(listening: socket.socket) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from phalanx import errors
 from phalanx.errors import InternalError, PhalanxError
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.channel import Channel, Part
-from phalanx.ps.wire.frame import Array, Bytes, FrameError, FrameKind, Header, PayloadLayout
-from phalanx.ps.wire.segments import SMALLEST_SHARED, ReplyBuffer, SegmentLease, SegmentPool
+from phalanx.ps.wire.data_frame import TakePayload
+from phalanx.ps.wire.frame import Array, Bytes, FrameError, FrameKind, Header
+from phalanx.ps.wire.segments import SMALLEST_SHARED, ReplyBuffer, SegmentLease, SegmentPool, SharedSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +65,108 @@ Handler = Callable[[RpcRequest], RpcReply]
 """Answers one request; may block; raises a `PhalanxError` to have it raised in the client."""
 
 
-class Pending:
-    """A request under way, as `Connection.send` returns it.
+class WireRequest(Protocol):
+    """What a `Pending` sends: a `ControlRequest`, or the `DataRequest` of a pull or push."""
+
+    @property
+    def op(self) -> str:
+        """What is asked, for messages."""
+        ...
+
+    @property
+    def kind(self) -> FrameKind:
+        """Of its frame."""
+        ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of its arrays."""
+        ...
+
+    @property
+    def reply_bytes(self) -> int:
+        """Room for the arrays of the reply in shared memory."""
+        ...
+
+    def encode(self, segment: SharedSegment | None) -> bytes:
+        """Return the object of its frame."""
+        ...
+
+    def write(self, memory: Bytes) -> None:
+        """Write its arrays."""
+        ...
+
+    def decode_reply(self, kind: FrameKind, raw: bytes | bytearray, count: int, take: TakePayload) -> Any:
+        """Return the reply. See `DataRequest.decode_reply`."""
+        ...
+
+
+class ControlRequest:
+    """A request whose object is JSON.
 
     Args:
         op: What is asked.
         meta: Any JSON object.
         arrays: Arrays of the types in `frame.DTYPES`.
         reply_bytes: Room for the arrays of the reply in shared memory.
+    """
+
+    kind = FrameKind.REQUEST
+
+    def __init__(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> None:
+        self.op, self.reply_bytes = op, reply_bytes
+        self._meta, self._arrays, self._layout = meta, arrays, frame.layout_of(arrays)
+        self.payload_bytes = self._layout.payload_bytes
+
+    def encode(self, segment: SharedSegment | None) -> bytes:
+        """Return the object."""
+        content: dict[str, Any] = {"op": self.op, "meta": self._meta, "arrays": self._layout.describe()}
+        if segment is not None:
+            content["segment"] = [segment.number, segment.size]
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    def write(self, memory: Bytes) -> None:
+        """Write the arrays, and let go of them: they are the caller's again."""
+        self._layout.write(self._arrays, memory)
+        self._arrays = ()
+
+    def decode_reply(self, kind: FrameKind, raw: bytes | bytearray, count: int, take: TakePayload) -> RpcReply:
+        """Return the reply. See `DataRequest.decode_reply`."""
+        if kind != FrameKind.REPLY:
+            raise FrameError(f"a {kind.name.lower()} to {self.op!r}")
+        content = frame.parse_object(raw)
+        layout, at = frame.layout_from(content.get("arrays"), count), content.get("at", 0)
+        if type(at) is not int:
+            raise FrameError(f"a reply lies at {str(at)[:20]}")
+        return RpcReply(content.get("meta") or {}, layout.read(take(at, count)))
+
+
+class Pending:
+    """A request under way, as `Connection.send` and `Connection.post` return it.
+
+    Args:
+        request: What is sent.
         wait: Waits for the outcome, and returns or raises it.
     """
 
-    def __init__(
-        self,
-        op: str,
-        meta: Mapping[str, Any],
-        arrays: Sequence[Array],
-        reply_bytes: int,
-        wait: Callable[[Pending], RpcReply],
-    ) -> None:
-        self.op = op
-        self.layout: PayloadLayout = frame.layout_of(arrays)
-        self.arrays = arrays
-        self._meta, self._reply_bytes, self._wait = meta, reply_bytes, wait
+    def __init__(self, request: WireRequest, wait: Callable[[Pending], Any]) -> None:
+        self.op, self.payload_bytes = request.op, request.payload_bytes
+        self._request, self._wait = request, wait
         self._parts: list[Part] = []
+        self._payload: Bytes | None = None
+        """The arrays as they were first written, for a link that is made anew."""
+
         self.lease: SegmentLease | None = None
         """The shared memory of the request and its reply, once it is encoded for a link that has some for it."""
 
         self.seq = 0
         self.waits_for = ""
         self.sent_at = self.deadline = 0.0
-        self.outcome: RpcReply | PhalanxError | None = None
+        self.outcome: Any = None
+        """The reply, or the `PhalanxError` to raise; None until then."""
 
-    def result(self) -> RpcReply:
-        """Wait for the reply.
+    def result(self) -> Any:
+        """Wait for the reply: an `RpcReply`, or the `DataReply` to a pull or push.
 
         Raises:
             PhalanxError: The one that the server raised, of the same class.
@@ -110,55 +182,59 @@ class Pending:
             client: Number of the client that asks.
             pool: Memory shared over that link, if there is some; large arrays go there.
         """
-        if self.lease is not None:
-            # Kept, because the new link may have no shared memory for them, and be lost too.
-            self.arrays = self.layout.read(self.lease.memory)
-        size, flags = self.layout.payload_bytes, 0
-        is_large = max(size, self._reply_bytes) >= SMALLEST_SHARED
-        self.lease = pool.lease(frame.aligned(size) + self._reply_bytes) if pool is not None and is_large else None
-        content: dict[str, Any] = {"op": self.op, "meta": self._meta, "arrays": self.layout.describe()}
-        if self.lease is not None:
-            segment = self.lease.segment
-            self.layout.write(self.arrays, self.lease.memory)
-            content["segment"] = [segment.number, segment.size]
+        request, size, flags = self._request, self.payload_bytes, 0
+        is_large = max(size, request.reply_bytes) >= SMALLEST_SHARED
+        lease = pool.lease(frame.aligned(size) + request.reply_bytes) if pool is not None and is_large else None
+        memory: Bytes = np.empty(size, np.uint8) if lease is None else lease.memory[:size]
+        if self._payload is None:
+            request.write(memory)
+        else:
+            memory[...] = self._payload
+        # A view of shared memory keeps its lease, so what was written there outlives the link.
+        self._payload, self.lease = memory, lease
+        segment = None
+        if lease is not None:
+            segment = lease.segment
             flags = frame.SHARED | (frame.NEW_SEGMENT if segment.descriptor is not None else 0)
-        head = frame.encode(FrameKind.REQUEST, flags, client, self.seq, content, size)
-        self._parts = [head, *(frame.chunks(self.layout, self.arrays) if self.lease is None else ())]
+        self._parts = [frame.encode_raw(request.kind, flags, client, self.seq, request.encode(segment), size)]
+        if lease is None and size:
+            self._parts += frame.chunks(frame.layout_of([memory]), [memory])
 
     def take_parts(self) -> list[Part]:
         """Return what to write, and let go of it."""
         parts, self._parts = self._parts, []
         return parts
 
-    def settle(self, outcome: RpcReply | PhalanxError) -> None:
+    def settle(self, outcome: Any) -> None:
         """Give the request its outcome and let go of what it was made of."""
         self.outcome = outcome
-        self.lease, self._parts, self.arrays = None, [], ()
+        self.lease, self._parts, self._payload = None, [], None
 
     def read_outcome(
-        self, channel: Channel, header: Header, content: dict[str, Any], peer: str, deadline: float | None
-    ) -> RpcReply | PhalanxError:
-        """Return the `RpcReply` in a frame that answers this request, its arrays read, or the error that it reports.
+        self, channel: Channel, header: Header, raw: bytes | bytearray, peer: str, deadline: float | None
+    ) -> Any:
+        """Return the reply in a frame that answers this request, its arrays read, or the error that it reports.
 
         Raises:
             FrameError: If the frame makes no sense.
             OSError: If the channel breaks or `deadline` passes.
         """
         if header.kind == FrameKind.ERROR:
-            return _raised(content, peer)
-        layout = frame.layout_from(content.get("arrays"), header.payload_bytes)
-        if header.flags & frame.SHARED:
-            memory = self._reply_memory(content.get("at"), layout.payload_bytes)
-        else:
-            received = channel.read_payload(layout.payload_bytes, deadline)
-            assert received is not None
-            memory = received
-        return RpcReply(content.get("meta") or {}, layout.read(memory))
+            return _raised(frame.parse_object(raw), peer)
 
-    def _reply_memory(self, at: Any, count: int) -> Bytes:
+        def take(at: int, count: int) -> Bytes:
+            if header.flags & frame.SHARED:
+                return self._reply_memory(at, count)
+            received = channel.read_payload(count, deadline)
+            assert received is not None
+            return received
+
+        return self._request.decode_reply(header.kind, raw, header.payload_bytes, take)
+
+    def _reply_memory(self, at: int, count: int) -> Bytes:
         lease = self.lease  # None if the request was given up meanwhile
-        if lease is None or type(at) is not int or at < 0 or at + count > lease.segment.size:
-            raise FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
+        if lease is None or at < 0 or at + count > lease.segment.size:
+            raise FrameError(f"a reply lies at {at} of memory it does not have")
         return lease.memory[at : at + count]
 
 

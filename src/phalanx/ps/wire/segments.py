@@ -2,7 +2,8 @@
 
 The client makes the segments and hands each over once, as a descriptor. A request's arrays lie at the start of one and
 the reply's after them, so nothing goes through a socket but the header. The client takes a segment for another request
-when nothing of its own refers to it any more: neither the request nor an array of the reply.
+when nothing of its own refers to it any more: neither the request nor an array of the reply. The server maps what came
+in `csrc/wire_segments.h`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from collections import deque
 import numpy as np
 from numpy.typing import DTypeLike
 
-from phalanx.ps.wire.frame import Array, Bytes, FrameError, aligned
+from phalanx.ps.wire.frame import Array, Bytes, aligned
 
 _log = logging.getLogger("phalanx.ps.wire")
 
 SMALLEST_SHARED = 8 << 10
 """Below so many bytes a payload goes through the socket: handing over memory costs more."""
 
-_SMALLEST, _LARGE, _LARGEST = 1 << 16, 64 << 20, 1 << 30
+_SMALLEST, _LARGE, _LARGEST = 1 << 16, 64 << 20, 1 << 30  # the largest that csrc/wire_segments.cc maps
 _MOST_PER_SIZE, _MOST_LARGE = 8, 2
-_MOST_ATTACHED = 128
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -116,41 +116,6 @@ class SegmentPool:
         self._free[segment.size].append(segment)
 
 
-class AttachedSegments:
-    """The segments of one connection, on the server."""
-
-    def __init__(self) -> None:
-        self._by_number: dict[int, Bytes] = {}
-
-    def attach(self, number: int, size: int, descriptor: int) -> Bytes:
-        """Map a segment that came; closes the descriptor.
-
-        Raises:
-            FrameError: If the segment is not as it says, or could shrink under the server.
-        """
-        try:
-            if len(self._by_number) >= _MOST_ATTACHED or number in self._by_number:
-                raise FrameError(f"segment {number} after {len(self._by_number)} others")
-            _require_fixed_size(descriptor, size)
-            memory = _mapped(descriptor, size)
-        except OSError as error:
-            raise FrameError(f"segment {number} of {size} bytes cannot be mapped: {error.strerror}") from None
-        finally:
-            os.close(descriptor)
-        self._by_number[number] = memory
-        return memory
-
-    def find(self, number: int) -> Bytes:
-        """Return a segment that came earlier.
-
-        Raises:
-            FrameError: If it did not.
-        """
-        if number not in self._by_number:
-            raise FrameError(f"segment {number} was never handed over")
-        return self._by_number[number]
-
-
 class ReplyBuffer:
     """Memory that the client set aside for the reply; arrays made in it are not copied on their way back."""
 
@@ -169,14 +134,6 @@ class ReplyBuffer:
             return np.empty(shape, dtype)
         start, self._used = self._used, aligned(self._used + count)
         return self.memory[start : start + count].view(array.dtype).reshape(shape)
-
-
-def _require_fixed_size(descriptor: int, size: int) -> None:
-    actual = os.fstat(descriptor).st_size
-    if not 0 < size <= min(actual, _LARGEST):
-        raise FrameError(f"a segment of {size} bytes has {actual}")
-    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise FrameError("a segment could shrink while it is read")
 
 
 def _mapped(descriptor: int, size: int) -> Bytes:

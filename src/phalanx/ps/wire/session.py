@@ -18,31 +18,15 @@ from phalanx.ps.wire import frame, secret
 from phalanx.ps.wire.channel import Channel, Part
 from phalanx.ps.wire.frame import Array, Bytes, FrameError, FrameKind, Header, PayloadLayout
 from phalanx.ps.wire.message import Handler, RpcReply, RpcRequest
-from phalanx.ps.wire.segments import AttachedSegments, ReplyBuffer
+from phalanx.ps.wire.segments import ReplyBuffer
+from phalanx.versions import HAS_NATIVE
+
+if HAS_NATIVE:
+    from phalanx import _core
+    from phalanx._core import MemoryBudget, ServerContext
 
 _log = logging.getLogger("phalanx.ps.wire")
 _LONGEST_MESSAGE = 1 << 16
-
-
-class MemoryBudget:
-    """Bytes that all connections of a process may hold together."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._lock = threading.Lock()
-
-    def take(self, count: int) -> bool:
-        """Count bytes in, if they fit."""
-        with self._lock:
-            fits = self.used + count <= self.limit
-            self.used += count if fits else 0
-            return fits
-
-    def give(self, count: int) -> None:
-        """Count bytes out."""
-        with self._lock:
-            self.used -= count
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +39,11 @@ class ServerConfig:
     max_frame_bytes: int
     budget: MemoryBudget
     handshake_s: float
+    context: ServerContext
+    """What the native core needs to answer pulls and pushes."""
+
     stopping: threading.Event
-    """Set when no session begins another request."""
+    """Set when no session begins another request; the context is stopped then too."""
 
     opened: Callable[[int], None]
     """Called with the client's number when its connection is admitted."""
@@ -73,7 +60,7 @@ class Session:
         self.admitted = False
         self._where = where
         self._config = config
-        self._segments = AttachedSegments()
+        self._segments = _core.AttachedSegments()
         self._peer = ""
         self._client = 0
         self._payload_bytes = 0
@@ -84,7 +71,8 @@ class Session:
         try:
             self._admit()
             self._config.opened(self._client)
-            while not self._config.stopping.is_set():
+            data = _core.DataSession(self._config.context, self._segments, self._client, self._peer)
+            while self.channel.serve(data) and not self._config.stopping.is_set():
                 self._serve_request()
         except (ConfigError, FrameError) as error:
             refuse(self._where, f"{error} (it is {self._peer})" if self._peer else str(error))
@@ -93,7 +81,7 @@ class Session:
                 refuse(self._where, f"left in the handshake: {error}")
         finally:
             self.channel.close()
-            self._segments = AttachedSegments()
+            self._segments = _core.AttachedSegments()
             if self.admitted:
                 self._config.closed(self._client)
 
@@ -110,11 +98,12 @@ class Session:
         self._peer, self._client, self.admitted = remote.name, remote.client, True
 
     def _serve_request(self) -> None:
-        header, content = self.channel.read_head()
-        if header.kind != FrameKind.REQUEST:
+        header, raw = self.channel.read_head()
+        if header.kind not in frame.REQUEST_KINDS:
             raise FrameError(f"a {header.kind.name.lower()} where a request was due")
         try:
-            parts = self._answer(header, content)
+            is_control = header.kind == FrameKind.REQUEST
+            parts = self._answer(header, frame.parse_object(raw)) if is_control else self._answer_data(header, raw)
         except PhalanxError as error:
             parts = [_encode_error(header.seq, error)]
         finally:
@@ -145,6 +134,19 @@ class Session:
             _log.exception("%s failed at %r of %s", self._config.me, op, self._peer)
             raise InternalError(f"{self._config.me} failed at {op!r} with {error!r}. Its log has more.") from error
 
+    def _answer_data(self, header: Header, raw: bytearray) -> list[Part]:
+        """Return the reply to a pull or push that the native core did not read itself. Raises as `_answer`."""
+        if header.flags:
+            raise FrameError("a pull or push in shared memory that this connection has none of")
+        payload = self._read_payload(header.kind.name.lower(), header.payload_bytes)
+        report_wait = partial(self._report_wait, header.seq)
+        context = self._config.context
+        kind, raw_reply, rows = context.answer(
+            self._peer, self._client, header.kind, header.seq, bytes(raw), payload, report_wait
+        )
+        head = frame.encode_raw(FrameKind(kind), 0, self._client, header.seq, raw_reply, len(rows))
+        return [head, *(frame.chunks(frame.layout_of([rows]), [rows]) if len(rows) else ())]
+
     def _report_wait(self, seq: int, waits_for: str, is_connected: bool) -> None:
         content = {"for": waits_for, "here": is_connected}
         try:
@@ -156,10 +158,11 @@ class Session:
         if not header.flags & frame.SHARED:
             return None
         match content.get("segment"):
-            case [int(number), int(size)]:
+            case [int(number), int(size)] if 0 <= number < 1 << 64 and 0 <= size < 1 << 64:
                 pass
             case other:
                 raise FrameError(f"a segment is described as {str(other)[:80]}")
+        memory: Bytes
         if header.flags & frame.NEW_SEGMENT:
             memory = self._segments.attach(number, size, self.channel.take_descriptor())
         else:

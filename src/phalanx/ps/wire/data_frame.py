@@ -1,0 +1,135 @@
+"""Packed objects of pulls, pushes and their replies, on the client.
+
+`csrc/wire_data.h` draws them and is the server's end. One frame has all tables of a step that one server owns keys of.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from phalanx.ps.wire.frame import Bytes, FrameError, FrameKind
+from phalanx.ps.wire.segments import SharedSegment
+
+_REQUEST = struct.Struct("<QdQQIIII")
+_REPLY = struct.Struct("<B7xQQQ")
+_KEEP = 1
+
+TakePayload = Callable[[int, int], Bytes]
+"""Returns the payload of a reply, by its place in the shared segment and its length."""
+
+PUSH_HEAD = struct.Struct("<QQdIIBB6x")
+"""Of each table of a push: salt, number of the pull that brought its keys (0: they come along), learning rate, rows,
+dim, kind of update, columns."""
+
+PULL_HEAD = struct.Struct("<QI4x")
+"""Of each table of a pull: salt, number of keys."""
+
+HAS_LR, HAS_COUNTS, HAS_SHOWS, HAS_CLICKS = 1, 2, 4, 8
+
+
+class DataStatus(IntEnum):
+    """How a pull or push went."""
+
+    DONE = 0
+    AGAIN = 1
+    """The push was applied before."""
+
+    NEED_PUSH = 2
+    """A push before this pull has to come again first."""
+
+    NEED_KEYS = 3
+    """The server does not know the pull that this push names."""
+
+
+_STATUSES = frozenset(DataStatus)
+
+
+class DataReply(NamedTuple):
+    """The answer to a pull or push."""
+
+    status: DataStatus
+    number: int
+    """What the server calls this pull; the step that is due where it needs a push."""
+
+    dropped: int
+    rows: Bytes
+    """The rows of each table, each beginning at a multiple of 64 bytes."""
+
+
+class PartOfServer(Protocol):
+    """What of a pull or push goes to one server."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of keys, values and columns."""
+        ...
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows that it reads."""
+        ...
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tables it pushes, and tables it reads."""
+        ...
+
+    def heads(self) -> bytes:
+        """Return `PUSH_HEAD` and `PULL_HEAD` of each table."""
+        ...
+
+    def write(self, memory: Bytes) -> None:
+        """Write keys, values and columns, each array at a multiple of 64 bytes."""
+        ...
+
+
+class DataRequest:
+    """A pull or push of one server, as `Connection.post` takes it.
+
+    Args:
+        kind: `PULL` or `PUSH`.
+        part: Its tables.
+        step: The worker's step.
+        weight: Of a push.
+        keep: Whether the server remembers the keys of a pull for a push.
+    """
+
+    def __init__(
+        self, kind: FrameKind, part: PartOfServer, step: int, weight: float = 1.0, *, keep: bool = False
+    ) -> None:
+        self.kind, self.op = kind, kind.name.lower()
+        self._part, self._step, self._weight, self._flags = part, step, weight, _KEEP if keep else 0
+        self.payload_bytes, self.reply_bytes = part.payload_bytes, part.rows_bytes
+
+    def encode(self, segment: SharedSegment | None) -> bytes:
+        """Return the object."""
+        number, size = (0, 0) if segment is None else (segment.number, segment.size)
+        pushes, pulls = self._part.counts
+        head = _REQUEST.pack(self._step, self._weight, number, size, self._flags, pushes, pulls, 0)
+        return head + self._part.heads()
+
+    def write(self, memory: Bytes) -> None:
+        """Write the payload."""
+        self._part.write(memory)
+
+    def decode_reply(self, kind: FrameKind, raw: bytes | bytearray, count: int, take: TakePayload) -> DataReply:
+        """Return the reply, its payload taken.
+
+        Args:
+            kind: Of its frame.
+            raw: Its object.
+            count: Bytes of its payload.
+            take: Returns so many bytes, which lie at this place of the shared segment or come through the socket.
+
+        Raises:
+            FrameError: If it is no reply to this request.
+        """
+        if kind != FrameKind.ROWS or len(raw) != _REPLY.size:
+            raise FrameError(f"a {kind.name.lower()} of {len(raw)} bytes to a {self.op}")
+        status, number, dropped, at = _REPLY.unpack(raw)
+        if status not in _STATUSES or count != (self.reply_bytes if status <= DataStatus.AGAIN else 0):
+            raise FrameError(f"an answer of status {status} with {count} bytes of rows, not {self.reply_bytes}")
+        return DataReply(DataStatus(status), number, dropped, take(at, count))
