@@ -6,6 +6,7 @@
 
 void bind_images(nanobind::module_& module);
 void bind_server(nanobind::module_& module);
+void bind_partition(nanobind::module_& module);
 void bind_shm(nanobind::module_& module);
 void bind_shuffle(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);

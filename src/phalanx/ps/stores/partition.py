@@ -1,155 +1,130 @@
 """`PartitionedRequest`: a pull or push of any number of tables, cut into a part per server, and its rows merged.
 
-The native core does the work; the NumPy twin here gives the same bytes and takes over where it is not installed.
+The native core does the work; `partition_numpy` takes over where it is not installed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.ps.stores.base import Keys, Rows
-from phalanx.ps.stores.dedup import Places, split_by_owner
-from phalanx.ps.stores.update import COLUMNS, KINDS, TableUpdate
-from phalanx.ps.wire import data_frame
-from phalanx.ps.wire.frame import Array, Bytes, aligned
+from phalanx.ps.stores.update import KINDS, TableUpdate
+from phalanx.ps.table.placement import check_servers
+from phalanx.ps.wire.frame import Bytes
+from phalanx.versions import HAS_NATIVE
+
+if HAS_NATIVE:
+    from phalanx import _core
 
 PullNumbers = NDArray[np.uint64]
 """What each server calls a pull, by the server's rank; 0 where it has no name."""
 
-_COLUMN_BITS = dict(zip(COLUMNS, (data_frame.HAS_COUNTS, data_frame.HAS_SHOWS, data_frame.HAS_CLICKS), strict=True))
+
+class KeyPartition(Protocol):
+    """Which of a table's ids go to which server."""
+
+    @property
+    def size(self) -> int:
+        """How many ids there are."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPartition:
-    """Which of n ids of a table go to which server."""
+class PartitionedRequest(Protocol):
+    """The updates and pulls of one request. Arrays stay the caller's, who does not change them until it is answered.
 
-    keys: Keys
-    salt: int
-    order: Places | None
-    """Positions of the ids, server by server, shape (n,); None when one server has them all."""
+    A `server` is a rank. `with_keys` says whether keys come along even where an earlier pull brought them.
+    """
 
-    offsets: list[int]
-    """Where each server's positions begin, and the last one's end."""
+    @property
+    def servers(self) -> int:
+        """How many servers there are."""
+        ...
 
-    @classmethod
-    def of(cls, keys: Keys, salt: int, servers: int) -> KeyPartition:
-        """Return the partition of a table's ids over so many servers."""
-        if servers == 1:
-            return cls(keys, salt, None, [0, len(keys)])
-        order, offsets = split_by_owner(keys, salt, servers)
-        return cls(keys, salt, order, offsets.tolist())
-
-    def count(self, server: int) -> int:
-        """Return how many ids a server has."""
-        return self.offsets[server + 1] - self.offsets[server]
-
-    def take(self, array: Array, server: int) -> Array:
-        """Return a server's part of what belongs to the ids, shape (n, ...)."""
-        return array if self.order is None else array[self.positions(server)]
-
-    def positions(self, server: int) -> Places:
-        """Return the positions of a server's ids."""
-        assert self.order is not None
-        return self.order[self.offsets[server] : self.offsets[server + 1]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Push:
-    update: TableUpdate
-    partition: KeyPartition
-    pulls: PullNumbers | None
-
-    def arrays(self, server: int, *, with_keys: bool) -> list[Array]:
-        keys, *rest = self.update.arrays()
-        sent = rest if self.pull(server, with_keys=with_keys) else [keys, *rest]
-        return [self.partition.take(array, server) for array in sent]
-
-    def pull(self, server: int, *, with_keys: bool) -> int:
-        return 0 if with_keys or self.pulls is None else int(self.pulls[server])
-
-    def head(self, server: int, *, with_keys: bool) -> bytes:
-        update = self.update
-        columns = sum(bit for name, bit in _COLUMN_BITS.items() if getattr(update, name) is not None)
-        return data_frame.PUSH_HEAD.pack(
-            self.partition.salt,
-            self.pull(server, with_keys=with_keys),
-            0.0 if update.lr is None else update.lr,
-            self.partition.count(server),
-            update.values.shape[1],
-            KINDS.index(update.kind),
-            columns | (0 if update.lr is None else data_frame.HAS_LR),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionedRequest:
-    """The updates and pulls of one request. Arrays stay the caller's, who does not change them until it is answered."""
-
-    servers: int
-    pushes: list[_Push] = field(default_factory=list)
-    pulls: list[tuple[KeyPartition, int]] = field(default_factory=list)
-
-    def add_push(self, update: TableUpdate, partition: KeyPartition, pulls: PullNumbers | None) -> None:
+    def add_push(self, update: TableUpdate, partition: Any, pulls: PullNumbers | None) -> None:
         """Add an update, checked; its keys stay here where a server can take those of an earlier pull."""
-        self.pushes.append(_Push(update, partition, pulls))
+        ...
 
-    def add_pull(self, partition: KeyPartition, dim: int) -> None:
-        """Add rows to read, which go to the next of the arrays of `read`."""
-        self.pulls.append((partition, dim))
+    def add_pull(self, partition: Any, dim: int) -> None:
+        """Add rows to read, which are the next of the arrays of `merge`."""
+        ...
 
-    def has_pulls(self, server: int) -> bool:
-        """Return whether a server has any of the keys to read."""
-        return any(partition.count(server) for partition, _ in self.pulls)
+    def counts(self, server: int) -> tuple[int, int]:
+        """Return how many tables a server's part pushes and reads: it reads none if it has none of the keys."""
+        ...
 
-    def heads(self, server: int, *, with_keys: bool) -> bytes:
+    def heads(self, server: int, with_keys: bool) -> bytes:
         """Return what a frame says of each table. See `data_frame.PartOfServer`."""
-        pulls = self.pulls if self.has_pulls(server) else []
-        heads = [push.head(server, with_keys=with_keys) for push in self.pushes]
-        return b"".join(
-            heads + [data_frame.PULL_HEAD.pack(partition.salt, partition.count(server)) for partition, _ in pulls]
-        )
+        ...
 
-    def payload_bytes(self, server: int, *, with_keys: bool) -> int:
+    def payload_bytes(self, server: int, with_keys: bool) -> int:
         """Return how long the payload of a server is."""
-        end = 0
-        for array in self._arrays(server, with_keys=with_keys):
-            end = aligned(end) + array.nbytes
-        return end
+        ...
 
-    def write(self, server: int, memory: Bytes, *, with_keys: bool) -> None:
+    def write(self, server: int, with_keys: bool, memory: Bytes) -> None:
         """Write the payload of a server."""
-        end = 0
-        for array in self._arrays(server, with_keys=with_keys):
-            start = aligned(end)
-            end = start + array.nbytes
-            memory[start:end] = array.reshape(-1).view(np.uint8)
+        ...
 
     def rows_bytes(self, server: int) -> int:
         """Return how long the payload of a server's reply is."""
-        end = 0
-        for partition, dim in self.pulls if self.has_pulls(server) else ():
-            end = aligned(end) + 4 * dim * partition.count(server)
-        return end
+        ...
 
-    def rows(self, server: int, payload: Bytes) -> list[Rows]:
-        """Return the rows in a server's reply, one array per pull."""
-        out, end = [], 0
-        for partition, dim in self.pulls:
-            start = aligned(end)
-            end = start + 4 * dim * partition.count(server)
-            out.append(payload[start:end].view(np.float32).reshape(-1, dim))
-        return out
+    def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
+        """Return one (n, dim) array per pull, from each server's reply by its rank.
 
-    def merge(self, server: int, payload: Bytes, into: list[Rows]) -> None:
-        """Put the rows in a server's reply to their places in (n, dim) arrays, one per pull."""
-        for (partition, _), rows, of_server in zip(self.pulls, into, self.rows(server, payload), strict=True):
-            rows[partition.positions(server)] = of_server
+        With one server the arrays are views of its reply.
+        """
+        ...
 
-    def _arrays(self, server: int, *, with_keys: bool) -> list[Array]:
-        arrays = [array for push in self.pushes for array in push.arrays(server, with_keys=with_keys)]
-        if self.has_pulls(server):
-            arrays += [partition.take(partition.keys, server) for partition, _ in self.pulls]
-        return arrays
+
+def partition_keys(keys: Keys, salt: int, servers: int) -> KeyPartition:
+    """Return which of a table's ids go to which of so many servers.
+
+    Raises:
+        ConfigError: If there are fewer than 1 or more than 1024 servers.
+    """
+    check_servers(servers)
+    if HAS_NATIVE:
+        return _core.KeyPartition(keys, salt, servers)
+    from phalanx.ps.stores.partition_numpy import NumpyPartition
+
+    return NumpyPartition.of(keys, salt, servers)
+
+
+def partitioned_request(servers: int) -> PartitionedRequest:
+    """Return a request without tables."""
+    if HAS_NATIVE:
+        return _NativeRequest(servers)
+    from phalanx.ps.stores.partition_numpy import NumpyRequest
+
+    return NumpyRequest(servers)
+
+
+if HAS_NATIVE:
+
+    class _NativeRequest(_core.PartitionedRequest):
+        def __init__(self, servers: int) -> None:
+            super().__init__()
+            self.servers = servers
+            self._shapes: list[tuple[int, int]] = []
+
+        def add_push(self, update: TableUpdate, partition: Any, pulls: PullNumbers | None) -> None:  # type: ignore[override]
+            kind = KINDS.index(update.kind)
+            super().add_push(
+                partition, pulls, update.values, kind, update.lr, update.counts, update.shows, update.clicks
+            )
+
+        def add_pull(self, partition: _core.KeyPartition, dim: int) -> None:
+            super().add_pull(partition, dim)
+            self._shapes.append((partition.size, dim))
+
+        def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
+            if self.servers == 1 and payloads:
+                return self.rows(payloads[0])
+            rows = [np.empty(shape, np.float32) for shape in self._shapes]
+            for server, payload in payloads.items():
+                self.merge_part(server, payload, rows)
+            return rows

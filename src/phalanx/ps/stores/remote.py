@@ -15,7 +15,13 @@ from typing import Any
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ServerMode, TableReport
-from phalanx.ps.stores.partition import KeyPartition, PartitionedRequest, PullNumbers
+from phalanx.ps.stores.partition import (
+    KeyPartition,
+    PartitionedRequest,
+    PullNumbers,
+    partition_keys,
+    partitioned_request,
+)
 from phalanx.ps.stores.requests import NamedPull, PulledAfter, PullRequest, PushRequest, ServerPart
 from phalanx.ps.stores.tables import get_table
 from phalanx.ps.stores.update import TableUpdate, check_keys
@@ -95,10 +101,10 @@ class RemoteStore:
 
     def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
-        request = PartitionedRequest(len(self._connections))
+        request = partitioned_request(len(self._connections))
         self._add_pulls(request, pull_specs)
         keys = {pull_spec.table: pull_spec.keys for pull_spec in pull_specs}
-        pull = PullRequest(request, keys, self.flush)
+        pull = PullRequest(request, keys, self.flush, keep=len(keys) == len(pull_specs))
         pull.send(self._connections, self._number(step))
         if pull_specs:
             self._named_pulls.append(pull.named)
@@ -109,7 +115,7 @@ class RemoteStore:
     ) -> PendingRows:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
-        request = PartitionedRequest(len(self._connections))
+        request = partitioned_request(len(self._connections))
         for update in updates:
             update.check(get_table(self._tables, update.table).spec)
         self._add_pulls(request, then)
@@ -198,7 +204,7 @@ class RemoteStore:
     def _partition(self, name: str, keys: Keys) -> KeyPartition:
         table = get_table(self._tables, name)
         if table.last is None or table.last[0] is not keys:
-            table.last = keys, KeyPartition.of(keys, table.salt, len(self._connections))
+            table.last = keys, partition_keys(keys, table.salt, len(self._connections))
         return table.last[1]
 
     def _call_all(self, op: str, meta: Mapping[str, Any]) -> list[RpcReply]:
@@ -209,7 +215,7 @@ class RemoteStore:
         """Return the first push of this process: an earlier one of this worker may have died between two servers."""
         for connection, had in zip(self._connections, steps, strict=True):
             for step in range(had, max(steps)):
-                push = PushRequest(connection, ServerPart(PartitionedRequest(len(steps)), 0), step, 0.0)
+                push = PushRequest(connection, ServerPart(partitioned_request(len(steps)), 0), step, 0.0)
                 push.send()
                 push.wait()
         return max(steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class ServerPart:
     @property
     def payload_bytes(self) -> int:
         """Bytes of keys, values and columns."""
-        return self.request.payload_bytes(self.server, with_keys=self.with_keys)
+        return self.request.payload_bytes(self.server, self.with_keys)
 
     @property
     def rows_bytes(self) -> int:
@@ -56,15 +56,15 @@ class ServerPart:
     @property
     def counts(self) -> tuple[int, int]:
         """Tables it pushes, and tables it reads."""
-        return len(self.request.pushes), len(self.request.pulls) if self.request.has_pulls(self.server) else 0
+        return self.request.counts(self.server)
 
     def heads(self) -> bytes:
         """Return what the frame says of each table."""
-        return self.request.heads(self.server, with_keys=self.with_keys)
+        return self.request.heads(self.server, self.with_keys)
 
     def write(self, memory: Bytes) -> None:
         """Write the payload."""
-        self.request.write(self.server, memory, with_keys=self.with_keys)
+        self.request.write(self.server, self.with_keys, memory)
 
 
 class PullRequest:
@@ -73,22 +73,23 @@ class PullRequest:
     Args:
         request: What is asked.
         keys: Of each table, for a push that names this pull.
+        keep: Whether a push can name it: a server remembers one set of keys per table.
         before: Called before the rows are read; the answers to earlier pushes have come when those to this pull have,
             and an error among them comes first.
     """
 
-    def __init__(self, request: PartitionedRequest, keys: dict[str, Keys], before: Callable[[], None]) -> None:
-        self._request, self._before = request, before
+    def __init__(
+        self, request: PartitionedRequest, keys: dict[str, Keys], before: Callable[[], None], *, keep: bool
+    ) -> None:
+        self._request, self._before, self._keep = request, before, keep
         self._sent: dict[int, tuple[Connection, DataRequest, Pending]] = {}
         self._rows: list[Rows] | None = None
-        # A server remembers one set of keys per table.
-        self._keep = len(keys) == len(request.pulls)
         self.named = NamedPull(keys, np.zeros(request.servers, np.uint64))
 
     def send(self, connections: Sequence[Connection], step: int) -> None:
         """Ask every server that owns some of the keys."""
         for rank, connection in enumerate(connections):
-            if self._request.has_pulls(rank):
+            if self._request.counts(rank)[1]:
                 request = DataRequest(FrameKind.PULL, ServerPart(self._request, rank), step, keep=self._keep)
                 self._sent[rank] = connection, request, connection.post(request)
 
@@ -96,7 +97,7 @@ class PullRequest:
         """Wait and return one (n, dim) array per `PullSpec`."""
         if self._rows is None:
             self._before()
-            self._rows = merge_rows(self._request, {rank: self._answer(rank) for rank in self._sent})
+            self._rows = self._request.merge({rank: self._answer(rank) for rank in self._sent})
             self._sent.clear()
         return self._rows
 
@@ -140,7 +141,7 @@ class PushRequest:
         reply: DataReply = pending.result()
         if reply.status == DataStatus.NEED_KEYS:
             self.wait()
-        elif self._part.request.has_pulls(self._part.server):
+        elif self._part.counts[1]:
             self.rows = reply.rows
 
 
@@ -159,14 +160,4 @@ class PulledAfter:
     def rows(self) -> list[Rows]:
         """Wait and return one (n, dim) array per `PullSpec`."""
         self._flush()
-        return merge_rows(self._request, {rank: p.rows for rank, p in enumerate(self._pushes) if p.rows is not None})
-
-
-def merge_rows(request: PartitionedRequest, payloads: Mapping[int, Bytes]) -> list[Rows]:
-    """Return one (n, dim) array per pull of a request, from each server's rows by its rank."""
-    if request.servers == 1 and payloads:
-        return request.rows(0, payloads[0])
-    rows = [np.empty((partition.offsets[-1], dim), np.float32) for partition, dim in request.pulls]
-    for rank, payload in payloads.items():
-        request.merge(rank, payload, rows)
-    return rows
+        return self._request.merge({rank: p.rows for rank, p in enumerate(self._pushes) if p.rows is not None})

@@ -1,0 +1,153 @@
+#include "partition.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "unique.h"
+#include "wire_data.h"
+
+namespace phalanx {
+namespace {
+
+std::uint64_t pull_of(const PartitionedRequest::Push& push, int server, bool with_keys) {
+  return with_keys || push.pulls == nullptr ? 0 : push.pulls[server];
+}
+
+template <class Head>
+void append(std::string& out, const Head& head) {
+  out.append(reinterpret_cast<const char*>(&head), sizeof head);
+}
+
+// Copies a server's part of an array of `width` values per key.
+template <class T>
+void gather(const KeyPartition& partition, int server, const T* values, std::size_t width, std::byte* to) {
+  if (partition.is_whole()) {
+    std::memcpy(to, values, partition.count(server) * width * sizeof(T));
+    return;
+  }
+  for (const std::int64_t position : partition.positions(server)) {
+    std::memcpy(to, values + static_cast<std::size_t>(position) * width, width * sizeof(T));
+    to += width * sizeof(T);
+  }
+}
+
+}  // namespace
+
+KeyPartition::KeyPartition(std::span<const std::int64_t> keys, std::uint64_t salt, int servers)
+    : keys_(keys), salt_(salt), offsets_(static_cast<std::size_t>(servers) + 1) {
+  if (servers == 1) {
+    offsets_[1] = static_cast<std::int64_t>(keys.size());
+    return;
+  }
+  order_.resize(keys.size());
+  split_by_owner(keys, salt, servers, order_, offsets_);
+}
+
+std::size_t KeyPartition::count(int server) const {
+  const auto at = static_cast<std::size_t>(server);
+  return static_cast<std::size_t>(offsets_[at + 1] - offsets_[at]);
+}
+
+std::span<const std::int64_t> KeyPartition::positions(int server) const {
+  if (order_.empty()) return {};
+  return std::span(order_).subspan(static_cast<std::size_t>(offsets_[static_cast<std::size_t>(server)]), count(server));
+}
+
+bool PartitionedRequest::has_pulls(int server) const {
+  return std::any_of(pulls_.begin(), pulls_.end(), [&](const Pull& pull) { return pull.partition->count(server) > 0; });
+}
+
+std::pair<std::size_t, std::size_t> PartitionedRequest::counts(int server) const {
+  return {pushes_.size(), has_pulls(server) ? pulls_.size() : 0};
+}
+
+std::string PartitionedRequest::heads(int server, bool with_keys) const {
+  std::string out;
+  for (const Push& push : pushes_) {
+    PushHead head;
+    head.table = push.partition->salt();
+    head.pull = pull_of(push, server, with_keys);
+    head.lr = push.lr;
+    head.rows = static_cast<std::uint32_t>(push.partition->count(server));
+    head.dim = static_cast<std::uint32_t>(push.dim);
+    head.kind = static_cast<std::uint8_t>(push.kind);
+    head.columns = static_cast<std::uint8_t>((push.has_lr ? kHasLr : 0) | (push.counts ? kHasCounts : 0) |
+                                             (push.shows ? kHasShows : 0) | (push.clicks ? kHasClicks : 0));
+    append(out, head);
+  }
+  if (!has_pulls(server)) return out;
+  for (const Pull& pull : pulls_) {
+    PullHead head;
+    head.table = pull.partition->salt();
+    head.keys = static_cast<std::uint32_t>(pull.partition->count(server));
+    append(out, head);
+  }
+  return out;
+}
+
+// Calls place(partition, values, width) for each array of a server's payload, in order.
+template <class Place>
+void PartitionedRequest::each_array(int server, bool with_keys, Place place) const {
+  for (const Push& push : pushes_) {
+    const KeyPartition& partition = *push.partition;
+    if (pull_of(push, server, with_keys) == 0) place(partition, partition.keys().data(), 1);
+    place(partition, push.values, push.dim);
+    if (push.counts) place(partition, push.counts, 1);
+    if (push.shows) place(partition, push.shows, 1);
+    if (push.clicks) place(partition, push.clicks, 1);
+  }
+  if (!has_pulls(server)) return;
+  for (const Pull& pull : pulls_) place(*pull.partition, pull.partition->keys().data(), 1);
+}
+
+std::uint64_t PartitionedRequest::payload_bytes(int server, bool with_keys) const {
+  std::uint64_t end = 0;
+  each_array(server, with_keys, [&]<class T>(const KeyPartition& partition, const T*, std::size_t width) {
+    end = aligned(end) + partition.count(server) * width * sizeof(T);
+  });
+  return end;
+}
+
+void PartitionedRequest::write(int server, bool with_keys, std::byte* payload) const {
+  std::uint64_t end = 0;
+  each_array(server, with_keys, [&]<class T>(const KeyPartition& partition, const T* values, std::size_t width) {
+    const std::uint64_t start = aligned(end), bytes = partition.count(server) * width * sizeof(T);
+    std::memset(payload + end, 0, start - end);
+    end = start + bytes;
+    if (bytes != 0) gather(partition, server, values, width, payload + start);
+  });
+}
+
+std::vector<std::uint64_t> PartitionedRequest::row_places(int server) const {
+  std::vector<std::uint64_t> places;
+  std::uint64_t end = 0;
+  for (const Pull& pull : pulls_) {
+    places.push_back(aligned(end));
+    end = places.back() + pull.partition->count(server) * pull.dim * sizeof(float);
+  }
+  return places;
+}
+
+std::uint64_t PartitionedRequest::rows_bytes(int server) const {
+  if (!has_pulls(server)) return 0;
+  const Pull& last = pulls_.back();
+  return row_places(server).back() + last.partition->count(server) * last.dim * sizeof(float);
+}
+
+void PartitionedRequest::merge(int server, const std::byte* rows, std::span<float* const> into) const {
+  const std::vector<std::uint64_t> places = row_places(server);
+  for (std::size_t i = 0; i < pulls_.size(); ++i) {
+    const std::size_t bytes = pulls_[i].dim * sizeof(float);
+    const std::byte* from = rows + places[i];
+    if (pulls_[i].partition->is_whole()) {
+      if (const std::size_t all = pulls_[i].partition->count(server) * bytes) std::memcpy(into[i], from, all);
+      continue;
+    }
+    for (const std::int64_t position : pulls_[i].partition->positions(server)) {
+      std::memcpy(into[i] + static_cast<std::size_t>(position) * pulls_[i].dim, from, bytes);
+      from += bytes;
+    }
+  }
+}
+
+}  // namespace phalanx
