@@ -7,7 +7,7 @@ import os
 import pytest
 
 from phalanx.launch.reports import terminal
-from phalanx.launch.reports.terminal import fit_terminal, wrap_lines
+from phalanx.launch.reports.terminal import columns_of, fit_terminal, wrap_lines
 
 REPORT = """\
 rank 1 is at train.py:9 in main: threads (join); it waits for a thread that sleeps
@@ -55,3 +55,41 @@ def test_a_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit_terminal(REPORT) == REPORT
     at_width(monkeypatch, 0)  # a terminal that does not say how wide it is
     assert fit_terminal(REPORT) == REPORT
+
+
+CHINESE = (
+    "  rank 1（主机 node-1）在 train.py:9 的 main 中等待：线程（join）；"
+    "它等待一个睡眠的线程，其他 rank 等待它已有 11 秒。"
+)
+
+
+@pytest.mark.parametrize("width", [20, 31, 60])
+def test_chinese_lines_break_between_characters_by_columns(width: int) -> None:
+    lines = wrap_lines(CHINESE, width).split("\n")
+    assert len(lines) > 1
+    assert max(map(columns_of, lines)) <= width
+    assert min(columns_of(line) for line in lines[:-1]) > width - 15, "a line ends long before the terminal does"
+    assert not any(line.lstrip()[0] in "，。：；）" for line in lines)
+    assert not any(line[-1] in "（" for line in lines)
+    assert "".join("".join(lines).split()) == "".join(CHINESE.split())
+    assert "train.py:9" in " ".join(lines)
+
+
+def test_columns_count_wide_and_combining_characters() -> None:
+    assert columns_of("等待 a") == 6
+    assert columns_of("e\N{COMBINING ACUTE ACCENT}") == 1
+
+
+def test_text_for_standard_error_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def width_of(fd: int) -> os.terminal_size:
+        if fd != 2:
+            raise OSError
+        return os.terminal_size((60, 24))
+
+    monkeypatch.setattr(os, "get_terminal_size", width_of)
+    with open(os.devnull, "w") as stream:
+        monkeypatch.setattr(terminal.sys.stdout, "fileno", lambda: 1, raising=False)
+        monkeypatch.setattr(terminal.sys.stderr, "fileno", lambda: 2, raising=False)
+        assert fit_terminal(REPORT, terminal.sys.stderr) == wrap_lines(REPORT, 60)
+        assert fit_terminal(REPORT) == REPORT
+        assert fit_terminal(REPORT, stream) == REPORT

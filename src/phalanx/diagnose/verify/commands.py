@@ -115,7 +115,8 @@ def _verify(
         specs["control"] = replace(first, label=f"{first.label}, last bit of the weights changed", perturb=True)
     runs = {}
     for name, spec in specs.items():
-        click.echo(f"running {spec.script.name} with {spec.label}, {steps} steps ...", err=True)
+        progress = f"running {spec.script.name} with {spec.label}, {steps} steps ..."
+        click.echo(fit_terminal(progress, sys.stderr), err=True)
         (folder / name).mkdir()
         runs[name] = record_run(spec, folder / name, steps=steps, timeout_s=timeout_s)
     return compare_runs(runs["first"], runs["second"], runs.get("control"))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import textwrap
-import unicodedata
 from collections.abc import Sequence
 
 from phalanx.i18n import Labels, tr
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.reports.root_cause import ProcessExit
-from phalanx.launch.reports.terminal import terminal_width, wrap_line
+from phalanx.launch.reports.terminal import columns_of, terminal_width, wrap_line
 
 _SIGNALS: Labels = {
     "SIGKILL": ("killed from outside without warning, often by the kernel's out-of-memory killer (see dmesg)"),
@@ -105,7 +104,7 @@ def _fit(line: str) -> list[str]:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return [part for line in text.splitlines() for part in wrap_line(line, width, "")]
 
 
 def fork_server_lost(pid: int, code: int) -> str:
@@ -131,8 +130,7 @@ def _signal(number: int) -> str:
 
 def _centred(title: str, width: int) -> str:
     """The title in a rule; Chinese characters take two columns each."""
-    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in title)
-    return title.center(width - wide, "=")
+    return title.center(width - columns_of(title) + len(title), "=")
 
 
 def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
