@@ -1,6 +1,6 @@
 """What the slow report costs: a step of two ranks with and without it, and each of its parts by itself.
 
-    python -m benchmarks.bench_slow [--quick] [--json] [--cases "shm,gloo,parts"]
+    python -m benchmarks.bench_slow [--quick] [--json] [--cases "shm,gloo,elastic,parts"]
 
 Whole runs are paired, one with `--slow_share 0` beside each with the default; the figure is the ratio of their median
 steps. On a machine that does other things this says whether a cost can be seen. `parts` adds up what the report does in
@@ -24,16 +24,19 @@ from benchmarks.report import Row, arguments, measure_pairs, show
 ROOT = Path(__file__).parent.parent
 RANK_SCRIPT = ROOT / "benchmarks" / "slow_rank.py"
 STEP_S = 2e-3
-CASES = ("shm", "gloo", "parts")
+CASES = ("shm", "gloo", "elastic", "parts")
+RANKS = {"elastic": ("-n", "1:2", "--replicas", "2")}
+"""What a case starts instead of two ranks that stay."""
 
 
-def step_ms(backend: str, steps: int, share: str) -> float:
-    """Return the median step of a run."""
+def step_ms(case: str, steps: int, share: str) -> float:
+    """Return the median step of a run in ms."""
     with tempfile.TemporaryDirectory() as log_dir:
-        command = [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", log_dir, "--slow_share", share]
+        launcher = [sys.executable, "-m", "phalanx.launch", *RANKS.get(case, ("-n", "2"))]
+        command = [*launcher, "--log_dir", log_dir, "--slow_share", share]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [*command, str(RANK_SCRIPT), backend, str(steps)],
+            [*command, str(RANK_SCRIPT), case, str(steps)],
             env=environment, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
     if done.returncode:
@@ -42,12 +45,12 @@ def step_ms(backend: str, steps: int, share: str) -> float:
     return 1e3 * float(line.removeprefix("STEP "))
 
 
-def compare(backend: str, *, steps: int, pairs: int) -> Row:
-    """Measure steps of one backend with the report and without."""
+def compare(case: str, *, steps: int, pairs: int) -> Row:
+    """Measure steps of one case with the report and without."""
     return measure_pairs(
-        f"step, {backend}, the report on",
-        lambda: step_ms(backend, steps, "0.05"),
-        lambda: step_ms(backend, steps, "0"),
+        f"step, {case}, the report on",
+        lambda: step_ms(case, steps, "0.05"),
+        lambda: step_ms(case, steps, "0"),
         pairs=pairs, unit="ms", better="lower", peer_name="off",
     )  # fmt: skip
 

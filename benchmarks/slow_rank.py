@@ -6,6 +6,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +18,33 @@ from torch.utils.data import DataLoader, TensorDataset
 BATCH, WIDTH, FIRST = 32, 256, 50
 
 
-def main(backend: str, steps: int) -> None:
-    """Train, and print the median and the mean of a step on rank 0."""
-    torch.set_num_threads(1)
-    if backend == "shm":
-        import phalanx as px
+def main(case: str, steps: int) -> None:
+    """Train, and print the median of a step on rank 0.
 
-        px.init()
-    else:
-        dist.init_process_group(backend)
+    Args:
+        case: A backend of torch DDP, or `elastic` for a job whose ranks may leave and join.
+        steps: Steps that are measured.
+    """
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(torch.randn(BATCH * (steps + FIRST), WIDTH)), batch_size=BATCH)
+    model: nn.Module = nn.Sequential(*layers)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader: Iterable[Any]
+    if case == "elastic":
+        import phalanx as px
+
+        data = TensorDataset(torch.randn(2 * BATCH * (steps + FIRST), WIDTH))
+        model, optimizer, loader = px.distribute(model, optimizer, data, global_batch=2 * BATCH)
+    else:
+        if case == "shm":
+            import phalanx as px
+
+            px.init()
+        else:
+            dist.init_process_group(case)
+        model = DistributedDataParallel(model)
+        loader = DataLoader(TensorDataset(torch.randn(BATCH * (steps + FIRST), WIDTH)), batch_size=BATCH)
     times = []
     before = time.perf_counter()
     for (x,) in loader:

@@ -38,6 +38,9 @@ from benchmarks.soak.result import SoakResult
 
 Job = Callable[[Path, int], SoakResult]
 
+MOST_IDLE = 6
+"""Jobs in a row without a fault after which no more are run."""
+
 RANKS = {
     "ranks": (6, TrainingKind()),
     "ranks with mirrors": (3, TrainingKind(mirror=1)),
@@ -85,12 +88,20 @@ class Soak:
         if not self._jobs:
             raise SystemExit(f"no job has {only!r} in its name; here are {', '.join(possible)}")
         self._lock = threading.Lock()
+        self._idle = 0
+        """Jobs in a row without a fault."""
+
         self.results: list[SoakResult] = []
 
     @property
     def faults(self) -> int:
         """Faults that came about so far."""
         return sum(len(result.faults) for result in self.results)
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether so many jobs in a row came to no fault that further ones will not either."""
+        return self._idle >= MOST_IDLE
 
     def stop(self, *_: object) -> None:
         """Draw no more jobs; those that run are still judged."""
@@ -104,11 +115,12 @@ class Soak:
             result = self._run(name, seed)
             with self._lock:
                 self.results.append(result)
+                self._idle = 0 if result.faults else self._idle + 1
                 self._print(name, result)
 
     def _take(self) -> int | None:
         with self._lock:
-            if self.faults >= self._wanted:
+            if self.faults >= self._wanted or self.is_in_vain:
                 return None
             self._next += 1
             return self._next - 1
@@ -153,6 +165,8 @@ def main() -> None:
         with ThreadPoolExecutor(asked.jobs) as pool:
             for done in [pool.submit(soak.work) for _ in range(asked.jobs)]:
                 done.result()
+    if soak.is_in_vain:
+        _say(f"{MOST_IDLE} jobs in a row came to no fault, so no more are started: see above where they ended")
     bad = [result for result in soak.results if result.problems]
     if asked.json:
         print(json.dumps({"seed": asked.seed, "faults": soak.faults, "jobs": [asdict(each) for each in soak.results]}))
@@ -160,7 +174,7 @@ def main() -> None:
         f"{soak.faults} faults in {len(soak.results)} jobs, first seed {asked.seed}; "
         f"{len(bad)} jobs were not as they must be"
     )
-    sys.exit(1 if bad else 0)
+    sys.exit(1 if bad or soak.is_in_vain else 0)
 
 
 if __name__ == "__main__":
