@@ -124,6 +124,22 @@ def test_a_rank_is_suspected_after_a_usual_step_and_the_patience(
     assert json.loads(launcher.recv(4096)) == {"suspect": {"epoch": 0, "ids": ["n0.0"], "waited_s": 0.35}}
 
 
+def test_one_step_shows_what_is_usual_to_a_rank_that_has_just_joined(
+    connected: tuple[MembershipClient, socket.socket],
+) -> None:
+    membership, launcher = connected
+    tell(launcher, view=view(0, "n0.0", "n0.1"))
+    membership.await_start()
+    assert membership.usual_step_s + membership.patience_s == pytest.approx(30.0)
+    membership.count_step(0.2)
+    assert membership.usual_step_s == pytest.approx(0.2)
+    membership.count_step(0.5)
+    assert membership.usual_step_s == pytest.approx(0.5)  # of two it is the longer one
+    membership.count_step(0.3)
+    membership.count_step(0.3)
+    assert membership.usual_step_s == pytest.approx(0.3)
+
+
 def test_a_launcher_that_is_gone_or_refuses_is_an_error(connected: tuple[MembershipClient, socket.socket]) -> None:
     membership, launcher = connected
     tell(launcher, refused={"why": "fewer ranks than the minimum"})

@@ -31,7 +31,7 @@ PATIENCE_S = 2.0
 """Seconds beyond a usual step after which a rank that is waited for is suspected, unless PHALANX_PATIENCE_S says."""
 
 FIRST_PATIENCE_S = 30.0
-"""The same before a few steps have shown what is usual."""
+"""The same before a step has shown what is usual."""
 
 VIEW_TIMEOUT_S = 30.0
 """Longest wait for the launcher's next view after a collective failed."""
@@ -39,8 +39,8 @@ VIEW_TIMEOUT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 0.01
 """Pause between two looks at a collective of another backend, doubled from the first to the longest."""
 
-_USUAL_OF, _FEWEST = 16, 3
-"""Steps whose median is usual, and how many are needed."""
+_USUAL_OF, _FEW = 16, 3
+"""Steps whose median is usual; of fewer than so many it is the longest."""
 
 
 class MembershipClient:
@@ -169,8 +169,10 @@ class MembershipClient:
     @property
     def usual_step_s(self) -> float:
         """Seconds from which the patience with a rank counts: a usual step."""
-        if len(self._steps) < _FEWEST:
+        if not self._steps:
             return FIRST_PATIENCE_S - self.patience_s
+        if len(self._steps) < _FEW:
+            return max(self._steps)
         return statistics.median(self._steps)
 
     def suspect(self, ranks: Sequence[int], waited_s: float) -> None:

@@ -323,7 +323,8 @@ class ElasticRecovery:
         again = 0 if is_whole or not is_open else len(self.replicas.local) - len(mine.computed)
         lost = () if before is None else tuple(id for id in before.ids if id not in view.ids)
         new = [view.members[index].id for index in agreement.members if everyone[index].is_joining]
-        self._commit_at = None
+        # A global batch follows, or what is left of one: the first of a rank that joins already tells it what is usual.
+        self._commit_at = time.monotonic() if self.committed else None
         redone = again * rows_of_replica(self.context, self.replicas)
         report_epoch(
             self.context, self.membership, self.replicas, step=self.committed, waited_s=time.monotonic() - started,
