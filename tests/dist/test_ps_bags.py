@@ -7,6 +7,7 @@ from torch import nn
 
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
+from phalanx.ps.wire.connection import Connection
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 
@@ -87,3 +88,60 @@ def test_bags_on_servers_train_as_torchs_in_one_process(workers):
         torch.testing.assert_close(torch.tensor(rows), weight.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(torch.tensor(head), model.head.weight.detach(), rtol=1e-5, atol=1e-6)
     context_of.shutdown()
+
+
+# --- plain forwards in one request ----------------------------------------------------------------------------------
+
+TABLES = 6
+
+
+class Plain(nn.Module):
+    """A module for each column of ids, called one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.ModuleList(
+            ps.SparseEmbedding(DIM, init=ps.Normal(1.0), name=f"column{i}") for i in range(TABLES)
+        )
+        torch.manual_seed(0)
+        self.head = nn.Linear(TABLES * DIM, 1)
+
+    def forward(self, ids):
+        return self.head(torch.cat([column(ids[:, i]) for i, column in enumerate(self.columns)], 1))
+
+
+def count_requests(is_distributed, sync):
+    """Return the losses of a worker, and how many pulls each step sent to the server."""
+    context = fleet.init(strategy=fleet.DistributedStrategy(a_sync=not sync))
+    model = Plain()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if is_distributed:
+        model = fleet.distributed_model(model)
+    sent, losses = [], []
+    send = Connection.send
+    Connection.send = lambda self, op, *more, **keywords: sent.append(op) or send(self, op, *more, **keywords)
+    counts = []
+    for step in range(5):
+        ids = torch.randint(IDS, (8, TABLES), generator=torch.Generator().manual_seed(step))
+        sent.clear()
+        loss = model(ids[context.rank :: context.world_size]).square().mean()
+        counts.append(sent.count("pull"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    fleet.stop_worker()
+    return losses, counts
+
+
+@pytest.mark.parametrize(("sync", "workers"), [(True, 2), (False, 1)])
+def test_a_distributed_model_pulls_all_its_tables_with_one_request(sync, workers):
+    results = []
+    for is_distributed in (True, False):
+        with servers(1) as cluster:
+            env = {"PHALANX_SERVER_ENDPOINTS": cluster.endpoints[0], "PHALANX_JOB_SECRET": SECRET.hex()}
+            results.append(run_ranks(count_requests, workers, is_distributed, sync, env=env))
+    for (losses, counts), (expected, separate) in zip(*results, strict=True):
+        assert losses == expected
+        assert separate == [TABLES] * 5
+        assert counts == [TABLES, TABLES, 1, 1, 1]

@@ -54,6 +54,10 @@ def attach_tables(plan: Plan, model: nn.Module) -> None:
             place_embedding(embedding, location.table, client)
         else:
             client.registry.place(param, on_servers=isinstance(location, Server))
+    if client.context.role.server_endpoints and any(is_handle(param) for param in model.parameters()):
+        from phalanx.ps.model_passes import ModelPasses
+
+        ModelPasses(model)
 
 
 def reduce_gradients(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.features import check_ids, check_per_id
+from phalanx.ps.ids import check_ids, check_per_id
 from phalanx.ps.jagged import offsets_of, values_of
 
 

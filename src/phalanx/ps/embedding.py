@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.features import Feature, FeatureRows, check_ids, check_per_id
+from phalanx.ps.features import Feature, FeatureRows
+from phalanx.ps.ids import check_ids, check_per_id
 from phalanx.ps.jagged import like_jagged, values_of
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule

@@ -9,7 +9,7 @@ from typing import TypeVar
 from phalanx.errors import ConfigError
 from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.table_client import current
-from phalanx.ps.features import keys_of
+from phalanx.ps.ids import keys_of
 from phalanx.ps.queries import Lookups, queries_of
 from phalanx.ps.stores.base import Keys, PullSpec
 from phalanx.ps.stores.dedup import unique

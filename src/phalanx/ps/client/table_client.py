@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from phalanx.ps.client.registry import TableRegistry
 from phalanx.ps.snapshot.manifest import read_manifest
 from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows
 from phalanx.ps.stores.update import TableUpdate
+
+if TYPE_CHECKING:  # what follows forward passes reads through a client
+    from phalanx.ps.model_passes import ModelPass
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -63,6 +66,10 @@ class TableClient:
         self.since = time.time()
         """When this process began to use tables."""
 
+        self.model_passes: list[ModelPass] = []
+        """The forward passes of models that are under way, one within the other."""
+
+        self._loads = 0
         self._mode: ConsistencyMode | None = None
         self.registry = TableRegistry(context, lambda: self.mode)
         """The tables, and what trains each."""
@@ -110,11 +117,16 @@ class TableClient:
             )
         self.push, self.registry.dense_default = push, dense
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Another value once this process pushed or loaded rows: what it pulled before may be older than theirs."""
+        return (self._loads, *(() if self._mode is None else (self._mode.step, self._mode.pushes)))
+
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def pull(self, pull_specs: Sequence[tuple[TableParameter, Keys]]) -> list[Rows]:
         """Return the rows of unique ids, shape (n, dim) each, as of this worker's step."""
-        self._end_dropped_step()
+        self.end_dropped_step()
         for parameter, _ in pull_specs:
             self.registry.use(parameter)
         if not self.registry.optimizers and not self._hooks:
@@ -184,11 +196,11 @@ class TableClient:
         return pulled
 
     def _open_step(self, param: nn.Parameter) -> None:
-        self._end_dropped_step()
+        self.end_dropped_step()
         if self._opener is None:
             self._opener = param
 
-    def _end_dropped_step(self) -> None:
+    def end_dropped_step(self) -> None:
         """End a step whose gradients the script dropped, as a gradient scaler does, so that nobody waits for it."""
         if self._opener is not None and self._opener.grad is None:
             self._opener = None
@@ -235,6 +247,7 @@ class TableClient:
 
         A table that no optimizer has claimed when it is read then keeps the rule it was saved with.
         """
+        self._loads += 1
         saved = read_manifest(directory).tables
         self.registry.loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
         self.mode.load(directory, names if self.context.rank == 0 else [])
