@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
+    from phalanx.ps.bag_collection import BagCollection
     from phalanx.ps.client.prefetch import prefetch
     from phalanx.ps.embedding import SparseEmbedding
     from phalanx.ps.embedding_bag import EmbeddingBag
@@ -20,6 +21,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "BagCollection",
     "Constant",
     "CountFilter",
     "EmbeddingBag",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = dict.fromkeys(__all__, "table.update_rules") | {
     **dict.fromkeys(("Constant", "CountFilter", "Normal", "Probability", "ShowClick", "Uniform"), "table.rules"),
+    "BagCollection": "bag_collection",
     "EmbeddingBag": "embedding_bag",
     "SparseEmbedding": "embedding",
     "hash_ids": "text_ids",

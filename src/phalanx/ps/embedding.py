@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
 from phalanx.ps.features import Feature, FeatureRows
 from phalanx.ps.ids import check_ids, check_per_id
 from phalanx.ps.jagged import like_jagged, values_of
@@ -91,6 +93,44 @@ class SparseEmbedding(TableModule):
             ConfigError: If ids are no integers, or `clicks` have another shape.
         """
         return self._look_up(self.query(ids, offsets, clicks=clicks))
+
+    @classmethod
+    def from_torch(cls, module: nn.Embedding, *, name: str | None = None, **settings: Any) -> SparseEmbedding:
+        """Return an embedding whose ids 0 to n - 1 start from the rows of an `nn.Embedding`; others from `init=`.
+
+        On servers the rows of worker 0 count, and those that the servers have already.
+
+        Args:
+            module: It is copied. Device, dtype and `padding_idx` are taken over.
+            name: Name of the table, which must be a new one.
+            settings: Other arguments of `SparseEmbedding`.
+
+        Raises:
+            ConfigError: If a table cannot do what the module does, or there is a table of this name.
+        """
+        check_convertible(module, nn.Embedding, name)
+        padding = module.padding_idx
+        if padding is not None and module.weight[padding].any():
+            raise ConfigError(
+                f"row {padding} of the nn.Embedding, its padding_idx, is not zero, and padding reads as zeros from a "
+                "table. Set the row to zero first."
+            )
+        embedding = cls(module.embedding_dim, padding_idx=padding, name=name, **settings)
+        start_from_torch(embedding.handle, module.weight)
+        return embedding.to(module.weight.device, module.weight.dtype)
+
+    def to_torch(self, ids: int | Tensor) -> nn.Embedding:
+        """Return an `nn.Embedding` with a copy of rows of the table.
+
+        Args:
+            ids: Ids of the rows, shape (n,): row i of the result is that of `ids[i]`. An int n for 0 to n - 1.
+
+        Raises:
+            ConfigError: If ids are no integers in one dimension, or occur twice.
+        """
+        rows, padding = rows_for_torch(self.handle, ids)
+        embedding: nn.Embedding = nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=padding)
+        return embedding
 
     def query(self, ids: Tensor, offsets: None = None, *, clicks: Tensor | None = None) -> Query:
         """Return what a call of `forward` reads. See `TableModule.query`."""

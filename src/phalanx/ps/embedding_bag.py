@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.ps.bags import Bags, read_bags
+from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
 from phalanx.ps.features import Feature, FeatureRows
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
@@ -97,6 +98,46 @@ class EmbeddingBag(TableModule):
             ConfigError: If ids are no integers, or shapes, offsets, weights and mode do not fit each other.
         """
         return self._look_up(self.query(ids, offsets, per_sample_weights, clicks=clicks))
+
+    @classmethod
+    def from_torch(cls, module: nn.EmbeddingBag, *, name: str | None = None, **settings: Any) -> EmbeddingBag:
+        """Return a bag whose ids 0 to n - 1 start from the rows of an `nn.EmbeddingBag`; others from `init=`.
+
+        On servers the rows of worker 0 count, and those that the servers have already.
+
+        Args:
+            module: It is copied. Device, dtype, `mode`, `include_last_offset` and `padding_idx` are taken over.
+            name: Name of the table, which must be a new one.
+            settings: Other arguments of `EmbeddingBag`.
+
+        Raises:
+            ConfigError: If a table cannot do what the module does, or there is a table of this name.
+        """
+        check_convertible(module, nn.EmbeddingBag, name)
+        bag = cls(
+            module.embedding_dim,
+            mode=cast(PoolingMode, module.mode),
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+            name=name,
+            **settings,
+        )
+        start_from_torch(bag.handle, module.weight)
+        return bag.to(module.weight.device, module.weight.dtype)
+
+    def to_torch(self, ids: int | Tensor) -> nn.EmbeddingBag:
+        """Return an `nn.EmbeddingBag` with a copy of rows of the table.
+
+        Args:
+            ids: Ids of the rows, shape (n,): row i of the result is that of `ids[i]`. An int n for 0 to n - 1.
+
+        Raises:
+            ConfigError: If ids are no integers in one dimension, or occur twice.
+        """
+        rows, padding = rows_for_torch(self.handle, ids)
+        return nn.EmbeddingBag.from_pretrained(
+            rows, freeze=False, mode=self.mode, include_last_offset=self.include_last_offset, padding_idx=padding
+        )
 
     def query(
         self,

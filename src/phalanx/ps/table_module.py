@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ps.client.parameter import TableParameter, TableSettings, shared_parameter
+from phalanx.ps.client.parameter import TableParameter, TableSettings, is_named, shared_parameter
 from phalanx.ps.features import Feature, FeatureRows, read_features
 from phalanx.ps.table.rules import EntryPolicy, Init, Uniform
 from phalanx.ps.table.update_rules import SGD, Rule
@@ -104,12 +104,15 @@ class TableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "_read"}
-        return {**state, "_parameters": {}, "_table": self.handle.table}
+        return {**state, "_parameters": {}, "_table": self.handle.table, "_first_values": self.handle.first_values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        name = state.pop("_table")
+        name, first_values = state.pop("_table"), state.pop("_first_values", None)
+        is_new = not is_named(name)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect(name)
+        if is_new:
+            self.handle.first_values = first_values
 
 
 _settings: dict[str, TypeAdapter[Any]] = {

@@ -82,6 +82,9 @@ class TableParameter(nn.Parameter):
     table: str | None
     """Name of the table; None until it is given, or follows from the module's place in the model."""
 
+    first_values: Tensor | None
+    """Rows of the ids 0, 1, ... before training, shape (n, dim), until the table is made; None for those of `init`."""
+
     _seen: UniqueKeys | None
 
     def __new__(cls, settings: TableSettings) -> TableParameter:
@@ -93,6 +96,7 @@ class TableParameter(nn.Parameter):
     def become(self, settings: TableSettings) -> None:
         """Stand for a table that has no name yet."""
         self.settings, self.table, self._seen = settings, None, None
+        self.first_values = None
 
     def __deepcopy__(self, memo: object) -> TableParameter:
         return self  # rows are not copied: a copy of a model reads and trains the same table
@@ -171,6 +175,11 @@ def shared_parameter(name: str | None, settings: TableSettings) -> TableParamete
                 f"{field.name}={expected!r}. Tables of one name are one table: use the same settings, or another name."
             )
     return parameter
+
+
+def is_named(name: str | None) -> bool:
+    """Return whether this process has a table of this name."""
+    return name in _named
 
 
 def give_name(parameter: TableParameter, name: str) -> None:

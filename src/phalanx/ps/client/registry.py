@@ -52,7 +52,6 @@ class TableRegistry:
         """Of the tables that were made, by name."""
 
         self._untrained: dict[str, RowTable] = {}
-        self._first_values: dict[str, Tensor] = {}
         self._dense: weakref.WeakKeyDictionary[Optimizer, list[DenseTable]] = weakref.WeakKeyDictionary()
         self._dense_count = 0
         self.dense_default = False
@@ -151,12 +150,13 @@ class TableRegistry:
     def initial_rows(self, parameter: TableParameter, keys: Keys) -> Rows:
         """Return the rows that a table starts from, shape (n, dim)."""
         name = str(parameter.table)
-        if name in self._first_values:
-            rows: Rows = self._first_values[name].numpy()[keys]
-            return rows
         if name not in self._untrained:
             self._untrained[name] = make_table(parameter.settings.spec(name, SGD(lr=0.0)))
-        return read_rows(self._untrained[name], keys)
+        rows = read_rows(self._untrained[name], keys)
+        if (values := parameter.first_values) is not None:
+            has_value = (keys >= 0) & (keys < len(values))
+            rows[has_value] = values.numpy()[keys[has_value]]
+        return rows
 
     def start_from(self, parameter: TableParameter, values: Tensor) -> None:
         """Give the rows 0, 1, ... of a table these values, shape (n, dim).
@@ -167,7 +167,7 @@ class TableRegistry:
         if name in self._rules:
             self._assign(name, values, is_empty=True)
         else:
-            self._first_values[name] = values
+            parameter.first_values = values
 
     def close(self) -> None:
         """Let go of the tables that were never trained."""
@@ -190,8 +190,8 @@ class TableRegistry:
         self._mode().declare([parameter.settings.spec(name, rule)])
         self._rules[name] = rule
         self._untrained.pop(name, None)
-        if name in self._first_values:
-            first = self._first_values.pop(name)
+        if (first := parameter.first_values) is not None:
+            parameter.first_values = None
             self._assign(name, first, is_empty=self._mode().store.report()[name].rows == 0)
         return True
 
