@@ -207,6 +207,42 @@ def reference(order, ids, batch):
     return plain(ids, batch=batch).item()
 
 
+def test_rows_asked_ahead_are_taken_by_the_whole_pass():
+    model = Tower("t")
+    ModelPasses(model)
+    passes_of(model, 4)
+    store = current().mode.store
+    batches = [batch_of(step) for step in range(20, 24)]
+
+    def lookups(batch):
+        ids, bags = batch
+        return [(model.tags, bags["tags"], bags["offsets"]), *zip(model.columns, ids.unbind(1), strict=True)]
+
+    store.pulls.clear()
+    for ids, batch in ps.prefetch(batches, lookups):
+        model(ids, batch=batch)
+    assert len(store.pulls) == len(batches), "one request ahead for each batch, and none in its pass"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler's own
+def test_a_compiled_model_is_not_followed_and_breaks_no_more_graphs():
+    from torch._dynamo.utils import counters
+
+    breaks = []
+    for is_followed in (False, True):
+        torch._dynamo.reset()
+        model = nn.Sequential(ps.SparseEmbedding(DIM, name="ids", optimizer=ps.SGD(0.1)), nn.Linear(DIM, 1))
+        if is_followed:
+            ModelPasses(model)
+        counters.clear()
+        model.compile(backend="eager")
+        for _ in range(3):
+            model(torch.arange(3)).sum().backward()
+        breaks.append(sum(counters["graph_break"].values()))
+    assert 0 < breaks[1] <= breaks[0]
+    assert current().model_passes == []
+
+
 def test_a_pass_that_fails_leaves_no_rows_behind():
     model = Tower("t")
     ModelPasses(model)

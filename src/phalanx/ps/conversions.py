@@ -41,11 +41,7 @@ def check_convertible(module: nn.Module, kind: type[nn.Module], name: str | None
 
 
 def start_from_torch(parameter: TableParameter, weight: Tensor) -> None:
-    """Let a table that was not made yet start from rows, shape (n, dim), of the ids 0 to n - 1.
-
-    Raises:
-        ConfigError: If the row of the padding id is not zero, as it reads from a table.
-    """
+    """Let a table that was not made yet start from rows, shape (n, dim), of the ids 0 to n - 1; padding is zeros."""
     values, padding = weight.detach().to("cpu", torch.float32).clone(), parameter.settings.padding_idx
     if padding is not None and 0 <= padding < len(values):
         values[padding] = 0.0
