@@ -55,7 +55,7 @@ phalanx::EntrySpec read_entry(nb::handle entry) {
   spec.kind = kind_of<phalanx::EntryKind>(
       entry, {{"any", kAny}, {"count", kCount}, {"probability", kProbability}, {"show_click", kShowClick}});
   read(entry, "count", spec.count, "p", spec.probability, "show_weight", spec.show_weight, "click_weight",
-       spec.click_weight, "decay", spec.decay, "drop_below", spec.drop_below, "unseen_days", spec.unseen_days);
+       spec.click_weight, "decay", spec.decay, "drop_below", spec.drop_below);
   return spec;
 }
 
@@ -73,6 +73,8 @@ phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t s
   read.initial_state = nb::cast<std::vector<float>>(rule.attr("initial_state")(read.dim).attr("tolist")());
   read.init = read_init(spec.attr("init"));
   read.entry = read_entry(spec.attr("entry"));
+  read.entry.unseen_days = nb::cast<std::uint64_t>(spec.attr("row_days"));
+  read.entry.waiting_days = nb::cast<std::uint64_t>(spec.attr("waiting_days"));
   return read;
 }
 

@@ -155,7 +155,7 @@ std::uint64_t EmbeddingTable::shrink() {
   const Turn turn = order();
   std::uint64_t gone = 0;
   as_whole(turn, [&] {
-    if (spec_.entry.kind != EntryKind::kShowClick) return;
+    if (spec_.entry.days() == 0) return;
     for (int shard = 0; shard < kShards; ++shard) {
       gone += in_lane(shard, [&](Lane& lane, int part) { return lane.end_day(part, now(turn.tick)); });
     }

@@ -81,7 +81,7 @@ void LaneIndex::erase_part(int part) {
 void LaneIndex::reserve(int part, std::uint64_t more) {
   const std::uint64_t needed = used_[part] + more;
   if (fits(needed, now_.capacity(part))) return;
-  grow(needed + needed / 8);
+  grow(needed + needed / 8 + 32);
   move(kAll);
 }
 

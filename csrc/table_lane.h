@@ -137,6 +137,13 @@ class Lane {
     std::uint64_t tick;
   };
 
+  struct Expiry {
+    bool is_known = false;
+    std::uint64_t tick = 0;
+  };
+
+  Expiry expiry(int part, std::uint64_t days) const;
+  bool is_low(const Entry& entry) const;
   std::vector<Entry> in_order(int part, std::uint32_t from) const;
   std::vector<std::int64_t> removed_since(int part, std::uint64_t since) const;
   bool knows_decays(int part, std::uint64_t since) const;

@@ -18,22 +18,33 @@ constexpr std::size_t kLeastRemoved = 64;
 
 std::uint64_t Lane::end_day(int part, Time time) {
   const EntrySpec& policy = spec_.entry;
-  std::vector<std::uint64_t>& days = days_[part];
-  const bool can_expire = days.size() >= policy.unseen_days;
-  const std::uint64_t began = can_expire ? days[policy.unseen_days - 1] : 0;
+  decay(part, 1);
+  const Expiry of_row = expiry(part, policy.unseen_days), of_waiting = expiry(part, policy.waiting_days);
   std::vector<Entry> gone;
   index_.each(part, [&](const Entry& entry) {
-    if (!entry.has_row()) return;
-    float* const show = floats(slab_.row(entry.row)) + spec_.state();
-    float* const click = show + 1;
-    *show *= policy.decay;
-    *click *= policy.decay;
-    const float score = policy.show_weight * (*show - *click) + policy.click_weight * *click;
-    if (score < policy.drop_below || (can_expire && time.oldest + entry.tick <= began)) gone.push_back(entry);
+    const Expiry& limit = entry.has_row() ? of_row : of_waiting;
+    if ((limit.is_known && time.oldest + entry.tick <= limit.tick) || is_low(entry)) gone.push_back(entry);
   });
+  std::vector<std::uint64_t>& days = days_[part];
   days.insert(days.begin(), time.tick);
-  if (days.size() > policy.unseen_days) days.pop_back();
+  if (days.size() > policy.days()) days.pop_back();
   return remove(part, gone, time);
+}
+
+// What was not seen for so many days: not after this tick, if there were as many.
+Lane::Expiry Lane::expiry(int part, std::uint64_t days) const {
+  const std::vector<std::uint64_t>& began = days_[part];
+  if (days == 0 || began.size() < days) return {};
+  return {true, began[days - 1]};
+}
+
+// Whether the score of a row is too low.
+bool Lane::is_low(const Entry& entry) const {
+  if (!spec_.has_statistics || !entry.has_row()) return false;
+  const EntrySpec& policy = spec_.entry;
+  const float* const statistics = floats(slab_.row(entry.row)) + spec_.state();
+  const float show = statistics[0], click = statistics[1];
+  return policy.show_weight * (show - click) + policy.click_weight * click < policy.drop_below;
 }
 
 // Drops the eighth of a shard, rounded up, that was changed longest ago; of one tick, the smallest hashes first.

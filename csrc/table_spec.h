@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -34,7 +35,10 @@ struct EntrySpec {
   float click_weight = 0;
   float decay = 1;
   float drop_below = 0;
-  std::uint64_t unseen_days = 0;
+  std::uint64_t unseen_days = 0;   // after which a row goes; 0 for never, in any kind
+  std::uint64_t waiting_days = 0;  // after which a waiting id goes; 0 for never
+
+  std::uint64_t days() const { return std::max(unseen_days, waiting_days); }  // that shards remember
 };
 
 struct TableSpec {

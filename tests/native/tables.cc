@@ -46,7 +46,7 @@ TableSpec spec_of(const RuleCase& rule, std::size_t dim, EntryKind entry, bool i
   spec.rule = {rule.kind, rule.numbers};
   spec.init = {InitKind::kNormal, 0.01};
   spec.has_statistics = entry == EntryKind::kShowClick;
-  spec.entry = {entry, 2, 0.5, 0.1f, 1, 0.98f, 0.2f, 3};
+  spec.entry = {entry, 2, 0.5, 0.1f, 1, 0.98f, 0.2f, 3, 2};
   return spec;
 }
 

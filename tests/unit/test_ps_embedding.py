@@ -472,3 +472,11 @@ def test_steps_after_the_worker_stopped_are_refused():
     fleet.stop_worker()
     with pytest.raises(ClosedError, match=r"stepped after stop_worker\(\). Stop after the last step"):
         optimizer.step()
+
+
+def test_rows_that_expire_go_with_any_entry_policy_but_show_and_click() -> None:
+    assert ps.SparseEmbedding(4, entry=ps.CountFilter(2), unseen_days=3, name="counted").settings.unseen_days == 3
+    with pytest.raises(ConfigError, match=r"unseen_days=3\): .*give entry=ShowClick\(unseen_days=3\)"):
+        ps.SparseEmbedding(4, entry=ps.ShowClick(), unseen_days=3, name="shown")
+    with pytest.raises(ConfigError, match=r"entry=\) takes a value such as .*found \[CountFilter"):
+        ps.SparseEmbedding(4, entry=[ps.CountFilter(2), ps.ShowClick()], name="both")  # type: ignore[arg-type]

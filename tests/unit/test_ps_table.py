@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,8 +189,19 @@ def test_a_day_decays_scores_and_drops_the_low_ones(table_of: Make) -> None:
     assert table.shrink() == 2
 
 
-def test_rows_not_trained_for_the_days_given_go(table_of: Make) -> None:
-    table = table_of(replace(PLAIN, entry=ShowClick(drop_below=0, unseen_days=2)))
+@pytest.mark.parametrize(
+    "expires_after_2_days",
+    [
+        {"entry": ShowClick(drop_below=0, unseen_days=2)},
+        {"unseen_days": 2},
+        {"entry": CountFilter(1), "unseen_days": 2},
+        {"entry": CountFilter(1, waiting_days=5), "unseen_days": 2},
+        {"entry": Probability(1.0), "unseen_days": 2},
+    ],
+    ids=["show_click", "any", "count", "count_and_waiting", "probability"],
+)
+def test_rows_not_trained_for_the_days_given_go(table_of: Make, expires_after_2_days: dict[str, Any]) -> None:
+    table = table_of(replace(PLAIN, **expires_after_2_days))
     table.push(KEYS[:2], ones(2))
     assert table.shrink() == 0
     table.push(KEYS[:1], ones(1))
@@ -198,6 +210,33 @@ def test_rows_not_trained_for_the_days_given_go(table_of: Make) -> None:
     assert table.shrink() == 1
     assert table.shrink() == 1
     assert table.rows == 0
+
+
+def test_counts_of_ids_that_did_not_occur_lately_are_forgotten(table_of: Make) -> None:
+    table = table_of(replace(PLAIN, entry=CountFilter(3, waiting_days=2)))
+
+    def waiting() -> list[int]:
+        return [key for key in KEYS[:2].tolist() if table.export(shard_of_key(key)).waiting_keys.size]
+
+    table.push(KEYS[:2], ones(2))
+    table.push(KEYS[2:3], ones(1), counts=np.array([3], np.uint32))
+    assert table.shrink() == 0
+    table.push(KEYS[:1], ones(1))
+    assert table.shrink() == 0
+    table = copy(table, table_of)
+    assert waiting() == KEYS[:2].tolist()
+    assert table.shrink() == 0, "counts are no rows"
+    assert waiting() == KEYS[:1].tolist()
+    assert table.push(KEYS[:2], ones(2)) == 1, "one count went on, the other began anew"
+    for _ in range(4):
+        table.shrink()
+    assert waiting() == []
+    assert table.rows == 2, "rows stay without unseen_days"
+
+
+def test_show_and_click_expire_by_their_own_days(table_of: Make) -> None:
+    with pytest.raises(ValueError, match=r"own unseen_days: give entry=ShowClick\(unseen_days=3\)"):
+        table_of(TableSpec("t", 4, SGD(1.0), entry=ShowClick(), unseen_days=3))
 
 
 def test_shrink_of_a_table_without_show_and_click_drops_nothing(table_of: Make) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -34,8 +34,17 @@ near_rules = st.one_of(
     st.builds(Adam, lr=rates, weight_decay=rates, decoupled=st.booleans()),
 )
 entries = st.sampled_from(
-    [None, CountFilter(1), CountFilter(3), Probability(0.0), Probability(0.5), ShowClick(), ShowClick(unseen_days=1)]
+    [None, CountFilter(1), CountFilter(3, 1), Probability(0.0), Probability(0.5), ShowClick(), ShowClick(unseen_days=1)]
 )
+
+
+def with_days(data: st.DataObject, spec: TableSpec) -> TableSpec:
+    """Return the specification, perhaps with rows that expire."""
+    if isinstance(spec.entry, ShowClick):
+        return spec
+    return replace(spec, unseen_days=data.draw(st.sampled_from([None, 1, 2])))
+
+
 exact_inits = st.sampled_from([Uniform(), Uniform(0.3), Constant(), Constant(0.25)])
 
 # Few ids, so that calls meet; the last bits of a hash are random, so any ids do.
@@ -134,7 +143,8 @@ def assert_same_tables(a: RowTable, b: RowTable, tolerance: float) -> None:
     table_of=st.sampled_from([native_table, ReferenceTable]),
 )
 def test_a_base_and_its_deltas_are_the_table(data, entry, budget, dtype, table_of) -> None:  # type: ignore[no-untyped-def]
-    table = table_of(TableSpec("t", 2, Adagrad(0.1), entry=entry, dtype=dtype, max_bytes=budget))
+    spec = TableSpec("t", 2, Adagrad(0.1), entry=entry, dtype=dtype, max_bytes=budget)
+    table = table_of(with_days(data, spec))
     for call in data.draw(st.lists(calls(2), max_size=6)):
         table, _ = apply(table, call)
     base, follower = table.tick, moved(table)
@@ -153,6 +163,7 @@ def assert_same_rows(a: Columns, b: Columns) -> None:
 
 
 def play(data: st.DataObject, spec: TableSpec, tolerance: float) -> None:
+    spec = with_days(data, spec)
     ours: RowTable = native_table(spec)
     oracle: RowTable = ReferenceTable(spec)
     for call in data.draw(st.lists(calls(spec.dim), max_size=12)):

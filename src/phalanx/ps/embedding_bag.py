@@ -39,6 +39,8 @@ class EmbeddingBag(TableModule):
         dtype: Stored precision of the rows, `torch.float32` or `torch.bfloat16`. Results have the module's own dtype.
         seed: Seed of the initial values.
         max_bytes: Most bytes the table may use on one server; the least recently trained rows go first.
+        unseen_days: Rows that were not trained for so many days go; `fleet.shrink()` ends a day. They stay when None.
+            With any entry policy but `ShowClick`, which has its own.
 
     Raises:
         ConfigError: If an argument cannot work, or a table of this name has other settings.
@@ -58,6 +60,7 @@ class EmbeddingBag(TableModule):
         dtype: torch.dtype | str = torch.float32,
         seed: int = 0,
         max_bytes: int | None = None,
+        unseen_days: int | None = None,
     ) -> None:
         if mode not in get_args(PoolingMode):
             raise ConfigError(f"mode must be 'sum', 'mean' or 'max', found {mode!r}.")
@@ -71,6 +74,7 @@ class EmbeddingBag(TableModule):
             dtype=dtype,
             seed=seed,
             max_bytes=max_bytes,
+            unseen_days=unseen_days,
         )
         self.mode: PoolingMode = mode
         self.include_last_offset = include_last_offset

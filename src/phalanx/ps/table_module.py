@@ -40,6 +40,7 @@ class TableModule(nn.Module):
         dtype: Stored precision of the rows.
         seed: Seed of the initial values.
         max_bytes: Most bytes the table may use on one server.
+        unseen_days: Days after which rows that were not trained go.
 
     Raises:
         ConfigError: If an argument cannot work, or a table of this name has other settings.
@@ -59,6 +60,7 @@ class TableModule(nn.Module):
         dtype: torch.dtype | str,
         seed: int,
         max_bytes: int | None,
+        unseen_days: int | None,
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
@@ -73,6 +75,7 @@ class TableModule(nn.Module):
             seed=seed,
             max_bytes=max_bytes,
             padding_idx=padding_idx,
+            unseen_days=unseen_days,
         )
         self._connect(name)
 

@@ -41,6 +41,7 @@ class TableSettings:
     seed: int
     max_bytes: int | None
     padding_idx: int | None
+    unseen_days: int | None = None
 
     def spec(self, name: str, rule: Rule) -> TableSpec:
         """Return the specification of a table of this name and rule."""
@@ -53,6 +54,7 @@ class TableSettings:
             dtype=self.dtype,
             seed=self.seed,
             max_bytes=self.max_bytes,
+            unseen_days=self.unseen_days,
         )
 
 

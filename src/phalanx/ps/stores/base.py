@@ -112,7 +112,7 @@ class TableStore(Protocol):
         ...
 
     def shrink(self, table: str) -> int:
-        """End a day: decay and drop rows as the entry policy says. Returns how many rows went."""
+        """End a day: decay and drop rows as the specification says. Returns how many rows went."""
         ...
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:

@@ -140,10 +140,9 @@ class ReferenceTable:
     def shrink(self) -> int:
         """End a day; returns how many rows went."""
         tick = self._next_tick()
-        entry = self.spec.entry
-        if not isinstance(entry, ShowClick):
+        if not (self.spec.row_days or self.spec.waiting_days):
             return 0
-        return sum(self._end_day(shard, entry, tick) for shard in self._shards)
+        return sum(self._end_day(shard, tick) for shard in self._shards)
 
     def clear(self) -> None:
         """Drop everything but the counts of what happened."""
@@ -298,18 +297,25 @@ class ReferenceTable:
             shard.ticks = {key: max(t, self._oldest) for key, t in shard.ticks.items()}
             shard.days = [max(day, self._oldest) for day in shard.days]
 
-    def _end_day(self, shard: _Shard, entry: ShowClick, tick: int) -> int:
-        keys = list(shard.slots)
-        slots = [shard.slots[key] for key in keys]
+    def _end_day(self, shard: _Shard, tick: int) -> int:
+        """Decay a shard's rows, drop what is low or was not seen, and note the day; returns how many rows went."""
         self._decay(shard, 1)
-        show, click = self._rows[slots, -2:].T
+        low = self._low(shard)
+        rows_until, waiting_until = shard.day(self.spec.row_days), shard.day(self.spec.waiting_days)
+        gone = [key for key in shard.slots if key in low or shard.ticks[key] <= rows_until]
+        gone += [key for key in shard.waiting if shard.ticks[key] <= waiting_until]
+        shard.days = [tick, *shard.days][: max(self.spec.row_days, self.spec.waiting_days)]
+        return self._remove(shard, gone, tick)
+
+    def _low(self, shard: _Shard) -> set[int]:
+        """Return the ids whose score is too low."""
+        entry = self.spec.entry
+        if not isinstance(entry, ShowClick):
+            return set()
+        keys = list(shard.slots)
+        show, click = self._rows[list(shard.slots.values()), -2:].T
         score = np.float32(entry.show_weight) * (show - click) + np.float32(entry.click_weight) * click
-        low = score < np.float32(entry.drop_below)
-        if len(shard.days) >= entry.unseen_days:
-            began = shard.days[entry.unseen_days - 1]
-            low |= np.array([shard.ticks[key] <= began for key in keys], np.bool_)
-        shard.days = [tick, *shard.days][: entry.unseen_days]
-        return self._remove(shard, [key for key, is_low in zip(keys, low, strict=True) if is_low], tick)
+        return {key for key, is_low in zip(keys, score < np.float32(entry.drop_below), strict=True) if is_low}
 
     def _decay(self, shard: _Shard, times: int) -> None:
         """Decay show and click of all rows."""
@@ -348,6 +354,10 @@ class _Shard:
         self.days: list[int] = []
         self.removed: list[tuple[int, int]] = []  # tick and id of what went, as far as it is remembered
         self.swept = 0  # tick of the last change that neither the ticks of rows, `removed` nor `days` tell
+
+    def day(self, days: int) -> int:
+        """Return the tick at which the day `days` ago began; -1 if it is not known, or `days` is 0."""
+        return self.days[days - 1] if 0 < days <= len(self.days) else -1
 
     def in_order(self, salt: int) -> list[int]:
         keys = np.fromiter(self.ticks, np.int64, len(self.ticks))

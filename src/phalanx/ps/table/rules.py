@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from phalanx.errors import ConfigError
@@ -13,15 +13,22 @@ from phalanx.ps.table.update_rules import Rate, Rule
 
 _frozen = ConfigDict(extra="forbid")
 
+Days = Annotated[int, Field(ge=1, lt=2**31)]
+"""Calls of `shrink`."""
+
 
 # --- entry policies -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, config=_frozen)
 class CountFilter:
-    """An id gets a row once it occurred `count` times in training; before that it reads as zeros."""
+    """An id gets a row once it occurred `count` times in training; before that it reads as zeros.
+
+    Each `shrink` (a day) forgets the counts of ids that did not occur for `waiting_days` days.
+    """
 
     count: Annotated[int, Field(ge=1, le=2**24 - 2)]
+    waiting_days: Days = 7
     kind: Literal["count"] = "count"
 
 
@@ -45,7 +52,7 @@ class ShowClick:
     click_weight: Rate = 1.0
     decay: Annotated[float, Field(gt=0, le=1)] = 0.98
     drop_below: Rate = 0.8
-    unseen_days: Annotated[int, Field(ge=1, lt=2**31)] = 30
+    unseen_days: Days = 30
     kind: Literal["show_click"] = "show_click"
 
 
@@ -97,8 +104,28 @@ class TableSpec:
     max_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
     """Hard budget for the rows of one server; the least recently trained rows go first. No limit when None."""
 
+    unseen_days: Days | None = None
+    """Each `shrink` drops rows that were not trained for so many days; None keeps them. `ShowClick` has its own."""
+
     dense: int | None = None
     """For a table that holds a dense parameter cut into rows 0, 1, ...: how many rows; None for ids."""
+
+    @field_validator("unseen_days")
+    @classmethod
+    def _check_unseen_days(cls, days: int | None, info: ValidationInfo) -> int | None:
+        if days is not None and isinstance(info.data.get("entry"), ShowClick):
+            raise ValueError(f"ShowClick drops rows by its own unseen_days: give entry=ShowClick(unseen_days={days})")
+        return days
+
+    @property
+    def row_days(self) -> int:
+        """Days without training after which a row goes; 0 for never."""
+        return self.entry.unseen_days if isinstance(self.entry, ShowClick) else self.unseen_days or 0
+
+    @property
+    def waiting_days(self) -> int:
+        """Days after which the count of an id that waits for its row goes; 0 where none wait."""
+        return self.entry.waiting_days if isinstance(self.entry, CountFilter) else 0
 
     def to_json(self) -> dict[str, object]:
         """Return a JSON object that `table_spec` reads back."""

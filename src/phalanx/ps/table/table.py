@@ -65,7 +65,11 @@ class RowTable(Protocol):
         ...
 
     def shrink(self) -> int:
-        """End a day: decay show and click, drop rows as `ShowClick` says. Returns how many rows went."""
+        """End a day, and return how many rows went.
+
+        Decays show and click; drops rows of low score, and rows and waiting counts that were not seen for the days that
+        the specification gives.
+        """
         ...
 
     @property
