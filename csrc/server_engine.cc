@@ -9,11 +9,11 @@ namespace phalanx {
 namespace {
 
 // Places that a push got in its tables. Those not applied when it ends are given up, for those behind them wait.
-class Places {
+class PushTurns {
  public:
-  explicit Places(std::span<const Update> updates) : updates_(updates), turns_(updates.size()) {}
-  Places(const Places&) = delete;
-  ~Places() {
+  explicit PushTurns(std::span<const Update> updates) : updates_(updates), turns_(updates.size()) {}
+  PushTurns(const PushTurns&) = delete;
+  ~PushTurns() {
     for (; next_ < ordered_; ++next_) table(next_).give_up(turns_[next_]);
   }
 
@@ -204,7 +204,7 @@ std::uint64_t ServerEngine::accept(const DataRequest& request, Place place, std:
 std::uint64_t ServerEngine::apply_now(std::span<const Update> updates, const std::function<void()>& log) {
   std::vector<TableChange> changes;
   for (const Update& update : updates) changes.push_back(prepare(update));
-  Places places(updates);
+  PushTurns places(updates);
   {
     const std::lock_guard ordered(order_);
     log();

@@ -163,6 +163,9 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             f"phalanx.ps.{name}"
             for name in (
                 "SparseEmbedding",
+                "EmbeddingBag",
+                "BagCollection",
+                "hash_ids",
                 "lookup",
                 "prefetch",
                 "SGD",
