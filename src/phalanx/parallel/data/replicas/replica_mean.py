@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import phalanx.comm.context as context_of
+from phalanx.comm.batch.backward_calls import Backward, BackwardOrder, around_backward
 from phalanx.comm.batch.batches import Shares, row_weight_of
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.groups import Group
@@ -110,25 +110,19 @@ def watch_mean(mean: Tensor, replicas: Replicas) -> None:
         replicas.is_mean_checked = True
         return
     node.metadata[_MARK] = True
-    if not hasattr(torch.autograd.backward, "_phalanx_checks_means"):
-        torch.autograd.backward = _check_means(torch.autograd.backward)  # a script calls it on a tensor of its own
+    around_backward(BackwardOrder.MEANS, _check_mean)
 
 
-def _check_means(backward: Callable[..., None]) -> Callable[..., None]:
-    @wraps(backward)
-    def backward_checked(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        replicas = context_of.current().replicas if context_of.is_initialized() else None
-        is_inner = torch._C._current_graph_task_id() != -1  # of a re-entrant checkpoint
-        if replicas is None or replicas.label_weight is None or is_inner:
-            backward(tensors, *args, **kwargs)
-            return
-        if not replicas.is_mean_checked:
-            replicas.is_mean_checked = _is_of_mean([tensors] if isinstance(tensors, Tensor) else tensors)
+def _check_mean(backward: Backward, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    replicas = context_of.current().replicas if context_of.is_initialized() else None
+    is_inner = torch._C._current_graph_task_id() != -1  # of a re-entrant checkpoint
+    if replicas is None or replicas.label_weight is None or is_inner:
         backward(tensors, *args, **kwargs)
-        replicas.is_mean_checked = False  # a further backward pass of the turn would be of something else
-
-    backward_checked._phalanx_checks_means = True  # type: ignore[attr-defined]
-    return backward_checked
+        return
+    if not replicas.is_mean_checked:
+        replicas.is_mean_checked = _is_of_mean([tensors] if isinstance(tensors, Tensor) else tensors)
+    backward(tensors, *args, **kwargs)
+    replicas.is_mean_checked = False  # a further backward pass of the turn would be of something else
 
 
 def _is_of_mean(roots: Sequence[Any]) -> bool:

@@ -5,7 +5,7 @@ the graph that a script sees is the one that its model makes. What a repetition 
 random numbers, changing buffers, and, while a backward pass runs, the gradients that arrive at the outputs.
 
     model(x) ──> MemoryGuard.run: note the state; out of memory: remedy, state back, the same call again
-    loss.backward() ──> backward_guarded: out of memory in the model's part of the graph: let go of that graph, remedy,
+    loss.backward() ──> guarded_backward: out of memory in the model's part of the graph: let go of that graph, remedy,
                         the forward pass again, and backward from the noted gradients into what has none yet
 """
 

@@ -1,4 +1,4 @@
-"""`backward_guarded`: `torch.autograd.backward` that repeats a distributed model's part when memory runs out.
+"""`guard_backward`: a backward pass that repeats a distributed model's part when memory runs out.
 
 The part of the graph that the script made, its loss, is walked once and never again; it has to have given its gradients
 to the model's outputs before. Whatever cannot be repeated exactly is left to the error, with the reason in a note.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from functools import wraps
 from typing import Any
 
 import torch
 
+from phalanx.comm.batch.backward_calls import Backward, BackwardOrder, around_backward
 from phalanx.comm.batch.backward_end import forget_interrupted
 from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.guard.graphs import ReleasedGraphError
 from phalanx.parallel.memory.guard.guard import MemoryGuard, running
 from phalanx.parallel.memory.guard.loss_point import LossPoint
-from phalanx.parallel.memory.guard.repetition import Backward, GradientsBefore, Repetition, plan_repetition
+from phalanx.parallel.memory.guard.repetition import GradientsBefore, Repetition, plan_repetition
 
 _guards: weakref.WeakSet[MemoryGuard] = weakref.WeakSet()
 """Those of this process whose backward passes can be repeated."""
@@ -35,14 +35,9 @@ _NOT_UNDONE = (
 
 
 def guard_backward(guard: MemoryGuard) -> None:
-    """Let backward passes through a model be repeated, by whatever call they are made.
-
-    A script calls `loss.backward()` on a tensor of its own, so the only place to catch its error is torch's function;
-    it is replaced when the first model is guarded.
-    """
+    """Let backward passes through a model be repeated, by whatever call they are made."""
     _guards.add(guard)
-    if not hasattr(torch.autograd.backward, "_phalanx_guarded"):
-        torch.autograd.backward = _guarded(torch.autograd.backward)
+    around_backward(BackwardOrder.MEMORY, _guarded)
 
 
 def guarded_parameters() -> set[int]:
@@ -50,30 +45,26 @@ def guarded_parameters() -> set[int]:
     return {id(param) for guard in _guards for param in guard.parameters()}
 
 
-def _guarded(backward: Backward) -> Backward:
-    @wraps(backward)
-    def backward_guarded(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
-        is_plain = not (create_graph or retain_graph or inputs is not None or running.is_backward)
-        if torch.compiler.is_compiling() or not is_plain or not _guards or torch._C._current_graph_task_id() != -1:
-            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            return
-        running.is_backward = True
-        try:
-            _attempt(backward, tensors, grad_tensors, grad_variables)
-        finally:
-            running.is_backward, running.in_loss = False, None
-            while running.passes:
-                running.passes.pop().close()
-
-    backward_guarded._phalanx_guarded = True  # type: ignore[attr-defined]
-    return backward_guarded
+def _guarded(
+    backward: Backward,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    is_plain = not (create_graph or retain_graph or inputs is not None or running.is_backward)
+    if not is_plain or not _guards or torch._C._current_graph_task_id() != -1:
+        backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        return
+    running.is_backward = True
+    try:
+        _attempt(backward, tensors, grad_tensors, grad_variables)
+    finally:
+        running.is_backward, running.in_loss = False, None
+        while running.passes:
+            running.passes.pop().close()
 
 
 def _attempt(backward: Backward, tensors: Any, *gradients: Any) -> None:

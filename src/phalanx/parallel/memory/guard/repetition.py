@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import phalanx.comm.context as context_of
+from phalanx.comm.batch.backward_calls import Backward
 from phalanx.comm.batch.backward_end import repeated_pass
 from phalanx.parallel.memory.failures import MemoryFailure
 from phalanx.parallel.memory.free_memory import free_caches
@@ -18,8 +19,6 @@ from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.guard.graphs import Node, leaves_of, nodes_of, reach, release
 from phalanx.parallel.memory.guard.guard import MARK, GuardedPass, MemoryGuard, last_nodes, running
 from phalanx.parallel.memory.guard.remedies import FREE_CACHES
-
-Backward = Callable[..., None]
 
 BESIDE_OUTPUTS = "the loss uses parameters, or what the model computed within, beside its outputs"
 
