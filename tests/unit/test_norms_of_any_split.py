@@ -79,6 +79,18 @@ def test_sums_of_the_smallest_and_largest_numbers_are_exact(value: float, native
     assert float(whole.sum()) == pytest.approx(math.fsum(tensor.square().tolist()), rel=1e-14)
 
 
+class Subclass(Tensor):
+    """May stand for a tensor that is elsewhere, and have no memory of its own."""
+
+
+def test_subclasses_of_tensors_are_added_up_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [numbers(100, 0), numbers(7, 3)]
+    expected = sums_of(tensors, tensors, native=False)
+    monkeypatch.setattr(Subclass, "data_ptr", None)  # an address that is asked for is an error
+    subclassed = [tensor.as_subclass(Subclass) for tensor in tensors]  # type: ignore[type-var]
+    assert torch.equal(sums_of(subclassed, subclassed, native=True).as_subclass(Tensor), expected)
+
+
 def test_the_norm_is_as_exact_as_float32_holds() -> None:
     tensors = [torch.randn(1000), torch.zeros(3), torch.tensor([1e-30, 1e30]), torch.zeros(0)]
     norms = _norms_of_any_split(tensors, [()] * len(tensors), torch.float32)

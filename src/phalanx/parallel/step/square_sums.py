@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.versions import HAS_NATIVE
 
@@ -34,7 +34,7 @@ class SquareSums:
     def __init__(self, tensors: Sequence[Tensor], *, native: bool = HAS_NATIVE) -> None:
         self._tensors, self._device = tensors, tensors[0].device
         self._arrays: tuple[list[int], list[int], list[int]] | None = None
-        if native and all(tensor.is_cpu and tensor.dtype in _TYPES for tensor in tensors):
+        if native and all(map(_has_memory, tensors)):
             self._tensors = tensors = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
             self._arrays = (
                 [tensor.data_ptr() for tensor in tensors],
@@ -74,6 +74,11 @@ class SquareSums:
         result = np.empty_like(shifts)
         _core().square_sums(*self._arrays, torch.get_num_threads(), *shifts, *result)
         return torch.from_numpy(result)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether the numbers lie at an address of this process; subclasses may only stand for other tensors."""
+    return tensor.is_cpu and tensor.dtype in _TYPES and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _core() -> Any:
