@@ -58,10 +58,21 @@ def train(model, optimizer, rows):
         optimizer.zero_grad()
 
 
+def first_rows():
+    return torch.linspace(-1.0, 1.0, IDS * DIM).view(IDS, DIM)
+
+
+def torch_bag(mode, weight):
+    bag = nn.EmbeddingBag(IDS, DIM, mode=mode, include_last_offset=True)
+    bag.weight = nn.Parameter(weight) if not isinstance(weight, nn.Parameter) else weight
+    return bag
+
+
 def train_on_servers():
     context = fleet.init(strategy=fleet.DistributedStrategy(a_sync=False))
-    options = {"include_last_offset": True, "name": "tags", "init": ps.Constant(0.25)}
-    model = Bags(ps.EmbeddingBag(DIM, mode="sum", **options), ps.EmbeddingBag(DIM, mode="max", **options))
+    rows = first_rows() + context.rank  # worker 0's values count
+    weighted = ps.EmbeddingBag.from_torch(torch_bag("sum", rows), name="tags")
+    model = Bags(weighted, ps.EmbeddingBag(DIM, mode="max", include_last_offset=True, name="tags"))
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
     model = fleet.distributed_model(model)
     train(model, optimizer, slice(context.rank, None, context.world_size))
@@ -78,10 +89,8 @@ def test_bags_on_servers_train_as_torchs_in_one_process(workers):
     with servers(2) as cluster:
         env = {"PHALANX_SERVER_ENDPOINTS": ",".join(cluster.endpoints), "PHALANX_JOB_SECRET": SECRET.hex()}
         results = run_ranks(train_on_servers, workers, env=env)
-    weight = nn.Parameter(torch.full((IDS, DIM), 0.25))
-    modules = [nn.EmbeddingBag(IDS, DIM, mode=mode, include_last_offset=True) for mode in ("sum", "max")]
-    for module in modules:
-        module.weight = weight
+    weight = nn.Parameter(first_rows())
+    modules = [torch_bag(mode, weight) for mode in ("sum", "max")]
     model = PlainBags(*modules)
     train(model, torch.optim.SGD(model.parameters(), lr=0.2), slice(None))
     for rows, head in results:
