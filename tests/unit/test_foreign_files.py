@@ -200,28 +200,37 @@ def record(meta: bytes, body: bytes) -> bytes:
     return b"PXR1" + struct.pack("<I", zlib.crc32(checked)) + checked + meta + body
 
 
-def shard_record() -> tuple[int, dict[str, Any], bytes]:
-    """Return the shard of id 7, and the text and bytes of its record."""
+def shard_record(since: int = 0) -> tuple[int, dict[str, Any], bytes]:
+    """Return the shard of id 7, and the text and bytes of its record, of a delta if it is since a tick."""
     table = make_table(SPEC)
     table.push(np.array([7]), np.ones((1, 2), np.float32))
     shard = next(shard for shard in range(SHARDS) if len(table.keys(shard)))
-    columns = table.export(shard)
+    table.push(np.array([7]), np.ones((1, 2), np.float32))
+    columns = table.export(shard, since)
     arrays = [columns.keys, columns.ticks, columns.rows, columns.waiting_keys, columns.waiting_ticks]
     arrays += [columns.waiting_counts, columns.days]
     meta = {"table": "items", "shard": shard, "tick": columns.tick, "whole": True, "format": "full"}
+    if since:
+        arrays.append(np.array([7], np.int64))
+        meta |= {"whole": False, "format": "changes", "decays": 0}
     meta["arrays"] = [[array.dtype.name, list(array.shape)] for array in arrays]
     return shard, meta, b"".join(array.tobytes() for array in arrays)
 
 
 SHARD, SHARD_META, SHARD_BODY = shard_record()
+_, CHANGES_META, CHANGES_BODY = shard_record(since=1)
+
+
+def broken_records(meta: dict[str, Any], body: bytes) -> st.SearchStrategy[bytes]:
+    return (
+        broken_documents(meta).map(lambda text: record(text, body))
+        | st.builds(record, st.just(json_bytes(meta)), broken_bytes(body))
+        | broken_bytes(record(json_bytes(meta), body))
+    )
 
 
 @broken
-@given(
-    content=broken_documents(SHARD_META).map(lambda meta: record(meta, SHARD_BODY))
-    | st.builds(record, st.just(json_bytes(SHARD_META)), broken_bytes(SHARD_BODY))
-    | broken_bytes(record(json_bytes(SHARD_META), SHARD_BODY))
-)
+@given(content=broken_records(SHARD_META, SHARD_BODY) | broken_records(CHANGES_META, CHANGES_BODY))
 def test_a_snapshot_with_a_broken_shard(folder: Path, snapshot: Any, content: bytes) -> None:
     path, valid = snapshot
     (path / "shard-0000-aaaaaaaa.bin").write_bytes(content)
