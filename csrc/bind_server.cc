@@ -3,14 +3,13 @@
 // Every call that takes a lock of the engine lets go of Python's first: the engine's threads call Python under theirs.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <chrono>
+#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <optional>

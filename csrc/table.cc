@@ -8,7 +8,8 @@
 namespace phalanx {
 namespace {
 
-// So many keys of a call are worked on together: enough to ask memory for, few enough to stay in the second cache.
+// So many keys of a pull, or of a change in a lane, are worked on together: enough to ask memory for, few enough to stay
+// in the second cache.
 constexpr std::size_t kBlock = 8192;
 
 void check_count(EmbeddingTable::Keys keys) {
@@ -138,17 +139,21 @@ std::uint64_t EmbeddingTable::apply(TableChange& change, Turn turn) {
 }
 
 std::uint64_t EmbeddingTable::apply_to(std::size_t number, TableChange& change, Turn turn) {
-  Slice slice = change.keys.slice(number);
-  if (slice.hashes.empty()) return 0;
+  const Slice all = change.keys.slice(number);
   Lane& lane = *lanes_[number];
-  const std::lock_guard locked(lane.lock);
-  const Time time = now(turn.tick);
-  switch (change.kind) {
-    case ChangeKind::kPush: return lane.push(slice, change.gradients, change.rule, time);
-    case ChangeKind::kAdd: lane.add(slice, change.gradients.values, time); break;
-    case ChangeKind::kAssign: lane.assign(slice, change.gradients.values, time); break;
+  std::uint64_t dropped = 0;
+  for (std::size_t first = 0; first < all.hashes.size(); first += kBlock) {
+    const std::size_t size = std::min(kBlock, all.hashes.size() - first);
+    Slice slice{all.hashes.subspan(first, size), all.positions.subspan(first, size), all.rows.subspan(first, size)};
+    const std::lock_guard locked(lane.lock);  // a block at a time: pulls wait for it
+    const Time time = now(turn.tick);
+    switch (change.kind) {
+      case ChangeKind::kPush: dropped += lane.push(slice, change.gradients, change.rule, time); break;
+      case ChangeKind::kAdd: lane.add(slice, change.gradients.values, time); break;
+      case ChangeKind::kAssign: lane.assign(slice, change.gradients.values, time); break;
+    }
   }
-  return 0;
+  return dropped;
 }
 
 std::uint64_t EmbeddingTable::shrink() {

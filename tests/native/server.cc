@@ -1,5 +1,6 @@
 // The server's engine: checksums, the gate, clocks, and pushes of many clients at once.
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -250,6 +251,31 @@ void lose_worker() {
   waiting.join();
 }
 
+long switches() {
+  rusage used;
+  getrusage(RUSAGE_THREAD, &used);
+  return used.ru_nvcsw;
+}
+
+// Who waits sleeps until its count comes: pushes before that do not wake it.
+void sleep_through_pushes() {
+  constexpr int kPushes = 60;
+  Server server(ServerMode::kBounded);
+  std::atomic<bool> is_waiting = false;
+  std::thread waiting([&] {
+    is_waiting = true;
+    const long before = switches();
+    server.clocks->wait(kPushes + 1, [](const std::string&, bool) {});
+    CHECK(switches() - before < kPushes / 3);
+  });
+  while (!is_waiting) std::this_thread::yield();
+  for (int i = 0; i < kPushes; ++i) {
+    for (int worker = 0; worker < kWorkers; ++worker) server.clocks->push(worker);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  waiting.join();
+}
+
 }  // namespace
 
 void test_server() {
@@ -258,4 +284,5 @@ void test_server() {
   pass_gate_while_one_waits();
   for (const ServerMode mode : {ServerMode::kAsync, ServerMode::kSync, ServerMode::kBounded}) train_together(mode);
   lose_worker();
+  sleep_through_pushes();
 }

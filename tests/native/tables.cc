@@ -83,7 +83,8 @@ void copy(const EmbeddingTable& from, EmbeddingTable& to) {
 
 void use(const TableSpec& spec) {
   EmbeddingTable table(spec), other(spec);
-  const std::vector<std::int64_t> few = ids(17, -8, 1), many = ids(20'000, 1 << 20, 977);
+  // In `many` a lane has more than one block.
+  const std::vector<std::int64_t> few = ids(17, -8, 1), many = ids(spec.dim == 1 && spec.state() == 0 ? 150'000 : 20'000, 1 << 20, 977);
   for (int step = 0; step < 3; ++step) {
     push(table, few, 0.5f);
     push(table, many, -0.25f);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,13 @@ def test_what_a_pull_cannot_name_and_a_rule_cannot_take_is_said() -> None:
     with pytest.raises(ConfigError, match="'push' is malformed"):
         worker.push_pulled("all", 1.0, 2)  # type: ignore[arg-type]
     assert worker.push_pulled(pulled, 1.0, 2) == {"dropped": 0}
+
+
+def test_a_server_without_the_native_core_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.versions.HAS_NATIVE", False)
+    monkeypatch.delitem(sys.modules, "phalanx.ps.server")
+    with pytest.raises(ConfigError, match="A parameter server needs the native core.*Install phalanx"):
+        importlib.import_module("phalanx.ps.server")
 
 
 def test_a_reply_of_control_is_given_again_after_a_restart(tmp_path: Path) -> None:
