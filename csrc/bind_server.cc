@@ -352,6 +352,7 @@ void bind_engine(nb::module_& module) {
            nb::arg("table"), Released())
       .def("set_clocks", &ServerEngine::set_clocks, nb::arg("clocks"), Released())
       .def("set_log", &ServerEngine::set_log, nb::arg("log"), Released())
+      .def("set_budget", &ServerEngine::set_budget, nb::arg("bytes"), Released())
       .def("complete_steps", &ServerEngine::complete_steps, Released())
       .def("append_pending", &ServerEngine::append_pending, Released())
       .def("admit", &ServerEngine::admit, nb::arg("client"), nb::arg("worker"), Released())

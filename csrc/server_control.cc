@@ -20,6 +20,11 @@ void ServerEngine::set_log(std::shared_ptr<ServerLog> log) {
   log_.swap(log);
 }
 
+void ServerEngine::set_budget(std::uint64_t bytes) {
+  const std::lock_guard locked(lock_);
+  budget_ = std::make_shared<RowBudget>(bytes);
+}
+
 bool ServerEngine::admit(std::uint64_t client, int worker) {
   const std::lock_guard locked(lock_);
   return clients_.admit(client, worker);

@@ -109,6 +109,7 @@ DataReply ServerEngine::take(const DataRequest& request, const WaitReport& repor
   check_weight(request.weight);
   const std::vector<Update> updates = updates_of(request);
   for (const Update& update : updates) check(update);
+  check_room(updates);
   DataReply reply;
   reply.dropped = accept(request, now, updates);
   finish(request, {"{\"dropped\":" + std::to_string(reply.dropped) + "}", reply.dropped});
@@ -137,6 +138,17 @@ std::optional<DataReply> ServerEngine::claim(const DataRequest& request) {
   }
   client.is_busy = true;
   return std::nullopt;
+}
+
+void ServerEngine::check_room(std::span<const Update> updates) const {
+  std::shared_ptr<RowBudget> budget;
+  std::vector<TablePtr> tables;
+  {
+    const std::lock_guard locked(lock_);
+    budget = budget_;
+    for (const auto& [salt, table] : tables_) tables.push_back(table);
+  }
+  if (budget) budget->check(tables, updates);
 }
 
 // Logs and applies a checked push of a new step; returns how many gradients were dropped.
@@ -224,6 +236,7 @@ void ServerEngine::replay(const DataRequest& request) {
     check_weight(request.weight);
     const std::vector<Update> updates = updates_of(request);
     for (const Update& update : updates) check(update);
+  check_room(updates);
     const std::uint64_t dropped = accept(request, place, updates);
     reply = {"{\"dropped\":" + std::to_string(dropped) + "}", dropped};
   }

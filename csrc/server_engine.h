@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "server_budget.h"
 #include "server_clients.h"
 #include "server_clocks.h"
 #include "server_gate.h"
@@ -45,6 +46,7 @@ class ServerEngine : public DataHandler {
   void put_table(std::uint64_t salt, ServerTable table);  // in place of the one of this salt
   void set_clocks(std::shared_ptr<Clocks> clocks);
   void set_log(std::shared_ptr<ServerLog> log);
+  void set_budget(std::uint64_t bytes);  // what all tables may take together; no limit before
   // Applies a push from the log.
   void replay(const DataRequest& request);
   // Applies the steps that every live worker has pushed, if there are any.
@@ -83,6 +85,7 @@ class ServerEngine : public DataHandler {
   TablePtr table_of(std::uint64_t salt) const;  // REQUIRES: lock_ is held
   std::vector<TablePtr> tables_of(const std::vector<TablePull>& pulls) const;
   std::vector<Update> updates_of(const DataRequest& request) const;
+  void check_room(std::span<const Update> updates) const;
   void finish(const DataRequest& request, EarlierReply reply);
   std::optional<DataReply> claim(const DataRequest& request);
   std::uint64_t remember(const DataRequest& request, std::map<std::uint64_t, KeysPtr> keys);
@@ -103,6 +106,7 @@ class ServerEngine : public DataHandler {
   std::map<std::uint64_t, TablePtr> tables_;
   std::shared_ptr<Clocks> clocks_;
   std::shared_ptr<ServerLog> log_;
+  std::shared_ptr<RowBudget> budget_;
 };
 
 }  // namespace phalanx

@@ -90,6 +90,12 @@ void EmbeddingTable::pull(Keys keys, float* values) const {
   each_lane(keys, [&](const Lane& lane, Slice& slice) { lane.pull(slice, values); });
 }
 
+std::uint64_t EmbeddingTable::missing(Keys keys) const {
+  std::uint64_t count = 0;
+  each_lane(keys, [&](const Lane& lane, Slice& slice) { count += lane.missing(slice); });
+  return count;
+}
+
 std::uint64_t EmbeddingTable::push(Keys keys, const Gradients& gradients) {
   return change(ChangeKind::kPush, keys, gradients);
 }

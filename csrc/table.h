@@ -47,6 +47,7 @@ class EmbeddingTable {
 
   // Values and gradients are (keys, dim).
   void pull(Keys keys, float* values) const;
+  std::uint64_t missing(Keys keys) const;  // how many of them have no row
   std::uint64_t push(Keys keys, const Gradients& gradients);  // returns how many gradients were dropped
   void add(Keys keys, const float* deltas);
   void assign(Keys keys, const float* values);

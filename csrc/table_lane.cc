@@ -82,6 +82,11 @@ void Lane::pull(Slice& slice, float* out) const {
   });
 }
 
+std::uint64_t Lane::missing(Slice& slice) const {
+  find_rows(slice, [](std::size_t, Entry* place) { return place; });
+  return static_cast<std::uint64_t>(std::count(slice.rows.begin(), slice.rows.end(), Entry::kEmpty));
+}
+
 std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time) {
   const std::uint64_t dropped = admit(slice, gradients.counts, time);
   std::visit([&](const auto& step) { train(slice, gradients, time, step); }, rule);

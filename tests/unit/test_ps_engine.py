@@ -135,7 +135,7 @@ def test_what_a_pull_cannot_name_and_a_rule_cannot_take_is_said() -> None:
 def test_a_server_without_the_native_core_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.versions.HAS_NATIVE", False)
     monkeypatch.delitem(sys.modules, "phalanx.ps.server")
-    with pytest.raises(ConfigError, match="A parameter server needs the native core.*Install phalanx"):
+    with pytest.raises(ConfigError, match=r"A parameter server needs the native core.*Install phalanx"):
         importlib.import_module("phalanx.ps.server")
 
 

@@ -20,6 +20,7 @@ from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.data_requests import data_handler
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
+from phalanx.ps.server.row_budget import default_budget
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_check import SnapshotTableCheck
 from phalanx.ps.server.snapshot_service import SnapshotService
@@ -78,6 +79,7 @@ def run(
         math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or JOIN_TIMEOUT_S
     )
     service = Service(role.rank, role.world_size)
+    service.engine.set_budget(settings.integer("PHALANX_SERVER_MAX_BYTES", minimum=1) or default_budget())
     snapshots = SnapshotService(service)
     if load is not None:
         snapshots.add_source(Path(load), names)

@@ -45,9 +45,9 @@ class Service:
         self.stopped = stopped = threading.Event()
         self._failures = failures = list[PhalanxError]()
 
-        # No method: the engine would keep this service, which keeps the engine.
+        # No method, and no error with a traceback: the engine would keep this service, which keeps the engine.
         def failed(error: PhalanxError) -> None:
-            failures.append(error)
+            failures.append(type(error)(*error.args))
             stopped.set()
 
         self._set_failure = failed
@@ -89,7 +89,8 @@ class Service:
     @property
     def failure(self) -> PhalanxError | None:
         """Why the server cannot go on, once `stopped` is set for that."""
-        return self._failures[0] if self._failures else None
+        first = next(iter(self._failures), None)
+        return None if first is None else type(first)(*first.args)
 
     @property
     def log(self) -> Log | None:
