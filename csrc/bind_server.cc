@@ -340,7 +340,7 @@ void restore_client(ServerEngine& engine, std::uint64_t client, int worker, std:
 }
 
 void bind_engine(nb::module_& module) {
-  nb::class_<ServerEngine>(module, "ServerEngine", "Pulls and pushes of a server, on all cores; see csrc/server_engine.h.")
+  nb::class_<ServerEngine, DataHandler>(module, "ServerEngine", "Pulls and pushes of a server, on all cores; see csrc/server_engine.h.")
       .def("__init__", &make_engine, nb::arg("gate"), nb::arg("failed"))
       .def("pull", &pull, nb::arg("client"), nb::arg("seq"), nb::arg("step"), nb::arg("pulls"), nb::arg("keep"),
            nb::arg("empty"), nb::arg("report"))

@@ -13,7 +13,6 @@
 
 #include "bind.h"
 #include "bind_array.h"
-#include "python_handler.h"
 #include "wire_session.h"
 
 namespace nb = nanobind;
@@ -130,18 +129,16 @@ void bind_wire(nb::module_& module) {
            }, nb::arg("number"));
 
   nb::class_<DataHandler>(module, "DataHandler", "Answers pulls and pushes; see csrc/server_request.h.");
-  nb::class_<phalanx::PythonHandler, DataHandler>(module, "PythonHandler", "Answers them by a Python function.")
-      .def(nb::init<nb::callable>(), nb::arg("answer"));
 
   nb::class_<ServerContext>(module, "ServerContext", "What the sessions of a server share.")
-      .def("__init__", [](ServerContext* at, DataHandler& handler, const std::string& name,
+      .def("__init__", [](ServerContext* at, DataHandler* handler, const std::string& name,
                           std::uint64_t max_frame_bytes, MemoryBudget& budget, nb::callable log_failure) {
              new (at) ServerContext(handler, name, max_frame_bytes, budget);
              at->log_failure = [log = std::move(log_failure)](const std::string& text) {
                const nb::gil_scoped_acquire acquire;
                log(text);
              };
-           }, nb::arg("handler"), nb::arg("name"), nb::arg("max_frame_bytes"), nb::arg("budget"),
+           }, nb::arg("handler").none(), nb::arg("name"), nb::arg("max_frame_bytes"), nb::arg("budget"),
            nb::arg("log_failure"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>())
       .def("stop", [](ServerContext& context) { context.is_stopping.store(true, std::memory_order_release); })
       .def("answer", &answer, nb::arg("peer"), nb::arg("client"), nb::arg("kind"), nb::arg("seq"), nb::arg("object"),

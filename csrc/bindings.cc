@@ -5,7 +5,6 @@
 NB_MODULE(_core, module) {
   module.doc() = "Native core of Phalanx.";
   bind_images(module);
-  bind_server(module);
   bind_partition(module);
   bind_shm(module);
   bind_shuffle(module);
@@ -14,4 +13,5 @@ NB_MODULE(_core, module) {
   bind_table(module);
   bind_unique(module);
   bind_wire(module);
+  bind_server(module);  // whose engine is a handler of bind_wire
 }

@@ -108,7 +108,8 @@ Answer answer(ServerContext& context, const std::string& peer, DataFrame& frame,
               Caller& caller, std::uint64_t at) {
   const DataRequest& request = frame.read(payload);
   try {
-    return {FrameKind::kRows, reply_object(context.handler.answer(request, caller), at)};
+    if (context.handler == nullptr) throw Refusal("ConfigError", "There are no tables here to pull from or push to.");
+    return {FrameKind::kRows, reply_object(context.handler->answer(request, caller), at)};
   } catch (const Refusal& refused) {
     return refusal(refused);
   } catch (const ConnectionEnded&) {

@@ -42,10 +42,11 @@ class MemoryBudget {
 
 // What the sessions of a server share.
 struct ServerContext {
-  ServerContext(DataHandler& handler, std::string name, std::uint64_t max_frame_bytes, MemoryBudget& budget)
+  // `handler`: answers pulls and pushes; null where there are no tables.
+  ServerContext(DataHandler* handler, std::string name, std::uint64_t max_frame_bytes, MemoryBudget& budget)
       : handler(handler), name(std::move(name)), max_frame_bytes(max_frame_bytes), budget(budget) {}
 
-  DataHandler& handler;
+  DataHandler* const handler;
   const std::string name;
   const std::uint64_t max_frame_bytes;
   MemoryBudget& budget;

@@ -180,7 +180,7 @@ class ServerLog:
     def syncs(self) -> int:
         """Fsyncs so far."""
 
-class ServerEngine:
+class ServerEngine(DataHandler):
     """Pulls and pushes of a server, on all cores; see csrc/server_engine.h."""
 
     def __init__(self, gate: WriteGate, failed: Callable[[PhalanxError], None]) -> None: ...
@@ -370,17 +370,12 @@ class AttachedSegments:
 class DataHandler:
     """Answers pulls and pushes; see csrc/server_request.h."""
 
-class PythonHandler(DataHandler):
-    """Answers them by a Python function."""
-
-    def __init__(self, answer: Callable[..., tuple[int, int, int]]) -> None: ...
-
 class ServerContext:
     """What the sessions of a server share."""
 
     def __init__(
         self,
-        handler: DataHandler,
+        handler: DataHandler | None,
         name: str,
         max_frame_bytes: int,
         budget: MemoryBudget,

@@ -19,13 +19,18 @@ import pytest
 from open_files import no_descriptor_left
 from phalanx import _core
 from phalanx.errors import PeerLostError
+from phalanx.ps.server.service import Service
+from phalanx.ps.table.placement import table_salt
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire import Connection, RpcReply, RpcRequest, frame
 from phalanx.ps.wire import secret as handshake
 from phalanx.ps.wire.channel import Channel, UnixChannel
-from phalanx.ps.wire.data_frame import PULL_HEAD, PUSH_HEAD
+from phalanx.ps.wire.data_frame import PULL_HEAD, PUSH_HEAD, DataStatus
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.segments import SharedSegment
 from phalanx.ps.wire.session import ServerConfig, Session
+from ps_requests import FakeWorker
 from wiring import SECRET, connected, serving
 
 pytestmark = pytest.mark.dist
@@ -38,21 +43,19 @@ def answer(request: RpcRequest) -> RpcReply:
     return RpcReply({"bytes": sum(array.nbytes for array in request.arrays)}, request.arrays[:1])
 
 
-def answer_data(is_push, client, seq, step, weight, keep, pushes, pulls, rows, report_wait) -> tuple[int, int, int]:
-    """Touch every byte of every array."""
-    for push in pushes:
-        for array in push[3:]:
-            assert not isinstance(array, np.ndarray) or len(array.tobytes()) == array.nbytes
-    for _, keys in pulls:
-        rows(len(keys), 3)[...] = keys[:, None]
-    return 0, 1, 0
+def engine() -> _core.ServerEngine:
+    """Return an engine with the tables that the fuzzer's pulls and pushes name, for client 1."""
+    service = Service()
+    worker = FakeWorker(service, client=1)
+    worker.declare(*(TableSpec(name=name, dim=dim, rule=SGD(lr=1.0)) for name, dim in TABLES.items()))
+    return service.engine
 
 
 class Admitted(Session):
     """A session whose client was let in."""
 
     def _admit(self) -> None:
-        self.admitted = True
+        self.admitted, self._client = True, 1
 
 
 class Victim:
@@ -62,7 +65,7 @@ class Victim:
         self.kind = kind
         self.budget = _core.MemoryBudget(64 << 20)
         nothing, never = (lambda client: None), threading.Event()
-        context = _core.ServerContext(_core.PythonHandler(answer_data), "server 0", 16 << 20, self.budget, pytest.fail)
+        context = _core.ServerContext(engine(), "server 0", 16 << 20, self.budget, pytest.fail)
         self.terms = ServerConfig(
             SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, context, never, nothing, nothing
         )
@@ -98,26 +101,32 @@ def sound(arrays: list[frame.Array]) -> bytes:
 def packed(
     kind: int, heads: bytes, counts: tuple[int, int], payload: bytes = b"", flags: int = 0, **more: int
 ) -> bytes:
-    """Return a pull or push whose header, checksums and object's length are sound, whatever the object says."""
+    """Return a pull or push whose header, checksums and object's length are sound, whatever the object says.
+
+    It is the second request of client 1, which declared the tables with its first.
+    """
     segment, size, claimed = (more.get(name, 0) for name in ("segment", "size", "claimed"))
-    raw = struct.pack("<QdQQIIII", 1, 1.0, segment, size, more.get("keep", 0), *counts, 0) + heads
+    raw = struct.pack("<QdQQIIII", 0, 1.0, segment, size, more.get("keep", 0), *counts, 0) + heads
     head = struct.pack(
-        "<4sHBBQQIQ", frame.MAGIC, frame.WIRE_VERSION, kind, flags, 1, 1, len(raw), claimed or len(payload)
+        "<4sHBBQQIQ", frame.MAGIC, frame.WIRE_VERSION, kind, flags, 1, 2, len(raw), claimed or len(payload)
     )
     checksum = struct.pack("<I", zlib.crc32(raw, zlib.crc32(head)))
     tail = struct.pack("<I", zlib.crc32(payload)) if payload else b""
     return head + checksum + raw + payload + tail
 
 
+TABLES = {"fuzz": 2, "more": 4}
+SALT, OTHER_SALT = map(table_salt, TABLES)
 KEYS = np.arange(100)
-PULL = packed(FrameKind.PULL, PULL_HEAD.pack(7, 100), (0, 1), KEYS.tobytes(), keep=1)
+PULL = packed(FrameKind.PULL, PULL_HEAD.pack(SALT, 100), (0, 1), KEYS.tobytes(), keep=1)
 PUSH = packed(
     FrameKind.PUSH,
-    PUSH_HEAD.pack(7, 0, 0.5, 100, 2, 0, 15) + PUSH_HEAD.pack(8, 3, 0.0, 4, 4, 1, 0) + PULL_HEAD.pack(7, 8),
-    (2, 1),
-    bytes(832 + 832 + 448 + 448 + 448 + 64 + 64),
+    PUSH_HEAD.pack(SALT, 0, 0.5, 100, 2, 0, 15) + PULL_HEAD.pack(SALT, 8),
+    (1, 1),
+    KEYS.tobytes() + bytes(32 + 832 + 448 + 448 + 448 + 64),
 )
-SOUND = [sound([]), sound([np.arange(20)]), sound([np.arange(300), np.ones((300, 16), np.float32)]), PULL, PUSH]
+NAMING = packed(FrameKind.PUSH, PUSH_HEAD.pack(OTHER_SALT, 3, 0.0, 4, 4, 1, 0), (1, 0), bytes(64))
+SOUND = [sound([]), sound([np.arange(20)]), sound([np.arange(300), np.ones((300, 16), np.float32)]), PULL, PUSH, NAMING]
 SIZES = [0, 1, 7, 8, 64, 4 << 20, 15 << 20, 1 << 30, 1 << 40, 1 << 41, 1 << 62, -1, True, 1.5, None, "8"]
 SEGMENTS = [[1, 1 << 16], [1, 1 << 30], [0, 1 << 40], [-1, -1], [1], "1", None, [1, 1 << 70], [2, 1 << 16]]
 
@@ -162,7 +171,7 @@ def lying_packed(chance: random.Random) -> bytes:
     pushes, pulls = (chance.choice([0, 0, 1, 1, 2, 3]) for _ in range(2))
     heads = b"".join(
         PUSH_HEAD.pack(
-            chance.choice([7, 1 << 63]),
+            chance.choice([SALT, OTHER_SALT, 1 << 63]),
             chance.choice([0, 0, 5]),
             0.1,
             chance.choice(COUNTS),
@@ -171,7 +180,7 @@ def lying_packed(chance: random.Random) -> bytes:
             chance.choice([0, 1, 7, 15, 16, 255]),
         )
         for _ in range(pushes)
-    ) + b"".join(PULL_HEAD.pack(7, chance.choice(COUNTS)) for _ in range(pulls))
+    ) + b"".join(PULL_HEAD.pack(SALT, chance.choice(COUNTS)) for _ in range(pulls))
     counts = chance.choice([(pushes, pulls), (pushes, pulls), (chance.choice(COUNTS), chance.choice(COUNTS))])
     return packed(
         chance.choice([FrameKind.PULL, FrameKind.PUSH, FrameKind.ROWS]),
@@ -211,18 +220,18 @@ def test_5000_broken_frames_hold_no_memory_thread_or_descriptor(kind):
 
 def test_pulls_and_pushes_of_the_fuzzer_are_answered_where_nothing_is_broken():
     replies = []
-    for data in (PULL, PUSH):
+    for data, rows in ((PULL, 100), (PUSH, 8), (NAMING, 0)):
         ours, theirs = socket.socketpair()
         writer = UnixChannel(ours)
         writer.send([data])
         ours.shutdown(socket.SHUT_WR)
         Admitted(UnixChannel(theirs), "a test", Victim(Admitted).terms).run(lambda where, why: pytest.fail(why))
         header, raw = writer.read_head()
-        assert (header.kind, header.seq, len(raw)) == (FrameKind.ROWS, 1, 32)
-        replies.append(writer.read_payload(header.payload_bytes).view(np.float32).reshape(-1, 3))
+        assert (header.kind, header.seq, len(raw)) == (FrameKind.ROWS, 2, 32)
+        assert header.payload_bytes == rows * 2 * 4
         writer.close()
-    assert np.array_equal(replies[0], np.repeat(np.arange(100, dtype=np.float32), 3).reshape(100, 3))
-    assert replies[1].shape == (8, 3)
+        replies.append(raw[0])
+    assert replies == [DataStatus.DONE, DataStatus.DONE, DataStatus.NEED_KEYS]
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)
@@ -234,7 +243,7 @@ def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
             content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": segment}
             victim.feed(request(content, b"", flags, 100) + SOUND[1], shared.descriptor)
             victim.feed(
-                packed(FrameKind.PULL, PULL_HEAD.pack(7, 9), (0, 1), flags=flags, claimed=72), shared.descriptor
+                packed(FrameKind.PULL, PULL_HEAD.pack(SALT, 9), (0, 1), flags=flags, claimed=72), shared.descriptor
             )
     shared.forget_descriptor()
 

@@ -115,7 +115,7 @@ End feed(SummingHandler& handler, const std::string& bytes, std::string& replies
   Ends ends;
   CHECK(::fcntl(ends.fds[1], F_SETFL, O_NONBLOCK) == 0);
   MemoryBudget budget(1 << 19);
-  ServerContext context(handler, "server 0", limit, budget);
+  ServerContext context(&handler, "server 0", limit, budget);
   AttachedSegments segments;
   std::thread client([&] {
     write_all(ends.fds[0], bytes);

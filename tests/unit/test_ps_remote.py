@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from functools import partial
+import struct
 from typing import ClassVar
 
 import numpy as np
@@ -13,13 +13,13 @@ import pytest
 import ps_simulator as sim
 from phalanx import _core
 from phalanx.errors import BackendError, ConfigError, PhalanxError
-from phalanx.ps.server import data_requests
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire import frame
+from phalanx.ps.wire.data_frame import PUSH_HEAD
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.message import RpcRequest, _raised
 
@@ -28,13 +28,16 @@ class DirectConnection:
     """A connection that asks its service at once and remembers what was asked: the operation and its arguments."""
 
     services: ClassVar[list[Service]] = []
+    refused: ClassVar[list[PhalanxError]] = []
+    """Errors that come in place of answers to pushes."""
 
     def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s):
         self.service, self.client, self.me = self.services[int(endpoint)], client, me
         self.seq = itertools.count(1)
         self.asked = []
-        handler = _core.PythonHandler(partial(noting, self.asked, data_requests._Requests(self.service).answer))
-        self.context = _core.ServerContext(handler, "server", 1 << 30, _core.MemoryBudget(1 << 30), pytest.fail)
+        self.context = _core.ServerContext(
+            self.service.engine, "server", 1 << 30, _core.MemoryBudget(1 << 30), pytest.fail
+        )
 
     def send(self, op, meta, arrays=(), reply_bytes=0):
         self.asked.append((op, dict(meta)))
@@ -47,10 +50,16 @@ class DirectConnection:
         return Answered(reply)
 
     def post(self, request):
+        raw = request.encode(None)
+        step, pushes = struct.unpack_from("<Q", raw)[0], struct.unpack_from("<I", raw, 36)[0]
+        named = [PUSH_HEAD.unpack_from(raw, 48 + 40 * k)[1] != 0 for k in range(pushes)]
+        self.asked.append((request.op, {"step": step, "named": named}))
+        if request.op == "push" and self.refused:
+            return Answered(self.refused.pop())
         payload = np.empty(request.payload_bytes, np.uint8)
         request.write(payload)
         kind, raw, rows = self.context.answer(
-            self.me, self.client, request.kind, next(self.seq), request.encode(None), payload, lambda *_: None
+            self.me, self.client, request.kind, next(self.seq), raw, payload, lambda *_: None
         )
         if kind == FrameKind.ERROR:
             return Answered(_raised(frame.parse_object(raw), "server"))
@@ -61,11 +70,6 @@ class DirectConnection:
 
     def close(self):
         self.asked.append(("close", {}))
-
-
-def noting(asked, answer, is_push, client, seq, step, weight, keep, pushes, *rest):
-    asked.append(("push" if is_push else "pull", {"step": step, "named": [push[2] != 0 for push in pushes]}))
-    return answer(is_push, client, seq, step, weight, keep, pushes, *rest)
 
 
 class Answered:
@@ -156,20 +160,9 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     assert [meta["named"] for meta in asked(store, "push")[0]] == [[True], [False]]
 
 
-def fill_disk_once(service):
-    """Let the next push be refused."""
-    push = service._answers["push"]
-
-    def full(request):
-        service.add_operation("push", push)
-        raise BackendError("the disk is full")
-
-    service.add_operation("push", full)
-
-
 def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost():
     (service,), store = made()
-    fill_disk_once(service)
+    DirectConnection.refused = [BackendError("the disk is full")]
     store.push([TableUpdate("ids", KEYS, VALUES)])
     with pytest.raises(BackendError, match="full"):
         store.pull([PullSpec("ids", KEYS)], step=1).rows()
@@ -280,7 +273,7 @@ def test_rows_come_with_a_push_that_is_sent_again():
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], then=[PullSpec("ids", KEYS[:2])])
     np.testing.assert_allclose(pulled.rows()[0], sim.START - sim.LR * VALUES[:2], rtol=1e-6)
     assert [meta["named"] for meta in asked(store, "push")[0]] == [[True], [False]]
-    fill_disk_once(service)
+    DirectConnection.refused = [BackendError("the disk is full")]
     pulled = store.push([TableUpdate("ids", KEYS, VALUES)], step=1, then=[PullSpec("ids", KEYS[:2])])
     with pytest.raises(BackendError, match="full"):
         pulled.rows()

@@ -17,7 +17,6 @@ from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.role.role import Role
 from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks
-from phalanx.ps.server.data_requests import data_handler
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.row_budget import default_budget
@@ -90,7 +89,7 @@ def run(
         secret=secret,
         me=f"server {role.rank}",
         handler=service.handle,
-        data_handler=data_handler(service),
+        data_handler=service.engine,
         opened=service.connected,
         closed=service.disconnected,
     )

@@ -79,9 +79,7 @@ class Listener:
         self._certificate = Certificate() if public else None
         self._stopping = threading.Event()
         budget = _core.MemoryBudget(max_total_bytes)
-        self._context = _core.ServerContext(
-            data_handler or _core.PythonHandler(_refuse_data), me, max_frame_bytes, budget, _log.error
-        )
+        self._context = _core.ServerContext(data_handler, me, max_frame_bytes, budget, _log.error)
         self._config = ServerConfig(
             secret, me, handler, max_frame_bytes, budget, handshake_s, self._context, self._stopping, opened, closed
         )
@@ -186,10 +184,6 @@ class Listener:
         deadline = time.monotonic() + seconds
         for thread in self._running():
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _refuse_data(*_: object) -> tuple[int, int, int]:
-    raise ConfigError("There are no tables here, so nothing to pull or push.")
 
 
 def _is_public(listening: socket.socket) -> bool:
