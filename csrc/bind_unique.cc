@@ -35,11 +35,6 @@ void add_weighted(Ids places, Rows rows, float weight, OutRows sums) {
   phalanx::add_weighted(view(places), rows.data(), rows.shape(1), weight, sums.data());
 }
 
-void split_by_owner(Ids keys, std::uint64_t salt, int servers, OutIds order, OutIds offsets) {
-  nb::gil_scoped_release release;
-  phalanx::split_by_owner(view(keys), salt, servers, view(order), view(offsets));
-}
-
 }  // namespace
 
 void bind_unique(nb::module_& module) {
@@ -47,7 +42,4 @@ void bind_unique(nb::module_& module) {
              "The distinct ids and their counts; fills `places` with the place of each id.");
   module.def("add_weighted", &add_weighted, nb::arg("places").noconvert(), nb::arg("rows").noconvert(),
              nb::arg("weight"), nb::arg("sums").noconvert(), "Adds weight * rows to the rows of sums at places.");
-  module.def("split_by_owner", &split_by_owner, nb::arg("keys").noconvert(), nb::arg("salt"), nb::arg("servers"),
-             nb::arg("order").noconvert(), nb::arg("offsets").noconvert(),
-             "Positions sorted by the server that owns their id, and where each server's part begins.");
 }

@@ -319,15 +319,6 @@ def add_weighted(
 ) -> None:
     """Adds weight * rows to the rows of sums at places."""
 
-def split_by_owner(
-    keys: numpy.typing.NDArray[numpy.int64],
-    salt: int,
-    servers: int,
-    order: numpy.typing.NDArray[numpy.int64],
-    offsets: numpy.typing.NDArray[numpy.int64],
-) -> None:
-    """Positions sorted by the server that owns their id, and where each server's part begins."""
-
 def largest_magnitudes(
     data: list[int],
     counts: list[int],

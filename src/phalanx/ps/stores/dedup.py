@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from phalanx.errors import ConfigError
 from phalanx.ps.table.arrays import Keys, Rows
-from phalanx.ps.table.placement import check_servers, owner_of, shard_of
+from phalanx.ps.table.placement import owner_of, shard_of
 from phalanx.versions import HAS_NATIVE
 
 Places = NDArray[np.int64]
@@ -75,27 +75,12 @@ def merge(keys: Sequence[Keys], values: Sequence[Rows], weights: Sequence[float]
 
 
 def split_by_owner(keys: Keys, salt: int, servers: int) -> tuple[Places, Places]:
-    """Sort ids by the server that owns them, keeping their order within one server.
+    """Sort ids by the server that owns them, keeping their order within one server. NumPy twin of `csrc/unique.h`.
 
     Returns:
         The positions in the order of the servers, shape (n,), and where each server's part begins and the last one
         ends, shape (servers + 1,).
-
-    Raises:
-        ConfigError: If there are fewer than 1 or more than 1024 servers.
     """
-    check_servers(servers)
-    if not HAS_NATIVE:
-        return split_by_owner_numpy(keys, salt, servers)
-    from phalanx import _core
-
-    order, offsets = np.empty(len(keys), np.int64), np.empty(servers + 1, np.int64)
-    _core.split_by_owner(np.ascontiguousarray(keys), salt, servers, order, offsets)
-    return order, offsets
-
-
-def split_by_owner_numpy(keys: Keys, salt: int, servers: int) -> tuple[Places, Places]:
-    """Return what `split_by_owner` does, computed with NumPy alone."""
     owners = owner_of(shard_of(keys, salt), servers)
     order = np.argsort(owners, kind="stable")
     return order, np.searchsorted(owners[order], np.arange(servers + 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.ps.stores.base import Keys, Rows
-from phalanx.ps.stores.dedup import Places, split_by_owner_numpy
+from phalanx.ps.stores.dedup import Places, split_by_owner
 from phalanx.ps.stores.partition import PullNumbers
 from phalanx.ps.stores.update import COLUMNS, KINDS, TableUpdate
 from phalanx.ps.wire import data_frame
@@ -34,7 +34,7 @@ class NumpyPartition:
         """Return the partition of a table's ids over so many servers."""
         if servers == 1:
             return cls(keys, salt, None, [0, len(keys)])
-        order, offsets = split_by_owner_numpy(keys, salt, servers)
+        order, offsets = split_by_owner(keys, salt, servers)
         return cls(keys, salt, order, offsets.tolist())
 
     @property
