@@ -114,7 +114,7 @@ void bind_wire(nb::module_& module) {
 
   nb::class_<MemoryBudget>(module, "MemoryBudget", "Bytes that all connections of a process may hold together.")
       .def(nb::init<std::uint64_t>(), nb::arg("limit"))
-      .def("take", &MemoryBudget::take, nb::arg("count"))
+      .def("take", [](MemoryBudget& budget, std::uint64_t count) { return budget.take(count); }, nb::arg("count"))
       .def("give", &MemoryBudget::give, nb::arg("count"))
       .def_prop_ro("limit", &MemoryBudget::limit)
       .def_prop_ro("used", &MemoryBudget::used);

@@ -72,16 +72,20 @@ class SocketCaller : public Caller {
 
 }  // namespace
 
-bool MemoryBudget::take(std::uint64_t count) {
-  const std::lock_guard locked(mutex_);
-  const bool fits = count <= limit_ && used_ <= limit_ - count;
+bool MemoryBudget::take(std::uint64_t count, std::chrono::milliseconds patience) {
+  std::unique_lock locked(mutex_);
+  const auto has_room = [&] { return count <= limit_ && used_ <= limit_ - count; };
+  const bool fits = patience.count() == 0 ? has_room() : given_.wait_for(locked, patience, has_room);
   used_ += fits ? count : 0;
   return fits;
 }
 
 void MemoryBudget::give(std::uint64_t count) {
-  const std::lock_guard locked(mutex_);
-  used_ -= count;
+  {
+    const std::lock_guard locked(mutex_);
+    used_ -= count;
+  }
+  given_.notify_all();
 }
 
 std::uint64_t MemoryBudget::used() const {
@@ -191,7 +195,7 @@ std::span<const std::byte> DataSession::read_payload(FrameSocket& socket, const 
   }
   for (std::uint64_t start = 0; start < count; start += kChunkBytes) {
     const std::uint64_t end = std::min<std::uint64_t>(start + kChunkBytes, count);
-    if (!share.take(end - start)) {
+    if (!share.take(end - start, context_.patience)) {
       discard(socket, count - start);
       throw Refusal("BackendError", brings + context_.name + " holds all it may (" +
                                         with_commas(context_.budget.limit()) +

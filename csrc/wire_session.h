@@ -6,6 +6,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -28,7 +30,8 @@ class MemoryBudget {
  public:
   explicit MemoryBudget(std::uint64_t limit) : limit_(limit) {}
 
-  bool take(std::uint64_t count);  // counts bytes in, if they fit
+  // Counts bytes in; waits until they fit, for at most so long. False if they do not.
+  bool take(std::uint64_t count, std::chrono::milliseconds patience = {});
   void give(std::uint64_t count);
 
   std::uint64_t limit() const { return limit_; }
@@ -38,6 +41,7 @@ class MemoryBudget {
   const std::uint64_t limit_;
   std::uint64_t used_ = 0;
   mutable std::mutex mutex_;
+  std::condition_variable given_;
 };
 
 // What the sessions of a server share.
@@ -50,6 +54,8 @@ struct ServerContext {
   const std::string name;
   const std::uint64_t max_frame_bytes;
   MemoryBudget& budget;
+  // How long a request waits for room in the budget. It must end: the room may be held by pushes that wait for this one.
+  std::chrono::milliseconds patience = std::chrono::seconds(5);
   std::atomic<bool> is_stopping = false;  // whether no session begins another request
   std::function<void(const std::string&)> log_failure = [](const std::string&) {};
 };
@@ -92,8 +98,10 @@ class BudgetShare {
   BudgetShare(const BudgetShare&) = delete;
   BudgetShare& operator=(const BudgetShare&) = delete;
 
-  bool take(std::uint64_t count) {
-    const bool fits = budget_.take(count);
+  // What never fits beside the rest of this request is not waited for.
+  bool take(std::uint64_t count, std::chrono::milliseconds patience) {
+    if (count > budget_.limit() - count_) return false;
+    const bool fits = budget_.take(count, patience);
     count_ += fits ? count : 0;
     return fits;
   }

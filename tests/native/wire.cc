@@ -212,6 +212,25 @@ void test_segments() {
   ::close(fd);
 }
 
+void test_budget() {
+  MemoryBudget budget(100);
+  BudgetShare first(budget);
+  CHECK(first.take(90, {}));
+  CHECK(!first.take(20, std::chrono::hours(1)));  // never fits beside its own
+  std::atomic<bool> has_come = false;
+  in_threads(2, [&](int number) {
+    BudgetShare share(budget);
+    if (number == 0) {
+      has_come = share.take(50, std::chrono::hours(1));
+    } else {
+      CHECK(!share.take(50, std::chrono::milliseconds(20)) && !has_come);
+      budget.give(90);
+    }
+  });
+  CHECK(has_come && budget.used() == 0);
+  CHECK(budget.take(90));
+}
+
 void test_rows_without_room() {
   std::array<std::byte, 256> room;
   ReplyRows rows(room);
@@ -233,5 +252,6 @@ void test_wire() {
   test_refusals();
   test_hostile_frames();
   test_segments();
+  test_budget();
   test_rows_without_room();
 }
