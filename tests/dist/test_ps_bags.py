@@ -127,8 +127,8 @@ def count_requests(is_distributed, sync):
     if is_distributed:
         model = fleet.distributed_model(model)
     sent, losses = [], []
-    send = Connection.send
-    Connection.send = lambda self, op, *more, **keywords: sent.append(op) or send(self, op, *more, **keywords)
+    post = Connection.post
+    Connection.post = lambda self, request: sent.append(request.op) or post(self, request)
     counts = []
     for step in range(5):
         ids = torch.randint(IDS, (8, TABLES), generator=torch.Generator().manual_seed(step))

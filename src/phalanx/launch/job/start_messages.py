@@ -42,7 +42,7 @@ def say_start(
         _say_mode(options, request, host, console)
         logger.info(". ".join(threads))
     else:
-        console.write("\n".join([f"{describe_start(request)}; {threads[0]}", *threads[1:], ""]))
+        console.write("\n".join([f"{describe_start(request)}; {threads[0]}", *threads[1:], *options.origin_lines, ""]))
     _say_place(options, request)
     if flag := options.misplaced_flag:
         logger.warning(

@@ -82,6 +82,12 @@ class Options:
         value = getattr(self, name)
         return f"{self.origins[name]}={value}" if name in self.origins else f"--{name} {value}"
 
+    @property
+    def origin_lines(self) -> list[str]:
+        """One line with the settings that a scheduler, a rank table or the environment filled in, if any did."""
+        shown = [f"{name}: {value}" for name, value in self.banner_items() if " (from " in value]
+        return [", ".join(shown)] if shown else []
+
     def banner_items(self) -> list[tuple[str, str]]:
         """Return the 13 settings of the banner, sorted by name, as (name, shown value with its source)."""
         shown = {f.name: str(getattr(self, f.name)) + self._source(f.name) for f in fields(self) if f.name in _BANNER}

@@ -289,7 +289,8 @@ class ReplicaRound:
 
     def _device(self) -> torch.device:
         model = self._model()
-        param = None if model is None else next(model.parameters(), None)
+        params = () if model is None else model.parameters()
+        param = next((param for param in params if not param.is_meta), None)  # other stages have theirs on meta
         return torch.device("cpu") if param is None else param.device
 
     def _put_aside(self, has_accumulated: Callable[[], bool]) -> None:
