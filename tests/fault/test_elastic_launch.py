@@ -169,7 +169,7 @@ def test_a_running_job_is_scaled_down_and_up_by_command(tmp_path: Path) -> None:
     job.wait_for_view("n0.2", 0)
     pid = str(job.launcher.process.pid)
     (listed,) = [j for j in json.loads(phalanx(tmp_path, "ps", "--json").stdout) if str(j["pid"]) == pid]
-    assert (listed["elastic"]["epoch"], listed["elastic"]["wanted"]) == (0, 3)
+    assert (listed["elastic"]["epoch"], listed["elastic"]["target"]) == (0, 3)
     assert oct(Path(listed["control"]).stat().st_mode & 0o777) == "0o600"
     assert phalanx(tmp_path, "scale", listed["job_id"], "1").stdout == "3 ranks -> 1 ranks\n"
     smaller = job.wait_for_view("n0.0", 1)
@@ -182,7 +182,7 @@ def test_a_running_job_is_scaled_down_and_up_by_command(tmp_path: Path) -> None:
     refused = phalanx(tmp_path, "scale", pid, "4")
     assert (refused.returncode, "was started with 1 to 3" in refused.stderr) == (1, True)
     shown = phalanx(tmp_path, "ps").stdout
-    assert "membership epoch 2: 2 of 1 to 3 ranks, 2 wanted; 0 is n0.0, 1 is n0.3" in shown
+    assert "membership epoch 2: 2 of 1 to 3 ranks, target 2; 0 is n0.0, 1 is n0.3" in shown
     assert "epoch 2: n0.3 joins, stood still for 0.25 s" in shown
     done = job.end()
     assert done.code == 0
