@@ -56,13 +56,15 @@ def test_every_row_is_trained_once_in_each_epoch(tmp_path: Path, logs: Path, mon
                 step += 1
                 progress.one()
         store.leave()
-        store.close()
+        connected.append(store)  # servers end when all have left and nobody is connected
 
+    connected: list[RemoteStore] = []
     with servers(2, tmp_path, {"PHALANX_SERVER_RETRY_S": "60"}, state=True, log_bytes=20_000) as made:
         kill_while(made, FILES * ROWS * EPOCHS // BATCH // WORKERS, 4, 3, train)
         store = RemoteStore(made.endpoints, secret=SECRET, worker=0, workers=WORKERS, mode="async")
         store.declare([SPEC])
         (rows,) = store.pull([PullSpec(SPEC.name, np.arange(FILES * ROWS))]).rows()
-        store.close()
+        for each in (store, *connected):
+            each.close()
     assert sum(handed_out, Counter()) == Counter(dict.fromkeys(range(FILES * ROWS), EPOCHS))
     assert set(rows.ravel().tolist()) == {-float(EPOCHS)}
