@@ -1,6 +1,7 @@
 """`SparseEmbedding` in one process: equal to torch's embedding on the same rows, under every way to train."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -378,6 +379,17 @@ def test_modules_of_one_name_share_a_table_with_equal_settings_only():
     assert ps.EmbeddingBag(DIM, name="ids", seed=1).handle is first.handle
     with pytest.raises(ConfigError, match=r"name='ids' was made with seed=1 and is now asked with seed=2"):
         ps.SparseEmbedding(DIM, name="ids", seed=2)
+
+
+def test_the_name_of_a_deleted_model_is_free():
+    gc.disable()  # it lives on in a cycle, as a model of a script that ended does, until something collects it
+    try:
+        module = ps.SparseEmbedding(DIM, name="ids", seed=1)
+        module.itself = [module]
+        del module
+        assert ps.SparseEmbedding(DIM, name="ids", seed=2).settings.seed == 2
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

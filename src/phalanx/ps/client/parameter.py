@@ -8,6 +8,7 @@ and pushes it.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, fields
@@ -163,6 +164,8 @@ def shared_parameter(name: str | None, settings: TableSettings) -> TableParamete
     Raises:
         ConfigError: If the table exists with other settings; names the first that differs.
     """
+    if name and _settings(name) not in (None, settings):
+        gc.collect()  # a model that was deleted may live on in a cycle of references, and its names with it
     parameter = _named.get(name) if name else None
     if parameter is None:
         parameter = TableParameter(settings)
@@ -177,6 +180,11 @@ def shared_parameter(name: str | None, settings: TableSettings) -> TableParamete
                 f"{field.name}={expected!r}. Tables of one name are one table: use the same settings, or another name."
             )
     return parameter
+
+
+def _settings(name: str) -> TableSettings | None:
+    parameter = _named.get(name)
+    return parameter.settings if parameter is not None else None
 
 
 def is_named(name: str | None) -> bool:

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -84,8 +85,8 @@ class TableClient:
         """Whether the servers know that this worker used no table."""
 
         self._has_warned = False
-        self._opener: nn.Parameter | None = None
-        """The parameter that got the first gradient since the last step."""
+        self._opener: weakref.ref[nn.Parameter] | None = None
+        """The parameter that got the first gradient since the last step; a model that is deleted is not kept for it."""
 
     @property
     def mode(self) -> ConsistencyMode:
@@ -191,18 +192,22 @@ class TableClient:
             pulled = self.mode.push(updates, then=then)
         else:
             pulled = self._skip("a gradient is not finite", then)
-        if self._opener is not None and self._opener.grad is None:
+        if self._is_opener_done():
             self._opener = None
         return pulled
 
     def _open_step(self, param: nn.Parameter) -> None:
         self.end_dropped_step()
         if self._opener is None:
-            self._opener = param
+            self._opener = weakref.ref(param)
+
+    def _is_opener_done(self) -> bool:
+        """Return whether the gradient that opened this step was taken or dropped."""
+        return self._opener is not None and ((parameter := self._opener()) is None or parameter.grad is None)
 
     def end_dropped_step(self) -> None:
         """End a step whose gradients the script dropped, as a gradient scaler does, so that nobody waits for it."""
-        if self._opener is not None and self._opener.grad is None:
+        if self._is_opener_done():
             self._opener = None
             self._skip("its gradients were dropped before the optimizer stepped")
 
