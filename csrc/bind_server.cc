@@ -339,6 +339,21 @@ void restore_client(ServerEngine& engine, std::uint64_t client, int worker, std:
   engine.restore_client(client, worker, last, {std::move(reply), dropped});
 }
 
+nb::dict counts_of_engine(const ServerEngine& engine) {
+  const ServerCounts& counts = engine.counts();
+  nb::dict all;
+  for (const auto& [name, kind] : {std::pair("pull", &counts.pulls), std::pair("push", &counts.pushes)}) {
+    const std::string prefix = name;
+    all[(prefix + "_requests").c_str()] = kind->requests.load();
+    all[(prefix + "_keys").c_str()] = kind->keys.load();
+    all[(prefix + "_seconds").c_str()] = 1e-9 * static_cast<double>(kind->nanoseconds.load());
+  }
+  all["wait_seconds"] = 1e-9 * static_cast<double>(counts.waited_nanoseconds.load());
+  all["active"] = counts.active.load();
+  all["waiting"] = counts.waiting.load();
+  return all;
+}
+
 void bind_engine(nb::module_& module) {
   nb::class_<ServerEngine, DataHandler>(module, "ServerEngine", "Pulls and pushes of a server, on all cores; see csrc/server_engine.h.")
       .def("__init__", &make_engine, nb::arg("gate"), nb::arg("failed"))
@@ -348,6 +363,7 @@ void bind_engine(nb::module_& module) {
            nb::arg("then"), nb::arg("empty"), nb::arg("report"))
       .def("replay", &replay, nb::arg("client"), nb::arg("seq"), nb::arg("step"), nb::arg("weight"),
            nb::arg("updates"))
+      .def("counts", &counts_of_engine)
       .def("put_table", &put_table, nb::arg("salt"), nb::arg("name"), nb::arg("json_name"), nb::arg("dividing_rule"),
            nb::arg("table"), Released())
       .def("set_clocks", &ServerEngine::set_clocks, nb::arg("clocks"), Released())

@@ -183,5 +183,7 @@ void bind_table(nb::module_& module) {
       .def_prop_ro("pushed", &EmbeddingTable::pushed)
       .def_prop_ro("dropped", &EmbeddingTable::dropped)
       .def_prop_ro("evicted", &EmbeddingTable::evicted)
+      .def_prop_ro("pulled", &EmbeddingTable::pulled)
+      .def_prop_ro("missed", &EmbeddingTable::missed)
       .def_prop_ro("tick", &EmbeddingTable::tick);
 }

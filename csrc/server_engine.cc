@@ -25,6 +25,15 @@ constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 62;
 
 std::int64_t step_of(const DataRequest& request) { return static_cast<std::int64_t>(std::min(request.step, kMostSteps)); }
 
+std::uint64_t keys_in(const DataRequest& request) {
+  std::uint64_t keys = 0;
+  for (const TablePush& push : request.pushes) keys += push.rows;
+  if (!request.is_push) {
+    for (const TablePull& pull : request.pulls) keys += pull.keys.size();
+  }
+  return keys;
+}
+
 Refusal stopping() { return {"ClosedError", "This server is stopping. Start the job again to go on."}; }
 
 }  // namespace
@@ -33,6 +42,7 @@ ServerEngine::ServerEngine(std::shared_ptr<Gate> gate, std::function<void(const 
     : gate_(std::move(gate)), failed_(std::move(failed)) {}
 
 DataReply ServerEngine::answer(const DataRequest& request, Caller& caller) {
+  const RequestScope scope(counts_, request.is_push ? counts_.pushes : counts_.pulls, keys_in(request));
   return request.is_push ? push(request, caller) : pull(request, caller);
 }
 
@@ -45,7 +55,10 @@ DataReply ServerEngine::pull(const DataRequest& request, Caller& caller) {
     // Its own push is not here: refused, or its keys were asked for again. Waiting would block that push.
     return {DataStatus::kNeedPush, static_cast<std::uint64_t>(next_step), 0};
   }
-  place.clocks->wait(step_of(request), report_to(caller));
+  {
+    const WaitScope waits(counts_);
+    place.clocks->wait(step_of(request), report_to(caller));
+  }
   read(tables_of(request.pulls), request.pulls, caller);
   if (!request.keep) return {};
   std::map<std::uint64_t, KeysPtr> keys;
@@ -70,7 +83,10 @@ DataReply ServerEngine::push(const DataRequest& request, Caller& caller) {
   const DataReply reply = take(request, report_to(caller));
   make_durable();
   if (then.empty() || reply.status == DataStatus::kNeedKeys) return reply;
-  place_of(request.client).clocks->wait(step_of(request) + 1, report_to(caller));
+  {
+    const WaitScope waits(counts_);
+    place_of(request.client).clocks->wait(step_of(request) + 1, report_to(caller));
+  }
   read(then, request.pulls, caller);
   return reply;
 }
@@ -99,8 +115,10 @@ DataReply ServerEngine::take(const DataRequest& request, const WaitReport& repor
   const Place place = place_of(request.client);
   const std::int64_t step = step_of(request);
   place.clocks->check();
+  std::optional<WaitScope> waits(std::in_place, counts_);
   if (step <= place.clocks->next_step(place.worker)) place.clocks->wait_turn(step, report);
   const PushPermit permit(*gate_, place.worker, step);
+  waits.reset();
   // Once more: the worker may have been started again since, and this be the request of its older process.
   const Place now = place_of(request.client);
   const Claim claim(*this, request);
@@ -236,7 +254,6 @@ void ServerEngine::replay(const DataRequest& request) {
     check_weight(request.weight);
     const std::vector<Update> updates = updates_of(request);
     for (const Update& update : updates) check(update);
-  check_room(updates);
     const std::uint64_t dropped = accept(request, place, updates);
     reply = {"{\"dropped\":" + std::to_string(dropped) + "}", dropped};
   }

@@ -26,6 +26,7 @@
 #include "server_budget.h"
 #include "server_clients.h"
 #include "server_clocks.h"
+#include "server_counts.h"
 #include "server_gate.h"
 #include "server_log.h"
 #include "server_push.h"
@@ -47,7 +48,8 @@ class ServerEngine : public DataHandler {
   void set_clocks(std::shared_ptr<Clocks> clocks);
   void set_log(std::shared_ptr<ServerLog> log);
   void set_budget(std::uint64_t bytes);  // what all tables may take together; no limit before
-  // Applies a push from the log.
+  const ServerCounts& counts() const { return counts_; }
+  // Applies a push from the log, whatever the budget: it was answered.
   void replay(const DataRequest& request);
   // Applies the steps that every live worker has pushed, if there are any.
   std::uint64_t complete_steps();
@@ -96,6 +98,7 @@ class ServerEngine : public DataHandler {
   const std::shared_ptr<Gate> gate_;
   const std::function<void(const Refusal&)> failed_;
   std::atomic<bool> is_stopping_ = false;
+  ServerCounts counts_;
 
   std::mutex order_;  // of the log and the tables; locked before lock_
   std::map<int, StoredPush> pending_;  // of mode sync, by worker: what waits for the rest of its step

@@ -87,7 +87,10 @@ void EmbeddingTable::as_whole(Turn turn, Work work) {
 
 void EmbeddingTable::pull(Keys keys, float* values) const {
   check_count(keys);
-  each_lane(keys, [&](const Lane& lane, Slice& slice) { lane.pull(slice, values); });
+  std::uint64_t missing = 0;
+  each_lane(keys, [&](const Lane& lane, Slice& slice) { missing += lane.pull(slice, values); });
+  pulled_ += keys.size();
+  missed_ += missing;
 }
 
 std::uint64_t EmbeddingTable::missing(Keys keys) const {

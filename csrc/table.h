@@ -76,6 +76,8 @@ class EmbeddingTable {
   std::uint64_t rows() const;
   std::uint64_t bytes() const;
   std::uint64_t moved() const;  // entries that growing indexes have moved
+  std::uint64_t pulled() const { return pulled_; }
+  std::uint64_t missed() const { return missed_; }  // keys of pulls that had no row
   std::uint64_t pushed() const { return pushed_; }
   std::uint64_t dropped() const { return dropped_; }
   std::uint64_t evicted() const { return evicted_; }
@@ -107,6 +109,8 @@ class EmbeddingTable {
   std::uint64_t ordered_ = 0;  // places given out
   std::atomic<std::uint64_t> tick_ = 0;
   std::uint64_t oldest_ = 0;  // changes with clock_ and every lane locked
+  mutable std::atomic<std::uint64_t> pulled_ = 0;
+  mutable std::atomic<std::uint64_t> missed_ = 0;
   std::atomic<std::uint64_t> pushed_ = 0;
   std::atomic<std::uint64_t> dropped_ = 0;
   std::atomic<std::uint64_t> evicted_ = 0;

@@ -68,10 +68,12 @@ void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
   }
 }
 
-void Lane::pull(Slice& slice, float* out) const {
+std::uint64_t Lane::pull(Slice& slice, float* out) const {
+  std::uint64_t missing = 0;
   find_rows(slice, [](std::size_t, Entry* place) { return place; });
   each_row(slice, value_bytes_, [&](std::size_t i, const std::byte* row) {
     float* const values = out + slice.positions[i] * spec_.dim;
+    missing += row == nullptr;
     if (row != nullptr) {
       load_values(row, spec_.is_bfloat16, values, spec_.dim);
     } else if (spec_.entry.kind != EntryKind::kCount && admits(slice.hashes[i])) {
@@ -80,6 +82,7 @@ void Lane::pull(Slice& slice, float* out) const {
       std::fill_n(values, spec_.dim, 0.0f);
     }
   });
+  return missing;
 }
 
 std::uint64_t Lane::missing(Slice& slice) const {

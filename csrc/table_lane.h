@@ -83,7 +83,7 @@ class Lane {
 
   mutable std::mutex lock;
 
-  void pull(Slice& slice, float* out) const;
+  std::uint64_t pull(Slice& slice, float* out) const;  // returns how many keys have no row
   std::uint64_t missing(Slice& slice) const;
   // Returns how many were dropped.
   std::uint64_t push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time);

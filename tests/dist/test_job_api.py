@@ -323,7 +323,12 @@ def test_a_proxy_and_prometheus_have_something_to_ask(server, owner):
     assert httpx.get(f"{server.url}/metrics").status_code == 401
     server.queue("counted", queue="measured")
     running = server.queue("counted")
-    server.start(running)
+    status = {
+        "time": 1.0, "server": 0, "lag": 0, "tables": {"items": {"rows": 7, "bytes": 900}}, "bytes": 900,
+        "budget": 1 << 30, "log_bytes": 0, "requests": {"waiting": 1}, "rates": {"pulls_per_s": 2.5},
+    }  # fmt: skip
+    (paths.logs(server.start(running)) / "status.server.0.json").write_text(json.dumps(status))
+    assert "items" in owner.tables(running.id)
     found = owner.counts()
     assert QueueLength("local", "measured", 1) in found.waiting
     assert found.jobs["running"] >= 1
@@ -336,6 +341,7 @@ def test_a_proxy_and_prometheus_have_something_to_ask(server, owner):
     assert f'phalanx_attempts{{state="running"}} {found.attempts["running"]}' in lines
     assert any(line.startswith('phalanx_http_requests_total{method="GET",status="200"}') for line in lines)
     assert any(line.startswith('phalanx_machine_total{resource="cpu"}') for line in lines)
+    assert f'phalanx_table_rows{{job="{running.id}",server="0",table="items"}} 7' in lines
     assert all(
         re.fullmatch(r"# (HELP|TYPE) .*|[a-z_]+(\{[a-z]+=\"[^\"]*\"(,[a-z]+=\"[^\"]*\")*\})? \S+", one) for one in lines
     )

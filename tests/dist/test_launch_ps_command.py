@@ -58,6 +58,45 @@ def test_running_jobs_are_listed_with_step_and_loss(tmp_path: Path) -> None:
     assert list((runtime / "phalanx").iterdir()) == []
 
 
+TRAIN = """
+import time
+import torch
+from phalanx import fleet, ps
+fleet.init()
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    raise SystemExit
+items = ps.SparseEmbedding(2, optimizer=ps.SGD(1.0), name="items")
+optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
+items(torch.arange(7)).sum().backward()
+optimizer.step()
+open("gate").read()
+fleet.stop_worker()
+"""
+
+
+def test_the_tables_of_parameter_servers_are_listed(tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    (tmp_path / "train.py").write_text(TRAIN)
+    os.mkfifo(tmp_path / "gate")
+    command = ("--server_num", "2", "--worker_num", "1", "train.py")
+    running = Launch(command, tmp_path, environment={"XDG_RUNTIME_DIR": str(runtime)})
+    rows = 0
+    while rows < 7 and running.process.poll() is None:
+        for server in range(2):
+            running.wait_for(tmp_path / "log" / f"status.server.{server}.json")
+        (job,) = json.loads(ps(runtime, "--json"))
+        rows = sum(server["tables"].get("items", {}).get("rows", 0) for server in job["servers"])
+    lines = ps(runtime).splitlines()
+    assert next(line.split()[:2] for line in lines if line.startswith("  items")) == ["items", "7"]
+    metrics = [line for line in ps(runtime, "--metrics").splitlines() if line.startswith("phalanx_table_rows")]
+    assert sum(int(line.split()[-1]) for line in metrics) == 7
+    (tmp_path / "gate").write_text("go")
+    assert running.wait().code == 0
+
+
 def test_a_folder_others_can_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "phalanx").mkdir(mode=0o755)
     done = subprocess.run(

@@ -185,6 +185,15 @@ def test_a_restart_has_every_answered_push_once(tmp_path: Path) -> None:
     assert again.call("report", {}).meta["tables"]["items"]["pushed"] == 4
 
 
+def test_a_restart_has_the_rows_for_which_there_would_be_no_room_now(tmp_path: Path) -> None:
+    _, (worker,) = served(tmp_path)
+    worker.push(gradient((1, 2), 1.0), step=0)
+    service = Service()
+    service.budget = 1
+    Recovery(service, SnapshotService(service), tmp_path).recover("a job")
+    assert service.state.tables.tables["items"].rows == 2
+
+
 def test_a_restart_has_the_pushes_of_the_open_step(tmp_path: Path) -> None:
     _, (one, _) = served(tmp_path, 2, "sync")
     one.push(gradient((1,), 1.0), step=0, weight=3)

@@ -14,6 +14,7 @@ from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import JoinTimeout, watch
 from phalanx.ps.server.service import Service
+from phalanx.ps.server.status import StatusFile
 from phalanx.ps.stores.update import pack_updates
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import SGD, Adagrad
@@ -91,7 +92,7 @@ def test_a_server_whose_disk_failed_answers_that_and_ends(tmp_path: Path) -> Non
     with pytest.raises(ClosedError, match="is stopping"):
         worker.push(gradient((1,), 1.0), step=1)
     with pytest.raises(BackendError, match="could not be flushed to disk"):
-        watch(service, None, 0.0, None, JoinTimeout(math.inf))
+        watch(service, None, 0.0, None, JoinTimeout(math.inf), StatusFile(service, None))
 
 
 def test_a_step_that_was_skipped_is_an_error() -> None:

@@ -206,6 +206,14 @@ class Jobs:
     def slow(self, job: str) -> str:
         """Return which ranks are slow and why, a line each: of the last minute, or of an attempt that has ended."""
 
+    @route("GET", "/jobs/{job}/tables", "get_tables", is_text=True)
+    def tables(self, job: str) -> str:
+        """Return what the parameter servers of a job that runs hold and answer, as text; empty without any."""
+
+    @route("GET", "/table-metrics", "get_table_metrics", is_text=True)
+    def table_metrics(self) -> str:
+        """Return what the parameter servers of all running jobs that the actor sees count, as Prometheus text."""
+
     @route("GET", "/machine", "get_machine")
     def machine(self) -> dict[str, ResourceUse]:
         """Return how much of this machine's resources jobs use: cores, bytes of memory, GPUs."""

@@ -52,6 +52,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "phases": ("Phases", "阶段"),
     "hang": ("The job is stalled", "作业停滞不前"),
     "slow": ("Ranks wait for a slow one", "各进程等待较慢的进程"),
+    "tables": ("Tables of the parameter servers", "参数服务器的表"),
     "failure": ("Why it failed", "失败原因"),
     "rank": ("Rank", "进程"),
     "node": ("Node", "节点"),

@@ -97,6 +97,7 @@ def _head(session: ConsoleSession, job: Job) -> dict[str, Any]:
         "job": job,
         "hang": session.jobs.hang(job.id),
         "slow": session.jobs.slow(job.id),
+        "tables": session.jobs.tables(job.id),
         "may_stop": session.may_stop(job),
         "may_submit": session.may_submit(job.workspace),
         "attempts": attempts,

@@ -54,6 +54,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("PHALANX_ERROR_FILE", "w", "", "Where a process records the exception that ended it",
          "进程记录其异常的文件"),
         ("PHALANX_EVENTS_FILE", "rw", "", "Where a process writes its run events", "进程写入运行事件的文件"),
+        ("PHALANX_STATUS_FILE", "rw", "", "Where a server writes what its tables hold and what it answers",
+         "参数服务器写入其表与请求状态的文件"),
         ("PHALANX_LANG", "rw", "", "Language of messages a person must act on, en or zh; from the locale when unset",
          "须由人处理的消息的语言，en 或 zh；未设时取自系统区域设置"),
         ("PHALANX_WORLD_SIZE_COUNTS", "r", "",

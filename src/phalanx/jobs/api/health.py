@@ -47,7 +47,7 @@ def health() -> str:
 def metrics(request: Request, caller: Caller) -> PlainTextResponse:
     """Return the numbers of the jobs that the caller sees, and of this server, as Prometheus reads them."""
     lines = _lines(caller.counts(), caller.machine(), request.app.state.requests.now())
-    return PlainTextResponse("\n".join(lines) + "\n", media_type=_TEXT)
+    return PlainTextResponse("\n".join(lines) + "\n" + caller.table_metrics(), media_type=_TEXT)
 
 
 def _lines(

@@ -167,6 +167,11 @@ def read_report(folder: Path, name: str) -> str:
         return ""  # there is none, or a script wrote a file of that name
 
 
+def server_files(folder: Path) -> list[Path]:
+    """Return the files in which the parameter servers of an attempt report what they hold."""
+    return [path for path in paths.logs(folder).glob("status.server.*.json") if is_own(folder, path)]
+
+
 def _path(folder: Path, name: str) -> Path | None:
     """Return the file of a log, None while there is none."""
     match = re.fullmatch(r"(|server-|heter-|node-)(\d{1,6})", name, re.ASCII)

@@ -35,7 +35,7 @@ logger = logging.getLogger("phalanx.jobs")
 _HIDDEN_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
 """Variables of the parent process that open the store or its secrets, and are not passed on."""
 
-_LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl")
+_LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl", "status.*.json")
 _FULL_BYTES = 2**20
 """A disk with less space left is full to most who write."""
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,6 +37,9 @@ from phalanx.jobs.spec.training_job import Code, Dataset, Name, TrainingJob, sec
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.workspaces import no_workspace
+
+if TYPE_CHECKING:
+    from phalanx.launch.reports.server_status import ServerStatus
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -212,6 +216,24 @@ class JobService(Jobs):
         from phalanx.launch.job.logs import SLOW
 
         return self._report_lines(self.job(job), SLOW)
+
+    def tables(self, job: str) -> str:
+        from phalanx.launch.reports.server_status import server_lines
+
+        record = self.job(job)
+        return "" if record.state.is_terminal else "\n".join(server_lines(self._server_statuses(record)))
+
+    def table_metrics(self) -> str:
+        from phalanx.launch.reports.server_status import JobStatuses, prometheus_lines
+
+        running = self.jobs(states=(JobState.RUNNING,))
+        jobs = [JobStatuses(job.id, self._server_statuses(job)) for job in running]
+        return "".join(f"{line}\n" for line in prometheus_lines(jobs))
+
+    def _server_statuses(self, record: Job) -> list[ServerStatus]:
+        from phalanx.launch.reports.server_status import read_statuses
+
+        return read_statuses(logs.server_files(self._folder(record, None))) if record.attempt else []
 
     def _report_lines(self, record: Job, name: str) -> str:
         """Return the lines of a report that the launcher of a job's last attempt wrote; none where there is none."""

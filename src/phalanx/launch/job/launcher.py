@@ -317,6 +317,7 @@ def _process_rows(layout: Topology, facts: environment.JobFacts, pids: dict[str,
             "pid": pids[process.id],
             "log": process.log_file,
             "events": environment.events_file(process, facts.log_dir),
+            "status": environment.status_file(process, facts.log_dir) if process.role == "server" else None,
         }
         for process in layout.local
     ]

@@ -45,6 +45,7 @@ _OURS = (
     "endpoints.log",
     "error.*",
     "events.*",
+    "status.*",
     "flight.*",
     "launcher.*",
     "attempt-*",

@@ -20,6 +20,13 @@ from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.files import temporary_path, write_atomically
 from phalanx.i18n import tr
 from phalanx.launch.hang.verdict import Verdict
+from phalanx.launch.reports.server_status import (
+    JobStatuses,
+    ServerStatus,
+    prometheus_lines,
+    read_statuses,
+    server_lines,
+)
 from phalanx.units import format_length
 
 logger = logging.getLogger("phalanx.launch")
@@ -133,6 +140,7 @@ def collect() -> list[dict[str, Any]]:
             event = last_event(process["events"])
             process |= {name: event.get(name) for name in _REPORTED}
             process["alive"] = proc.start_ticks(process["pid"]) is not None
+        job["servers"] = read_statuses(path for process in job["processes"] if (path := process.get("status")))
     return running
 
 
@@ -148,6 +156,7 @@ def render(listed: list[dict[str, Any]]) -> str:
         shares = f"{'share':>15}{'ms/sample':>11}" if is_balanced else ""
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}{shares}  log")
         lines += [_row(process, is_balanced=is_balanced) for process in job["processes"]] or ["  starting"]
+        lines += [f"  {line}" for line in server_lines(job["servers"])]
         lines += _elastic_lines(job.get("elastic") or {})
         if hang := job.get("hang"):
             lines.append(f"  hung: {hang['lines'][0]} (phalanx why {job['job_id']})")
@@ -190,9 +199,18 @@ def _share(process: dict[str, Any]) -> str:
     return share if process["replicas"] is None else f"{process['replicas']} replicas"
 
 
-@click.command(name="ps", epilog="\b\nExample:\n  phalanx ps\n  phalanx ps --json")
+@click.command(name="ps", epilog="\b\nExample:\n  phalanx ps\n  phalanx ps --json\n  phalanx ps --metrics")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def command(as_json: bool) -> None:
-    """List the running jobs with their ranks, pids, step, loss and speed."""
+@click.option("--metrics", is_flag=True, help="Print what parameter servers count as Prometheus text.")
+def command(as_json: bool, metrics: bool) -> None:
+    """List the running jobs with their ranks, pids, step, loss and speed, and the tables of parameter servers."""
     listed = collect()
-    sys.stdout.write(json.dumps(listed) + "\n" if as_json else render(listed))
+    if metrics:
+        sys.stdout.writelines(
+            f"{line}\n" for line in prometheus_lines([JobStatuses(j["job_id"], j["servers"]) for j in listed])
+        )
+        return
+    if as_json:
+        sys.stdout.write(json.dumps(listed, default=ServerStatus.model_dump) + "\n")
+    else:
+        sys.stdout.write(render(listed))

@@ -132,6 +132,7 @@ def _servers(process: Process, facts: JobFacts, inherited: Mapping[str, str]) ->
     if process.role == "server":
         variables |= {
             "PHALANX_SERVER_DIR": f"{facts.server_dir}/{process.rank}" if facts.server_dir else None,
+            "PHALANX_STATUS_FILE": status_file(process, facts.log_dir),
             "PHALANX_SERVER_DURABILITY": inherited.get("PHALANX_SERVER_DURABILITY", "process"),
         }
     return variables
@@ -145,6 +146,11 @@ def error_file(process: Process, log_dir: str) -> str:
 def events_file(process: Process, log_dir: str) -> str:
     """Return where a process writes its run events."""
     return f"{log_dir}/events.{process.id}.jsonl"
+
+
+def status_file(process: Process, log_dir: str) -> str:
+    """Return where a server writes what it holds and does."""
+    return f"{log_dir}/status.{process.id}.json"
 
 
 def _torchrun(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str | None]:

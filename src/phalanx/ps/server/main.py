@@ -23,6 +23,7 @@ from phalanx.ps.server.row_budget import default_budget
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_check import SnapshotTableCheck
 from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.status import StatusFile
 from phalanx.ps.wire.address import listening_sockets
 from phalanx.ps.wire.listener import Listener
 
@@ -78,7 +79,7 @@ def run(
         math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or JOIN_TIMEOUT_S
     )
     service = Service(role.rank, role.world_size)
-    service.engine.set_budget(settings.integer("PHALANX_SERVER_MAX_BYTES", minimum=1) or default_budget())
+    service.budget = settings.integer("PHALANX_SERVER_MAX_BYTES", minimum=1) or default_budget()
     snapshots = SnapshotService(service)
     if load is not None:
         snapshots.add_source(Path(load), names)
@@ -98,7 +99,8 @@ def run(
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
-        watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, join_timeout)
+        status = StatusFile(service, settings.text("PHALANX_STATUS_FILE"))
+        watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, join_timeout, status)
     finally:
         service.stop()
         listener.stop()
@@ -146,12 +148,14 @@ def watch(
     grace_s: float,
     snapshot_check: SnapshotTableCheck | None,
     join_timeout: JoinTimeout,
+    status: StatusFile,
 ) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
     with _SigtermFlag() as sigterm:
         while not service.stopped.wait(TICK_S):
             clocks = service.state.clocks
+            status.tick()
             _compare_tables(service, snapshot_check)
             # One that left may still evaluate or save.
             if clocks is not None and not clocks.live and (sigterm.seen or not service.is_connected):

@@ -58,6 +58,7 @@ class Service:
         self.write_base: Callable[[], None] = lambda: None
         """Writes a base snapshot and returns when it is there."""
 
+        self._budget = 0
         self._connections: Counter[int] = Counter()
         self._connections_lock = threading.Lock()
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
@@ -101,6 +102,16 @@ class Service:
     def log(self, log: Log) -> None:
         self._log = log
         self.engine.set_log(log.native)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all tables may take together; pushes that need more are refused. 0 without a limit."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, size: int) -> None:
+        self._budget = size
+        self.engine.set_budget(size)
 
     def stop(self) -> None:
         """Refuse new changes and end every wait."""

@@ -57,6 +57,11 @@ class TableReport:
     """Gradients of ids that were not admitted."""
 
     evicted: int
+    pulled: int
+    """Ids of pulls since the server started."""
+
+    missed: int
+    """Those of them that had no row."""
 
 
 class TableStore(Protocol):

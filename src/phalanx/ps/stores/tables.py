@@ -108,9 +108,15 @@ class TableSet:
         return sum(table.bytes for table in self.tables.values())
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Return the counts of each table, those from before a restart included."""
+        """Return the counts of each table; those of changes include what was before a restart."""
         return {
-            name: {"rows": table.rows, "bytes": table.bytes, **dict(zip(_COUNTS, counts, strict=True))}
+            name: {
+                "rows": table.rows,
+                "bytes": table.bytes,
+                **dict(zip(_COUNTS, counts, strict=True)),
+                "pulled": table.pulled,
+                "missed": table.missed,
+            }
             for (name, table), counts in zip(list(self.tables.items()), self.counts().values(), strict=True)
         }
 

@@ -28,7 +28,7 @@ class ReferenceTable:
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec, self.layout = spec, layout_of(spec)
-        self.tick = self.pushed = self.dropped = self.evicted = 0
+        self.tick = self.pushed = self.dropped = self.evicted = self.pulled = self.missed = 0
         self._salt = table_salt(spec.name)
         self._rows = np.zeros((0, self.layout.width), np.float32)
         self._free: list[int] = []
@@ -49,11 +49,13 @@ class ReferenceTable:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def pull(self, keys: Keys, out: Rows) -> None:
-        """Read rows; changes nothing."""
+        """Read rows; changes none."""
         slots = self._find(keys)
         has_row = slots >= 0
         out[has_row] = self._rows[slots[has_row], : self.spec.dim]
         out[~has_row] = self._initial_rows(keys[~has_row])
+        self.pulled += len(keys)
+        self.missed += int((~has_row).sum())
 
     def export(self, shard: int, since: int = 0) -> Columns:
         """Return a shard's rows, or those changed after tick `since`."""

@@ -98,6 +98,16 @@ class RowTable(Protocol):
         ...
 
     @property
+    def pulled(self) -> int:
+        """Ids of pulls so far."""
+        ...
+
+    @property
+    def missed(self) -> int:
+        """Those of them that had no row."""
+        ...
+
+    @property
     def tick(self) -> int:
         """Changes so far, those before a restored snapshot included."""
         ...
