@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from phalanx.jobs.attempt.usage import Sample
 from phalanx.jobs.models import Cause, Failure, JobState, MemberRole
 
 pytestmark = pytest.mark.dist
+
+SERVER = {
+    "time": 1.0, "server": 0, "lag": 3, "bytes": 10_850_000, "budget": 21 << 30, "log_bytes": 0,
+    "tables": {"clicks": {"rows": 100_089, "bytes": 10_850_000, "pulled": 1000, "missed": 22, "pushed": 4_553_699}},
+    "requests": {"waiting": 1}, "rates": {"pulls_per_s": 849, "pushes_per_s": 424, "ms_per_request": 0.05},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +118,8 @@ def test_a_job_is_followed_while_it_runs(browser, server):
     assert [one.text for one in used.find_elements(By.TAG_NAME, "figcaption")] == ["processor cores", "memory, GiB"]
     assert "Node 1" in used.text
     assert "Nothing measured" not in used.text
+    (paths.logs(folder) / "status.server.0.json").write_text(json.dumps(SERVER))
+    _until(browser, lambda: "clicks" in browser.find_element(By.CSS_SELECTOR, "[aria-labelledby=tables]").text)
     server.end(
         job, Failure(Cause.OOM, "rank 1 was killed: out of memory", node=0, rank=1, exit_code=-9, detail="Killed")
     )
