@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -89,14 +91,27 @@ SLOW_CARDS = {
 
 
 @cache
-def planned(name: str, cluster: str, *limits: str, memory: float | None = None, optimizer: str = "sgd") -> PlanResult:
+def subject(name: str) -> tuple[nn.Module, Any, Any]:
+    """A model with its sample and loss; it is the same one in every plan, which would keep its weights otherwise."""
     torch.manual_seed(0)
-    model, sample, loss = {
-        "hybrid": (Hybrid(), IMAGES, F.cross_entropy),
-        "tokens": (Tokens(), TOKENS, of_tokens),
-        "transformer": (Transformer(), TOKENS, of_tokens),
-        "heads": (FixedHeads(), (torch.zeros(8, 16, 64), torch.zeros(8)), F.mse_loss),
-    }[name]
+    return {
+        "hybrid": lambda: (Hybrid(), IMAGES, F.cross_entropy),
+        "tokens": lambda: (Tokens(), TOKENS, of_tokens),
+        "transformer": lambda: (Transformer(), TOKENS, of_tokens),
+        "heads": lambda: (FixedHeads(), (torch.zeros(8, 16, 64), torch.zeros(8)), F.mse_loss),
+    }[name]()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_kept() -> Iterator[None]:
+    yield
+    planned.cache_clear()
+    subject.cache_clear()
+
+
+@cache
+def planned(name: str, cluster: str, *limits: str, memory: float | None = None, optimizer: str = "sgd") -> PlanResult:
+    model, sample, loss = subject(name)
     where = read_cluster(SLOW_CARDS) if cluster == "slow" else cluster
     return px.auto_parallel(model, sample, loss, cluster=where, limits=limits, memory=memory, optimizer=optimizer)
 
