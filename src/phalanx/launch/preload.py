@@ -6,13 +6,16 @@ libraries loaded by a second thread at the same time 0.60-0.68 s.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import gc
 import importlib
 import importlib.util
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -71,8 +74,48 @@ def _load_libraries(folder: Path) -> None:
         ctypes.CDLL(str(folder / "libtorch_python.so"))
 
 
-ELASTIC = ("torch._dynamo", "phalanx.parallel.distribute")
-"""What a rank that joins a running job would otherwise import for itself, for a second while the others wait for it."""
+TRAINING = ("torch._dynamo", "phalanx.parallel.distribute")
+"""What every rank that trains would otherwise import for itself: two seconds of processor time on each of them."""
+
+_TRAINS = re.compile(r"\boptim\b|\bdistribute\(|\btrain_step\(")
+_SETS_TORCH = re.compile(r"\b(PY)?TORCH[A-Z_]")
+
+
+def needed_by(script: str, *, is_elastic: bool) -> tuple[str, ...]:
+    """Return what ranks that run `script` would each import, as far as its text says.
+
+    A rank that joins a running job would keep the others waiting while it imports: an elastic job is spared nothing but
+    what a script of the standard library alone cannot use.
+
+    Args:
+        script: What `phalanx run` is given: a file that can be read, or `-m` with a module, which nobody looks for.
+        is_elastic: Whether ranks may join the job while it runs.
+    """
+    text = "" if script.startswith("-m ") else Path(script).read_text(encoding="utf-8", errors="replace")
+    imported = _imported(text)
+    if is_elastic:
+        return () if imported and imported <= sys.stdlib_module_names else TRAINING
+    # A driver that is loaded before the fork fails after it, and the compiler reads its environment when it is
+    # imported: a script that may set some of it imports it itself.
+    if is_cuda_build(torch_libraries()) or _SETS_TORCH.search(text):
+        return ()
+    return TRAINING if "phalanx" in imported and _TRAINS.search(text) else ()
+
+
+def _imported(text: str) -> set[str]:
+    """Return the packages that a program imports by name; a program that is none says so itself when it is run."""
+    names: set[str] = set()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return names
+    for node in ast.walk(program):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("" if node.level else str(node.module).partition(".")[0])
+    return names
 
 
 def preload(further: Sequence[str] = ()) -> None:

@@ -126,7 +126,8 @@ class Launcher:
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
         environment = {"OMP_NUM_THREADS": threads, "PHALANX_LANG": language()}
-        self._server.configure(environment, preload=() if request.elastic is None else preload.ELASTIC)
+        needed = preload.needed_by(self._options.training_script, is_elastic=request.elastic is not None)
+        self._server.configure(environment, preload=needed)
         return describe_threads(self._options, request, host, threads, is_users=bool(chosen))
 
     def _run_attempts(self, request: LaunchRequest) -> int:
