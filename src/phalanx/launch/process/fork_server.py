@@ -128,3 +128,5 @@ def main() -> None:
         return
     entry.prepare()
     ForkServer(launcher).serve()
+    # The launcher waits for this process, and the interpreter would take torch apart for half a second first.
+    os._exit(0)
