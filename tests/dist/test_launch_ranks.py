@@ -143,7 +143,7 @@ def test_behind_a_broken_pipe_the_data_worker_that_was_killed_is_named(tmp_path:
     assert "ConnectionResetError: peer" in done.out
 
 
-def test_eight_launches_at_once_share_no_port(tmp_path: Path) -> None:
+def test_four_launches_at_once_share_no_port(tmp_path: Path) -> None:
     """Each job's two ranks meet in their own store; a clash would fail one or join two jobs."""
     from launching import RUN, Launch
 
@@ -156,13 +156,13 @@ def test_eight_launches_at_once_share_no_port(tmp_path: Path) -> None:
         "assert other == os.environ['PHALANX_JOB_ID']\n"
         "print('met', os.environ['PADDLE_TRAINER_ENDPOINTS'], flush=True)\n"
     )
-    # Two dozen processes among themselves; a test that runs beside them in the other process of `make test` goes first.
+    # A dozen processes among themselves; tests that run beside them in other processes of `make test` go first.
     nice = ("nice", "-n", "10", *RUN)
-    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(8)]
+    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(4)]
     done = [one.wait(100) for one in running]
-    assert [one.code for one in done] == [0] * 8, [one.out for one in done if one.code]
+    assert [one.code for one in done] == [0] * 4, [one.out for one in done if one.code]
     endpoints = [e for one in done for e in one.out.rpartition("met ")[2].strip().split(",")]
-    assert len(set(endpoints)) == 16
+    assert len(set(endpoints)) == 8
     for one in done:
         one.gone_within(0.5)
 
