@@ -29,9 +29,16 @@ setup: $(STAMP)  ## make .venv and install phalanx into it
 quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
 	$(BIN)/phalanx run -n 2 examples/resnet/train.py --data digits --layers 18 --width 16 --epochs 10 --lr 0.05 --global-batch 32
 
-# Real kills and freezes come last, by themselves: what waits for them must not wait for the rest of the suite too.
-test: $(STAMP)   ## the whole suite, in two processes side by side
-	tests/side_by_side $(BIN)/python; code=$$?; $(BIN)/python -m pytest tests/fault && exit $$code
+# Ranks wait for each other much of the time: three processes keep two cores busy. Real kills and freezes come last, beside
+# the unit tests, which start no process: what waits for them must not wait for ranks of the rest of the suite too.
+# Hundreds of processes import src: where Python is told to keep no bytecode (PYTHONDONTWRITEBYTECODE), each would compile it.
+RANKS  = "tests/dist/test_e*" "tests/dist/test_[f-k]*" "tests/dist/test_[l-o]*" "tests/dist/test_[p-r]*" \
+         "tests/browser tests/dist/test_[s-z]*" "tests/dist/test_[a-d]*"
+FAULTS_AND_UNIT = "tests/fault/test_[a-e]*" "tests/fault/test_[f-z]*" "tests/unit"
+
+test: $(STAMP)   ## the whole suite, three processes at a time
+	$(BIN)/python -m compileall -q src
+	tests/side_by_side $(BIN)/python 3 $(RANKS); code=$$?; tests/side_by_side $(BIN)/python 3 $(FAULTS_AND_UNIT) && exit $$code
 
 test-unit: $(STAMP)  ## pure parts, no process
 	$(BIN)/python -m pytest tests/unit

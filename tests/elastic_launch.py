@@ -140,13 +140,13 @@ class ElasticLaunch:
         hidden.write_text(json.dumps(message))
         hidden.rename(self.folder / f"say.{member}")
 
-    def wait_for_view(self, member: str, epoch: int, timeout_s: float = 20.0) -> dict[str, Any]:
+    def wait_for_view(self, member: str, epoch: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until a member is told a view of at least this epoch; returns the first such."""
         return self.wait_until(
             lambda: next((view for view in self.views(member) if view["epoch"] >= epoch), None), timeout_s
         )
 
-    def wait_until(self, look: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    def wait_until(self, look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         """Wait until `look` returns something; fails with all the launcher said where that does not come."""
         deadline = time.monotonic() + timeout_s
         while not (value := look()):
