@@ -124,11 +124,13 @@ void assign(EmbeddingTable& table, Column<std::int64_t> keys, Rows values) {
   table.assign(view(keys), values.data());
 }
 
-nb::tuple read_shard(const EmbeddingTable& table, int shard, std::uint64_t since) {
+// The columns that `read` returns, as arrays.
+template <class Read>
+nb::tuple arrays_of(const EmbeddingTable& table, Read read) {
   phalanx::ShardColumns columns;
   {
     nb::gil_scoped_release release;
-    columns = table.read(shard, since);
+    columns = read();
   }
   const std::size_t n = columns.keys.size();
   return nb::make_tuple(array_of(std::move(columns.keys)), array_of(std::move(columns.ticks)),
@@ -136,6 +138,14 @@ nb::tuple read_shard(const EmbeddingTable& table, int shard, std::uint64_t since
                         array_of(std::move(columns.waiting_keys)), array_of(std::move(columns.waiting_ticks)),
                         array_of(std::move(columns.waiting_counts)), array_of(std::move(columns.days)),
                         array_of(std::move(columns.removed)), columns.decays, columns.tick, columns.is_complete);
+}
+
+nb::tuple read_shard(const EmbeddingTable& table, int shard, std::uint64_t since) {
+  return arrays_of(table, [&] { return table.read(shard, since); });
+}
+
+nb::tuple read_moment(const EmbeddingTable& table, std::uint64_t moment, int shard) {
+  return arrays_of(table, [&] { return table.read_moment(moment, shard); });
 }
 
 void restore_shard(EmbeddingTable& table, int shard, Column<std::int64_t> keys, Column<std::uint64_t> ticks, Rows rows,
@@ -175,8 +185,9 @@ void bind_table(nb::module_& module) {
            nb::arg("waiting_keys"), nb::arg("waiting_ticks"), nb::arg("waiting_counts"), nb::arg("days"),
            nb::arg("removed"), nb::arg("decays"), nb::arg("tick"), nb::arg("is_complete"))
       .def("keys", &keys, nb::arg("shard"))
-      .def("hold", &EmbeddingTable::hold, Released())
-      .def("release", &EmbeddingTable::release)
+      .def("begin_moment", &EmbeddingTable::begin_moment, nb::arg("since"), Released())
+      .def("read_moment", &read_moment, nb::arg("moment"), nb::arg("shard"))
+      .def("end_moment", &EmbeddingTable::end_moment, nb::arg("moment"), Released())
       .def_prop_ro("rows", &EmbeddingTable::rows)
       .def_prop_ro("bytes", &EmbeddingTable::bytes, Released())
       .def_prop_ro("moved", &EmbeddingTable::moved, Released())

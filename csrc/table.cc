@@ -18,7 +18,7 @@ void check_count(EmbeddingTable::Keys keys) {
 
 }  // namespace
 
-EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(spec.row_bytes())) {
+EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))) {
   make_rule(spec_.rule, 0);  // throws now what a push would
   for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_, arena_);
 }
@@ -188,7 +188,7 @@ void EmbeddingTable::clear() {
 }
 
 ShardColumns EmbeddingTable::read(int shard, std::uint64_t since) const {
-  return in_lane(shard, [&](const Lane& lane, int part) { return lane.read(part, since, now(tick_)); });
+  return in_lane(shard, [&](Lane& lane, int part) { return lane.read(part, since, now(tick_)); });
 }
 
 void EmbeddingTable::restore(int shard, const ShardView& columns) {
@@ -204,15 +204,28 @@ std::vector<std::int64_t> EmbeddingTable::keys(int shard) const {
   return in_lane(shard, [](const Lane& lane, int part) { return lane.keys(part); });
 }
 
-void EmbeddingTable::hold() {
-  clock_.lock();
+std::uint64_t EmbeddingTable::begin_moment(std::uint64_t since) {
+  const std::lock_guard clocked(clock_);
   wait_for_changes();
-  for (const std::unique_ptr<Lane>& lane : lanes_) lane->lock.lock();
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const std::lock_guard locked(lane->lock);
+    lane->begin_moment(moments_ + 1, since, now(tick_));
+  }
+  return ++moments_;
 }
 
-void EmbeddingTable::release() {
-  for (const std::unique_ptr<Lane>& lane : lanes_) lane->lock.unlock();
-  clock_.unlock();
+ShardColumns EmbeddingTable::read_moment(std::uint64_t moment, int shard) const {
+  ShardReading reading = in_lane(shard, [&](Lane& lane, int part) { return lane.begin_reading(moment, part); });
+  Piece piece;
+  while (in_lane(shard, [&](Lane& lane, int part) { return lane.read_next(moment, part, piece); })) reading.add(piece);
+  return reading.finish(in_lane(shard, [&](Lane& lane, int part) { return lane.end_reading(moment, part); }));
+}
+
+void EmbeddingTable::end_moment(std::uint64_t moment) {
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const std::lock_guard locked(lane->lock);
+    lane->end_moment(moment);
+  }
 }
 
 std::uint64_t EmbeddingTable::rows() const {

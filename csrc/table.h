@@ -69,9 +69,13 @@ class EmbeddingTable {
   void restore(int shard, const ShardView& columns);
   std::vector<std::int64_t> keys(int shard) const;
 
-  // Keeps every call out until `release`, by the same thread or, after a fork, its copy.
-  void hold();
-  void release();
+  // Keeps the table as it is now, to be read while changes go on, and returns the moment's number. Shards of it are
+  // read once each, as `read` with this `since` would have read them, by any threads; `end_moment` then lets go of it.
+  // Throws std::out_of_range without such a moment, and std::logic_error for a shard that was read.
+  // REQUIRES: no shard is restored meanwhile, and a moment ends when none of its shards is being read.
+  std::uint64_t begin_moment(std::uint64_t since);
+  ShardColumns read_moment(std::uint64_t moment, int shard) const;
+  void end_moment(std::uint64_t moment);
 
   std::uint64_t rows() const;
   std::uint64_t bytes() const;
@@ -107,6 +111,7 @@ class EmbeddingTable {
   std::array<LaneOrder, kLanes> orders_;
   std::mutex clock_;  // locked before lanes, and these in their order
   std::uint64_t ordered_ = 0;  // places given out
+  std::uint64_t moments_ = 0;  // that have begun
   std::atomic<std::uint64_t> tick_ = 0;
   std::uint64_t oldest_ = 0;  // changes with clock_ and every lane locked
   mutable std::atomic<std::uint64_t> pulled_ = 0;

@@ -32,6 +32,21 @@ inline constexpr int kParts = kShards / kLanes;
 constexpr int lane_of(std::uint64_t hash) noexcept { return shard_of(hash) & (kLanes - 1); }
 constexpr int part_of(std::uint64_t hash) noexcept { return shard_of(hash) >> kLaneBits; }
 
+// Which of so many equal pieces of its part a hash lies in.
+constexpr std::uint64_t piece_of(std::uint64_t hash, std::uint64_t pieces) noexcept {
+  return static_cast<std::uint64_t>(static_cast<unsigned __int128>(hash << kShardBits) * pieces >> 64);
+}
+
+// When a call happens: the table's tick, and the oldest one that is told apart; an entry keeps the difference.
+struct Time {
+  std::uint64_t tick;
+  std::uint64_t oldest;
+
+  std::uint32_t shortened(std::uint64_t full) const {
+    return full <= oldest ? 0 : static_cast<std::uint32_t>(full - oldest);
+  }
+};
+
 struct Entry {
   static constexpr std::uint32_t kEmpty = 0;              // what fresh memory holds
   static constexpr std::uint32_t kWaiting = 0xFF000000;  // plus a count: an id that has no row yet
@@ -63,8 +78,7 @@ class Places {
 
   // Number in its part of the line where the search for a hash begins.
   std::uint64_t home_number(std::uint64_t hash) const {
-    const auto scaled = static_cast<unsigned __int128>(hash << kShardBits) * (parts_[part_of(hash)].capacity / kLine);
-    return static_cast<std::uint64_t>(scaled >> 64);
+    return piece_of(hash, parts_[part_of(hash)].capacity / kLine);
   }
   Entry* home(std::uint64_t hash) const { return entries_ + parts_[part_of(hash)].start + home_number(hash) * kLine; }
 
@@ -96,10 +110,32 @@ class Places {
     return line == entries_ + part.start + part.capacity ? entries_ + part.start : line;
   }
 
+  // Calls use(entry) for each entry of a piece of a part. Homes have the order of hashes: so these are in the lines of
+  // their homes, or behind the last of these as far as lines are full.
+  template <class Use>
+  void each_in(int part, std::uint64_t piece, std::uint64_t pieces, Use use) const {
+    const std::span<Entry> places = of(part);
+    const std::uint64_t lines = places.size() / kLine;
+    if (lines == 0) return;
+    const std::uint64_t first = line_at(piece, pieces, lines), last = line_at(piece + 1, pieces, lines);
+    bool is_full = true;
+    for (std::uint64_t i = first; i < first + lines && (i <= last || is_full); ++i) {
+      is_full = true;
+      for (Entry& entry : places.subspan(i % lines * kLine, kLine)) {
+        if (entry.is_empty()) is_full = false;
+        else if (piece_of(entry.hash, pieces) == piece) use(entry);
+      }
+    }
+  }
+
   // Empties the place of an entry.
   void erase(Entry* entry);
 
  private:
+  static std::uint64_t line_at(std::uint64_t piece, std::uint64_t pieces, std::uint64_t lines) {
+    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(piece) * lines / pieces);
+  }
+
   struct Part {
     std::uint64_t start = 0;
     std::uint32_t capacity = 0;
@@ -151,6 +187,11 @@ class LaneIndex {
         if (!entry.is_empty()) use(entry);
       }
     }
+  }
+  // The same for those in one of so many equal pieces of its hashes.
+  template <class Use>
+  void each_in(int part, std::uint64_t piece, std::uint64_t pieces, Use use) const {
+    for (const Places* places : {&old_, &now_}) places->each_in(part, piece, pieces, use);
   }
   std::size_t bytes() const;
   // Entries that growing has moved so far.

@@ -15,7 +15,9 @@ constexpr std::size_t kKeysForLine = 4;
 }  // namespace
 
 Lane::Lane(const TableSpec& spec, const Starter& starter, Arena& arena)
-    : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(arena, spec.row_bytes(), Entry::kWaiting) {}
+    : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()),
+      slab_(arena, spec.row_bytes(), Entry::kWaiting, true),
+      old_entries_(arena, OldEntry::bytes(spec.row_bytes()), UINT32_MAX, false) {}
 
 // Calls use(i, place in the index) for each key and notes the row of the entry it returns. Keys not in their first line
 // come last: they are absent, or in the next line, which is asked for too, or in the other part of an index that grows.
@@ -148,11 +150,13 @@ std::uint64_t Lane::admit(Slice& slice, const std::uint32_t* counts, Time time) 
   index_.move(slice.hashes.size() / kKeysForLine);
   find_rows(slice, [&](std::size_t i, Entry* place) {
     const std::uint32_t count = counts != nullptr ? counts[slice.positions[i]] : 1;
+    note(*place);
     if (!place->has_row()) place = admit_one(place, slice.hashes[i], count);
     if (!place->is_empty()) place->tick = tick;
     dropped += !place->has_row();
     return place;
   });
+  preserve_touched();
   return dropped;
 }
 
@@ -176,10 +180,12 @@ void Lane::make(Slice& slice, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
   index_.move(slice.hashes.size() / kKeysForLine);
   find_rows(slice, [&](std::size_t i, Entry* place) {
+    note(*place);
     Entry* const entry = place->has_row() ? place : with_row(place, slice.hashes[i]);
     entry->tick = tick;
     return entry;
   });
+  preserve_touched();
 }
 
 // Returns the entry of a hash, which may be new and then has an empty row that the caller sets at once.

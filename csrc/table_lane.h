@@ -8,28 +8,20 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <map>
 #include <mutex>
 #include <span>
 #include <vector>
 
+#include "table_columns.h"
 #include "table_index.h"
 #include "table_memory.h"
+#include "table_moment.h"
 #include "table_rules.h"
 #include "table_spec.h"
 #include "table_values.h"
 
 namespace phalanx {
-
-// When a call happens: the table's tick, and the oldest one that is told apart; an entry keeps the difference.
-struct Time {
-  std::uint64_t tick;
-  std::uint64_t oldest;
-
-  std::uint32_t shortened(std::uint64_t full) const {
-    return full <= oldest ? 0 : static_cast<std::uint32_t>(full - oldest);
-  }
-};
 
 // The keys of one call that belong to one lane.
 struct Slice {
@@ -45,36 +37,6 @@ struct Gradients {
   const std::uint32_t* counts = nullptr;
   const float* shows = nullptr;
   const float* clicks = nullptr;
-};
-
-// What a shard holds; `rows` is (keys, width). See `Columns` in ps/table/arrays.py.
-struct ShardColumns {
-  std::vector<std::int64_t> keys;
-  std::vector<std::uint64_t> ticks;
-  std::unique_ptr<float[]> rows;
-  std::vector<std::int64_t> waiting_keys;
-  std::vector<std::uint64_t> waiting_ticks;
-  std::vector<std::uint32_t> waiting_counts;
-  std::vector<std::uint64_t> days;
-  std::vector<std::int64_t> removed;
-  std::uint64_t decays = 0;
-  std::uint64_t tick = 0;
-  bool is_complete = false;
-};
-
-// The same, lent by the caller.
-struct ShardView {
-  std::span<const std::int64_t> keys;
-  std::span<const std::uint64_t> ticks;
-  const float* rows;
-  std::span<const std::int64_t> waiting_keys;
-  std::span<const std::uint64_t> waiting_ticks;
-  std::span<const std::uint32_t> waiting_counts;
-  std::span<const std::uint64_t> days;
-  std::span<const std::int64_t> removed;
-  std::uint64_t decays;
-  std::uint64_t tick;
-  bool is_complete;
 };
 
 class Lane {
@@ -94,9 +56,18 @@ class Lane {
   std::uint64_t end_day(int part, Time time);
   std::uint64_t drop_eighth(int part, Time time);
   std::uint64_t drop_part(int part, Time time);
-  ShardColumns read(int part, std::uint64_t since, Time time) const;
+  ShardColumns read(int part, std::uint64_t since, Time time);
   void restore(int part, const ShardView& columns, Time time);
   std::vector<std::int64_t> keys(int part) const;
+
+  // Keeps what the lane is now to be read while changes go on (table_moment.h). `read_next` returns false when all
+  // pieces were read; `end_reading` returns the hashes of what went. Throws std::out_of_range without such a moment,
+  // and std::logic_error for a shard that was read.
+  void begin_moment(std::uint64_t number, std::uint64_t since, Time time);
+  ShardReading begin_reading(std::uint64_t number, int part) const;
+  bool read_next(std::uint64_t number, int part, Piece& piece);
+  std::vector<std::uint64_t> end_reading(std::uint64_t number, int part);
+  void end_moment(std::uint64_t number);
 
   void clear(Time time);
   // Takes all ticks before `oldest` for it; `before` is what ticks were counted from so far.
@@ -145,14 +116,37 @@ class Lane {
 
   Expiry expiry(int part, std::uint64_t days) const;
   bool is_low(const Entry& entry) const;
-  std::vector<Entry> in_order(int part, std::uint32_t from) const;
-  std::vector<std::int64_t> removed_since(int part, std::uint64_t since) const;
   bool knows_decays(int part, std::uint64_t since) const;
   std::uint64_t days_since(int part, std::uint64_t since) const;
   void decay(int part, std::uint64_t times);
   std::uint64_t drop(std::span<const Entry> entries);
   std::uint64_t remove(int part, std::span<const Entry> entries, Time time);
   std::uint64_t give_back(std::span<const Entry> entries);
+
+  struct Gathered {
+    Entry entry;
+    std::byte* row;  // null for none
+  };
+
+  PastShard past_of(int part, std::uint64_t since, Time time) const;
+  bool read_next(PastShard& past, int part, Piece& piece);
+  void gather(const PastShard& past, int part, std::uint32_t old, Piece& piece);
+  void preserve(std::span<const Entry> entries);
+  void preserve_one(PastShard& past, const Entry& entry);
+  void preserve_touched();
+  void note(const Entry& entry) {
+    if (entry.tick < watched_ && !entry.is_empty()) touched_.push_back(entry);
+  }
+  void read_early(int part);
+  void keep_removed(PastShard& past, int part) const;
+  std::vector<std::uint64_t> removed_at(const PastShard& past, int part) const;
+  void watch();
+  void forget(PastShard& past);
+  void give_back_old(std::uint32_t old);
+  OldEntry& old_entry(std::uint32_t number) const { return *reinterpret_cast<OldEntry*>(old_entries_.row(number)); }
+  void copy_row(const std::byte* from, std::byte* to) const;
+  std::size_t past_bytes() const;
+
   float* floats(std::byte* row) const { return reinterpret_cast<float*>(row + value_bytes_); }
   std::int64_t id_of(std::uint64_t hash) const { return static_cast<std::int64_t>(unmix64(hash) ^ spec_.salt); }
 
@@ -164,6 +158,11 @@ class Lane {
   std::array<std::vector<std::uint64_t>, kParts> days_;  // ticks at which days began, the one under way first
   std::array<std::vector<Removed>, kParts> removed_;     // in the order in which they went
   std::array<std::uint64_t, kParts> swept_{};  // tick of the last change that neither rows, `removed_` nor `days_` tell
+  std::map<std::uint64_t, std::array<PastShard, kParts>> moments_;  // open ones by number
+  Slab old_entries_;
+  std::uint64_t watched_ = 0;        // entries of a shortened tick below this may belong to a moment
+  std::vector<Entry> touched_;       // what the call under way changes of those, as they were
+  std::vector<Gathered> gathered_;   // what is being read
   Count rows_ = 0;
   Count entries_ = 0;
 };

@@ -94,8 +94,8 @@ void Arena::reserve(Ranges& ranges, bool huge) const {
 
 std::size_t Slab::block_bytes(std::size_t row_bytes) { return std::max(kHuge, kRowsAtLeast * row_bytes); }
 
-Slab::Slab(Arena& arena, std::size_t row_bytes, std::uint32_t limit)
-    : arena_(arena), row_bytes_(row_bytes), limit_(limit) {
+Slab::Slab(Arena& arena, std::size_t row_bytes, std::uint32_t limit, bool huge)
+    : arena_(arena), row_bytes_(row_bytes), limit_(limit), huge_(huge) {
   rows_per_block_ = static_cast<std::uint32_t>(block_bytes(row_bytes) / row_bytes);
   bits_ = std::bit_width(rows_per_block_ - 1);
   mask_ = (std::uint32_t{1} << bits_) - 1;
@@ -127,7 +127,7 @@ void Slab::give_back(std::uint32_t row) {
   block.free = row & mask_;
   --block.used;
   if (block.used == 0 && number != 0 && !open_.empty() && open_.back() != number) {
-    arena_.give_back(std::exchange(data_[number], nullptr), true);
+    arena_.give_back(std::exchange(data_[number], nullptr), is_huge(number));
     touched_ -= block.touched;
     // Without room for a row, so that it leaves `open_` if it is there.
     block = {.touched = rows_per_block_, .is_open = block.is_open};
@@ -148,7 +148,7 @@ void Slab::add_block() {
     blocks_.emplace_back();
     vacant_.push_back(number);
   }
-  data_[number] = arena_.take(number != 0);
+  data_[number] = arena_.take(is_huge(number));
   vacant_.pop_back();
   // The number 0 is no row: it is what an empty entry of an index has.
   blocks_[number] = {.touched = std::uint32_t{number == 0}, .is_open = true};
@@ -157,7 +157,7 @@ void Slab::add_block() {
 
 void Slab::clear() {
   for (std::size_t number = 0; number < data_.size(); ++number) {
-    if (data_[number] != nullptr) arena_.give_back(data_[number], number != 0);
+    if (data_[number] != nullptr) arena_.give_back(data_[number], is_huge(number));
   }
   data_.clear();
   blocks_.clear();

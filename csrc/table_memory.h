@@ -72,7 +72,8 @@ class Arena {
 // lane's lock guards it.
 class Slab {
  public:
-  Slab(Arena& arena, std::size_t row_bytes, std::uint32_t limit);
+  // On huge pages, but for the first block; or on small ones, which cost more to reach and less to get.
+  Slab(Arena& arena, std::size_t row_bytes, std::uint32_t limit, bool huge);
 
   // Bytes of a block: 2 MiB, or 16 rows where these need more.
   static std::size_t block_bytes(std::size_t row_bytes);
@@ -97,11 +98,13 @@ class Slab {
   };
 
   bool has_room(const Block& block) const { return block.free != kNone || block.touched < rows_per_block_; }
+  bool is_huge(std::size_t number) const { return huge_ && number != 0; }
   void add_block();
 
   Arena& arena_;
   std::size_t row_bytes_;
   std::uint32_t limit_;
+  bool huge_;
   std::uint32_t rows_per_block_;
   int bits_;
   std::uint32_t mask_;

@@ -59,6 +59,7 @@ std::uint64_t Lane::drop_eighth(int part, Time time) {
 }
 
 std::uint64_t Lane::drop_part(int part, Time time) {
+  read_early(part);
   const std::uint64_t rows = give_back(all_of(part));
   index_.erase_part(part);
   days_[part].clear();
@@ -69,11 +70,13 @@ std::uint64_t Lane::drop_part(int part, Time time) {
 
 // Drops entries as a change does, so that a delta can tell which went.
 std::uint64_t Lane::remove(int part, std::span<const Entry> entries, Time time) {
+  preserve(entries);
   const std::uint64_t rows = drop(entries);
   std::vector<Removed>& removed = removed_[part];
   for (const Entry& entry : entries) removed.push_back({entry.hash, time.tick});
   const std::size_t most = std::max<std::size_t>(kLeastRemoved, index_.used(part) / 2);
   if (removed.size() > most) {
+    for (auto& [number, shards] : moments_) keep_removed(shards[static_cast<std::size_t>(part)], part);
     swept_[part] = removed[removed.size() - most - 1].tick;
     std::erase_if(removed, [&](const Removed& one) { return one.tick <= swept_[part]; });
     removed.shrink_to_fit();
@@ -114,60 +117,18 @@ std::vector<Entry> Lane::all_of(int part) const {
   return entries;
 }
 
-// The entries of a shard that changed at a shortened tick or later, ordered by hash, so that equal tables read equal.
-std::vector<Entry> Lane::in_order(int part, std::uint32_t from) const {
-  std::vector<Entry> entries;
-  index_.each(part, [&](const Entry& entry) {
-    if (entry.tick >= from) entries.push_back(entry);
-  });
-  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
-  return entries;
-}
-
 std::vector<std::int64_t> Lane::keys(int part) const {
+  std::vector<Entry> entries = all_of(part);
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
   std::vector<std::int64_t> ids;
-  for (const Entry& entry : in_order(part, 0)) {
+  for (const Entry& entry : entries) {
     if (entry.has_row()) ids.push_back(id_of(entry.hash));
   }
   return ids;
 }
 
-ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
-  ShardColumns found;
-  found.tick = time.tick;
-  found.is_complete = since == 0 || since < std::max(swept_[part], time.oldest) || !knows_decays(part, since);
-  found.days = days_[part];
-  if (!found.is_complete) {
-    found.removed = removed_since(part, since);
-    if (spec_.has_statistics) found.decays = days_since(part, since);
-  }
-  std::vector<std::uint32_t> numbers;
-  for (const Entry& entry : in_order(part, found.is_complete ? 0 : time.shortened(since + 1))) {
-    const std::uint64_t tick = time.oldest + entry.tick;
-    if (entry.has_row()) {
-      found.keys.push_back(id_of(entry.hash));
-      found.ticks.push_back(tick);
-      numbers.push_back(entry.row);
-    } else {
-      found.waiting_keys.push_back(id_of(entry.hash));
-      found.waiting_ticks.push_back(tick);
-      found.waiting_counts.push_back(entry.waited());
-    }
-  }
-  const std::size_t width = spec_.width();
-  found.rows = std::make_unique_for_overwrite<float[]>(numbers.size() * width);
-  float* out = found.rows.get();
-  for (std::size_t i = 0; i < numbers.size(); ++i) {
-    if (i + kRowsAhead < numbers.size()) prefetch(slab_.row(numbers[i + kRowsAhead]), spec_.row_bytes());
-    std::byte* const row = slab_.row(numbers[i]);
-    load_values(row, spec_.is_bfloat16, out, spec_.dim);
-    std::copy_n(floats(row), width - spec_.dim, out + spec_.dim);
-    out += width;
-  }
-  return found;
-}
-
 void Lane::restore(int part, const ShardView& columns, Time time) {
+  read_early(part);
   if (columns.is_complete) {
     drop_part(part, time);
   } else {
@@ -202,19 +163,6 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
   }
 }
 
-// The ids that went after a tick and are not there again, ordered by hash.
-std::vector<std::int64_t> Lane::removed_since(int part, std::uint64_t since) const {
-  std::vector<std::uint64_t> hashes;
-  for (const Removed& one : removed_[part]) {
-    if (one.tick > since && index_.find(one.hash)->is_empty()) hashes.push_back(one.hash);
-  }
-  std::sort(hashes.begin(), hashes.end());
-  hashes.erase(std::unique(hashes.begin(), hashes.end()), hashes.end());
-  std::vector<std::int64_t> ids(hashes.size());
-  std::transform(hashes.begin(), hashes.end(), ids.begin(), [&](std::uint64_t hash) { return id_of(hash); });
-  return ids;
-}
-
 std::uint64_t Lane::days_since(int part, std::uint64_t since) const {
   const std::vector<std::uint64_t>& days = days_[part];
   return static_cast<std::uint64_t>(std::count_if(days.begin(), days.end(), [&](auto day) { return day > since; }));
@@ -227,6 +175,7 @@ bool Lane::knows_decays(int part, std::uint64_t since) const {
 
 void Lane::decay(int part, std::uint64_t times) {
   if (!spec_.has_statistics || times == 0) return;
+  read_early(part);
   index_.each(part, [&](const Entry& entry) {
     if (!entry.has_row()) return;
     float* const statistics = floats(slab_.row(entry.row)) + spec_.state();
@@ -240,12 +189,13 @@ void Lane::decay(int part, std::uint64_t times) {
 std::uint64_t Lane::bytes() const {
   std::size_t removed = 0;
   for (const std::vector<Removed>& of_part : removed_) removed += of_part.capacity();
-  return index_.bytes() + slab_.bytes() + removed * sizeof(Removed);
+  return index_.bytes() + slab_.bytes() + past_bytes() + removed * sizeof(Removed);
 }
 
 void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {
   const Time now{0, oldest};
   for (int part = 0; part < kParts; ++part) {
+    read_early(part);
     index_.each(part, [&](Entry& entry) { entry.tick = now.shortened(before + entry.tick); });
     for (std::uint64_t& day : days_[part]) day = std::max(day, oldest);
   }

@@ -31,7 +31,19 @@ inline void in_threads(int count, const std::function<void(int)>& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Whether work() throws such an error.
+template <class Error, class Work>
+bool throws(Work work) {
+  try {
+    work();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
 void test_table_parts();
+void test_moments();
 void test_server();
 void test_tables();
 void test_collectives();

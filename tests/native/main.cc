@@ -5,6 +5,7 @@
 int main() {
   test_table_parts();
   test_tables();
+  test_moments();
   test_server();
   test_collectives();
   test_text_and_arrays();

@@ -123,7 +123,7 @@ void blocks_are_few_mappings() {
 
 void rows_keep_apart(std::size_t row_bytes) {
   Arena arena(Slab::block_bytes(row_bytes));
-  Slab slab(arena, row_bytes, Entry::kWaiting);
+  Slab slab(arena, row_bytes, Entry::kWaiting, true);
   std::mt19937 random(3);
   std::vector<std::uint32_t> rows;
   const auto take = [&] {

@@ -143,8 +143,9 @@ void share(EntryKind entry, std::uint64_t max_bytes) {
         table.read(step % phalanx::kShards, 0);
         table.keys(step % phalanx::kShards);
         table.shrink();
-        table.hold();
-        table.release();
+        const std::uint64_t moment = table.begin_moment(step % 2 * table.tick());
+        for (int shard = step; shard < 200; ++shard) table.read_moment(moment, shard);
+        table.end_moment(moment);
         if (step == 20) table.clear();
       }
     }
@@ -201,8 +202,7 @@ void order(const TableSpec& spec) {
       phalanx::TableChange change = change_of(table, i, keys[i], values[i]);
       table.apply(change, turn);
       if (number == 3) {
-        table.hold();
-        table.release();
+        table.end_moment(table.begin_moment(0));
       }
     }
   });

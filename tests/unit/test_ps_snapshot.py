@@ -13,9 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_files import no_descriptor_left
-from phalanx.errors import BackendError, ConfigError, DataError
-from phalanx.ps.server.copy_process import CopyProcess
+from phalanx.errors import ConfigError, DataError
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.participant import SnapshotParticipant
@@ -405,13 +403,3 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode 'fulll'; modes: full, delta, .* Did you mean 'full'"):
         save_local(SnapshotParticipant({}, range(SHARDS)), tmp_path, {}, "fulll")
-
-
-def test_a_system_that_makes_no_copy_is_an_error_and_leaves_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(os, "fork", refuse)
-    why = r"the system did not make: Cannot allocate memory\. Free memory.*save again"
-    with no_descriptor_left(), pytest.raises(BackendError, match=why):
-        CopyProcess(dict)

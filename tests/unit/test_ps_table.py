@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -384,11 +384,21 @@ def test_an_export_is_ordered_by_hash_whatever_the_order_of_arrival(table_of: Ma
         assert np.array_equal(first.export(shard).keys, first.keys(shard))
 
 
-def test_a_table_that_was_held_and_released_works_on(table_of: Make) -> None:
+def test_a_moment_reads_what_the_table_held_when_it_began(table_of: Make) -> None:
     table = table_of(PLAIN)
-    table.hold()
-    table.release()
+    table.push(KEYS[:3], ones(3))
+    base = table.tick
+    table.push(KEYS[1:4], ones(3))
+    full, delta = ([table.export(shard, since) for shard in range(SHARDS)] for since in (0, base))
+    moments = table.moment(), table.moment(base)
     table.push(KEYS, ones(5))
+    table.assign(KEYS, ones(5))
+    for moment, expected in zip(moments, (full, delta), strict=True):
+        for shard in range(SHARDS):
+            was = moment.export(shard)
+            for field in fields(was):
+                np.testing.assert_array_equal(getattr(was, field.name), getattr(expected[shard], field.name))
+        moment.end()
     assert table.rows == 5
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.rules import Constant, TableSpec
@@ -100,7 +99,7 @@ def test_a_load_makes_room_once() -> None:
     assert other.moved < 40_000  # type: ignore[attr-defined]
 
 
-def test_a_fork_in_the_middle_of_growth_reads_all_rows() -> None:
+def test_a_moment_in_the_middle_of_growth_reads_all_rows() -> None:
     table = native_table(NARROW)
     touch(table, 0, 20_000)
     settled = table.moved  # type: ignore[attr-defined]
@@ -109,12 +108,8 @@ def test_a_fork_in_the_middle_of_growth_reads_all_rows() -> None:
         touch(table, first, first + 16)
         first += 16
 
-    def read() -> dict[str, int]:
-        table.release()
-        return {"keys": sum(len(table.export(shard).keys) for shard in range(SHARDS))}
-
-    table.hold()
-    copy = CopyProcess(read)
-    table.release()
-    assert copy.result() == {"keys": first}
+    moment = table.moment()
+    touch(table, 0, first)
+    assert sum(len(moment.export(shard).keys) for shard in range(SHARDS)) == first
+    moment.end()
     assert table.rows == first

@@ -105,7 +105,7 @@ def run(
         service.stop()
         listener.stop()
         thread.join()
-        snapshots.wait()
+        snapshots.stop()
         if recovery is not None:
             recovery.close()
 

@@ -4,7 +4,7 @@
     <directory>/base-<n>/       a snapshot of this server alone: all that came before segment n of the log
     <directory>/log-<n>, ...    what came after
 
-The base is written by a fork of the server when the log has outgrown the tables, and then the log before it goes.
+The base is written beside the training when the log has outgrown the tables, and then the log before it goes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from phalanx.errors import BackendError, DataError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
-from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.server.log import Durability, Log, replay
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService, finish_copy
+from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest, write_manifest
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.write import WriteRequest
@@ -57,7 +57,7 @@ class Recovery:
     ) -> None:
         self._service, self._snapshots, self.directory, self._durability = service, snapshots, directory, durability
         self._least_bytes = self._next_bytes = log_bytes
-        self._copy: CopyProcess | None = None
+        self._writer: SnapshotWriter | None = None
         self._writing = threading.Lock()
         self._segment = 0
         self._state: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class Recovery:
             BackendError: If the disk does not take it.
         """
         with self._writing:
-            if self._copy is not None:
+            if self._writer is not None:
                 self._end()  # begun before what is to be written now
             self._begin()
             self._end()
@@ -111,8 +111,8 @@ class Recovery:
         """Begin a base snapshot when the log is long, and end one that is written. Called now and then."""
         try:
             with self._writing:
-                if self._copy is not None:
-                    if self._copy.wait(0):
+                if self._writer is not None:
+                    if self._writer.wait(0):
                         self._end()
                 elif self._journal.bytes > max(self._next_bytes, self._service.state.tables.bytes):
                     self._begin()
@@ -122,9 +122,10 @@ class Recovery:
             self._next_bytes = self._journal.bytes + self._least_bytes
 
     def close(self) -> None:
-        """Finish what is under way and close the log."""
-        if self._copy is not None:
-            self._copy.wait()
+        """Give up a base that is not whole, for which the log still holds all, and close the log."""
+        if self._writer is not None:
+            self._writer.stop()
+            self._writer.wait()
         self._journal.close()
 
     @property
@@ -173,7 +174,7 @@ class Recovery:
                 part = self._part
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
-                self._copy = self._snapshots.copy(
+                self._writer = self._snapshots.begin(
                     WriteRequest(part, "00000000", "full", service.state.shards, service.state.server)
                 )
                 self._state, self._tables = state, dict(service.state.tables.specs)
@@ -181,10 +182,10 @@ class Recovery:
             raise BackendError(f"{self.directory} takes no base snapshot: {e.strerror}. Make room there.") from e
 
     def _end(self) -> None:
-        copy, self._copy = self._copy, None
-        assert copy is not None
+        writer, self._writer = self._writer, None
+        assert writer is not None
         try:
-            written = finish_copy(self._part, copy)
+            written = writer.result()
             files = {number: SnapshotFile(*facts) for number, facts in written["files"].items()}
             manifest = SnapshotManifest("00000000", "full", self._tables, written["rows"], files, self._state)
             write_manifest(self._part, manifest)
@@ -204,5 +205,4 @@ class Recovery:
         """Delete bases that are not the newest, or were not finished."""
         for path in self.directory.glob("base-*"):
             if path.name != f"base-{segment:08d}":
-                # The writer of an unfinished one may outlive its killed server by a moment; the rest goes next time.
-                shutil.rmtree(path, ignore_errors=path.suffix == ".part")
+                shutil.rmtree(path)

@@ -1,20 +1,17 @@
-"""`SnapshotService`: the server's side of a distributed snapshot: freeze, fork, resume; and loading."""
+"""`SnapshotService`: the server's side of a distributed snapshot: freeze, begin to write, resume; and loading."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.files import sync_file_system
-from phalanx.ps.server.copy_process import CopyProcess, give_up_without
 from phalanx.ps.server.service import Service
+from phalanx.ps.server.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource
-from phalanx.ps.snapshot.save import disk_error
-from phalanx.ps.snapshot.write import WriteRequest, write
+from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 _REMEMBERED = 4
@@ -30,7 +27,7 @@ class SnapshotService:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.participant = SnapshotParticipant(service.state.tables.tables, service.state.shards, service.state.server)
-        self._copies: dict[str, tuple[Path, CopyProcess]] = {}
+        self._writers: dict[str, SnapshotWriter] = {}
         service.state.loaded = lambda source, name: self.participant.remember_load(source, [name])
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
             service.add_operation(op.__name__, op)
@@ -59,28 +56,18 @@ class SnapshotService:
             )
 
     def snapshot(self, request: RpcRequest) -> RpcReply:
-        """Fork a copy that writes this server's part."""
+        """Begin to write this server's part."""
         service, save = self._service, request.meta["save"]
         with service.write_freeze.while_frozen(request.meta["token"]):
             write_request = self.participant.write_request(request.meta)
-            self._copies[save] = write_request.directory, self.copy(write_request)
-            while len(self._copies) > _REMEMBERED:
-                del self._copies[next(iter(self._copies))]
+            self._writers[save] = self.begin(write_request)
+            while len(self._writers) > _REMEMBERED:
+                self._writers.pop(next(iter(self._writers))).stop()
         return RpcReply()
 
-    def copy(self, request: WriteRequest) -> CopyProcess:
-        """Fork a copy that writes a request. Nothing may change the tables meanwhile."""
-        tables, parent = self._service.state.tables, os.getpid()
-
-        def work() -> dict[str, Any]:
-            tables.release()
-            try:
-                return write(request, tables.tables, lambda: give_up_without(parent))
-            except OSError as e:
-                raise disk_error(request.directory, e) from e
-
-        with tables.hold():
-            return CopyProcess(work)
+    def begin(self, request: WriteRequest) -> SnapshotWriter:
+        """Begin to write the tables as they are now. Nothing may change them meanwhile."""
+        return SnapshotWriter(request, self._service.state.tables.tables)
 
     def resume(self, request: RpcRequest) -> RpcReply:
         """Let changes go on."""
@@ -90,12 +77,12 @@ class SnapshotService:
     def saved(self, request: RpcRequest) -> RpcReply:
         """Say whether this server's part is written, and what; waits a little for it."""
         save = request.meta["save"]
-        if save not in self._copies:
+        if save not in self._writers:
             raise ConfigError(f"This server writes no snapshot {save}: it was started again since. Save again.")
-        directory, copy = self._copies[save]
-        if not copy.wait(request.meta["wait_s"]):
+        writer = self._writers[save]
+        if not writer.wait(request.meta["wait_s"]):
             return RpcReply({"done": False})
-        return RpcReply({"done": True, "result": finish_copy(directory, copy)})
+        return RpcReply({"done": True, "result": writer.result()})
 
     def load(self, request: RpcRequest) -> RpcReply:
         """Replace rows by those of a snapshot, now and in tables declared later."""
@@ -120,10 +107,11 @@ class SnapshotService:
         """Fill tables that are declared from now on with what a snapshot has of them."""
         self._service.state.sources.append(SnapshotSource(directory, names))
 
-    def wait(self) -> None:
-        """Wait until every snapshot under way is written."""
-        for _, copy in list(self._copies.values()):
-            copy.wait()
+    def stop(self) -> None:
+        """Give up what is being written: nobody is left to ask for it."""
+        for writer in list(self._writers.values()):
+            writer.stop()
+            writer.wait()
 
     def to_json(self) -> dict[str, Any]:
         """Return what must outlive the process."""
@@ -135,19 +123,3 @@ class SnapshotService:
         self.participant.restore(value["fulls"])
         for directory, names in value["sources"]:
             self.add_source(Path(directory), names)
-
-
-def finish_copy(directory: Path, copy: CopyProcess) -> dict[str, Any]:
-    """Make what a copy wrote durable, and return what it was.
-
-    The copy itself does not: as long as it lives, each page that a push changes here has to be copied first.
-
-    Raises:
-        BackendError: If the disk did not take it.
-    """
-    result = copy.result()
-    try:
-        sync_file_system(directory)
-    except OSError as e:
-        raise disk_error(directory, e) from e
-    return result

@@ -1,8 +1,9 @@
 """Coordinate a consistent snapshot of the tables of all servers.
 
 Every participant holds changes back, reports each worker's step, and lets through what another participant has
-already, so that a worker's step is in the snapshot on all participants or on none. Then each forks; changes go on; the
-copies write. The manifest comes last, in one step, so a save that is killed leaves the snapshot before it as it was.
+already, so that a worker's step is in the snapshot on all participants or on none. Then each notes its moment;
+changes go on while it writes. The manifest comes last, in one step, so a save that is killed leaves the snapshot before
+it as it was.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from phalanx.ps.snapshot.manifest import (
     write_manifest,
 )
 from phalanx.ps.snapshot.participant import SnapshotParticipant
-from phalanx.ps.snapshot.write import write
+from phalanx.ps.snapshot.write import TableMoments, WriteRequest, write
 from phalanx.ps.table.rules import TableSpec, table_spec
 from phalanx.ps.wire.message import RpcReply
 
@@ -86,7 +87,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     replaced = _replaced_text_files(directory, checked_mode)
     started = time.monotonic()
     try:
-        states, base = _freeze_and_fork(calls, name, directory, checked_mode)
+        states, base = _freeze_and_begin(calls, name, directory, checked_mode)
         frozen_s = time.monotonic() - started
         value, dense = write_extra(directory, name, extra)
         written = [_result(call, name) for call in calls]
@@ -118,7 +119,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     return manifest
 
 
-def _freeze_and_fork(
+def _freeze_and_begin(
     calls: Sequence[Caller], name: str, directory: Path, mode: str
 ) -> tuple[list[dict[str, Any]], BaseSnapshot | None]:
     """Hold all changes back, begin the snapshot everywhere, and let go; returns each participant's state."""
@@ -247,7 +248,7 @@ def _delete_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
 
 
 class LocalCalls:
-    """Answers a save in the process that holds the tables, without a copy of it."""
+    """Answers a save in the process that holds the tables, which it does not change meanwhile."""
 
     def __init__(self, participant: SnapshotParticipant) -> None:
         self._participant = participant
@@ -259,12 +260,18 @@ class LocalCalls:
             specs = [table.spec.to_json() for table in self._participant.tables.values()]
             return RpcReply({"steps": [], "fulls": self._participant.fulls, "specs": specs})
         if op == "snapshot":
-            try:
-                self._result = write(self._participant.write_request(meta), self._participant.tables)
-                sync_file_system(Path(meta["directory"]))
-            except OSError as e:
-                raise disk_error(Path(meta["directory"]), e) from e
+            self._write(self._participant.write_request(meta))
         return RpcReply({"done": True, "result": self._result} if op == "saved" else {})
+
+    def _write(self, request: WriteRequest) -> None:
+        moments = TableMoments(self._participant.tables, request.since)
+        try:
+            self._result = write(request, moments)
+            sync_file_system(request.directory)
+        except OSError as e:
+            raise disk_error(request.directory, e) from e
+        finally:
+            moments.end()
 
 
 def save_local(

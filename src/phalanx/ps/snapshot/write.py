@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,10 @@ from phalanx.ps.snapshot.manifest import SnapshotMode
 from phalanx.ps.snapshot.records import Array, pack
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.initializers import nearest_bfloat16
+from phalanx.ps.table.moment import TableMoment
 from phalanx.ps.table.table import RowTable
+
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +41,36 @@ class WriteRequest:
     """For a delta: by table, the tick at the base snapshot; a table that is missing is written in full."""
 
 
-def write(
-    request: WriteRequest, tables: Mapping[str, RowTable], check: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Write the files of a snapshot; `sync_file_system` then makes them durable.
+class TableMoments:
+    """Tables as they were when this was made.
+
+    Args:
+        tables: By name; nothing may change them until this is made.
+        since: By table, the tick that a delta begins behind; others are read in full.
+    """
+
+    def __init__(self, tables: Mapping[str, RowTable], since: Mapping[str, int]) -> None:
+        self.by_name: dict[str, TableMoment] = {}
+        try:
+            for name, table in tables.items():
+                self.by_name[name] = table.moment(since.get(name, 0))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Let go of them."""
+        for moment in self.by_name.values():
+            moment.end()
+
+
+def write(request: WriteRequest, moments: TableMoments, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Write the files of a snapshot in several threads; `sync_file_system` then makes them durable.
 
     Args:
         request: What to write where.
-        tables: By name; nothing may change them meanwhile.
-        check: Called before each shard; may raise to give up.
+        moments: What to write: read once.
+        check: Called before each shard, by any thread; may raise to give up.
 
     Returns:
         `files` by shard, each `[name, bytes, checksum]`; `rows` by table; `bytes` and `seconds` of it all.
@@ -51,14 +79,14 @@ def write(
         OSError: If the file system does not take a file.
     """
     started = time.monotonic()
-    rows = dict.fromkeys(tables, 0)
+    rows = Counter(dict.fromkeys(moments.by_name, 0))
     if request.mode == "text":
-        files = {str(request.part): _write_text(request, tables, rows, check)}
+        files = {str(request.part): _write_text(request, moments, rows, check)}
     else:
-        files = dict(_shard_files(request, tables, rows, check))
+        files = dict(_shard_files(request, moments, rows, check))
     return {
         "files": files,
-        "rows": rows,
+        "rows": dict(rows),
         "bytes": sum(size for _, size, _ in files.values()),
         "seconds": time.monotonic() - started,
     }
@@ -69,18 +97,35 @@ Facts = tuple[str, int, int]
 
 
 def _shard_files(
-    request: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
-) -> Iterable[tuple[str, Facts]]:
-    for shard in request.shards:
+    request: WriteRequest, moments: TableMoments, rows: Counter[str], check: Callable[[], None]
+) -> Iterator[tuple[str, Facts]]:
+    def write_one(shard: int) -> tuple[dict[str, int], Facts | None]:
         check()
-        records = []
-        for name, table in tables.items():
-            columns = table.export(shard, request.since.get(name, 0))
-            if _is_needed(columns, request, request.since.get(name)):
-                rows[name] += len(columns.keys)
-                records.append(encode(name, shard, columns, request.mode, table.spec.dim))
-        if records:
-            yield str(shard), _write_shard(request.directory / f"shard-{shard:04d}-{request.save}.bin", records)
+        return _write_shard(request, moments, shard)
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "snapshot") as pool:
+        for shard, (shard_rows, facts) in zip(request.shards, pool.map(write_one, request.shards), strict=True):
+            rows.update(shard_rows)
+            if facts is not None:
+                yield str(shard), facts
+
+
+def _write_shard(request: WriteRequest, moments: TableMoments, shard: int) -> tuple[dict[str, int], Facts | None]:
+    """Write a shard of all tables; returns their rows, and the file if one is needed."""
+    path = request.directory / f"shard-{shard:04d}-{request.save}.bin"
+    rows: dict[str, int] = {}
+    checksum, file = 0, None
+    with ExitStack() as stack:
+        for name, moment in moments.by_name.items():
+            columns = moment.export(shard)
+            if not _is_needed(columns, request, request.since.get(name)):
+                continue
+            rows[name] = len(columns.keys)
+            header, *rest = pack(*encode(name, shard, columns, request.mode, moment.spec.dim))
+            checksum = zlib.crc32(header, checksum)
+            file = file or stack.enter_context(path.open("wb"))
+            file.writelines([header, *rest])
+        return rows, (path.name, file.tell(), checksum) if file else None
 
 
 def _is_needed(columns: Columns, request: WriteRequest, since: int | None) -> bool:
@@ -114,28 +159,15 @@ def encode(
     return meta, [columns.keys, values]
 
 
-def _write_shard(path: Path, records: Iterable[tuple[dict[str, Any], list[Array]]]) -> Facts:
-    checksum = 0
-    with path.open("wb") as file:
-        for meta, arrays in records:
-            header, *rest = pack(meta, arrays)
-            checksum = zlib.crc32(header, checksum)
-            file.write(header)
-            file.writelines(rest)
-        return path.name, file.tell(), checksum
-
-
-def _write_text(
-    request: WriteRequest, tables: Mapping[str, RowTable], rows: dict[str, int], check: Callable[[], None]
-) -> Facts:
+def _write_text(request: WriteRequest, moments: TableMoments, rows: Counter[str], check: Callable[[], None]) -> Facts:
     path = request.directory / f"part-{request.part}"
     size = checksum = 0
     with open_atomically(path, temporary=path.with_name(f"{path.name}.{request.save}")) as file:
         for shard in request.shards:
             check()
-            for name, table in tables.items():
-                columns = table.export(shard)
-                text = _lines(name, columns, table.spec.dim)
+            for name, moment in moments.by_name.items():
+                columns = moment.export(shard)
+                text = _lines(name, columns, moment.spec.dim)
                 rows[name] += len(columns.keys)
                 checksum = zlib.crc32(text, checksum)
                 size += len(text)

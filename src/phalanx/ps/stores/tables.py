@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,21 +86,6 @@ class TableSet:
         """End a day of a table and return how many rows went."""
         with self._guards[name]:
             return self.tables[name].shrink()
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep every call out of every table, to fork; the child calls `release` before it reads."""
-        with ExitStack() as stack:
-            for name, table in self.tables.items():
-                stack.enter_context(self._guards[name])
-                table.hold()
-                stack.callback(table.release)
-            yield
-
-    def release(self) -> None:
-        """In a forked child: let this process read the tables that its parent held."""
-        for table in self.tables.values():
-            table.release()
 
     @property
     def bytes(self) -> int:

@@ -30,7 +30,33 @@ class NativeTable(EmbeddingTable):
         check_columns(self.spec, self._salt, shard, columns, self.layout.width)
         self.restore_shard(shard, *(getattr(columns, field.name) for field in fields(columns)))
 
+    def moment(self, since: int = 0) -> NativeMoment:
+        """Return the table as it is now, to be read while changes go on."""
+        return NativeMoment(self, since)
+
     def keys(self, shard: int) -> Keys:
         """Return the ids of a shard that have a row, ordered by hash."""
         check_shard(shard)
         return super().keys(shard)
+
+
+class NativeMoment:
+    """See `phalanx.ps.table.moment.TableMoment`.
+
+    Args:
+        table: The table.
+        since: Leave out what did not change after this tick.
+    """
+
+    def __init__(self, table: NativeTable, since: int) -> None:
+        self.spec, self._table = table.spec, table
+        self._number = table.begin_moment(since)
+
+    def export(self, shard: int) -> Columns:
+        """Return what a shard held, once."""
+        check_shard(shard)
+        return Columns(*self._table.read_moment(self._number, shard))
+
+    def end(self) -> None:
+        """Let go of what was not read."""
+        self._table.end_moment(self._number)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from phalanx.data.sampling.hash64 import mix_one
 from phalanx.ps.table.arrays import Columns, Keys, Rows, check_columns, check_shard
 from phalanx.ps.table.initializers import admitted, initial_values, nearest_bfloat16, row_numbers, stochastic_bfloat16
+from phalanx.ps.table.moment import CopiedMoment
 from phalanx.ps.table.placement import SHARDS, mixed, shard_of, table_salt
 from phalanx.ps.table.row_layout import INDEX_BYTES, layout_of
 from phalanx.ps.table.rules import CountFilter, Probability, ShowClick, TableSpec
@@ -79,6 +80,10 @@ class ReferenceTable:
             tick=self.tick,
             is_complete=is_complete,
         )
+
+    def moment(self, since: int = 0) -> CopiedMoment:
+        """Return the table as it is now, in a copy."""
+        return CopiedMoment(self.spec, [self.export(shard, since) for shard in range(SHARDS)])
 
     def keys(self, shard: int) -> Keys:
         """Return the ids of a shard that have a row, ordered by hash."""
@@ -176,12 +181,6 @@ class ReferenceTable:
         for key, tick, count in zip(columns.waiting_keys.tolist(), *waiting, strict=True):
             self._drop(state, [key] if key in state.ticks else [])
             state.ticks[key], state.waiting[key] = max(tick, self._oldest), count
-
-    def hold(self) -> None:
-        """Nothing to wait for: one thread uses this table."""
-
-    def release(self) -> None:
-        """See `hold`."""
 
     # --- rows -------------------------------------------------------------------------------------------------------
 

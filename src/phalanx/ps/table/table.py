@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.ps.table.arrays import Columns, Keys, Rows
+from phalanx.ps.table.moment import TableMoment
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.row_layout import RowLayout
 from phalanx.ps.table.rules import TableSpec
@@ -143,15 +144,14 @@ class RowTable(Protocol):
         """Drop all rows and waiting counts."""
         ...
 
-    def hold(self) -> None:
-        """Wait for calls under way and keep new ones out until `release`, by the same thread.
+    def moment(self, since: int = 0) -> TableMoment:
+        """Return the table as it is now, to be read while changes go on; `TableMoment.end` lets go of it.
 
-        For a fork: the child finds the table at rest and may read it after its own `release`.
+        Waits for changes under way. Until a shard was read the first change of a row costs a copy of it.
+
+        Args:
+            since: Leave out what did not change after this tick; see `export`.
         """
-        ...
-
-    def release(self) -> None:
-        """End what `hold` began."""
         ...
 
 
