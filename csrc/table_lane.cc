@@ -55,6 +55,22 @@ void Lane::find_rows(Slice& slice, Use use) const {
   }
 }
 
+// The same for calls that change entries, before they change rows. What moments need of these is kept, also when there
+// is no memory for a row in the midst of them: their ticks say already that they have changed.
+template <class Use>
+void Lane::change_rows(Slice& slice, Use use) {
+  try {
+    find_rows(slice, [&](std::size_t i, Entry* place) {
+      if (place->tick < watched_ && !place->is_empty()) touched_.push_back(*place);
+      return use(i, place);
+    });
+  } catch (...) {
+    preserve_touched();
+    throw;
+  }
+  preserve_touched();
+}
+
 // Calls use(i, row in memory, or null) for each key, having asked for `bytes` of the row.
 template <class Use>
 void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
@@ -148,15 +164,13 @@ std::uint64_t Lane::admit(Slice& slice, const std::uint32_t* counts, Time time) 
   const std::uint32_t tick = time.shortened(time.tick);
   std::uint64_t dropped = 0;
   index_.move(slice.hashes.size() / kKeysForLine);
-  find_rows(slice, [&](std::size_t i, Entry* place) {
+  change_rows(slice, [&](std::size_t i, Entry* place) {
     const std::uint32_t count = counts != nullptr ? counts[slice.positions[i]] : 1;
-    note(*place);
     if (!place->has_row()) place = admit_one(place, slice.hashes[i], count);
     if (!place->is_empty()) place->tick = tick;
     dropped += !place->has_row();
     return place;
   });
-  preserve_touched();
   return dropped;
 }
 
@@ -179,13 +193,11 @@ Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
 void Lane::make(Slice& slice, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
   index_.move(slice.hashes.size() / kKeysForLine);
-  find_rows(slice, [&](std::size_t i, Entry* place) {
-    note(*place);
+  change_rows(slice, [&](std::size_t i, Entry* place) {
     Entry* const entry = place->has_row() ? place : with_row(place, slice.hashes[i]);
     entry->tick = tick;
     return entry;
   });
-  preserve_touched();
 }
 
 // Returns the entry of a hash, which may be new and then has an empty row that the caller sets at once.

@@ -88,6 +88,8 @@ class Lane {
   template <class Use>
   void find_rows(Slice& slice, Use use) const;
   template <class Use>
+  void change_rows(Slice& slice, Use use);
+  template <class Use>
   void each_row(const Slice& slice, std::size_t bytes, Use use) const;
   template <class Rule>
   void train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule);
@@ -134,9 +136,6 @@ class Lane {
   void preserve(std::span<const Entry> entries);
   void preserve_one(PastShard& past, const Entry& entry);
   void preserve_touched();
-  void note(const Entry& entry) {
-    if (entry.tick < watched_ && !entry.is_empty()) touched_.push_back(entry);
-  }
   void read_early(int part);
   void keep_removed(PastShard& past, int part) const;
   std::vector<std::uint64_t> removed_at(const PastShard& past, int part) const;
