@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.ps.server.service import Service
+from phalanx.ps.snapshot.save import LocalAnswer
 from phalanx.ps.stores.update import TableUpdate, pack_updates
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
@@ -41,6 +42,10 @@ class FakeWorker:
         return self.service.handle(
             RpcRequest(op, meta, list(arrays), client=self.client, seq=number, peer=f"worker {self.worker}")
         )
+
+    def send(self, op: str, meta: Mapping[str, Any]) -> LocalAnswer:
+        """Ask as `save` does; the answer is there at once."""
+        return LocalAnswer(self.call(op, dict(meta)))
 
     def declare(self, *specs: TableSpec, mode: str = "async", bound: int = 0, workers: int = 1) -> dict[str, Any]:
         meta = {"mode": mode, "bound": bound, "workers": workers, "worker": self.worker}

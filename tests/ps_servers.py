@@ -24,7 +24,7 @@ from typing import Any
 import ranks
 from phalanx.cluster.role.role import Role
 from phalanx.ps.wire.connection import Connection
-from phalanx.ps.wire.message import RpcReply
+from phalanx.ps.wire.message import Pending, RpcReply
 from ps_requests import FakeWorker
 
 SECRET = bytes(range(32))
@@ -169,6 +169,9 @@ class Worker(FakeWorker):
 
     def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> RpcReply:
         return self.connection.call(op, meta, arrays, reply_bytes=1 << 16)
+
+    def send(self, op: str, meta: Mapping[str, Any]) -> Pending:  # type: ignore[override]
+        return self.connection.send(op, meta)
 
     def close(self) -> None:
         self.connection.close()

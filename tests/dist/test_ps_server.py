@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,8 +212,12 @@ def test_no_server_waits_for_a_step_that_another_holds_back(tmp_path: Path) -> N
         class LastOfTheFirstRound:
             """Lets worker 1 begin its step, at server 1 first, when both servers are frozen."""
 
-            def call(self, op: str, meta: dict[str, Any]) -> RpcReply:
-                reply = coordinator[1].call(op, meta)
+            def send(self, op: str, meta: Mapping[str, Any]) -> LastOfTheFirstRound:
+                self._pending = coordinator[1].send(op, meta)
+                return self
+
+            def result(self) -> RpcReply:
+                reply: RpcReply = self._pending.result()
                 if not pushing:
                     pushing.append(in_background(second_worker))
                 return reply

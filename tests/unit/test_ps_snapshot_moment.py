@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import BackendError
+from phalanx.errors import BackendError, PeerLostError
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
-from phalanx.ps.snapshot.save import FREEZE_S, save
+from phalanx.ps.snapshot.save import FREEZE_S, LocalAnswer, save
 from phalanx.ps.wire.message import RpcReply
 from ps_requests import FakeWorker, gradient
 
@@ -61,18 +61,72 @@ def test_a_server_that_let_go_while_another_answered_fails_the_save(tmp_path: Pa
     class SlowServer:
         """Answers its first request when the other server's freeze is over, and that has gone on for a step."""
 
-        def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
-            reply = FakeWorker(second, 9).call(op, dict(meta))
+        def send(self, op: str, meta: Mapping[str, Any]) -> LocalAnswer:
+            answer = FakeWorker(second, 9).send(op, meta)
             if not asked:
                 now[0] += FREEZE_S
                 two.push(gradient((1,), 1.0), step=0)
                 for worker in (one, two):
                     worker.push(gradient((1,), 1.0), step=1)
             asked.append(op)
-            return reply
+            return answer
 
     with pytest.raises(BackendError, match=r"no one moment.*\[\[2, 2\], \[1, 1\]\].*Save again"):
         save([FakeWorker(first, 9), SlowServer()], tmp_path / "save", {})
     assert "snapshot" not in asked
     assert asked[-1] == "resume"
     assert list((tmp_path / "save").iterdir()) == []
+
+
+class Participant:
+    """A server of which a test sees what is asked and when its answers are read."""
+
+    def __init__(self, number: int, events: list[tuple[str, int, str]], failing: tuple[str, str] = ("", "")) -> None:
+        self._number, self._events, self._failing = number, events, failing
+        service, _ = served("async")
+        self._worker = FakeWorker(service, 9)
+
+    def send(self, op: str, meta: Mapping[str, Any]) -> ReadAnswer:
+        self._events.append(("send", self._number, op))
+        if self._failing == ("send", op):
+            raise PeerLostError("server 1 is gone.")
+        return ReadAnswer(lambda: self._read(op, meta))
+
+    def _read(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
+        self._events.append(("read", self._number, op))
+        if self._failing == ("read", op):
+            raise PeerLostError("server 1 is gone.")
+        return self._worker.call(op, dict(meta))
+
+
+class ReadAnswer:
+    def __init__(self, read: Callable[[], RpcReply]) -> None:
+        self.result = read
+
+
+def test_every_participant_is_asked_before_an_answer_is_read(tmp_path: Path) -> None:
+    """A freeze then takes as long as the slowest, not as long as all together."""
+    events: list[tuple[str, int, str]] = []
+    save([Participant(number, events) for number in range(3)], tmp_path / "save", {})
+    expected = [
+        (kind, number, op)
+        for op in ("freeze", "snapshot", "resume", "saved")
+        for kind in ("send", "read")
+        for number in range(3)
+    ]
+    assert [event for event in events if event[2] != "saved"] == expected[:-6]
+    assert events[len(expected) - 6 : len(expected)] == expected[-6:]
+
+
+@pytest.mark.parametrize("op", ["freeze", "snapshot", "resume"])
+@pytest.mark.parametrize("kind", ["send", "read"])
+def test_a_participant_that_fails_leaves_none_frozen(tmp_path: Path, kind: str, op: str) -> None:
+    events: list[tuple[str, int, str]] = []
+    participants = [Participant(0, events), Participant(1, events, (kind, op)), Participant(2, events)]
+    if op == "resume":  # its own freeze ends at its deadline, and the save is whole
+        save(participants, tmp_path / "save", {})
+    else:
+        with pytest.raises(PeerLostError, match="server 1 is gone"):
+            save(participants, tmp_path / "save", {})
+    assert [number for kind, number, op in events if (kind, op) == ("send", "resume")] == [0, 1, 2]
+    assert {0, 2} <= {number for kind, number, op in events if (kind, op) == ("read", "resume")}

@@ -15,12 +15,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from phalanx.errors import BackendError, ConfigError, PhalanxError
+from phalanx.errors import BackendError, ConfigError
 from phalanx.files import sync_file_system
+from phalanx.ps.snapshot.callers import Caller, ask_all, collect_results, resume_all
 from phalanx.ps.snapshot.dense import write_extra
 from phalanx.ps.snapshot.manifest import (
     MANIFEST,
@@ -42,19 +43,10 @@ FREEZE_S = 10.0
 LEFT = 2**53
 """The step of a worker that left: as many pushes as anyone can ask for."""
 
-_POLL_S = 5.0
 _OURS = re.compile(
     r"(?:(?:shard-\d{4}|dense)-(?P<save>[0-9a-f]{8})\.\w+|(?:part-\d+|manifest\.json)\.(?P<part>[0-9a-f]{8}))"
 )
 _log = logging.getLogger("phalanx.ps")
-
-
-class Caller(Protocol):
-    """A way to ask one participant: a `Connection`, for one."""
-
-    def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
-        """Send a request and wait for its reply."""
-        ...
 
 
 def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], mode: str = "full") -> SnapshotManifest:
@@ -90,7 +82,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
         states, base = _freeze_and_begin(calls, name, directory, checked_mode)
         frozen_s = time.monotonic() - started
         value, dense = write_extra(directory, name, extra)
-        written = [_result(call, name) for call in calls]
+        written = collect_results(calls, name)
         manifest = SnapshotManifest(
             save=name,
             mode=checked_mode,
@@ -124,23 +116,20 @@ def _freeze_and_begin(
 ) -> tuple[list[dict[str, Any]], BaseSnapshot | None]:
     """Hold all changes back, begin the snapshot everywhere, and let go; returns each participant's state."""
     freeze = {"token": name, "seconds": FREEZE_S}
-    with ExitStack() as stack:
-        states = []
-        for call in calls:
-            stack.callback(_resume, call, name)
-            states.append(dict(call.call("freeze", freeze).meta))
+    try:
+        states = ask_all(calls, "freeze", freeze)
         furthest = _furthest(states)
         if any(state["steps"] != furthest for state in states):
             # A worker may have to get past one server before it can reach its step on another: none waits before all
             # let the steps through.
             for wait in (False, True):
-                freeze_until = {**freeze, "steps": furthest, "wait": wait}
-                states = [dict(call.call("freeze", freeze_until).meta) for call in calls]
+                states = ask_all(calls, "freeze", {**freeze, "steps": furthest, "wait": wait})
         _check_moment(states, name)
         base = _base(states, directory) if mode == "delta" else None
         request = {"token": name, "directory": str(directory), "save": name, "mode": mode}
-        for call in calls:
-            call.call("snapshot", {**request, **({"base": base.save, "base_tables": base.tables} if base else {})})
+        ask_all(calls, "snapshot", {**request, **({"base": base.save, "base_tables": base.tables} if base else {})})
+    finally:
+        resume_all(calls, name)
     return states, base
 
 
@@ -172,21 +161,6 @@ def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
     worker = states[0]["worker"]
     last = furthest[worker] if worker is not None and furthest[worker] < LEFT else max(live)
     return [last if steps < LEFT else LEFT for steps in furthest]
-
-
-def _resume(call: Caller, name: str) -> None:
-    try:
-        call.call("resume", {"token": name})
-    except PhalanxError as e:
-        # The error that ended the save is the one to see; a freeze ends by itself.
-        _log.warning("a server was not told that snapshot %s let go: %s", name, e)
-
-
-def _result(call: Caller, name: str) -> dict[str, Any]:
-    while True:
-        meta = call.call("saved", {"save": name, "wait_s": _POLL_S}).meta
-        if meta["done"]:
-            return dict(meta["result"])
 
 
 def _specs(states: Sequence[Mapping[str, Any]]) -> dict[str, TableSpec]:
@@ -247,6 +221,17 @@ def _delete_files(directory: Path, unwanted: Callable[[str], bool]) -> None:
             path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalAnswer:
+    """A reply that is there already."""
+
+    reply: RpcReply
+
+    def result(self) -> RpcReply:
+        """Return it."""
+        return self.reply
+
+
 class LocalCalls:
     """Answers a save in the process that holds the tables, which it does not change meanwhile."""
 
@@ -254,8 +239,11 @@ class LocalCalls:
         self._participant = participant
         self._result: dict[str, Any] = {}
 
-    def call(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
+    def send(self, op: str, meta: Mapping[str, Any]) -> LocalAnswer:
         """Answer one request of `save`."""
+        return LocalAnswer(self._answer(op, meta))
+
+    def _answer(self, op: str, meta: Mapping[str, Any]) -> RpcReply:
         if op == "freeze":
             specs = [table.spec.to_json() for table in self._participant.tables.values()]
             return RpcReply({"steps": [], "fulls": self._participant.fulls, "specs": specs})
