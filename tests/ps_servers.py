@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,7 @@ from typing import Any
 
 import ranks
 from phalanx.cluster.role.role import Role
+from phalanx.ps.snapshot.records import Record
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import Pending, RpcReply
 from ps_requests import FakeWorker
@@ -119,7 +121,8 @@ def servers(
         env: Variables added to their environment.
         state: Whether they keep state.
         started: Whether they run when the block begins; else the test starts them.
-        options: Go to `run`.
+        options: Go to `run`; but `released`, a file: until it is there, each record that a recovery reads from a log
+            takes half a second.
 
     Raises:
         AssertionError: If a server failed by itself; with its log.
@@ -147,9 +150,25 @@ def _serve(role: Role, bound: socket.socket, log: str, env: dict[str, str], opti
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s", force=True)
     faulthandler.enable()
     os.environ.update(env, PHALANX_ENDPOINT_FD=str(bound.detach()))
+    if released := options.pop("released", None):
+        _slow_down_recovery(released)
     from phalanx.ps.server.main import run
 
     run(role, secret=SECRET, **options)
+
+
+def _slow_down_recovery(released: Path) -> None:
+    from phalanx.ps.server import recovery
+
+    replay = recovery.replay
+
+    def slow_replay(directory: Path, first: int) -> Iterator[Record]:
+        for record in replay(directory, first):
+            if not released.exists():
+                time.sleep(0.5)
+            yield record
+
+    recovery.replay = slow_replay
 
 
 class Worker(FakeWorker):

@@ -28,6 +28,7 @@ from phalanx.ps.wire import secret as handshake
 from phalanx.ps.wire.channel import Channel, UnixChannel
 from phalanx.ps.wire.data_frame import PULL_HEAD, PUSH_HEAD, DataStatus
 from phalanx.ps.wire.frame import FrameKind
+from phalanx.ps.wire.progress import Startup
 from phalanx.ps.wire.segments import SharedSegment
 from phalanx.ps.wire.session import ServerConfig, Session
 from ps_requests import FakeWorker
@@ -67,7 +68,17 @@ class Victim:
         nothing, never = (lambda client: None), threading.Event()
         context = _core.ServerContext(engine(), "server 0", 16 << 20, self.budget, pytest.fail)
         self.terms = ServerConfig(
-            SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, context, never, nothing, nothing
+            SECRET,
+            "server 0",
+            answer,
+            16 << 20,
+            self.budget,
+            5.0,
+            context,
+            Startup.immediate(),
+            never,
+            nothing,
+            nothing,
         )
 
     def feed(self, data: bytes, descriptor: int | None = None) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from phalanx.errors import BackendError, PhalanxError
+from launching import wait_until
+from phalanx.errors import BackendError, PeerLostError, PhalanxError
 from phalanx.ps.server.service import Service
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
@@ -152,6 +154,59 @@ def test_a_server_killed_in_a_save_leaves_the_snapshot_before(tmp_path: Path) ->
         assert Lookup(where).rows("items", np.array([7]))[0, 0] == -2.0
         assert len(list(where.iterdir())) == len(before)
         worker.close()
+
+
+def test_a_recovery_longer_than_the_patience_of_workers_loses_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
+) -> None:
+    caplog.set_level("INFO", "phalanx.ps.wire")
+    released, retry_s, pushes = tmp_path / "released", 15.0, 100
+    with servers(1, tmp_path, RETRY, state=True, released=released) as (server,):
+        workers = [Worker(server, number, retry_s=retry_s) for number in range(2)]
+        for worker in workers:
+            worker.declare(workers=2)
+        for step in range(pushes):
+            workers[0].push(gradient((step,), 1.0), step=step)
+        server.kill()
+        lost = time.monotonic()
+        server.start()
+        pulls = [worker.connection.send("report", {}) for worker in workers]
+        wait_until(lambda: time.monotonic() > lost + retry_s + 1 and "% of " in caplog.text, 120)
+        assert all(pull.outcome is None for pull in pulls)
+        released.touch()
+        for pull in pulls:
+            assert pull.result().meta["tables"]["items"]["pushed"] == pushes
+        for worker in workers:
+            worker.close()
+    for number in range(2):
+        assert f"worker {number} waits: server 0 recovers: " in caplog.text
+        assert f"worker {number}: server 0 answers again" in caplog.text
+
+
+def test_a_recovery_that_fails_tells_the_workers_why(tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    with servers(1, tmp_path, RETRY, state=True, released=released) as (server,):
+        worker = Worker(server, retry_s=60.0)
+        worker.declare()
+        for step in range(60):
+            worker.push(gradient((step,), 1.0), step=step)
+        worker.close()
+        server.kill()
+        (log,) = (tmp_path / "0").glob("log-*")
+        content = bytearray(log.read_bytes())
+        content[-200] ^= 1
+        log.write_bytes(content + content[:100])
+        server.start()
+        waiting = Worker(server, 1)
+        pending = waiting.connection.send("report", {})
+        wait_until(lambda: pending.server_state.startswith("recovers: "))
+        released.touch()
+        with pytest.raises(
+            PeerLostError, match=r"it cannot start: .*/log-00000001 is broken at byte \d+: .*damaged it"
+        ):
+            pending.result()
+        waiting.close()
+        assert server.end() == 1
 
 
 def limit_file_size(server: Server, size: int) -> None:

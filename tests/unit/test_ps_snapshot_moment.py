@@ -83,7 +83,8 @@ class Participant:
 
     def __init__(self, number: int, events: list[tuple[str, int, str]], failing: tuple[str, str] = ("", "")) -> None:
         self._number, self._events, self._failing = number, events, failing
-        service, _ = served("async")
+        service = Service()
+        self.snapshots = SnapshotService(service)
         self._worker = FakeWorker(service, 9)
 
     def send(self, op: str, meta: Mapping[str, Any]) -> ReadAnswer:
@@ -130,3 +131,5 @@ def test_a_participant_that_fails_leaves_none_frozen(tmp_path: Path, kind: str, 
             save(participants, tmp_path / "save", {})
     assert [number for kind, number, op in events if (kind, op) == ("send", "resume")] == [0, 1, 2]
     assert {0, 2} <= {number for kind, number, op in events if (kind, op) == ("read", "resume")}
+    for participant in participants:
+        participant.snapshots.wait()

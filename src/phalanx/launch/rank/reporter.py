@@ -217,10 +217,11 @@ def _requests() -> Iterator[Call]:
             backend="wire",
             number=pending.seq,
             group=server,
-            label=f"it waits for {pending.waits_for}" if pending.waits_for else "",
-            since=_rounded(pending.sent_at),
+            label=f"it {pending.server_state}" if pending.server_state else "",
+            # A server that recovers, and gets on with it, is no hang.
+            since=_rounded(pending.waits_since),
             # A server that waits itself says for which workers.
-            missing=tuple(f"rank {worker}" for worker in _WORKER.findall(pending.waits_for)) or (server,),
+            missing=tuple(f"rank {worker}" for worker in _WORKER.findall(pending.server_state)) or (server,),
             is_collective=False,
         )
 

@@ -31,6 +31,11 @@ def segments(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(number), path) for number, path in paths.items() if _NUMBER.fullmatch(number)))
 
 
+def log_bytes(directory: Path, first: int) -> int:
+    """Return the bytes of the segments from number `first` on."""
+    return sum(path.stat().st_size for number, path in segments(directory).items() if number >= first)
+
+
 def replay(directory: Path, first: int) -> Iterator[Record]:
     """Yield the records of the segments from number `first` on.
 

@@ -1,4 +1,4 @@
-"""Entry of a parameter server: recover, listen, serve until all workers have left."""
+"""Entry of a parameter server: listen, recover, serve until all workers have left."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from phalanx.ps.server.snapshot_service import SnapshotService
 from phalanx.ps.server.status import StatusFile
 from phalanx.ps.wire.address import listening_sockets
 from phalanx.ps.wire.listener import Listener
+from phalanx.ps.wire.progress import Startup, WorkProgress, WorkReporter
 
 TICK_S = 0.2
 GRACE_S = 2.0
@@ -39,6 +40,7 @@ JOIN_TIMEOUT_S = 1800.0
 PHALANX_COLLECTIVE_TIMEOUT_S sets another time, as it does for workers that wait for each other."""
 
 REPORT_S = 60.0
+RECOVERY_LOG_S = 30.0
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -75,16 +77,12 @@ def run(
     settings = Environment(os.environ)
     restarts = settings.seconds("PHALANX_SERVER_RETRY_S") > 0
     is_watched = restarts or role.launcher == "phalanx"
-    join_timeout = JoinTimeout(
-        math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or JOIN_TIMEOUT_S
-    )
+    join_timeout_s = math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or JOIN_TIMEOUT_S
     service = Service(role.rank, role.world_size)
     service.budget = settings.integer("PHALANX_SERVER_MAX_BYTES", minimum=1) or default_budget()
     snapshots = SnapshotService(service)
-    if load is not None:
-        snapshots.add_source(Path(load), names)
-    recovery = _recovery(service, snapshots, directory, role.job_id, log_bytes)
-    snapshot_check = _make_snapshot_check(service, names) if load is not None else None
+    recovery = _make_recovery(service, snapshots, directory, log_bytes)
+    startup = Startup(_make_progress(role.rank))
     listener = Listener(
         listening_sockets(role.endpoint, secret, _bound_socket()),
         secret=secret,
@@ -93,14 +91,22 @@ def run(
         data_handler=service.engine,
         opened=service.connected,
         closed=service.disconnected,
+        startup=startup,
     )
     state = f"state in {recovery.directory}" if recovery else "state in memory only"
     logger.info("server %d of %d at %s: %s", role.rank, role.world_size, listener.endpoint, state)
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
+        with startup:
+            service.state.progress = startup.progress
+            if load is not None:
+                snapshots.add_source(Path(load), names)
+            if recovery is not None:
+                recovery.recover(role.job_id)
+            snapshot_check = _make_snapshot_check(service, names) if load is not None else None
         status = StatusFile(service, settings.text("PHALANX_STATUS_FILE"))
-        watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, join_timeout, status)
+        watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, JoinTimeout(join_timeout_s), status)
     finally:
         service.stop()
         listener.stop()
@@ -214,15 +220,19 @@ def summary(service: Service) -> str:
     )
 
 
-def _recovery(
-    service: Service, snapshots: SnapshotService, directory: str | Path | None, job: str, log_bytes: int
+def _make_recovery(
+    service: Service, snapshots: SnapshotService, directory: str | Path | None, log_bytes: int
 ) -> Recovery | None:
     directory = directory or os.environ.get("PHALANX_SERVER_DIR", "").strip()
     if not directory:
         return None
-    recovery = Recovery(service, snapshots, Path(directory), _durability(), log_bytes=log_bytes)
-    recovery.recover(job)
-    return recovery
+    return Recovery(service, snapshots, Path(directory), _durability(), log_bytes=log_bytes)
+
+
+def _make_progress(server: int) -> WorkProgress:
+    """Return the progress of a recovery, which the server's own log shows as well."""
+    reporter = WorkReporter(lambda does, has_moved: logger.info("server %d %s", server, does), RECOVERY_LOG_S)
+    return WorkProgress("recovers", reporter.report_if_due)
 
 
 def _make_snapshot_check(service: Service, names: Sequence[str] | None) -> SnapshotTableCheck | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.errors import BackendError, DataError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
-from phalanx.ps.server.log import Durability, Log, replay
+from phalanx.ps.server.log import Durability, Log, log_bytes, replay
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
@@ -27,6 +27,7 @@ from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest, write_m
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.wire.progress import WORK_REPORT_S
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -73,9 +74,10 @@ class Recovery:
             DataError: If the state is broken; names file and offset.
         """
         self._claim(job)
-        started = time.monotonic()
+        started, progress = time.monotonic(), self._service.state.progress
         segment = self._load_base()
         count = 0
+        progress.expect(log_bytes(self.directory, segment), "bytes of the log")
         for record in replay(self.directory, segment):
             try:
                 self._service.state.apply(LogEntry.of(record))
@@ -85,6 +87,7 @@ class Recovery:
                     f"{record.offset}, cannot be applied ({error!r}). Start from a snapshot in a folder of its own."
                 ) from error
             count += 1
+            progress.add(record.end - record.offset)
         self._service.log = Log(self.directory, self._durability)
         self._service.write_base = self.write_base
         self._journal.forget(segment)
@@ -105,6 +108,7 @@ class Recovery:
             if self._writer is not None:
                 self._end()  # begun before what is to be written now
             self._begin()
+            self._watch_writer()
             self._end()
 
     def tick(self) -> None:
@@ -122,11 +126,12 @@ class Recovery:
             self._next_bytes = self._journal.bytes + self._least_bytes
 
     def close(self) -> None:
-        """Give up a base that is not whole, for which the log still holds all, and close the log."""
+        """Give up a base that is not whole, for which the log still holds all, and close the log if recovery came so far."""
         if self._writer is not None:
             self._writer.stop()
             self._writer.wait()
-        self._journal.close()
+        if self._service.log is not None:
+            self._service.log.close()
 
     @property
     def _journal(self) -> Log:
@@ -150,12 +155,13 @@ class Recovery:
         bases = sorted(path for path in self.directory.glob("base-*") if path.suffix != ".part")
         if not bases:
             return 0
-        snapshot = open_snapshot(bases[-1])
+        snapshot, progress = open_snapshot(bases[-1]), self._service.state.progress
         state = snapshot.manifest.extra
+        progress.expect(sum(snapshot.manifest.rows.values()), "rows")
         try:
             self._service.state.restore(state)
             for table in self._service.state.tables.tables.values():
-                snapshot.fill(table, self._service.state.shards)
+                snapshot.fill(table, self._service.state.shards, progress)
             self._snapshots.restore(state["saving"])
             return int(bases[-1].name.removeprefix("base-"))
         except _MALFORMED as error:
@@ -180,6 +186,14 @@ class Recovery:
                 self._state, self._tables = state, dict(service.state.tables.specs)
         except OSError as e:
             raise BackendError(f"{self.directory} takes no base snapshot: {e.strerror}. Make room there.") from e
+
+    def _watch_writer(self) -> None:
+        """Wait until the base is written; whoever waits for it is told how far it is."""
+        assert self._writer is not None
+        progress = self._service.state.progress
+        progress.expect(self._service.state.tables.bytes, "bytes of a base snapshot")
+        while not self._writer.wait(WORK_REPORT_S):
+            progress.add(sum(path.stat().st_size for path in self._part.iterdir()) - progress.done)
 
     def _end(self) -> None:
         writer, self._writer = self._writer, None

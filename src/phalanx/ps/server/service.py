@@ -20,6 +20,7 @@ import numpy as np
 
 from phalanx._core import ServerEngine
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
+from phalanx.ps.server.load_turn import LoadTurn
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.state import OPS, ServerState
@@ -54,6 +55,7 @@ class Service:
         self.write_freeze = WriteFreeze(clock)
         self.engine = ServerEngine(self.write_freeze, failed)
         self.state = ServerState(self.engine, server, servers)
+        self.load_turn = LoadTurn(self.state)
         self._log: Log | None = None
         self.write_base: Callable[[], None] = lambda: None
         """Writes a base snapshot and returns when it is there."""
@@ -63,6 +65,7 @@ class Service:
         self._connections_lock = threading.Lock()
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
             **dict.fromkeys(OPS, self._change),
+            "declare": self._declare,
             "pull": self._pull,
             "push": self._push,
             "report": self._report,
@@ -182,6 +185,11 @@ class Service:
             }
         )
 
+    def _declare(self, request: RpcRequest) -> RpcReply:
+        with self.load_turn.take(request):
+            self.state.prepare(_entry_of(request))
+            return self._change(request)
+
     def _change(self, request: RpcRequest) -> RpcReply:
         worker = self._find_worker(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
@@ -189,24 +197,24 @@ class Service:
             earlier = None
             if self._find_worker(request) is not None:
                 earlier = self.engine.earlier_reply(request.client, request.seq)
-            if earlier is None:
-                reply = self._accept(LogEntry(request.op, request.client, request.seq, request.meta))
-            else:
-                reply = json.loads(earlier)
+            reply = self._accept(_entry_of(request)) if earlier is None else json.loads(earlier)
             position = self.log.position if self.log else 0
         if request.op == "declare":
             with self._connections_lock:
                 # Its connection may have been there before it was known.
                 if request.client in self._connections:
                     self._mark_connected(request.client)
-        self.write_unlogged()
+        self.write_unlogged(request)
         return self._durable(reply, position)
 
-    def write_unlogged(self) -> None:
-        """Write a base snapshot if tables hold what the log does not say."""
-        if self.state.unlogged:
-            self.write_base()
-            self.state.unlogged = False
+    def write_unlogged(self, request: RpcRequest) -> None:
+        """Write a base snapshot if tables hold what the log does not say; the client is told how far that is."""
+        if not self.state.unlogged:
+            return
+        with self.load_turn.take(request):
+            if self.state.unlogged:
+                self.write_base()
+                self.state.unlogged = False
 
     def _accept(self, entry: LogEntry) -> dict[str, Any]:
         if self.stopped.is_set():
@@ -246,6 +254,10 @@ class Service:
         worker = self.engine.worker_of(client)
         if worker is not None and self.state.clocks:
             self.state.clocks.connect(worker)
+
+
+def _entry_of(request: RpcRequest) -> LogEntry:
+    return LogEntry(request.op, request.client, request.seq, request.meta)
 
 
 def _rows_in(request: RpcRequest) -> Callable[[tuple[int, int]], Rows]:

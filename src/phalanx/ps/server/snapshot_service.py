@@ -88,15 +88,18 @@ class SnapshotService:
         """Replace rows by those of a snapshot, now and in tables declared later."""
         service, names = self._service, request.meta.get("names")
         source = SnapshotSource(Path(request.meta["directory"]), names)
-        with service.write_freeze.change():
+        with service.load_turn.take(request):
             specs = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
-            service.state.load(source, specs)
-            self.participant.remember_load(source, [spec.name for spec in specs])
-            service.state.sources.append(source)
-            if names is None and service.state.server == 0:
-                service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
-            service.state.unlogged = True
-        service.write_unlogged()
+            tables = service.state.read_tables(source, specs)
+            with service.write_freeze.change():
+                for table in tables:
+                    service.state.put_table(table)
+                self.participant.remember_load(source, [spec.name for spec in specs])
+                service.state.sources.append(source)
+                if names is None and service.state.server == 0:
+                    service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
+                service.state.unlogged = True
+            service.write_unlogged(request)
         return RpcReply({"rows": {spec.name: service.state.tables.tables[spec.name].rows for spec in specs}})
 
     def leases(self, request: RpcRequest) -> RpcReply:

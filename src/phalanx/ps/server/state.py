@@ -28,6 +28,7 @@ from phalanx.ps.table.native import NativeTable
 from phalanx.ps.table.placement import shards_owned, table_salt
 from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
 from phalanx.ps.table.table import RowTable, make_table
+from phalanx.ps.wire.progress import WorkProgress
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -58,6 +59,9 @@ class ServerState:
         self.unlogged = False
         """Whether tables were filled by what the log does not hold, so that a base snapshot has to."""
 
+        self.progress = WorkProgress("loads")
+        """How far tables are filled at the moment."""
+
         self._prepared: dict[str, RowTable] = {}
 
     def check(self, entry: LogEntry) -> None:
@@ -83,15 +87,24 @@ class ServerState:
         self.engine.put_table(table_salt(name), name, json.dumps(name), dividing, table)
         self.tables.add(table)
 
-    def load(self, source: SnapshotSource, specs: Sequence[TableSpec]) -> None:
-        """Put tables with the rows of a snapshot; all are read before the first is put in place.
+    def prepare(self, entry: LogEntry) -> None:
+        """Check a declaration and fill its tables, which takes long and holds up no push; `apply` puts them in place.
+
+        Raises:
+            ConfigError: If it cannot be applied; gives the reason.
+            DataError: If a snapshot that is to fill a table is broken.
+        """
+        self._prepared = {}
+        self._check_declare(entry)
+
+    def read_tables(self, source: SnapshotSource, specs: Sequence[TableSpec]) -> list[RowTable]:
+        """Return tables with the rows of a snapshot, to be put in place together.
 
         Raises:
             ConfigError: If the snapshot has no such table, or one of another dim.
-            DataError: If it is broken; nothing is changed then.
+            DataError: If it is broken.
         """
-        for table in [source.table(spec, self.shards) for spec in specs]:
-            self.put_table(table)
+        return [source.table(spec, self.shards, self.progress) for spec in specs]
 
     def require_clocks(self) -> Clocks:
         """Return the clocks.
@@ -111,7 +124,7 @@ class ServerState:
             DataError: If that source is broken; names file and offset.
         """
         source = self._source_of(spec.name)
-        return source.table(spec, self.shards) if source else make_table(spec)
+        return source.table(spec, self.shards, self.progress) if source else make_table(spec)
 
     # --- to and from files -------------------------------------------------------------------------------------------
 
@@ -156,7 +169,7 @@ class ServerState:
         for spec in map(_spec, meta["specs"]):
             if spec.name in self.tables.specs:
                 check_same_spec(self.tables.specs[spec.name], spec)
-            else:
+            elif spec.name not in self._prepared:
                 self._prepared[spec.name] = self.make_table(spec)
 
     def _declare(self, entry: LogEntry) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from phalanx.ps.snapshot.dense import read_extra
 from phalanx.ps.snapshot.manifest import SnapshotManifest, read_manifest
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
 from phalanx.ps.table.arrays import Columns
+from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.row_layout import layout_of
 from phalanx.ps.table.rules import ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable, make_table
+from phalanx.ps.wire.progress import WorkProgress
 
 _MOST_THREADS = 16
 """That load a table: the lanes that a native table has."""
@@ -82,11 +84,16 @@ class Snapshot:
             raise DataError(f"{e} Take another copy of the snapshot.") from e
         return None
 
-    def fill(self, table: RowTable, shards: Iterable[int]) -> int:
+    def fill(self, table: RowTable, shards: Iterable[int], progress: WorkProgress | None = None) -> int:
         """Put a table's rows of these shards into an empty table, and return how many there were.
 
         As many threads as there are processors read, check and restore shards. Optimizer state comes along where the
         table's rule and statistics are those of the snapshot; otherwise values only, with a warning.
+
+        Args:
+            table: The table.
+            shards: Numbers of the shards.
+            progress: Gets the rows of each shard as they are put.
 
         Raises:
             ConfigError: If the snapshot lacks the table, or has another dim.
@@ -111,10 +118,11 @@ class Snapshot:
         # Each `assign` is a change of its own, whose number must not depend on threads.
         is_ordered = isinstance(table, ReferenceTable) or not with_state
         threads = 1 if is_ordered else min(len(shards), len(os.sched_getaffinity(0)), _MOST_THREADS)
+        progress = progress or WorkProgress("loads")
         if threads <= 1:
-            return sum(map(load, shards))
+            return _sum_rows(map(load, shards), progress)
         with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-            return sum(pool.map(load, shards))
+            return _sum_rows(pool.map(load, shards), progress)
 
     def _delta_tick(self, table: str) -> int:
         """Return the tick of a table when a delta was written; 0 if this is none, or holds nothing of the table."""
@@ -122,6 +130,14 @@ class Snapshot:
             return 0
         shards = map(int, self.manifest.files)
         return next((columns.tick for shard in shards if (columns := self._read_shard(table, shard))), 0)
+
+
+def _sum_rows(of_shards: Iterable[int], progress: WorkProgress) -> int:
+    total = 0
+    for rows in of_shards:
+        total += rows
+        progress.add(rows)
+    return total
 
 
 def open_snapshot(directory: Path | str) -> Snapshot:
@@ -272,9 +288,12 @@ class SnapshotSource:
         self.names = set(self.snapshot.tables if names is None else names)
         self.snapshot.check_names(self.names)
 
-    def table(self, spec: TableSpec, shards: Iterable[int]) -> RowTable:
+    def table(self, spec: TableSpec, shards: Sequence[int], progress: WorkProgress | None = None) -> RowTable:
         """Return a new table with these shards' rows; see `Snapshot.fill`."""
         table = make_table(spec)
-        rows = self.snapshot.fill(table, shards)
+        if progress is not None:
+            in_all = self.snapshot.manifest.rows.get(spec.name, 0)
+            progress.expect(in_all * len(shards) // SHARDS, f"rows of table {spec.name}")
+        rows = self.snapshot.fill(table, shards, progress)
         _log.info("table %s: %d rows loaded from %s", spec.name, rows, self.snapshot.directory)
         return table

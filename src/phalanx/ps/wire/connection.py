@@ -19,10 +19,12 @@ from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
 from phalanx.ps.wire.frame import Array
 from phalanx.ps.wire.link import InFlight, ServerLink
 from phalanx.ps.wire.message import ControlRequest, Pending, RpcReply, WireRequest
+from phalanx.ps.wire.patience import Patience
 
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
 _LOG_EVERY_S = 30.0
+_LOG_WORK_EVERY_S = 15.0
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -36,10 +38,11 @@ class Connection:
         me: Who this process is, as `worker 1`.
         peer: Who the server must be, as `server 0`.
         timeout_s: Longest silence of the server while a reply is due. A server that waits for other workers reports it
-            every few seconds, and while they live its reply is not late.
+            every few seconds, and while they live its reply is not late; nor is it while the server's own work goes on.
         connect_s: Longest wait for the server to come up.
         retry_s: How long to connect again after the connection is lost or the server fell silent, sending again what
-            was not answered. 0: a lost connection is an error at once.
+            was not answered. 0: a lost connection is an error at once. A server that recovers is not away: the time
+            counts from its last progress.
         client: Number of this client, the same for the life of the process; made when None.
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
 
@@ -69,9 +72,9 @@ class Connection:
         self._changed = threading.Condition(self._lock)
         self._in_flight = InFlight(max_unanswered_bytes)
         self._failure = self._timeout_reason = ""
-        self._logged_at = -math.inf
+        self._logged_at = self._work_logged_at = self._progress_at = -math.inf
         self._closed = False
-        self._retry_until: float | None = None
+        self._patience = Patience(retry_s)
         # Held while requests get their numbers and are written, and while the link is replaced.
         self._writing = threading.Lock()
         self._seq = 0
@@ -117,9 +120,11 @@ class Connection:
         op = pending.op
         pending.sent_at = time.monotonic()
         self._reserve(pending)
-        if not self._writing.acquire(timeout=self._timeout_s + self._retry_s):
-            self._unreserve(pending)
-            raise self._lost(op, pending.sent_at, "another request could not be written")
+        longest_s = self._timeout_s + self._retry_s
+        while not self._writing.acquire(timeout=longest_s):
+            if time.monotonic() - self._progress_at > longest_s:
+                self._unreserve(pending)
+                raise self._lost(op, pending.sent_at, "another request could not be written")
         try:
             self._send(pending)
         finally:
@@ -144,12 +149,12 @@ class Connection:
             link.thread.join(_READER_ENDS_S)
 
     def _reserve(self, pending: Pending) -> None:
-        deadline = pending.sent_at + self._timeout_s
         while True:
             with self._changed:
                 self._require_alive(pending)
                 if self._in_flight.reserve(pending):
                     return
+                deadline = max(pending.sent_at, self._progress_at) + self._timeout_s
                 if time.monotonic() >= deadline:
                     raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
                 link = self._link
@@ -200,8 +205,8 @@ class Connection:
                     break
                 deadline, link = pending.deadline, self._link
                 if time.monotonic() >= deadline:
-                    others = f"; it waits for {pending.waits_for}" if pending.waits_for else ""
-                    self._give_up_link(f"it did not answer in time{others}")
+                    state = f"; it {pending.server_state}" if pending.server_state else ""
+                    self._give_up_link(f"it did not answer in time{state}")
                     continue
                 is_reader = link.take_turn(deadline)
             if is_reader:
@@ -232,6 +237,7 @@ class Connection:
             lock=self._lock,
             changed=self._changed,
             waits=self._keep_waiting,
+            works=self._note_work,
             lost=self._lose_link,
         )
 
@@ -242,7 +248,10 @@ class Connection:
             link.channel.close()
             with self._changed:
                 why, self._timeout_reason = self._timeout_reason or why, ""
-                self._retry_until = None if link.has_answered else self._retry_until
+                if link.has_answered:
+                    self._patience.end()
+                if link.has_failed_start:
+                    self._patience.limit(time.monotonic())
                 if self._closed or self._failure or not self._retry_s:
                     self._fail(why)
                     return
@@ -251,12 +260,27 @@ class Connection:
     def _keep_waiting(self, pending: Pending, waits_for: str, is_connected: bool) -> None:
         now = time.monotonic()
         with self._changed:
-            pending.waits_for = waits_for
+            pending.server_state = f"waits for {waits_for}"
             if is_connected:
                 self._in_flight.put_off(now + self._timeout_s)
         if now - max(pending.sent_at, self._logged_at) >= _LOG_EVERY_S:
             self._logged_at = now
             _log.info("%s waits for %s, which waits for %s", self._me, self._peer, waits_for)
+
+    def _note_work(self, does: str, has_moved: bool) -> None:
+        now = time.monotonic()
+        with self._changed:
+            self._in_flight.note_work(does, now if has_moved else None)
+            if has_moved:
+                self._progress_at = now
+                self._in_flight.put_off(now + self._timeout_s)
+                self._patience.renew(now)
+        if not does:
+            self._work_logged_at = -math.inf
+            _log.info("%s: %s answers again", self._me, self._peer)
+        elif now - self._work_logged_at >= _LOG_WORK_EVERY_S:
+            self._work_logged_at = now
+            _log.info("%s waits: %s %s", self._me, self._peer, does)
 
     def _reconnect(self, why: str) -> None:
         """Replace the link and send again what was not answered. Runs with `_writing` held, in the old link's thread.
@@ -266,7 +290,7 @@ class Connection:
         """
         started = time.monotonic()
         with self._changed:
-            until = self._retry_until = self._retry_until or started + self._retry_s
+            until = self._patience.begin(started)
             self._in_flight.put_off(until + self._timeout_s)
             self._changed.notify_all()
         _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._dialer.endpoint, why)
@@ -293,7 +317,8 @@ class Connection:
             pending.deadline = time.monotonic() + self._timeout_s
             self._write(link, pending)
         with self._changed:
-            self._retry_until = self._retry_until if self._in_flight else None
+            if not self._in_flight:
+                self._patience.end()
             self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:

@@ -85,6 +85,12 @@ class InFlight:
         self._queue.clear()
         self.bytes = 0
 
+    def note_work(self, does: str, moved_at: float | None) -> None:
+        """Note what the server does before it answers, and when that went on, if it did."""
+        for pending in self._queue:
+            pending.server_state = does
+            pending.progress_at = pending.progress_at if moved_at is None else moved_at
+
     def put_off(self, deadline: float) -> None:
         """Let every answer take until `deadline`."""
         for pending in self._queue:
@@ -104,6 +110,8 @@ class ServerLink:
         lock: The connection's lock.
         changed: Over that lock; notified after every frame.
         waits: Called when the server reports that a request waits: for whom, and whether they are connected.
+        works: Called when the server reports what it does before it answers anything, and whether that went on; with
+            an empty text when it answers again.
         lost: Called by this link's thread as its last act, with why the link can be read no more.
     """
 
@@ -117,17 +125,21 @@ class ServerLink:
         lock: threading.RLock,
         changed: threading.Condition,
         waits: Callable[[Pending, str, bool], None],
+        works: Callable[[str, bool], None],
         lost: Callable[[ServerLink, str], None],
     ) -> None:
         self.channel, self.where = channel, where
         self.has_answered = False
         """Whether the answer to any request came over this link."""
 
+        self.has_failed_start = False
+        """Whether the server said that it will not answer."""
+
         self._in_flight, self._peer = in_flight, peer
         self.pool = SegmentPool() if isinstance(channel, UnixChannel) else None
         self.thread = threading.Thread(target=self._read_when_idle, name=f"replies of {peer}", daemon=True)
         self._changed, self._thread_condition = changed, threading.Condition(lock)
-        self._waits, self._lost = waits, lost
+        self._waits, self._works, self._lost = waits, works, lost
         self._is_reading = self._was_read = self._has_waiter = self._is_thread_needed = False
         self._end: str | None = None
 
@@ -187,6 +199,9 @@ class ServerLink:
 
     def _take_frame(self, deadline: float | None) -> None:
         header, raw = self.channel.read_head(deadline)
+        if header.seq == 0:
+            self._take_server_frame(header, raw)
+            return
         with self._changed:
             pending = self._in_flight.expect_answer(header)
         if header.kind == FrameKind.WAITING:
@@ -196,6 +211,17 @@ class ServerLink:
         outcome = pending.read_outcome(self.channel, header, raw, self._peer, deadline)
         with self._changed:
             self.has_answered |= self._in_flight.settle(pending, outcome)
+
+    def _take_server_frame(self, header: Header, raw: bytearray) -> None:
+        """Take a frame that is about the server itself, and about no request."""
+        content = frame.parse_object(raw)
+        if header.kind == FrameKind.WAITING:
+            self._works(str(content.get("does")), content.get("moved") is True)
+        elif header.kind == FrameKind.ERROR:
+            self.has_failed_start = True
+            raise ConnectionAbortedError(f"it cannot start: {str(content.get('message')).rstrip('.')}")
+        else:
+            raise FrameError(f"a {header.kind.name.lower()} to no request")
 
     def _read_when_idle(self) -> None:
         """Read while nobody waits, until the link is broken."""

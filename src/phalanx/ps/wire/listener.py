@@ -14,6 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.ps.wire import address
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
 from phalanx.ps.wire.message import Handler
+from phalanx.ps.wire.progress import Startup
 from phalanx.ps.wire.session import ServerConfig, Session
 from phalanx.ps.wire.tls import Certificate
 from phalanx.versions import HAS_NATIVE
@@ -45,6 +46,7 @@ class Listener:
         handshake_s: How long a client may take to prove that it holds the secret.
         opened: Called with a client's number when a connection of it is admitted, in the thread of that connection.
         closed: Called with it when that connection ended.
+        startup: What happens before requests are answered: clients are told how far it is, or why it failed.
 
     Raises:
         ConfigError: If an address that other hosts reach has no secret, or is taken; or without the native core.
@@ -63,6 +65,7 @@ class Listener:
         handshake_s: float = 10.0,
         opened: Callable[[int], None] = lambda client: None,
         closed: Callable[[int], None] = lambda client: None,
+        startup: Startup | None = None,
     ) -> None:
         if not HAS_NATIVE:
             raise ConfigError(
@@ -81,7 +84,17 @@ class Listener:
         budget = _core.MemoryBudget(max_total_bytes)
         self._context = _core.ServerContext(data_handler, me, max_frame_bytes, budget, _log.error)
         self._config = ServerConfig(
-            secret, me, handler, max_frame_bytes, budget, handshake_s, self._context, self._stopping, opened, closed
+            key=secret,
+            me=me,
+            handler=handler,
+            max_frame_bytes=max_frame_bytes,
+            budget=budget,
+            handshake_s=handshake_s,
+            context=self._context,
+            startup=startup or Startup.immediate(),
+            stopping=self._stopping,
+            opened=opened,
+            closed=closed,
         )
         self._wake, self._woken = socket.socketpair()
         self._sessions: dict[threading.Thread, Session] = {}

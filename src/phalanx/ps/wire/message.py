@@ -60,6 +60,10 @@ class RpcRequest:
     """Tells the client that its answer waits for others: for whom, in words, and whether they are there. While they
     are, the answer is not late. Raises `ClosedError` when the client is gone."""
 
+    report_work: Callable[[str, bool], None] = lambda does, has_moved: None
+    """Tells the client what the server itself does before it answers, as `loads: 41 % of ...`, and whether that went on
+    since the last report. Raises `ClosedError` when the client is gone."""
+
 
 Handler = Callable[[RpcRequest], RpcReply]
 """Answers one request; may block; raises a `PhalanxError` to have it raised in the client."""
@@ -160,8 +164,13 @@ class Pending:
         """The shared memory of the request and its reply, once it is encoded for a link that has some for it."""
 
         self.seq = 0
-        self.waits_for = ""
+        self.server_state = ""
+        """What the server said that it does before it answers: `waits for worker 2`, `recovers: 41 % of ...`."""
+
         self.sent_at = self.deadline = 0.0
+        self.progress_at = 0.0
+        """When the server said last that its own work goes on, if it did."""
+
         self.outcome: Any = None
         """The reply, or the `PhalanxError` to raise; None until then."""
 
@@ -174,6 +183,11 @@ class Pending:
             ClosedError: If the connection was closed first.
         """
         return self._wait(self)
+
+    @property
+    def waits_since(self) -> float:
+        """From when on the wait counts that may be a hang."""
+        return max(self.sent_at, self.progress_at)
 
     def encode(self, client: int, pool: SegmentPool | None) -> None:
         """Make the request ready to be written over a link.

@@ -18,6 +18,7 @@ from phalanx.ps.wire import frame, secret
 from phalanx.ps.wire.channel import Channel, Part
 from phalanx.ps.wire.frame import Array, Bytes, FrameError, FrameKind, Header, PayloadLayout
 from phalanx.ps.wire.message import Handler, RpcReply, RpcRequest
+from phalanx.ps.wire.progress import WORK_REPORT_S, Startup, WorkReporter
 from phalanx.ps.wire.segments import ReplyBuffer
 from phalanx.versions import HAS_NATIVE
 
@@ -27,6 +28,8 @@ if HAS_NATIVE:
 
 _log = logging.getLogger("phalanx.ps.wire")
 _LONGEST_MESSAGE = 1 << 16
+_SHORT_START_S = 1.0
+"""A start that takes no longer is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,17 @@ class ServerConfig:
     context: ServerContext
     """What the native core needs to answer pulls and pushes."""
 
+    startup: Startup
+    """What happens before requests are answered."""
+
     stopping: threading.Event
     """Set when no session begins another request; the context is stopped then too."""
 
     opened: Callable[[int], None]
-    """Called with the client's number when its connection is admitted."""
+    """Called with the client's number when its requests begin to be answered."""
 
     closed: Callable[[int], None]
-    """Called with the client's number when an admitted connection ended."""
+    """Called with the client's number when such a connection ended."""
 
 
 class Session:
@@ -58,6 +64,7 @@ class Session:
     def __init__(self, channel: Channel, where: str, config: ServerConfig) -> None:
         self.channel = channel
         self.admitted = False
+        self._is_open = False
         self._where = where
         self._config = config
         self._segments = _core.AttachedSegments()
@@ -70,7 +77,10 @@ class Session:
         """Serve until the client leaves, or breaks the rules; then `refuse(who, why)` is called."""
         try:
             self._admit()
+            if not self._await_start():
+                return
             self._config.opened(self._client)
+            self._is_open = True
             data = _core.DataSession(self._config.context, self._segments, self._client, self._peer)
             while self.channel.serve(data) and not self._config.stopping.is_set():
                 self._serve_request()
@@ -82,7 +92,7 @@ class Session:
         finally:
             self.channel.close()
             self._segments = _core.AttachedSegments()
-            if self.admitted:
+            if self._is_open:
                 self._config.closed(self._client)
 
     def leave(self) -> None:
@@ -96,6 +106,23 @@ class Session:
         local = secret.greeting(config.me)
         remote = secret.admit(self.channel, local, secret=config.key, binding=binding, deadline=deadline)
         self._peer, self._client, self.admitted = remote.name, remote.client, True
+
+    def _await_start(self) -> bool:
+        """Tell the client how far the server's start is until that is over; returns whether requests are answered then.
+
+        None is read meanwhile, so they take no memory here.
+        """
+        startup, reporter = self._config.startup, WorkReporter(self._send_work)
+        is_over = startup.wait(_SHORT_START_S)
+        was_reported = not is_over
+        while not is_over and not self._config.stopping.is_set():
+            reporter.report(startup.progress)
+            is_over = startup.wait(WORK_REPORT_S)
+        if startup.failure is not None:
+            self.channel.send([_encode_error(0, startup.failure)])
+        elif is_over and was_reported:
+            self._send_work("", True)
+        return is_over and startup.failure is None
 
     def _serve_request(self) -> None:
         header, raw = self.channel.read_head()
@@ -125,7 +152,9 @@ class Session:
         reply_buffer = ReplyBuffer(None if shared is None else shared[after:])
         arrays = layout.read(payload)
         report_wait = partial(self._report_wait, header.seq)
-        request = RpcRequest(op, meta, arrays, self._client, header.seq, self._peer, reply_buffer, report_wait)
+        request = RpcRequest(
+            op, meta, arrays, self._client, header.seq, self._peer, reply_buffer, report_wait, self._report_work
+        )
         try:
             return _encode_reply(request, self._config.handler(request), after)
         except PhalanxError:
@@ -153,6 +182,16 @@ class Session:
             self.channel.send([frame.encode(FrameKind.WAITING, 0, self._client, seq, content, 0)])
         except OSError as error:
             raise ClosedError(f"{self._peer} went while {self._config.me} waited for {waits_for}: {error}.") from error
+
+    def _report_work(self, does: str, has_moved: bool) -> None:
+        try:
+            self._send_work(does, has_moved)
+        except OSError as error:
+            raise ClosedError(f"{self._peer} went while {self._config.me} {does}: {error}.") from error
+
+    def _send_work(self, does: str, has_moved: bool) -> None:
+        content = {"does": does, "moved": has_moved}
+        self.channel.send([frame.encode(FrameKind.WAITING, 0, self._client, 0, content, 0)])
 
     def _shared_memory(self, header: Header, content: dict[str, Any], layout: PayloadLayout) -> Bytes | None:
         if not header.flags & frame.SHARED:
