@@ -14,7 +14,7 @@ from phalanx.errors import DataError, PeerLostError
 from phalanx.ps.wire import Listener, RpcReply, RpcRequest
 from phalanx.ps.wire.connection import oldest_requests
 from phalanx.ps.wire.progress import Startup, WorkProgress
-from wiring import connected, serving
+from wiring import connected, serving, tcp_only
 
 pytestmark = pytest.mark.dist
 
@@ -98,6 +98,15 @@ def test_a_start_that_gets_stuck_is_given_up():
         connection.call("note", {})
 
 
+@pytest.fixture(params=["unix", "tls"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Unix socket, or TLS as if a network lay between."""
+    if request.param == "tls":
+        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
+
+
+@pytest.mark.usefixtures("way")
 def test_waiting_clients_hear_why_a_server_cannot_start():
     with starting() as (listener, start), connected(listener) as connection:
         pending = connection.send("note", {})
@@ -131,6 +140,7 @@ def test_a_server_that_fails_and_starts_again_is_waited_for(caplog, phalanx_prop
                         pending.server_state = ""
 
 
+@pytest.mark.usefixtures("way")
 def test_a_client_counts_as_connected_once_it_is_answered():
     events: list[str] = []
     about = {"opened": lambda client: events.append("opened"), "closed": lambda client: events.append("closed")}
