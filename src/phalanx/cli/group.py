@@ -50,6 +50,7 @@ _COMMANDS = {
     "token": ("phalanx.cli.workspaces", "token", "Manage API tokens."),
     "serve": ("phalanx.cli.serve", "serve", "Run the job server (HTTP API and web console)."),
     "ui": ("phalanx.cli.serve", "ui", "Open the web console in a browser."),
+    "serve-table": ("phalanx.cli.serve_table", "command", "Answer rows of embedding tables over HTTP."),
     "env": ("phalanx.diagnose.commands", "env", "Show the environment variables that Phalanx reads or writes."),
     "verify": (
         "phalanx.diagnose.verify.commands",
@@ -77,7 +78,7 @@ _SUGGESTIONS = {
 }
 """What other programs call a command."""
 
-_EXTRA_OF_JOBS = {"job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"}
+_EXTRA_OF_JOBS = {"job", "workspace", "code", "dataset", "secret", "token", "serve", "ui", "serve-table"}
 """Commands that stand on packages of the extra `jobs`."""
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phalanx.ps.snapshot.read import Snapshot, open_snapshot
+from phalanx.ps.snapshot.read import Snapshot, map_shards, open_snapshot, values_only
 from phalanx.ps.stores.base import Keys, Rows
 from phalanx.ps.stores.update import check_keys
 from phalanx.ps.table.placement import SHARDS
+from phalanx.ps.table.reference import ReferenceTable
+from phalanx.ps.table.rules import ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable, make_table, read_rows
+from phalanx.ps.table.update_rules import SGD
+from phalanx.ps.wire.progress import WorkProgress
 
 
 class Lookup:
-    """The rows that training would pull, from a snapshot of any mode but text.
+    """The rows that training would pull, from a snapshot of any mode but text. Any number of threads may read.
 
     Args:
-        directory: Folder of the snapshot.
+        directory: Folder of the snapshot. It is read once, into memory.
 
     Raises:
         ConfigError: If the folder holds none.
@@ -27,7 +32,7 @@ class Lookup:
 
     def __init__(self, directory: Path | str) -> None:
         self.snapshot = open_snapshot(directory)
-        self._tables = {name: _Rows(self.snapshot, name) for name in self.snapshot.tables}
+        self.tables: dict[str, RowTable] = {name: _load(self.snapshot, name) for name in self.snapshot.tables}
 
     def extra(self) -> dict[str, Any]:
         """Return what was saved beside the tables."""
@@ -46,25 +51,26 @@ class Lookup:
         self.snapshot.check_names([table])
         ids = np.ascontiguousarray(ids)
         check_keys(self.snapshot.tables[table], ids)
-        return self._tables[table].at(ids)
+        return read_rows(self.tables[table], ids)
 
 
-class _Rows:
-    def __init__(self, snapshot: Snapshot, name: str) -> None:
-        spec = snapshot.tables[name]
-        parts = [c for shard in range(SHARDS) if (c := snapshot.columns(name, shard)) is not None]
-        keys = np.concatenate([np.empty(0, np.int64), *(c.keys for c in parts)])
-        values = np.concatenate([np.empty((0, spec.dim), np.float32), *(c.rows[:, : spec.dim] for c in parts)])
-        order = np.argsort(keys)
-        self._keys, self._values = keys[order], values[order]
-        # An empty table knows what an id without a row reads as.
-        self._unmade: RowTable = make_table(spec)
+def _load(snapshot: Snapshot, name: str) -> RowTable:
+    """Return a table with the values of all shards."""
+    table = make_table(_reading_spec(snapshot.tables[name]))
 
-    def at(self, ids: Keys) -> Rows:
-        out = np.empty((len(ids), self._values.shape[1]), np.float32)
-        places = np.searchsorted(self._keys, ids)
-        is_saved = places < len(self._keys)
-        is_saved[is_saved] = self._keys[places[is_saved]] == ids[is_saved]
-        out[is_saved] = self._values[places[is_saved]]
-        out[~is_saved] = read_rows(self._unmade, np.ascontiguousarray(ids[~is_saved]))
-        return out
+    def load(shard: int) -> int:
+        columns = snapshot.columns(name, shard)
+        if columns is None:
+            return 0
+        values = np.ascontiguousarray(columns.rows[:, : table.spec.dim])
+        table.restore(shard, values_only(columns.keys, values, columns.tick))
+        return len(columns.keys)
+
+    map_shards(load, range(SHARDS), WorkProgress("loads"), is_ordered=isinstance(table, ReferenceTable))
+    return table
+
+
+def _reading_spec(spec: TableSpec) -> TableSpec:
+    """Return the specification of a table that reads the same rows: none are trained, and none make room for others."""
+    entry = None if isinstance(spec.entry, ShowClick) else spec.entry  # which admits every id
+    return replace(spec, rule=SGD(lr=0.0), entry=entry, max_bytes=None, unseen_days=None)

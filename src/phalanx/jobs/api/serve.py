@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from phalanx.cluster.network import is_loopback, port_owner
 from phalanx.errors import ConfigError
@@ -86,7 +86,7 @@ def address_of(bound: socket.socket, options: ListenOptions) -> str:
     return f"{'https' if options.certificate else 'http'}://{host}:{bound.getsockname()[1]}"
 
 
-def serve(app: FastAPI, bound: socket.socket, options: ListenOptions) -> None:
+def serve(app: ASGIApp, bound: socket.socket, options: ListenOptions) -> None:
     """Answer requests on `bound` until this process is asked to end (SIGINT, SIGTERM).
 
     Raises:

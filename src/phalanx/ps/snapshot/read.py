@@ -114,15 +114,9 @@ class Snapshot:
                 table.assign(columns.keys, np.ascontiguousarray(columns.rows[:, : table.spec.dim]))
             return len(columns.keys)
 
-        shards = list(shards)
         # Each `assign` is a change of its own, whose number must not depend on threads.
         is_ordered = isinstance(table, ReferenceTable) or not with_state
-        threads = 1 if is_ordered else min(len(shards), len(os.sched_getaffinity(0)), _MOST_THREADS)
-        progress = progress or WorkProgress("loads")
-        if threads <= 1:
-            return _sum_rows(map(load, shards), progress)
-        with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-            return _sum_rows(pool.map(load, shards), progress)
+        return map_shards(load, shards, progress or WorkProgress("loads"), is_ordered=is_ordered)
 
     def _delta_tick(self, table: str) -> int:
         """Return the tick of a table when a delta was written; 0 if this is none, or holds nothing of the table."""
@@ -130,6 +124,23 @@ class Snapshot:
             return 0
         shards = map(int, self.manifest.files)
         return next((columns.tick for shard in shards if (columns := self._read_shard(table, shard))), 0)
+
+
+def map_shards(load: Callable[[int], int], shards: Iterable[int], progress: WorkProgress, *, is_ordered: bool) -> int:
+    """Call `load` for each shard, in as many threads as there are processors, and return the sum of its results.
+
+    Args:
+        load: Reads one shard; returns its rows.
+        shards: Numbers of shards.
+        progress: Is told of the rows of each shard.
+        is_ordered: Whether one thread does it, shard by shard.
+    """
+    shards = list(shards)
+    threads = 1 if is_ordered else min(len(shards), len(os.sched_getaffinity(0)), _MOST_THREADS)
+    if threads <= 1:
+        return _sum_rows(map(load, shards), progress)
+    with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
+        return _sum_rows(pool.map(load, shards), progress)
 
 
 def _sum_rows(of_shards: Iterable[int], progress: WorkProgress) -> int:
@@ -191,7 +202,7 @@ def decode(record: Record, path: Path) -> Columns:
             raise ValueError(f"{len(values)} rows for {len(arrays[0])} keys")
     except (KeyError, TypeError, ValueError) as e:
         raise DataError(f"{path} is broken at byte {record.offset}: not a part of a table ({e!r}).") from e
-    return _values_only(arrays[0], values, tick)
+    return values_only(arrays[0], values, tick)
 
 
 _KEYS, _TICKS, _ROWS = ("int64", 1), ("uint64", 1), ("float32", 2)
@@ -213,7 +224,8 @@ _VALUES: dict[str, Callable[..., Array]] = {
 }
 
 
-def _values_only(keys: Array, values: Array, tick: int) -> Columns:
+def values_only(keys: Array, values: Array, tick: int) -> Columns:
+    """Return the columns of a table that was never trained: ids and values alone."""
     no_keys, no_ticks = np.empty(0, np.int64), np.empty(0, np.uint64)
     ticks = np.zeros(len(keys), np.uint64)
     waiting = no_keys, no_ticks, np.empty(0, np.uint32)
