@@ -1,4 +1,4 @@
-"""`phalanx serve-table` as a process: a snapshot that is saved again while it is read, addresses that it refuses."""
+"""`phalanx serve-table` as a process: of a snapshot that is saved again, and of a job whose servers are killed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ import pytest
 from launching import wait_until
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.save import save_local
+from phalanx.ps.stores.base import PullSpec
+from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import SHARDS
-from phalanx.ps.table.rules import Constant, TableSpec
+from phalanx.ps.table.rules import Constant, Normal, TableSpec
 from phalanx.ps.table.table import RowTable, make_table
-from phalanx.ps.table.update_rules import SGD
+from phalanx.ps.table.update_rules import SGD, Adagrad
+from ps_servers import SECRET, servers
 
 pytestmark = pytest.mark.dist
 
@@ -87,3 +91,70 @@ def test_an_address_that_others_reach_needs_a_certificate_and_a_token(tmp_path: 
     )
     assert ended.returncode == 1
     assert "no token protects the tables. Give --token-file FILE" in ended.stderr
+
+
+# --- a job that trains ------------------------------------------------------------------------------------------------
+
+RULED = TableSpec(name="ruled", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=1.0), seed=5)
+IDS = np.arange(-100, 300)
+
+
+def read_binary(address: str, table: str) -> tuple[np.ndarray, str]:
+    headers = {"Content-Type": "application/octet-stream", "Accept": "application/octet-stream"}
+    request = urllib.request.Request(f"{address}/v1/tables/{table}/rows", IDS.tobytes(), headers)
+    with urllib.request.urlopen(request) as answer:
+        rows = np.frombuffer(answer.read(), np.float32).reshape(len(IDS), int(answer.headers["Phalanx-Dim"]))
+        return rows, answer.headers["Phalanx-Version"]
+
+
+def pull(store: RemoteStore, step: int) -> np.ndarray:
+    return store.pull([PullSpec("ruled", IDS)], step=step).rows()[0].copy()
+
+
+def has_rows(address: str, expected: np.ndarray) -> bool:
+    return read_binary(address, "ruled")[0].tobytes() == expected.tobytes()
+
+
+def test_rows_follow_a_job_whose_servers_are_killed_and_that_ends(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    state = tmp_path / "state"
+    state.mkdir()
+    with servers(2, state, {"PHALANX_SERVER_RETRY_S": "60"}, state=True) as made:
+        store = RemoteStore(
+            made.endpoints, secret=SECRET, worker=0, workers=1, mode="async", timeout_s=60.0, retry_s=60.0
+        )
+        store.declare([RULED])
+        with serve_table(tmp_path / "log", state, "--follow") as address:
+            for step in range(60):
+                ids = generator.choice(IDS, 100, replace=False)
+                gradients = generator.normal(size=(100, 4)).astype(np.float32)
+                store.push([TableUpdate("ruled", ids, gradients)], step=step)
+                if step % 20 == 10:
+                    made[step // 20 % 2].kill()
+                    made[step // 20 % 2].start()
+                if step % 6 == 5:
+                    expected = pull(store, step + 1)
+                    wait_until(lambda expected=expected: has_rows(address, expected), timeout_s=30)
+            store.leave()
+            store.close()
+            for server in made:
+                assert server.end() == 0
+            with urllib.request.urlopen(f"{address}/v1/tables") as answer:
+                first = json.load(answer)
+            assert first["steps"] == [60]
+            assert has_rows(address, expected)
+            with urllib.request.urlopen(f"{address}/v1/tables") as answer:
+                later = json.load(answer)
+            assert later["version"] == first["version"]
+            assert later["age_s"] > first["age_s"]
+    # A server of tables that starts after the job has its rows too.
+    with serve_table(tmp_path / "log", state, "--follow") as address:
+        assert has_rows(address, expected)
+
+
+def test_a_job_without_logs_cannot_be_followed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx", "serve-table", str(tmp_path), "--follow"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "phalanx: No parameter server keeps its log in" in ended.stderr
+    assert "Start the job with --server_dir DIR or --max_restarts" in ended.stderr

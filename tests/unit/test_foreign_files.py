@@ -39,6 +39,7 @@ from phalanx.ps.server.log import Log
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.serving.server_replica import ServerReplica
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.records import read_records
@@ -295,6 +296,8 @@ def test_a_server_with_a_broken_log(log_records: Any, data: st.DataObject) -> No
     for path in state.glob("log-*"):
         path.unlink()
     (state / "log-00000001").write_bytes(changed)
+    with little_memory(), suppress(DataError):
+        ServerReplica(state).poll()
     with little_memory(), suppress(DataError):
         recovered(state)
 

@@ -39,6 +39,7 @@ from phalanx.launch.reports.root_cause import ProcessExit, first_failure
 from phalanx.launch.request.machine import resolve as resolve_host
 from phalanx.launch.request.topology import NodeOffer, build_topology
 from phalanx.ps.server.service import Service
+from phalanx.ps.serving.row_request import read_ids
 from phalanx.ps.stores.update import pack_updates
 from phalanx.ps.wire.address import resolve
 from phalanx.ps.wire.message import RpcRequest
@@ -107,6 +108,17 @@ def test_no_request_makes_a_server_fail(asked: list[tuple[str, dict[str, Any], l
 
 def gone(waits_for: str, is_connected: bool) -> None:
     raise ClosedError(f"nobody waits for {waits_for}")
+
+
+@broken
+@given(
+    body=broken_documents({"ids": [1, "-2"]}) | broken_documents({"texts": ["a"], "salt": "b", "hash_space": 9}),
+    content_type=st.sampled_from(["application/json", "application/octet-stream", ""]),
+)
+def test_a_request_for_rows_that_asks_for_none(body: bytes, content_type: str) -> None:
+    with little_memory(), suppress(ConfigError):
+        ids = read_ids(body, content_type)
+        assert (ids.dtype, ids.ndim) == (np.int64, 1)
 
 
 # --- launchers of several hosts ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -30,28 +31,29 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option(
     "--token-file", type=_FILE, help="File with the token that requests bring. Required unless --host is loopback."
 )
-def command(
-    directory: Path, host: str, port: int, certificate: Path | None, key: Path | None, token_file: Path | None
-) -> None:
+@click.option("--follow", is_flag=True, help="DIRECTORY is the --server_dir of a job: serve rows as it trains them.")
+def command(directory: Path, token_file: Path | None, follow: bool, **address: Any) -> None:
     """Serve the rows of the snapshot in DIRECTORY over HTTP, and newer ones that are saved there."""
     from phalanx.cluster.network import is_loopback
     from phalanx.jobs.api.serve import ListenOptions, address_of, bind, serve
     from phalanx.ps.serving.app import make_table_app
+    from phalanx.ps.serving.servers_replica import ServersReplica
     from phalanx.ps.serving.snapshot_replica import SnapshotReplica
+    from phalanx.ps.serving.view import TableReplica
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
-    listen = ListenOptions(host, port, certificate, key)
+    listen = ListenOptions(**address)
     token = _read_token(token_file)
     with bind(listen) as bound:
         if token is None and not is_loopback(str(bound.getsockname()[0])):
             raise ConfigError(
-                f"--host {host} can be reached from other machines, and no token protects the tables. Give "
+                f"--host {listen.host} can be reached from other machines, and no token protects the tables. Give "
                 "--token-file FILE, or listen on 127.0.0.1 and use a tunnel (ssh -L)."
             )
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn stops on a signal, and then sends it again to the handler before its own.
             signal.signal(number, lambda *_: sys.exit(0))
-        replica = SnapshotReplica(directory)
+        replica: TableReplica = ServersReplica(directory) if follow else SnapshotReplica(directory)
         try:
             bound.listen()  # a client that is faster than the server waits instead of being refused
             talk(tr("Tables at {address}/v1/tables. Ctrl-C ends the server.", address=address_of(bound, listen)))

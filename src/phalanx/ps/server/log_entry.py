@@ -9,6 +9,9 @@ from typing import Any
 from phalanx.ps.snapshot.records import Record
 from phalanx.ps.stores.update import TableUpdate, unpack_updates
 
+UNLOGGED = "unlogged"
+"""Operation of an entry which says that tables now hold what the log does not; the next base does."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:

@@ -1,6 +1,7 @@
 """`Recovery`: restore a server after a crash from a base snapshot and the write-ahead log.
 
     <directory>/job             whose state it is
+    <directory>/server.json     which server it is, locked while it runs
     <directory>/base-<n>/       a snapshot of this server alone: all that came before segment n of the log
     <directory>/log-<n>, ...    what came after
 
@@ -20,6 +21,7 @@ from phalanx.errors import BackendError, DataError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
 from phalanx.ps.server.log import Durability, Log, log_bytes, replay
 from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.presence import ServerPresence
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshot_service import SnapshotService
 from phalanx.ps.server.snapshot_writer import SnapshotWriter
@@ -59,6 +61,7 @@ class Recovery:
         self._service, self._snapshots, self.directory, self._durability = service, snapshots, directory, durability
         self._least_bytes = self._next_bytes = log_bytes
         self._writer: SnapshotWriter | None = None
+        self._presence: ServerPresence | None = None
         self._writing = threading.Lock()
         self._segment = 0
         self._state: dict[str, Any] = {}
@@ -92,6 +95,8 @@ class Recovery:
         self._service.write_base = self.write_base
         self._journal.forget(segment)
         self._tidy(segment)
+        self._presence = ServerPresence(self.directory, self._service.state.server, self._service.state.servers)
+        self._service.write_owed_base()
         if segment or count:
             rows = sum(table.rows for table in self._service.state.tables.tables.values())
             took = time.monotonic() - started
@@ -132,6 +137,8 @@ class Recovery:
             self._writer.wait()
         if self._service.log is not None:
             self._service.log.close()
+        if self._presence is not None:
+            self._presence.close()
 
     @property
     def _journal(self) -> Log:

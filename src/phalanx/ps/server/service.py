@@ -22,7 +22,7 @@ from phalanx._core import ServerEngine
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.server.load_turn import LoadTurn
 from phalanx.ps.server.log import Log
-from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
 from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.updates import engine_pulls, sent_updates
 from phalanx.ps.server.write_freeze import WriteFreeze
@@ -207,19 +207,34 @@ class Service:
         self.write_unlogged(request)
         return self._durable(reply, position)
 
+    def mark_unlogged(self) -> None:
+        """Say in the log that tables hold what it does not, within the change that fills them.
+
+        Who follows the log goes on from the base that `write_unlogged` writes.
+        """
+        self.state.unlogged = True
+        if self.log is not None:
+            self.log.append(LogEntry(UNLOGGED, 0, 0, {}).record(), [])
+
     def write_unlogged(self, request: RpcRequest) -> None:
         """Write a base snapshot if tables hold what the log does not say; the client is told how far that is."""
         if not self.state.unlogged:
             return
         with self.load_turn.take(request):
-            if self.state.unlogged:
-                self.write_base()
-                self.state.unlogged = False
+            self.write_owed_base()
+
+    def write_owed_base(self) -> None:
+        """Do so if no client is there to be told; nothing is filled meanwhile."""
+        if self.state.unlogged:
+            self.write_base()
+            self.state.unlogged = False
 
     def _accept(self, entry: LogEntry) -> dict[str, Any]:
         if self.stopped.is_set():
             raise ClosedError("This server is stopping. Start the job again to go on.")
         self.state.check(entry)
+        if self.state.fills_table(entry):
+            self.mark_unlogged()
         if self.log is not None:
             self.log.append(entry.record(), [])
         try:

@@ -98,7 +98,7 @@ class SnapshotService:
                 service.state.sources.append(source)
                 if names is None and service.state.server == 0:
                     service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
-                service.state.unlogged = True
+                service.mark_unlogged()
             service.write_unlogged(request)
         return RpcReply({"rows": {spec.name: service.state.tables.tables[spec.name].rows for spec in specs}})
 

@@ -18,7 +18,7 @@ from phalanx._core import ServerEngine
 from phalanx.errors import ConfigError
 from phalanx.ps.server.clients import ClientStates
 from phalanx.ps.server.clocks import Clocks, check_worker
-from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
 from phalanx.ps.server.updates import engine_updates
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.stores.base import ServerMode
@@ -44,7 +44,7 @@ class ServerState:
 
     def __init__(self, engine: ServerEngine, server: int = 0, servers: int = 1) -> None:
         self.engine = engine
-        self.server = server
+        self.server, self.servers = server, servers
         self.shards = shards_owned(server, servers)
         self.tables = TableSet()
         self.clients = ClientStates(engine)
@@ -75,9 +75,17 @@ class ServerState:
 
     def apply(self, entry: LogEntry) -> dict[str, Any]:
         """Apply a checked entry, new or from the log, and return the answer."""
+        if entry.op == UNLOGGED:
+            self.unlogged = True
+            return {}
         reply = OPS[entry.op].apply(self, entry)
         self.engine.record_reply(entry.client, entry.seq, json.dumps(reply))
         return reply
+
+    def fills_table(self, entry: LogEntry) -> bool:
+        """Whether a checked entry makes a table with rows of a snapshot, which the log does not hold."""
+        names = [spec["name"] for spec in entry.meta["specs"]] if entry.op == "declare" else []
+        return any(name not in self.tables.specs and self._source_of(name) for name in names)
 
     def put_table(self, table: RowTable) -> None:
         """Add a table, in place of the one of its name if there is one."""

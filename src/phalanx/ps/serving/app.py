@@ -54,7 +54,8 @@ class _TableApi:
         """Answer what tables there are."""
         self._authenticate(request)
         view = self._view()
-        return _json({"version": view.version, "age_s": view.age_s, "tables": view.describe()})
+        about = {"version": view.version, "age_s": view.age_s, "steps": list(view.steps)}
+        return _json({**about, "tables": view.describe()})
 
     async def rows(self, request: Request) -> Response:
         """Answer rows of a table."""

@@ -68,8 +68,8 @@ def _id_of(position: int, item: Any) -> int:
         number = int(item)
     if number is None or not -(1 << 63) <= number < 1 << 63:
         raise ConfigError(
-            f"ids[{position}] is {str(item)[:80]!r}, which is no 64-bit signed integer. Send integers, or strings of them "
-            "where a program has no integers beyond 2**53."
+            f"ids[{position}] is {str(item)[:80]!r}, which is no 64-bit signed integer. Send integers, or strings of "
+            "them where a program has no integers beyond 2**53."
         )
     return number
 

@@ -69,7 +69,8 @@ class SnapshotReplica:
         stamp = self._stamp()
         lookup = Lookup(self._directory)
         as_of = 0.0 if stamp is None else stamp[0] / 1e9
-        return TableView([lookup.tables], lookup.snapshot.manifest.save, as_of)
+        manifest = lookup.snapshot.manifest
+        return TableView([lookup.tables], manifest.save, as_of, manifest.steps or ())
 
     def _stamp(self) -> tuple[int, int] | None:
         """Return when the manifest was written, in nanoseconds, and its inode; None while there is none."""

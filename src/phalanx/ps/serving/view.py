@@ -29,6 +29,9 @@ class TableView:
     as_of: float
     """Until when every change is in the rows, in seconds since 1970."""
 
+    steps: Sequence[int] = ()
+    """Pushes of each worker that the rows hold; none if that is not known."""
+
     @property
     def age_s(self) -> float:
         """Seconds since the rows were known to be current."""

@@ -83,11 +83,18 @@ def read_records(path: Path, is_wanted: Callable[[dict[str, Any]], bool] = lambd
         DataError: If a record is not what was written; names file and offset.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        while file.tell() < size:
-            record = _read(file, path, size, is_wanted)
-            if record is not None:
-                yield record
+        yield from read_open_file(file, path, is_wanted)
+
+
+def read_open_file(
+    file: io.BufferedReader, path: Path, is_wanted: Callable[[dict[str, Any]], bool] = lambda meta: True
+) -> Iterator[Record]:
+    """Yield the records of an open file, from where it stands to where it ends now; see `read_records`."""
+    size = os.fstat(file.fileno()).st_size
+    while file.tell() < size:
+        record = _read(file, path, size, is_wanted)
+        if record is not None:
+            yield record
 
 
 def _read(file: io.BufferedReader, path: Path, size: int, is_wanted: Callable[[dict[str, Any]], bool]) -> Record | None:
