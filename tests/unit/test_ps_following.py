@@ -179,6 +179,24 @@ def test_until_that_base_is_there_the_rows_before_it_are_read(tmp_path: Path) ->
     again.stop()
 
 
+def test_what_is_filled_while_a_base_is_written_gets_a_base_of_its_own(tmp_path: Path) -> None:
+    server = Running(tmp_path)
+    written: list[bool] = []
+
+    def write_base() -> None:
+        written.append(server.service.state.unlogged)
+        if len(written) == 1:
+            server.service.mark_unlogged()
+
+    server.service.write_base = write_base
+    server.service.mark_unlogged()
+    server.service.write_unlogged()
+    server.service.write_unlogged()
+    server.service.write_unlogged()
+    assert written == [False, False]
+    server.stop()
+
+
 def test_the_next_job_in_the_folder_is_followed_once_it_has_tables(tmp_path: Path) -> None:
     server = Running(tmp_path / "0")
     server.declare()
@@ -264,6 +282,9 @@ def test_servers_that_are_missing_are_named(tmp_path: Path) -> None:
         find_servers(tmp_path)
     (tmp_path / "2" / "job").write_text("a")
     assert find_servers(tmp_path) == [tmp_path / "0", tmp_path / "1", tmp_path / "2"]
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "servers").symlink_to(tmp_path)
+    assert find_servers(tmp_path / "log")[2] == tmp_path / "log" / "servers" / "2"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command(
     context_settings=EITHER_SPELLING,
-    epilog="\b\nExample:\n  phalanx serve-table saved --port 8471\n"
+    epilog="\b\nExample:\n  phalanx serve-table saved --port 8471\n  phalanx serve-table --follow state --port 8471\n"
     "  curl localhost:8471/v1/tables/item/rows -d '{\"ids\": [7, 42]}'",
 )
 @click.argument("directory", type=_FOLDER)
@@ -31,7 +31,9 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option(
     "--token-file", type=_FILE, help="File with the token that requests bring. Required unless --host is loopback."
 )
-@click.option("--follow", is_flag=True, help="DIRECTORY is the --server_dir of a job: serve rows as it trains them.")
+@click.option(
+    "--follow", is_flag=True, help="DIRECTORY is the --server_dir or --log_dir of a job: serve rows as it trains."
+)
 def command(directory: Path, token_file: Path | None, follow: bool, **address: Any) -> None:
     """Serve the rows of the snapshot in DIRECTORY over HTTP, and newer ones that are saved there."""
     from phalanx.cluster.network import is_loopback

@@ -82,7 +82,7 @@ def read_server_number(directory: Path) -> ServerNumber:
     except FileNotFoundError:
         raise ConfigError(
             f"No parameter server keeps its log in {directory}. Start the job with --server_dir DIR or --max_restarts, "
-            "and give that folder (LOG_DIR/servers where --server_dir was left out)."
+            "and give that folder (LOG_DIR where --server_dir was left out)."
         ) from None
     except ValidationError as error:
         raise DataError(f"{path} does not say which server it is of. Start the server again.") from error

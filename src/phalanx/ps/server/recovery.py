@@ -96,7 +96,7 @@ class Recovery:
         self._journal.forget(segment)
         self._tidy(segment)
         self._presence = ServerPresence(self.directory, self._service.state.server, self._service.state.servers)
-        self._service.write_owed_base()
+        self._write_owed_base()
         if segment or count:
             rows = sum(table.rows for table in self._service.state.tables.tables.values())
             took = time.monotonic() - started
@@ -156,6 +156,14 @@ class Recovery:
         if not path.exists():
             # In one step: half a name would look like another job's, and the state be moved aside.
             write_atomically(path, job)
+
+    def _write_owed_base(self) -> None:
+        """Write the base that a server which was killed still owes to those who follow its log."""
+        try:
+            self._service.write_owed_base()
+        except BackendError as error:
+            # It is tried again before the next change of control is answered.
+            logger.warning("no base snapshot was written: %s", error)
 
     def _load_base(self) -> int:
         """Fill the tables from the newest base; returns the first segment that it does not hold."""

@@ -23,7 +23,7 @@ class ServersReplica:
     """Follows the logs of a job's servers, a thread for each. It reads their files alone: training does not notice.
 
     Args:
-        directory: Folder with the folders of the servers, or that of a job's only server.
+        directory: Folder with the folders of the servers, or that of a job's only server, or the job's LOG_DIR.
         poll_s: Seconds between two looks at a log.
 
     Raises:
@@ -77,6 +77,8 @@ def find_servers(directory: Path) -> list[Path]:
     Raises:
         ConfigError: If there is none, or one is missing or of another job.
     """
+    if (directory / "servers").is_dir():
+        directory /= "servers"
     is_single = not (directory / "0").is_dir()
     first = directory if is_single else directory / "0"
     servers = read_server_number(first).servers
