@@ -18,6 +18,7 @@ import httpx
 import pytest
 import uvicorn
 
+from certificates import make_certificate
 from job_server import JobServer, job_server, report
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, SpecError, StateError
 from phalanx.jobs import paths
@@ -264,7 +265,7 @@ def test_off_loopback_only_with_a_certificate(tmp_path):
 
 def test_a_certificate_serves_https(tmp_path, monkeypatch):
     pem = tmp_path / "both.pem"
-    _make_certificate(pem)
+    make_certificate(pem)
     started: list[uvicorn.Server] = []
     run = uvicorn.Server.run
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, **said: (started.append(self), run(self, **said))[1])
@@ -284,13 +285,6 @@ def test_a_certificate_serves_https(tmp_path, monkeypatch):
     finally:
         started[0].should_exit = True
         thread.join()
-
-
-def _make_certificate(path: Path) -> None:
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(path), "-out", f"{path}.crt"]
-    subprocess.run(command, check=True, capture_output=True)
-    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
 
 
 @pytest.mark.timeout(300)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from certificates import make_certificate
 from launching import wait_until
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.save import save_local
@@ -91,6 +94,21 @@ def test_an_address_that_others_reach_needs_a_certificate_and_a_token(tmp_path: 
     )
     assert ended.returncode == 1
     assert "no token protects the tables. Give --token-file FILE" in ended.stderr
+
+
+def test_others_read_over_https_with_the_token(tmp_path: Path) -> None:
+    save(make_table(SPEC), tmp_path / "saved")
+    make_certificate(tmp_path / "both.pem")
+    (tmp_path / "token").write_text("secret\n")
+    place = ("--host", "0.0.0.0", "--certificate", tmp_path / "both.pem", "--token-file", tmp_path / "token")
+    trust = ssl.create_default_context(cafile=str(tmp_path / "both.pem"))
+    with serve_table(tmp_path / "log", tmp_path / "saved", *place) as address:
+        url = address.replace("0.0.0.0", "localhost") + "/v1/tables"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, context=trust)
+        request = urllib.request.Request(url, headers={"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(request, context=trust) as answer:
+            assert json.load(answer)["tables"][0]["name"] == "items"
 
 
 # --- a job that trains ------------------------------------------------------------------------------------------------
