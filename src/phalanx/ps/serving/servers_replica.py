@@ -20,7 +20,7 @@ _log = logging.getLogger("phalanx.ps")
 
 
 class ServersReplica:
-    """Follows the logs of a job's servers, a thread for each. It reads their files alone: training does not notice.
+    """Follows the logs of a job's servers, a thread for each. It reads their files alone and takes no lock of theirs.
 
     Args:
         directory: Folder with the folders of the servers, or that of a job's only server, or the job's LOG_DIR.
