@@ -131,7 +131,7 @@ class Recovery:
             self._next_bytes = self._journal.bytes + self._least_bytes
 
     def close(self) -> None:
-        """Give up a base that is not whole, for which the log still holds all, and close the log if recovery came so far."""
+        """Give up a base that is not whole, for which the log still holds all, and close the log if there is one."""
         if self._writer is not None:
             self._writer.stop()
             self._writer.wait()
