@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.report import machine
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.server.updates import engine_updates
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import TableSpec

@@ -38,7 +38,7 @@ from phalanx.plan.value import Axis, OnRanks, ParamRule, Plan, Shard
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.serving.server_replica import ServerReplica
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import open_snapshot

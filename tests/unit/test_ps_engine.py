@@ -17,7 +17,7 @@ from phalanx.ps.server.log import replay
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.placement import SHARDS

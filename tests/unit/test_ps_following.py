@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.ps.server.presence import ServerPresence, is_running
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.serving.server_replica import ServerReplica
 from phalanx.ps.serving.servers_replica import ServersReplica, find_servers
 from phalanx.ps.snapshot.participant import SnapshotParticipant

@@ -15,7 +15,7 @@ from phalanx.errors import BackendError, ConfigError, DataError
 from phalanx.ps.server.log import Log, replay, segments
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.records import pack, read_records
 from ps_requests import FakeWorker, disk_that_cannot_sync, gradient
 

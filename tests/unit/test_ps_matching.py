@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ps.server.snapshot_check import WARMUP_STEPS, SnapshotTableCheck
+from phalanx.ps.server.snapshots.snapshot_check import WARMUP_STEPS, SnapshotTableCheck
 from phalanx.ps.table.rules import TableSpec
 from ps_requests import SPEC
 

@@ -12,7 +12,7 @@ import pytest
 from phalanx.errors import ClosedError, DataError, InternalError
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.wire import progress as progress_module
 from phalanx.ps.wire.message import RpcReply, RpcRequest

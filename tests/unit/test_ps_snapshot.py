@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError, DataError
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource, open_snapshot
 from phalanx.ps.snapshot.records import pack, read_records

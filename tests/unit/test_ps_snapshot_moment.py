@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.errors import BackendError, PeerLostError
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.save import FREEZE_S, LocalAnswer, save
 from phalanx.ps.wire.message import RpcReply
 from ps_requests import FakeWorker, gradient

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import BackendError, InternalError
-from phalanx.ps.server.snapshot_writer import SnapshotWriter
+from phalanx.ps.server.snapshots.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.records import read_records
 from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.table.arrays import Columns

@@ -21,8 +21,8 @@ from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.row_budget import default_budget
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_check import SnapshotTableCheck
-from phalanx.ps.server.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_check import SnapshotTableCheck
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.server.status import StatusFile
 from phalanx.ps.wire.address import listening_sockets
 from phalanx.ps.wire.listener import Listener

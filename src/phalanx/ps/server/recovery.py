@@ -23,8 +23,8 @@ from phalanx.ps.server.log import Durability, Log, log_bytes, replay
 from phalanx.ps.server.log_entry import LogEntry
 from phalanx.ps.server.presence import ServerPresence
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_service import SnapshotService
-from phalanx.ps.server.snapshot_writer import SnapshotWriter
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
+from phalanx.ps.server.snapshots.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.manifest import SnapshotFile, SnapshotManifest, write_manifest
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.write import WriteRequest

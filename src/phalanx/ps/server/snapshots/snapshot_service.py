@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.snapshot_writer import SnapshotWriter
+from phalanx.ps.server.snapshots.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.write import WriteRequest
