@@ -132,4 +132,4 @@ def test_a_participant_that_fails_leaves_none_frozen(tmp_path: Path, kind: str, 
     assert [number for kind, number, op in events if (kind, op) == ("send", "resume")] == [0, 1, 2]
     assert {0, 2} <= {number for kind, number, op in events if (kind, op) == ("read", "resume")}
     for participant in participants:
-        participant.snapshots.wait()
+        participant.snapshots.stop()
