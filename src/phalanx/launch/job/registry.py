@@ -20,13 +20,6 @@ from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.files import temporary_path, write_atomically
 from phalanx.i18n import tr
 from phalanx.launch.hang.verdict import Verdict
-from phalanx.launch.reports.server_status import (
-    JobStatuses,
-    ServerStatus,
-    prometheus_lines,
-    read_statuses,
-    server_lines,
-)
 from phalanx.units import format_length
 
 logger = logging.getLogger("phalanx.launch")
@@ -133,6 +126,8 @@ def last_event(path: str) -> dict[str, Any]:
 
 def collect() -> list[dict[str, Any]]:
     """Return every running job with its processes, each with its last step, loss and speed, and its part of batches."""
+    from phalanx.launch.reports.server_status import read_statuses  # not by a launcher, which starts without pydantic
+
     running = jobs()
     for job in running:
         job["age_s"] = round(time.time() - job["started"], 1)
@@ -146,6 +141,8 @@ def collect() -> list[dict[str, Any]]:
 
 def render(listed: list[dict[str, Any]]) -> str:
     """Return the jobs as aligned text."""
+    from phalanx.launch.reports.server_status import server_lines
+
     if not listed:
         return "No job is running on this host under your account.\n"
     lines = []
@@ -204,6 +201,8 @@ def _share(process: dict[str, Any]) -> str:
 @click.option("--metrics", is_flag=True, help="Print what parameter servers count as Prometheus text.")
 def command(as_json: bool, metrics: bool) -> None:
     """List the running jobs with their ranks, pids, step, loss and speed, and the tables of parameter servers."""
+    from phalanx.launch.reports.server_status import JobStatuses, ServerStatus, prometheus_lines
+
     listed = collect()
     if metrics:
         sys.stdout.writelines(
