@@ -115,10 +115,11 @@ DataReply ServerEngine::take(const DataRequest& request, const WaitReport& repor
   const Place place = place_of(request.client);
   const std::int64_t step = step_of(request);
   place.clocks->check();
-  std::optional<WaitScope> waits(std::in_place, counts_);
-  if (step <= place.clocks->next_step(place.worker)) place.clocks->wait_turn(step, report);
-  const PushPermit permit(*gate_, place.worker, step);
-  waits.reset();
+  const PushPermit permit = [&] {
+    const WaitScope waits(counts_);
+    if (step <= place.clocks->next_step(place.worker)) place.clocks->wait_turn(step, report);
+    return PushPermit(*gate_, place.worker, step);
+  }();
   // Once more: the worker may have been started again since, and this be the request of its older process.
   const Place now = place_of(request.client);
   const Claim claim(*this, request);

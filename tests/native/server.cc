@@ -211,11 +211,18 @@ void train_together(ServerMode mode) {
         server.engine.append_pending();
         server.engine.complete_steps();
         CHECK(server.engine.clients().size() == kWorkers);
+        std::vector<std::uint64_t> moments, ticks;
         for (const auto& table : server.tables) {
-          table->hold();
-          table->release();
+          moments.push_back(table->begin_moment(0));
+          ticks.push_back(table->tick());
         }
         server.engine.gate().leave_alone();
+        for (std::size_t t = 0; t < server.tables.size(); ++t) {
+          EmbeddingTable& table = *server.tables[t];
+          for (int shard = i; shard < 1024; shard += 20)
+            for (const std::uint64_t tick : table.read_moment(moments[t], shard).ticks) CHECK(tick <= ticks[t]);
+          table.end_moment(moments[t]);
+        }
       }
     });
     CHECK(server.failures == 0 && server.clocks->complete() == kSteps);
