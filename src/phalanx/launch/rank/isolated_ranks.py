@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from phalanx.comm.call_count import calls_issued
 from phalanx.parallel.session import is_anything_distributed
 
 logger = logging.getLogger("phalanx.launch")
@@ -27,18 +27,22 @@ PATIENCE = 3
 def watch_steps(world_size: int) -> None:
     """Warn once, at the third optimizer step of this process, if it trains as if it were alone.
 
+    A script that exchanges anything from its first to its third step, by collectives it calls itself, knows what it does.
+
     Args:
         world_size: Ranks of the job, at least 2.
     """
-    steps = 0
+    steps = calls_at_first = 0
 
     def look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        nonlocal steps
+        nonlocal steps, calls_at_first
         # A compiler that traces the step must not see the counter.
         if steps >= PATIENCE or torch.compiler.is_compiling():
             return
         steps += 1
-        if steps == PATIENCE and (what := _missing(optimizer)):
+        if steps == 1:
+            calls_at_first = calls_issued()
+        elif steps == PATIENCE and calls_issued() == calls_at_first and (what := _missing(optimizer)):
             logger.warning(
                 "the %d ranks train side by side, each a model of its own: %s. Call model, optimizer, loader = "
                 "px.distribute(model, optimizer, data), or start one process with -n 1.",
@@ -53,12 +57,14 @@ def _missing(optimizer: Optimizer) -> str:
     """Return what was not done that would join the ranks, empty if something was."""
     if not dist.is_initialized():
         return "the script never joins them"
-    context = sys.modules.get("phalanx.comm.context")
-    if context is None or not context.is_initialized():
+    # Not sooner: a script without phalanx need not pay for its import before it trains.
+    from phalanx.comm.context import is_initialized
+
+    if not is_initialized():
         return ""  # a group the script made itself: it knows torch.distributed
     if is_anything_distributed():
         return ""
-    if "phalanx.comm.collectives" in sys.modules or _is_wrapped(optimizer):
+    if _is_wrapped(optimizer):
         return ""
     return "it calls init, but gives no model to be distributed, so gradients are not averaged"
 
