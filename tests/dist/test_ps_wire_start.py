@@ -148,6 +148,7 @@ def test_a_client_counts_as_connected_once_it_is_answered():
         with connected(listener) as left:
             left.send("note", {})
             wait_until(state_of_request)
+        wait_until(lambda: not listener._running())
         with connected(listener) as connection:
             pending = connection.send("note", {})
             assert events == []
