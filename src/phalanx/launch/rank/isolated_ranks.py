@@ -27,7 +27,7 @@ PATIENCE = 3
 def watch_steps(world_size: int) -> None:
     """Warn once, at the third optimizer step of this process, if it trains as if it were alone.
 
-    A script that exchanges anything from its first to its third step, by collectives it calls itself, knows what it does.
+    A script that exchanges anything from its first to its third step, by collectives of its own, knows what it does.
 
     Args:
         world_size: Ranks of the job, at least 2.
