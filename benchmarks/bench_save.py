@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.engine_client import EngineClient, push_part
 from benchmarks.report import machine
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
-from phalanx.ps.server.updates import engine_updates
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import Adagrad
@@ -39,7 +39,8 @@ class Server:
     def __init__(self, rows: int, keys: int) -> None:
         self._service = Service()
         self._snapshots = SnapshotService(self._service)
-        self._rows, self._keys, self._step = rows, keys, 0
+        self._worker = EngineClient(self._service, 1)
+        self._rows, self._keys = rows, keys
         self._draw = np.random.default_rng(0)
         self._values = np.ones((keys, DIM), np.float32)
         specs = [TableSpec("rows", DIM, Adagrad(lr=0.1)).to_json()]
@@ -64,10 +65,9 @@ class Server:
 
     def _push(self, ids: np.ndarray[Any, Any]) -> float:
         values = self._values if len(ids) <= len(self._values) else np.ones((len(ids), DIM), np.float32)
-        updates = engine_updates(self._service.state.tables, [TableUpdate("rows", ids, values[: len(ids)])])
+        push = push_part(TableUpdate("rows", ids, values[: len(ids)]))
         started = time.perf_counter()
-        self._service.engine.push(1, self._step + 2, self._step, 1.0, updates, [], np.empty, _ignore)
-        self._step += 1
+        self._worker.push(push)
         return time.perf_counter() - started
 
     def _call(self, op: str, meta: dict[str, Any], client: int = 2) -> dict[str, Any]:
@@ -124,10 +124,6 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def _ignore(waits_for: str, is_connected: bool) -> None:
-    """No one waits in mode `async`."""
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.engine_client import EngineClient, push_part
 from benchmarks.report import arguments, measure_pairs, show
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
-from phalanx.ps.server.updates import engine_updates
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import Adagrad
@@ -60,21 +60,13 @@ def _push(
 ) -> None:
     draw = np.random.default_rng(client)
     values = np.ones((keys, DIM), np.float32)
-    batches = [
-        engine_updates(service.state.tables, [TableUpdate("rows", draw.permutation(ROWS)[:keys], values)])
-        for _ in range(8)
-    ]
-    step = 0
+    pushes = [push_part(TableUpdate("rows", draw.permutation(ROWS)[:keys], values)) for _ in range(8)]
+    worker = EngineClient(service, client + 1)
     together.wait()
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
-        service.engine.push(client + 1, step + 2, step, 1.0, batches[step % len(batches)], [], np.empty, _ignore)
-        step += 1
-    counts[client] = step
-
-
-def _ignore(waits_for: str, is_connected: bool) -> None:
-    """No one waits in mode `async`."""
+        worker.push(pushes[worker.step % len(pushes)])
+    counts[client] = worker.step
 
 
 def main() -> None:

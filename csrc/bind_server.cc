@@ -1,4 +1,4 @@
-// Python's view of the server's engine: control calls it, and sessions in Python hand it pulls and pushes. No logic here.
+// Python's view of the server's engine, as control calls it. No logic here.
 //
 // Every call that takes a lock of the engine lets go of Python's first: the engine's threads call Python under theirs.
 
@@ -185,40 +185,34 @@ void bind_log(nb::module_& module) {
 
 // --- engine ----------------------------------------------------------------------------------------------------------
 
-// What a session in Python hands over: reads arrays, and keeps them for as long as it lives.
-class PythonRequest {
+// A push from the log: reads arrays, and keeps them for as long as it lives.
+class LoggedPush {
  public:
   DataRequest request;
 
-  PythonRequest(bool is_push, std::uint64_t client, std::uint64_t seq, std::uint64_t step) {
-    request.is_push = is_push;
+  LoggedPush(std::uint64_t client, std::uint64_t seq, std::uint64_t step, double weight) {
+    request.is_push = true;
     request.client = client;
     request.seq = seq;
     request.step = step;
+    request.weight = weight;
   }
 
-  // (salt, keys) of each table
-  void add_pulls(const nb::list& pulls) {
-    for (const nb::handle pull : pulls)
-      request.pulls.push_back({nb::cast<std::uint64_t>(pull[0]), column<std::int64_t>(pull[1])});
-  }
-
-  // (salt, kind, pull, keys or None, values, lr or None, counts, shows, clicks or None) of each table
-  void add_pushes(const nb::list& updates) {
+  // (salt, kind, keys, values, lr or None, counts, shows, clicks or None) of each table
+  void add(const nb::list& updates) {
     for (const nb::handle update : updates) {
       TablePush& sent = request.pushes.emplace_back();
       sent.table = nb::cast<std::uint64_t>(update[0]);
       sent.kind = static_cast<UpdateKind>(nb::cast<std::uint8_t>(update[1]));
-      sent.pull = nb::cast<std::uint64_t>(update[2]);
-      const Rows values = nb::cast<Rows>(update[4], false);
-      kept_.push_back(nb::borrow(update[4]));
+      sent.keys = column<std::int64_t>(update[2]);
+      const Rows values = nb::cast<Rows>(update[3], false);
+      kept_.push_back(nb::borrow(update[3]));
       sent.values = {values.data(), values.size()};
       sent.rows = static_cast<std::uint32_t>(values.shape(0));
-      if (!update[3].is_none()) sent.keys = column<std::int64_t>(update[3]);
-      if ((sent.has_lr = !update[5].is_none())) sent.lr = nb::cast<double>(update[5]);
-      sent.counts = data_or_null<std::uint32_t>(update[6]);
-      sent.shows = data_or_null<float>(update[7]);
-      sent.clicks = data_or_null<float>(update[8]);
+      if ((sent.has_lr = !update[4].is_none())) sent.lr = nb::cast<double>(update[4]);
+      sent.counts = data_or_null<std::uint32_t>(update[5]);
+      sent.shows = data_or_null<float>(update[6]);
+      sent.clicks = data_or_null<float>(update[7]);
     }
   }
 
@@ -242,70 +236,10 @@ class PythonRequest {
   std::vector<nb::object> kept_;
 };
 
-class PythonCaller : public Caller {
- public:
-  PythonCaller(nb::object empty, nb::object report) : empty_(std::move(empty)), report_(std::move(report)) {}
-
-  float* rows(std::size_t count, std::size_t dim) override {
-    const nb::gil_scoped_acquire acquired;
-    const nb::object array = empty_(nb::make_tuple(count, dim));
-    arrays.append(array);
-    return nb::cast<OutRows>(array, false).data();
-  }
-
-  void report_wait(const std::string& waits_for, bool is_connected) override {
-    const nb::gil_scoped_acquire acquired;
-    report_(waits_for, is_connected);
-  }
-
-  nb::list arrays;
-
- private:
-  nb::object empty_, report_;
-};
-
-// Returns the reply as JSON says it, and the rows.
-nb::tuple answer(ServerEngine& engine, const DataRequest& request, nb::object empty, nb::object report) {
-  PythonCaller caller(std::move(empty), std::move(report));
-  DataReply reply;
-  {
-    const nb::gil_scoped_release released;
-    reply = engine.answer(request, caller);
-  }
-  nb::dict meta;
-  switch (reply.status) {
-    case DataStatus::kAgain: meta["again"] = true; break;
-    case DataStatus::kNeedPush: meta["need_push"] = reply.number; break;
-    case DataStatus::kNeedKeys: meta["need_keys"] = true; break;
-    case DataStatus::kDone:
-      if (request.is_push) meta["dropped"] = reply.dropped;
-      if (reply.number != 0) meta["pull_id"] = reply.number;
-  }
-  return nb::make_tuple(meta, caller.arrays);
-}
-
-nb::tuple pull(ServerEngine& engine, std::uint64_t client, std::uint64_t seq, std::uint64_t step, nb::list pulls,
-               bool keep, nb::object empty, nb::object report) {
-  PythonRequest asked(false, client, seq, step);
-  asked.add_pulls(pulls);
-  asked.request.keep = keep;
-  return answer(engine, asked.request, std::move(empty), std::move(report));
-}
-
-nb::tuple push(ServerEngine& engine, std::uint64_t client, std::uint64_t seq, std::uint64_t step, double weight,
-               nb::list updates, nb::list then, nb::object empty, nb::object report) {
-  PythonRequest asked(true, client, seq, step);
-  asked.request.weight = weight;
-  asked.add_pushes(updates);
-  asked.add_pulls(then);
-  return answer(engine, asked.request, std::move(empty), std::move(report));
-}
-
 void replay(ServerEngine& engine, std::uint64_t client, std::uint64_t seq, std::uint64_t step, double weight,
             nb::list updates) {
-  PythonRequest logged(true, client, seq, step);
-  logged.request.weight = weight;
-  logged.add_pushes(updates);
+  LoggedPush logged(client, seq, step, weight);
+  logged.add(updates);
   const nb::gil_scoped_release released;
   engine.replay(logged.request);
 }
@@ -357,10 +291,6 @@ nb::dict counts_of_engine(const ServerEngine& engine) {
 void bind_engine(nb::module_& module) {
   nb::class_<ServerEngine, DataHandler>(module, "ServerEngine", "Pulls and pushes of a server, on all cores; see csrc/server_engine.h.")
       .def("__init__", &make_engine, nb::arg("gate"), nb::arg("failed"))
-      .def("pull", &pull, nb::arg("client"), nb::arg("seq"), nb::arg("step"), nb::arg("pulls"), nb::arg("keep"),
-           nb::arg("empty"), nb::arg("report"))
-      .def("push", &push, nb::arg("client"), nb::arg("seq"), nb::arg("step"), nb::arg("weight"), nb::arg("updates"),
-           nb::arg("then"), nb::arg("empty"), nb::arg("report"))
       .def("replay", &replay, nb::arg("client"), nb::arg("seq"), nb::arg("step"), nb::arg("weight"),
            nb::arg("updates"))
       .def("counts", &counts_of_engine)

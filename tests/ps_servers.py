@@ -26,6 +26,7 @@ import ranks
 from phalanx.cluster.role.role import Role
 from phalanx.ps.snapshot.records import Record
 from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.data_frame import DataReply, DataRequest
 from phalanx.ps.wire.message import Pending, RpcReply
 from ps_requests import FakeWorker
 
@@ -187,7 +188,11 @@ class Worker(FakeWorker):
         )
 
     def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> RpcReply:
-        return self.connection.call(op, meta, arrays, reply_bytes=1 << 16)
+        return self.connection.call(op, meta, arrays)
+
+    def ask(self, request: DataRequest, *, seq: int | None = None) -> DataReply:
+        reply: DataReply = self.connection.post(request).result()
+        return reply
 
     def send(self, op: str, meta: Mapping[str, Any]) -> Pending:  # type: ignore[override]
         return self.connection.send(op, meta)

@@ -10,7 +10,7 @@ from phalanx.errors import PhalanxError
 
 _Counts = tuple[str | None, int, int, list[int], list[bool]]
 _Array = numpy.typing.NDArray[Any]
-_Update = tuple[int, int, int, _Array | None, _Array, float | None, _Array | None, _Array | None, _Array | None]
+_Update = tuple[int, int, _Array, _Array, float | None, _Array | None, _Array | None, _Array | None]
 
 def scaled_planes(
     pixels: numpy.typing.NDArray[numpy.uint8],
@@ -185,31 +185,6 @@ class ServerEngine(DataHandler):
 
     def __init__(self, gate: WriteGate, failed: Callable[[PhalanxError], None]) -> None: ...
     def counts(self) -> dict[str, float]: ...
-    def pull(
-        self,
-        client: int,
-        seq: int,
-        step: int,
-        pulls: Sequence[tuple[int, _Array]],
-        keep: bool,
-        empty: Callable[[tuple[int, int]], numpy.typing.NDArray[numpy.float32]],
-        report: Callable[[str, bool], None],
-    ) -> tuple[dict[str, Any], list[_Array]]:
-        """Answer with the reply's JSON object and the rows of each table, in what `empty` returns."""
-
-    def push(
-        self,
-        client: int,
-        seq: int,
-        step: int,
-        weight: float,
-        updates: Sequence[_Update],
-        then: Sequence[tuple[int, _Array]],
-        empty: Callable[[tuple[int, int]], numpy.typing.NDArray[numpy.float32]],
-        report: Callable[[str, bool], None],
-    ) -> tuple[dict[str, Any], list[_Array]]:
-        """Take a push, and answer as `pull` with what the next step reads."""
-
     def replay(self, client: int, seq: int, step: int, weight: float, updates: Sequence[_Update]) -> None:
         """Apply a push from the log."""
 

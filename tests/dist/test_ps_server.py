@@ -20,7 +20,7 @@ from phalanx.ps.snapshot.save import save
 from phalanx.ps.snapshot_lookup import Lookup
 from phalanx.ps.table.placement import owner_of, shard_of, table_salt
 from phalanx.ps.wire.message import RpcReply
-from ps_requests import SPEC, gradient, keys
+from ps_requests import SPEC, gradient
 from ps_servers import Server, Worker, servers
 
 pytestmark = pytest.mark.dist
@@ -63,7 +63,7 @@ def test_a_server_ends_when_all_workers_have_left(tmp_path: Path) -> None:
     with servers(1, tmp_path) as (server,):
         workers = joined([server], 2, "async")
         workers[0][0].push(gradient((1,), 1.0), step=0)
-        assert workers[1][0].pull(1).arrays[0].tolist() == [[-1.0, -1.0]]
+        assert workers[1][0].pull(1).rows[0].tolist() == [[-1.0, -1.0]]
         for (worker,) in workers:
             worker.call("leave", {})
         close(workers)
@@ -82,7 +82,7 @@ def test_a_server_stays_for_a_worker_that_left_and_still_reads(tmp_path: Path) -
         two.close()
         assert server.process is not None
         server.process.join(5 * TICK_S)
-        assert one.pull(1, step=1).arrays[0][0, 0] == -1.0
+        assert one.pull(1, step=1).rows[0][0, 0] == -1.0
         save([one], tmp_path / "save", {})
         server.terminate()
         assert server.end() == 0
@@ -108,7 +108,7 @@ def test_a_server_that_ended_from_outside_can_be_started_again(tmp_path: Path) -
         server.end()
         server.start()
         worker.push(gradient((1,), 1.0), step=1)
-        assert worker.pull(1, step=2).arrays[0][0, 0] == -2.0
+        assert worker.pull(1, step=2).rows[0][0, 0] == -2.0
         worker.close()
 
 
@@ -124,7 +124,7 @@ def test_one_worker_saves_in_sync_while_the_others_are_ahead(tmp_path: Path) -> 
         assert manifest.steps == [1, 1]
         assert set(values(tmp_path / "save", ids)) == {-1.0}
         push(workers[0], ids, 1.0, 1)
-        assert workers[0][0].pull(*parts(ids, 2)[0], step=2).arrays[0][0, 0] == -2.0
+        assert workers[0][0].pull(*parts(ids, 2)[0], step=2).rows[0][0, 0] == -2.0
         close(workers)
 
 
@@ -148,7 +148,7 @@ def test_a_restarted_worker_is_waited_for(tmp_path: Path) -> None:
         again = Worker(server, 1)
         assert again.declare(mode="sync", workers=2)["step"] == 0
         again.push(gradient((1,), 1.0), step=0)
-        assert one.pull(1, step=1).arrays[0][0, 0] == -1.0
+        assert one.pull(1, step=1).rows[0][0, 0] == -1.0
         one.close()
         again.close()
 
@@ -268,7 +268,7 @@ def test_load_by_operation_and_a_delta_on_it(tmp_path: Path) -> None:
             server.start()
         (workers,) = joined(made, 1, "async")
         (part, _) = parts(ids, 2)
-        assert set(workers[0].pull(*part[1:], step=3).arrays[0][:, 0].tolist()) == {-1.0}
+        assert set(workers[0].pull(*part[1:], step=3).rows[0][:, 0].tolist()) == {-1.0}
         save(workers, tmp_path / "delta-2", {}, "delta")
         assert values(tmp_path / "delta-2", ids[:2]) == [-2.0, -1.0]
         close([workers])
@@ -305,7 +305,7 @@ def test_a_base_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
         server.kill()
         server.start()
         ((worker,),) = joined([server], 1, "async")
-        assert worker.pull(7, 8, step=21).arrays[0][:, 0].tolist() == [-21.0, -20.0]
+        assert worker.pull(7, 8, step=21).rows[0][:, 0].tolist() == [-21.0, -20.0]
         report = worker.call("report", {}).meta
         assert report["tables"]["items"]["pushed"] == 40_001
         assert report["steps"] == [21]
@@ -336,7 +336,7 @@ def test_an_unwritable_folder_fails_the_save_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"Asked to save to .*file: File exists. Give a folder"):
             save(workers, tmp_path / "file", {})
         worker.push(gradient((1,), 1.0), step=1)
-        assert worker.call("pull", {"step": 2, "tables": [["items", 1]]}, [keys(1)]).arrays[0][0, 0] == -2.0
+        assert worker.pull(1, step=2).rows[0][0, 0] == -2.0
         close([workers])
 
 

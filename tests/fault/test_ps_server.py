@@ -61,9 +61,9 @@ def undisturbed(steps: int) -> bytes:
     for step in range(steps):
         for n, worker in enumerate(workers):
             ids = ids_of(n, step)
-            rows = worker.pull(*ids, step=step, table="rows").arrays[0]
+            rows = worker.pull(*ids, step=step, table="rows").rows[0]
             worker.push(TableUpdate("rows", ids, gradients(rows, n, step)), step=step, weight=n + 1)
-    return workers[0].pull(*range(200), step=steps, table="rows").arrays[0].tobytes()
+    return workers[0].pull(*range(200), step=steps, table="rows").rows[0].tobytes()
 
 
 @pytest.mark.parametrize(("count", "kills"), [(1, 10), (2, 5)])
@@ -224,7 +224,7 @@ def test_a_full_disk_refuses_pushes_and_saves_and_both_go_on_after(tmp_path: Pat
         limit_file_size(server, log.stat().st_size + 100)
         with pytest.raises(BackendError, match=r"log in .*, which has \d+ bytes free: File too large.*push again"):
             worker.push(gradient(many, 1.0), step=1)
-        assert worker.pull(7, step=1).arrays[0][0, 0] == -1.0
+        assert worker.pull(7, step=1).rows[0][0, 0] == -1.0
         limit_file_size(server, 50)
         with pytest.raises(BackendError, match=r"bytes free: File too large\. The snapshot that was there stays"):
             save([worker], where, {"n": 1})

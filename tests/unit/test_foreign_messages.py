@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mutations import ODD_DOCUMENTS, ODD_TEXTS, broken_bytes, broken_documents, broken_json, little_memory
 from open_files import no_descriptor_left
+from phalanx._core import MemoryBudget, ServerContext
 from phalanx.addresses import parse_endpoint
 from phalanx.cluster.env.environment import MOST_HOSTS, expand_hosts
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
@@ -40,8 +41,9 @@ from phalanx.launch.request.machine import resolve as resolve_host
 from phalanx.launch.request.topology import NodeOffer, build_topology
 from phalanx.ps.server.service import Service
 from phalanx.ps.serving.row_request import read_ids
-from phalanx.ps.stores.update import pack_updates
 from phalanx.ps.wire.address import resolve
+from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
+from phalanx.ps.wire.frame import FrameError, FrameKind
 from phalanx.ps.wire.message import RpcRequest
 from phalanx.versions import HAS_NATIVE
 from ps_requests import SPEC, FakeWorker, gradient, keys
@@ -50,13 +52,9 @@ broken = settings(deadline=None, max_examples=200)
 
 # --- parameter server -------------------------------------------------------------------------------------------------
 
-_DESCRIBED, _ARRAYS = pack_updates([gradient((1, 2), 1.0)])
 DECLARED = {"mode": "async", "bound": 0, "workers": 1, "worker": 0, "specs": [SPEC.to_json()]}
 REQUESTS: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("declare", DECLARED, []),
-    ("pull", {"step": 0, "tables": [["items", 2]], "keep": True}, [keys(1, 2)]),
-    ("push", {"step": 0, "weight": 1.0, "changes": _DESCRIBED, "then": [["items", 2]]}, [*_ARRAYS, keys(1, 2)]),
-    ("push", {"step": 0, "weight": 1.0, "changes": [{**_DESCRIBED[0], "pull": 3}]}, _ARRAYS[1:]),
     ("shrink", {"table": "items"}, []),
     ("lease", {"epoch": 0, "files": ["a", "b"]}, []),
     ("done", {"epoch": 0, "file": "a", "offset": 3, "end": True}, []),
@@ -90,6 +88,34 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Any]]:
     return op, meta, arrays
 
 
+class Frames:
+    """The frames of a worker's pull and pushes: kind, object and payload."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[FrameKind, bytes, bytes]] = []
+        worker = FakeWorker(Service())
+        worker.ask = self._note  # type: ignore[method-assign]
+        worker.pull(1, 2, keep=True)
+        worker.push(gradient((1, 2), 1.0), then=[("items", keys(1, 2))])
+        worker.push(gradient((1, 2), 1.0), pull=3)
+
+    def _note(self, request: DataRequest, *, seq: int | None = None) -> DataReply:
+        payload = np.empty(request.payload_bytes, np.uint8)
+        request.write(payload)
+        self.all.append((request.kind, request.encode(None), payload.tobytes()))
+        return DataReply(DataStatus.NEED_KEYS, 0, 0, payload[:0])
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> tuple[FrameKind, bytes, bytes]:
+    kind, raw, payload = draw(st.sampled_from(Frames().all))
+    if draw(st.booleans()):
+        raw = draw(broken_bytes(raw))
+    if draw(st.booleans()):
+        payload = draw(broken_bytes(payload))
+    return kind, raw, payload
+
+
 @broken
 @given(asked=st.lists(requests(), min_size=1, max_size=4), client=st.sampled_from([100, 0, 2**64 - 1]))
 def test_no_request_makes_a_server_fail(asked: list[tuple[str, dict[str, Any], list[Any]]], client: int) -> None:
@@ -104,6 +130,21 @@ def test_no_request_makes_a_server_fail(asked: list[tuple[str, dict[str, Any], l
     assert service.failure is None
     assert not service.stopped.is_set()
     assert FakeWorker(service).call("report", {}).meta["tables"].keys() >= {"items"}
+
+
+@broken
+@given(asked=st.lists(frames(), min_size=1, max_size=4), client=st.sampled_from([100, 0, 2**64 - 1]))
+def test_no_pull_or_push_makes_a_server_fail(asked: list[tuple[FrameKind, bytes, bytes]], client: int) -> None:
+    service = Service()
+    FakeWorker(service).declare()
+    context = ServerContext(service.engine, "server 0", 1 << 20, MemoryBudget(1 << 20), pytest.fail)
+    with little_memory():
+        for seq, (kind, raw, payload) in enumerate(asked, 2):
+            with suppress(FrameError, ConnectionError):
+                context.answer("worker 0", client, kind, seq, raw, np.frombuffer(bytearray(payload), np.uint8), gone)
+    assert service.failure is None
+    assert not service.stopped.is_set()
+    FakeWorker(service).pull(1)
 
 
 def gone(waits_for: str, is_connected: bool) -> None:

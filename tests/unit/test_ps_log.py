@@ -17,7 +17,7 @@ from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.records import pack, read_records
-from ps_requests import FakeWorker, disk_that_cannot_sync, gradient
+from ps_requests import NEED_KEYS, FakeWorker, disk_that_cannot_sync, gradient
 
 
 def numbers(directory: Path, first: int = 0) -> list[int]:
@@ -174,14 +174,14 @@ def test_a_restart_has_every_answered_push_once(tmp_path: Path) -> None:
     _, (worker,) = served(tmp_path)
     worker.push(gradient((1, 2), 1.0), step=0)
     pulled = worker.pull(2, 3, step=1, keep=True)
-    first = worker.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=1)
+    first = worker.push_pulled(pulled.number, 1.0, 2, step=1)
     _, (again,) = served(tmp_path)
-    assert again.pull(1, 2, 3, step=2).arrays[0][:, 0].tolist() == [-1.0, -2.0, -1.0]
+    assert again.pull(1, 2, 3, step=2).rows[0][:, 0].tolist() == [-1.0, -2.0, -1.0]
     # What was answered but not heard comes again with its number.
-    assert again.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=1, seq=worker.seq) == first
-    assert again.pull(1, 2, 3, step=2).arrays[0][:, 0].tolist() == [-1.0, -2.0, -1.0]
+    assert again.push_pulled(pulled.number, 1.0, 2, step=1, seq=worker.seq) == first
+    assert again.pull(1, 2, 3, step=2).rows[0][:, 0].tolist() == [-1.0, -2.0, -1.0]
     # Pulls before the restart are forgotten: their keys are asked for.
-    assert again.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=2) == {"need_keys": True}
+    assert again.push_pulled(pulled.number, 1.0, 2, step=2) == NEED_KEYS
     assert again.call("report", {}).meta["tables"]["items"]["pushed"] == 4
 
 
@@ -199,7 +199,7 @@ def test_a_restart_has_the_pushes_of_the_open_step(tmp_path: Path) -> None:
     one.push(gradient((1,), 1.0), step=0, weight=3)
     _, (one, two) = served(tmp_path, 2, "sync")
     two.push(gradient((1,), 5.0), step=0, weight=1)
-    assert one.pull(1, step=1).arrays[0][0, 0] == -2.0
+    assert one.pull(1, step=1).rows[0][0, 0] == -2.0
 
 
 def test_pushes_of_the_open_step_outlive_their_process_and_leave_its_answers_alone(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_pushes_of_the_open_step_outlive_their_process_and_leave_its_answers_alo
     anew.service = two.service = service
     assert anew.call("lease", {"epoch": 0, "files": ["a", "b"]}, seq=anew.seq).meta == leased
     two.push(gradient((1,), 5.0), step=0)
-    assert anew.pull(1, step=1).arrays[0][0, 0] == -3.0
+    assert anew.pull(1, step=1).rows[0][0, 0] == -3.0
 
 
 def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:
@@ -243,12 +243,12 @@ def test_a_full_disk_refuses_the_push_and_training_goes_on_after(tmp_path: Path)
     many = tuple(range(1000))
     with small_files(), pytest.raises(BackendError, match="make room there and push again"):
         worker.push(gradient(many, 1.0), step=0)
-    assert worker.pull(1, step=0).arrays[0][0, 0] == 0
+    assert worker.pull(1, step=0).rows[0][0, 0] == 0
     worker.push(gradient(many, 1.0), step=0)
-    assert worker.pull(1, step=1).arrays[0][0, 0] == -1
+    assert worker.pull(1, step=1).rows[0][0, 0] == -1
     assert service.state.clocks is not None
     _, (again,) = served(tmp_path)
-    assert again.pull(1, step=1).arrays[0][0, 0] == -1
+    assert again.pull(1, step=1).rows[0][0, 0] == -1
 
 
 def test_the_state_of_another_job_is_moved_aside(

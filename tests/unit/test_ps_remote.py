@@ -16,10 +16,12 @@ from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.partition import partitioned_request
 from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.requests import ServerPart
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire import frame
-from phalanx.ps.wire.data_frame import PUSH_HEAD
+from phalanx.ps.wire.data_frame import PUSH_HEAD, DataRequest
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.message import RpcRequest, _raised
 
@@ -193,7 +195,8 @@ def test_a_restarted_worker_goes_on_where_the_servers_are():
     for step in range(3):
         store.push([], step=step)
     # The process died after it had pushed its fourth step to one of two servers.
-    store._connections[0].call("push", {"step": 3, "weight": 1.0, "changes": []})
+    push = ServerPart(partitioned_request(1), 0)
+    store._connections[0].post(DataRequest(FrameKind.PUSH, push, 3))
     again = remote(services)
     again.declare([sim.SPEC])
     again.push([TableUpdate("ids", KEYS, VALUES)], step=0)

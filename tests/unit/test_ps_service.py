@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +14,11 @@ from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import JoinTimeout, watch
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.status import StatusFile
-from phalanx.ps.stores.update import pack_updates
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import SGD, Adagrad
-from phalanx.ps.wire.message import RpcReply
-from ps_requests import SPEC, FakeWorker, disk_that_cannot_sync, gradient, keys
+from phalanx.ps.wire.data_frame import DataStatus
+from ps_requests import APPLIED, NEED_KEYS, SPEC, Answer, FakeWorker, disk_that_cannot_sync, gradient, keys
 
 
 def started(mode: str, workers: int, bound: int = 0) -> list[FakeWorker]:
@@ -31,12 +30,12 @@ def started(mode: str, workers: int, bound: int = 0) -> list[FakeWorker]:
 
 
 def rows(worker: FakeWorker, *ids: int, step: int = 0) -> list[float]:
-    return worker.pull(*ids, step=step).arrays[0][:, 0].tolist()
+    return worker.pull(*ids, step=step).rows[0][:, 0].tolist()
 
 
 def test_async_applies_each_push_on_arrival() -> None:
     (worker,) = started("async", 1)
-    assert worker.push(gradient((1, 2), 1.0), step=0) == {"dropped": 0}
+    assert worker.push(gradient((1, 2), 1.0), step=0) == APPLIED
     assert rows(worker, 1, 2, 3, step=1) == [-1.0, -1.0, 0.0]
     worker.push(gradient((2,), 1.0, lr=0.5), step=1)
     assert rows(worker, 2, step=2) == [-1.5]
@@ -51,7 +50,7 @@ def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:
     first = worker.push(gradient((1,), 1.0), step=0)
     assert worker.push(gradient((1,), 1.0), step=0, seq=worker.seq) == first
     # The same step under another number, as from a worker that was started again.
-    assert worker.push(gradient((1,), 1.0), step=0) == {"again": True}
+    assert worker.push(gradient((1,), 1.0), step=0) == Answer(DataStatus.AGAIN, 0, 0, [])
     assert rows(worker, 1, step=1) == [-1.0]
 
 
@@ -122,23 +121,21 @@ def test_sync_pull_is_answered_when_the_step_is_complete() -> None:
 
 def test_sync_rows_asked_with_a_push_come_when_the_step_is_complete() -> None:
     one, two = started("sync", 2)
-    described, arrays = pack_updates([gradient((1,), 1.0)])
     got: list[float] = []
 
-    def push_and_read(meta: dict[str, Any]) -> RpcReply:
-        return one.call("push", meta, [*arrays, keys(1, 2)], seq=2)
+    def push_and_read(step: int = 0, table: str = "items") -> Answer:
+        return one.push(gradient((1,), 1.0), step=step, then=[(table, keys(1, 2))], seq=2 + step)
 
-    meta = {"step": 0, "weight": 1.0, "changes": described, "then": [["items", 2]]}
-    thread = threading.Thread(target=lambda: got.extend(push_and_read(meta).arrays[0][:, 0]))
+    thread = threading.Thread(target=lambda: got.extend(push_and_read().rows[0][:, 0]))
     thread.start()
     two.push(gradient((2,), 1.0), step=0)
     thread.join(10)
     assert got == [-0.5, -0.5]
-    again = push_and_read(meta)
-    assert (dict(again.meta), again.arrays[0][:, 0].tolist()) == ({"dropped": 0}, got)
+    again = push_and_read()
+    assert (again.status, again.dropped, again.rows[0][:, 0].tolist()) == (DataStatus.DONE, 0, got)
     assert one.service.state.require_clocks().steps == [1, 1]
-    with pytest.raises(ConfigError, match="nothing"):
-        one.call("push", {**meta, "step": 1, "then": [["nothing", 2]]}, [*arrays, keys(1, 2)])
+    with pytest.raises(ConfigError, match="no table with the salt"):
+        push_and_read(step=1, table="nothing")
     assert one.service.state.require_clocks().steps == [1, 1]
 
 
@@ -149,7 +146,7 @@ def test_sync_does_not_depend_on_the_order_of_arrival() -> None:
         for step in range(3):
             for worker in order:
                 fakes[worker].push(gradient((7,), values[worker]), step=step, weight=worker + 1)
-        return fakes[0].pull(7, step=3).arrays[0].tobytes()
+        return fakes[0].pull(7, step=3).rows[0].tobytes()
 
     assert final([0, 1, 2]) == final([2, 0, 1]) == final([1, 2, 0])
 
@@ -186,17 +183,17 @@ def test_deltas_are_added() -> None:
 def test_a_push_names_its_pull_instead_of_keys() -> None:
     (worker,) = started("async", 1)
     pulled = worker.pull(4, 5, keep=True)
-    assert worker.push_pulled(pulled.meta["pull_id"], 1.0, 2) == {"dropped": 0}
+    assert worker.push_pulled(pulled.number, 1.0, 2) == APPLIED
     assert rows(worker, 4, 5, step=1) == [-1.0, -1.0]
     # The push freed the keys; the next push of that pull has to bring them.
-    assert worker.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=1) == {"need_keys": True}
+    assert worker.push_pulled(pulled.number, 1.0, 2, step=1) == NEED_KEYS
 
 
 def test_pushes_behind_one_that_needs_keys_wait_for_it() -> None:
     (worker,) = started("sync", 1)
-    assert worker.push_pulled(1, 1.0, 1, step=0, seq=10) == {"need_keys": True}
-    assert worker.push(gradient((2,), 1.0), step=1, seq=12) == {"need_keys": True}
-    assert worker.pull(1, step=2).meta == {"need_push": 0}
+    assert worker.push_pulled(1, 1.0, 1, step=0, seq=10) == NEED_KEYS
+    assert worker.push(gradient((2,), 1.0), step=1, seq=12) == NEED_KEYS
+    assert worker.pull(1, step=2) == Answer(DataStatus.NEED_PUSH, 0, 0, [])
     worker.push(gradient((1,), 1.0), step=0, seq=10)
     worker.push(gradient((2,), 1.0), step=1, seq=12)
     assert rows(worker, 1, 2, step=2) == [-1.0, -1.0]
@@ -204,10 +201,10 @@ def test_pushes_behind_one_that_needs_keys_wait_for_it() -> None:
 
 def test_kept_pulls_are_bounded() -> None:
     (worker,) = started("async", 1)
-    first = worker.pull(1, keep=True).meta["pull_id"]
+    first = worker.pull(1, keep=True).number
     for _ in range(16):
         worker.pull(1, keep=True)
-    assert worker.push_pulled(first, 1.0, 1) == {"need_keys": True}
+    assert worker.push_pulled(first, 1.0, 1) == NEED_KEYS
 
 
 def test_a_lost_worker_is_named_to_the_others() -> None:
@@ -256,24 +253,18 @@ def test_workers_must_agree_on_the_mode() -> None:
 
 def test_bad_requests_change_nothing() -> None:
     (worker,) = started("async", 1)
-    with pytest.raises(ConfigError, match=r"no table 'item'; tables: \['items'\]. Did you mean 'items'"):
+    with pytest.raises(ConfigError, match=r"no table with the salt \d+; tables: \['items'\]. Declare it"):
         worker.push(gradient((1,), 1.0, table="item"), step=0)
-    with pytest.raises(ConfigError, match="no table 'other'"):
+    with pytest.raises(ConfigError, match="no table with the salt"):
         worker.pull(1, table="other")
-    with pytest.raises(ConfigError, match="kind 'divide'"):
-        worker.push(gradient((1,), 1.0, kind="divide"), step=0)
     with pytest.raises(ConfigError, match="weight nan"):
         worker.push(gradient((1,), 1.0), step=0, weight=float("nan"))
-    with pytest.raises(ConfigError, match=r"counts of type int64 and shape \(1,\) for 1 keys. Give uint32"):
-        worker.push(gradient((1,), 1.0, counts=keys(1)), step=0)
-    with pytest.raises(ConfigError, match="only 1 arrays"):
-        worker.call("push", {"step": 0, "changes": [{"table": "items"}]}, [keys(1)])
-    with pytest.raises(ConfigError, match="too many"):
-        worker.call("push", {"step": 0, "changes": []}, [keys(1)])
-    with pytest.raises(ConfigError, match="'push' is malformed"):
-        worker.call("push", {})
-    with pytest.raises(ConfigError, match=r"no operation 'pul'\. Did you mean 'pull'"):
-        worker.call("pul", {})
+    with pytest.raises(ConfigError, match=r"rows of type float32 and shape \(1, 3\) for 1 keys.*shape \(1, 2\)"):
+        worker.push(TableUpdate("items", keys(1), np.ones((1, 3), np.float32)), step=0)
+    with pytest.raises(ConfigError, match="'shrink' is malformed"):
+        worker.call("shrink", {})
+    with pytest.raises(ConfigError, match=r"no operation 'shrin'\. Did you mean 'shrink'"):
+        worker.call("shrin", {})
     with pytest.raises(ConfigError, match="declared no tables here"):
         FakeWorker(worker.service, 1).push(step=0)
     assert worker.call("report", {}).meta["steps"] == [0]
@@ -318,15 +309,14 @@ def test_bounded_lets_a_worker_run_ahead_by_the_bound() -> None:
 def test_a_pull_may_name_a_table_twice() -> None:
     (worker,) = started("async", 1)
     worker.push(gradient((1,), 1.0), step=0)
-    meta = {"step": 1, "tables": [["items", 1], ["items", 2]], "keep": True}
-    reply = worker.call("pull", meta, [keys(1), keys(2, 1)])
-    assert [a[:, 0].tolist() for a in reply.arrays] == [[-1.0], [0.0, -1.0]]
-    assert "pull_id" not in reply.meta
+    reply = worker.pull_all([("items", keys(1)), ("items", keys(2, 1))], step=1, keep=True)
+    assert [a[:, 0].tolist() for a in reply.rows] == [[-1.0], [0.0, -1.0]]
+    assert reply.number == 0
 
 
 def test_pulls_do_not_make_rows() -> None:
     (worker,) = started("async", 1)
-    np.testing.assert_array_equal(worker.pull(1, 2).arrays[0], 0)
+    np.testing.assert_array_equal(worker.pull(1, 2).rows[0], 0)
     assert worker.call("report", {}).meta["tables"]["items"]["rows"] == 0
 
 

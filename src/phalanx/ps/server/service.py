@@ -16,18 +16,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from phalanx._core import ServerEngine
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.server.load_turn import LoadTurn
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
 from phalanx.ps.server.state import OPS, ServerState
-from phalanx.ps.server.updates import engine_pulls, sent_updates
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT
-from phalanx.ps.stores.base import Rows
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")
@@ -66,8 +62,6 @@ class Service:
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
             **dict.fromkeys(OPS, self._change),
             "declare": self._declare,
-            "pull": self._pull,
-            "push": self._push,
             "report": self._report,
         }
 
@@ -148,28 +142,6 @@ class Service:
         """Whether any client has a connection."""
         with self._connections_lock:
             return bool(self._connections)
-
-    # --- pulls and pushes --------------------------------------------------------------------------------------------
-
-    def _pull(self, request: RpcRequest) -> RpcReply:
-        meta = request.meta
-        pulls = engine_pulls(self.state.tables, [name for name, _ in meta["tables"]], request.arrays)
-        keep, empty = bool(meta.get("keep")), _rows_in(request)
-        reply = self.engine.pull(request.client, request.seq, meta["step"], pulls, keep, empty, request.report_wait)
-        return RpcReply(*reply)
-
-    def _push(self, request: RpcRequest) -> RpcReply:
-        """Take a push, and read what is asked with it as a pull of the next step would."""
-        meta, tables = request.meta, self.state.tables
-        names = [name for name, _ in meta.get("then", ())]
-        pushed = len(request.arrays) - len(names)
-        then = engine_pulls(tables, names, request.arrays[pushed:])
-        updates = sent_updates(tables, meta["changes"], request.arrays[:pushed])
-        weight, empty = float(meta.get("weight", 1.0)), _rows_in(request)
-        reply = self.engine.push(
-            request.client, request.seq, meta["step"], weight, updates, then, empty, request.report_wait
-        )
-        return RpcReply(*reply)
 
     # --- control -----------------------------------------------------------------------------------------------------
 
@@ -273,9 +245,3 @@ class Service:
 
 def _entry_of(request: RpcRequest) -> LogEntry:
     return LogEntry(request.op, request.client, request.seq, request.meta)
-
-
-def _rows_in(request: RpcRequest) -> Callable[[tuple[int, int]], Rows]:
-    """Return what makes rows of the reply, in the client's memory if that has room."""
-    empty = request.reply_buffer.empty
-    return lambda shape: empty(shape, np.float32)

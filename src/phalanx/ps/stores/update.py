@@ -45,11 +45,6 @@ class TableUpdate:
     shows: NDArray[np.float32] | None = None
     clicks: NDArray[np.float32] | None = None
 
-    def describe(self) -> dict[str, Any]:
-        """Return the JSON object that it travels with: `table`, `kind`, `lr`, and true for each of its `COLUMNS`."""
-        columns = {name: True for name in COLUMNS if getattr(self, name) is not None}
-        return {"table": self.table, "kind": self.kind, "lr": self.lr, **columns}
-
     def arrays(self) -> list[Array]:
         """Return the arrays in the order they are sent: keys, values, `COLUMNS`."""
         columns = [getattr(self, name) for name in COLUMNS]
@@ -107,18 +102,12 @@ def _check_lr(spec: TableSpec, lr: float | None) -> None:
         )
 
 
-def pack_updates(updates: Sequence[TableUpdate]) -> tuple[list[dict[str, Any]], list[Array]]:
-    """Return the `changes` list and the arrays that `unpack_updates` reads."""
-    return [update.describe() for update in updates], [array for update in updates for array in update.arrays()]
-
-
 def unpack_updates(described: Sequence[Mapping[str, Any]], arrays: Sequence[Array]) -> list[TableUpdate]:
-    """Return the updates of a push.
+    """Return the updates of a push in the log.
 
     Args:
-        described: What `TableUpdate.describe` returns of each, with `pull` where the keys are those of an earlier pull:
-            the server alone knows them, and the update has as many keys without meaning.
-        arrays: Per update what `TableUpdate.arrays` returns, without the keys where there is a `pull`.
+        described: Of each `table`, `kind`, `lr`, and true for each of its `COLUMNS`.
+        arrays: What `TableUpdate.arrays` returns of each, one after the other.
 
     Raises:
         ConfigError: If there are too few or too many arrays.
@@ -134,9 +123,7 @@ def unpack_updates(described: Sequence[Mapping[str, Any]], arrays: Sequence[Arra
 
 
 def _unpack_update(update: Mapping[str, Any], rest: Iterator[Array]) -> TableUpdate:
-    brought = next(rest) if update.get("pull") is None else None
-    values = next(rest)
-    keys = np.empty(len(values), np.int64) if brought is None else brought
+    keys, values = next(rest), next(rest)
     columns: dict[str, Any] = {column: next(rest) for column in COLUMNS if update.get(column)}
     return TableUpdate(
         update["table"], keys, values, kind=update.get("kind", "gradient"), lr=update.get("lr"), **columns
