@@ -6,8 +6,7 @@ import numpy as np
 
 from phalanx._core import MemoryBudget, ServerContext
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.partition import partition_keys, partitioned_request
-from phalanx.ps.stores.requests import ServerPart
+from phalanx.ps.stores.partition import ServerPart, partition_keys, partitioned_request
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.wire.data_frame import DataRequest

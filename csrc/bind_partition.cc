@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind.h"
@@ -67,8 +68,8 @@ nb::list rows(const PartitionedRequest& request, Bytes payload) {
   return out;
 }
 
-void merge(const PartitionedRequest& request, int server, Bytes payload, const std::vector<OutRows>& into) {
-  const std::byte* base = bytes_at(payload, request.rows_bytes(server));
+void merge(const PartitionedRequest& request, const std::vector<std::pair<int, Bytes>>& payloads,
+           const std::vector<OutRows>& into) {
   if (into.size() != request.pulls()) throw nb::value_error("there is not one array for each pull");
   std::vector<float*> places;
   for (std::size_t i = 0; i < into.size(); ++i) {
@@ -77,8 +78,12 @@ void merge(const PartitionedRequest& request, int server, Bytes payload, const s
     }
     places.push_back(into[i].data());
   }
+  std::vector<std::pair<int, const std::byte*>> parts;
+  for (const auto& [server, payload] : payloads) {
+    parts.emplace_back(server, bytes_at(payload, request.rows_bytes(server)));
+  }
   const nb::gil_scoped_release release;
-  request.merge(server, base, places);
+  for (const auto& [server, rows] : parts) request.merge(server, rows, places);
 }
 
 }  // namespace
@@ -112,5 +117,5 @@ void bind_partition(nb::module_& module) {
            }, nb::arg("server"), nb::arg("with_keys"), nb::arg("memory").noconvert())
       .def("rows_bytes", &PartitionedRequest::rows_bytes, nb::arg("server"))
       .def("rows", &rows, nb::arg("payload").noconvert())
-      .def("merge_part", &merge, nb::arg("server"), nb::arg("payload").noconvert(), nb::arg("into"));
+      .def("merge_parts", &merge, nb::arg("payloads"), nb::arg("into"));
 }

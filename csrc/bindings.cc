@@ -6,6 +6,7 @@ NB_MODULE(_core, module) {
   module.doc() = "Native core of Phalanx.";
   bind_images(module);
   bind_partition(module);
+  bind_client(module);  // whose frames are parts of its requests
   bind_shm(module);
   bind_shuffle(module);
   bind_slots(module);

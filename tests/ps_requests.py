@@ -14,8 +14,7 @@ from phalanx._core import MemoryBudget, ServerContext
 from phalanx.ps.server.service import Service
 from phalanx.ps.snapshot.save import LocalAnswer
 from phalanx.ps.stores.base import Keys, Rows
-from phalanx.ps.stores.partition import PartitionedRequest, partition_keys, partitioned_request
-from phalanx.ps.stores.requests import ServerPart
+from phalanx.ps.stores.partition import PartitionedRequest, ServerPart, partition_keys, partitioned_request
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import Constant, TableSpec

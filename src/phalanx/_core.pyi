@@ -422,9 +422,17 @@ class PartitionedRequest:
     def write(self, server: int, with_keys: bool, memory: numpy.typing.NDArray[numpy.uint8]) -> None: ...
     def rows_bytes(self, server: int) -> int: ...
     def rows(self, payload: numpy.typing.NDArray[numpy.uint8]) -> list[numpy.typing.NDArray[numpy.float32]]: ...
-    def merge_part(
+    def merge_parts(
         self,
-        server: int,
-        payload: numpy.typing.NDArray[numpy.uint8],
+        payloads: Sequence[tuple[int, numpy.typing.NDArray[numpy.uint8]]],
         into: list[numpy.typing.NDArray[numpy.float32]],
-    ) -> None: ...
+    ) -> None:
+        """Put the rows of each server to their places."""
+
+def send_frames(
+    request: Any, kind: int, step: int, weight: float, keep: bool, frames: Sequence[tuple[Any, ...]]
+) -> list[tuple[int, bytes, bool]]:
+    """Write frames; returns (errno, what was not written, whether any was) of each. See csrc/bind_client.cc."""
+
+def receive_replies(replies: Sequence[tuple[Any, ...]], patience_s: float, hold_s: float, out: list[Any]) -> None:
+    """Take replies and append to `out` what came of each. See csrc/bind_client.cc."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
-from phalanx.ps.wire.connection import Connection
+from phalanx.ps.stores import requests
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 
@@ -127,8 +127,8 @@ def count_requests(is_distributed, sync):
     if is_distributed:
         model = fleet.distributed_model(model)
     sent, losses = [], []
-    post = Connection.post
-    Connection.post = lambda self, request: sent.append(request.op) or post(self, request)
+    post_all = requests.post_all
+    requests.post_all = lambda parts: sent.extend(request.op for _, request in parts) or post_all(parts)
     counts = []
     for step in range(5):
         ids = torch.randint(IDS, (8, TABLES), generator=torch.Generator().manual_seed(step))

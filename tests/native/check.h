@@ -49,3 +49,4 @@ void test_tables();
 void test_collectives();
 void test_text_and_arrays();
 void test_wire();
+void test_client();

@@ -10,5 +10,6 @@ int main() {
   test_collectives();
   test_text_and_arrays();
   test_wire();
+  test_client();
   std::puts("the native core: all checks passed");
 }

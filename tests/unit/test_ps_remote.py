@@ -16,9 +16,8 @@ from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
-from phalanx.ps.stores.partition import partitioned_request
+from phalanx.ps.stores.partition import ServerPart, partitioned_request
 from phalanx.ps.stores.remote import RemoteStore
-from phalanx.ps.stores.requests import ServerPart
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.data_frame import PUSH_HEAD, DataRequest
@@ -66,6 +65,12 @@ class DirectConnection:
         if kind == FrameKind.ERROR:
             return Answered(_raised(frame.parse_object(raw), "server"))
         return Answered(request.decode_reply(FrameKind(kind), raw, len(rows), lambda at, count: rows))
+
+    def begin(self, request):
+        return None
+
+    def take_turn(self, pending):
+        return None
 
     def call(self, op, meta, arrays=(), reply_bytes=0):
         return self.send(op, meta, arrays, reply_bytes).result()

@@ -6,6 +6,7 @@ The native core does the work; `partition_numpy` takes over where it is not inst
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,6 +81,39 @@ class PartitionedRequest(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ServerPart:
+    """The part of a request that goes to one server, as a `DataRequest` takes it."""
+
+    request: PartitionedRequest
+    server: int
+    with_keys: bool = False
+    """Whether the keys come along even where an earlier pull had them."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of keys, values and columns."""
+        return self.request.payload_bytes(self.server, self.with_keys)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows that it reads."""
+        return self.request.rows_bytes(self.server)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tables it pushes, and tables it reads."""
+        return self.request.counts(self.server)
+
+    def heads(self) -> bytes:
+        """Return what the frame says of each table."""
+        return self.request.heads(self.server, self.with_keys)
+
+    def write(self, memory: Bytes) -> None:
+        """Write the payload."""
+        self.request.write(self.server, self.with_keys, memory)
+
+
 def partition_keys(keys: Keys, salt: int, servers: int) -> KeyPartition:
     """Return which of a table's ids go to which of so many servers.
 
@@ -125,6 +159,5 @@ if HAS_NATIVE:
             if self.servers == 1 and payloads:
                 return self.rows(payloads[0])
             rows = [np.empty(shape, np.float32) for shape in self._shapes]
-            for server, payload in payloads.items():
-                self.merge_part(server, payload, rows)
+            self.merge_parts(list(payloads.items()), rows)
             return rows

@@ -19,10 +19,18 @@ from phalanx.ps.stores.partition import (
     KeyPartition,
     PartitionedRequest,
     PullNumbers,
+    ServerPart,
     partition_keys,
     partitioned_request,
 )
-from phalanx.ps.stores.requests import NamedPull, PulledAfter, PullRequest, PushRequest, ServerPart
+from phalanx.ps.stores.requests import (
+    NamedPull,
+    PulledAfter,
+    PullRequest,
+    PushRequest,
+    collect_pushes,
+    send_pushes,
+)
 from phalanx.ps.stores.tables import get_table
 from phalanx.ps.stores.update import TableUpdate, check_keys
 from phalanx.ps.table.placement import table_salt
@@ -121,17 +129,20 @@ class RemoteStore:
         self._add_pulls(request, then)
         for update in updates:
             request.add_push(update, self._partition(update.table, update.keys), self._take_pull(update))
-        for rank, connection in enumerate(self._connections):
-            push = PushRequest(connection, ServerPart(request, rank), self._number(step), weight)
-            push.send()
-            self._in_flight.append(push)
-        return PulledAfter(list(self._in_flight), request, self.flush)
+        pushes = [
+            PushRequest(connection, ServerPart(request, rank), self._number(step), weight)
+            for rank, connection in enumerate(self._connections)
+        ]
+        send_pushes(pushes)
+        self._in_flight = pushes.copy()
+        return PulledAfter(pushes, request, self.flush)
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `TableStore.flush`.
 
         A push that a server refused, because its disk is full for one, is sent again by the next call.
         """
+        collect_pushes(self._in_flight)
         while self._in_flight:
             self._in_flight[0].wait()
             del self._in_flight[0]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.ps.stores.base import Keys, Rows
-from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers
+from phalanx.ps.stores.fan_out import collect, post_all
+from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers, ServerPart
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
@@ -34,39 +35,6 @@ class NamedPull:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ServerPart:
-    """The part of a request that goes to one server, as a `DataRequest` takes it."""
-
-    request: PartitionedRequest
-    server: int
-    with_keys: bool = False
-    """Whether the keys come along even where an earlier pull had them."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of keys, values and columns."""
-        return self.request.payload_bytes(self.server, self.with_keys)
-
-    @property
-    def rows_bytes(self) -> int:
-        """Bytes of the rows that it reads."""
-        return self.request.rows_bytes(self.server)
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Tables it pushes, and tables it reads."""
-        return self.request.counts(self.server)
-
-    def heads(self) -> bytes:
-        """Return what the frame says of each table."""
-        return self.request.heads(self.server, self.with_keys)
-
-    def write(self, memory: Bytes) -> None:
-        """Write the payload."""
-        self.request.write(self.server, self.with_keys, memory)
-
-
 class PullRequest:
     """A pull under way on several servers.
 
@@ -88,15 +56,19 @@ class PullRequest:
 
     def send(self, connections: Sequence[Connection], step: int) -> None:
         """Ask every server that owns some of the keys."""
-        for rank, connection in enumerate(connections):
-            if self._request.counts(rank)[1]:
-                request = DataRequest(FrameKind.PULL, ServerPart(self._request, rank), step, keep=self._keep)
-                self._sent[rank] = connection, request, connection.post(request)
+        parts = {
+            rank: (connection, DataRequest(FrameKind.PULL, ServerPart(self._request, rank), step, keep=self._keep))
+            for rank, connection in enumerate(connections)
+            if self._request.counts(rank)[1]
+        }
+        pending = post_all(list(parts.values()))
+        self._sent = {rank: (*parts[rank], of_server) for rank, of_server in zip(parts, pending, strict=True)}
 
     def rows(self) -> list[Rows]:
         """Wait and return one (n, dim) array per `PullSpec`."""
         if self._rows is None:
             self._before()
+            collect([(connection, pending) for connection, _, pending in self._sent.values()])
             self._rows = self._request.merge({rank: self._answer(rank) for rank in self._sent})
             self._sent.clear()
         return self._rows
@@ -122,27 +94,46 @@ class PushRequest:
     """
 
     def __init__(self, connection: Connection, part: ServerPart, step: int, weight: float) -> None:
-        self._connection, self._part, self._step, self._weight = connection, part, step, weight
-        self._pending: Pending | None = None
+        self.connection = connection
+        self._part, self._step, self._weight = part, step, weight
+        self.pending: Pending | None = None
+        """On its way; None where it has to be sent again."""
+
         self.rows: Bytes | None = None
         """The rows that were asked with it, once they came."""
 
+    def request(self) -> DataRequest:
+        """Return what is sent."""
+        return DataRequest(FrameKind.PUSH, self._part, self._step, self._weight)
+
     def send(self) -> None:
         """Send the push."""
-        self._pending = self._connection.post(DataRequest(FrameKind.PUSH, self._part, self._step, self._weight))
+        self.pending = self.connection.post(self.request())
 
     def wait(self) -> None:
         """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
-        if self._pending is None:
+        if self.pending is None:
             self._part = ServerPart(self._part.request, self._part.server, with_keys=True)
             self.send()
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
         reply: DataReply = pending.result()
         if reply.status == DataStatus.NEED_KEYS:
             self.wait()
         elif self._part.counts[1]:
             self.rows = reply.rows
+
+
+def send_pushes(pushes: Sequence[PushRequest]) -> None:
+    """Send a push to its servers."""
+    pending = post_all([(push.connection, push.request()) for push in pushes])
+    for push, of_server in zip(pushes, pending, strict=True):
+        push.pending = of_server
+
+
+def collect_pushes(pushes: Sequence[PushRequest]) -> None:
+    """Read the answers to a push, before each is waited for; see `collect`."""
+    collect([(push.connection, push.pending) for push in pushes if push.pending is not None])
 
 
 class PulledAfter:

@@ -113,6 +113,18 @@ class Channel:
         self._descriptors.extend(descriptors)
         return has_more
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._socket.fileno()
+
+    def read_ahead(self) -> tuple[Bytes, int, int]:
+        """Return a buffer, and where what was read and not taken begins and ends in it."""
+        return self._ahead_memory, self._start, self._end
+
+    def set_read_ahead(self, start: int, end: int) -> None:
+        """Note what of the buffer was read and not taken, after the native core read."""
+        self._start, self._end = start, end
+
     def read_payload(
         self, count: int, deadline: float | None = None, reserve: Callable[[int], bool] = lambda count: True
     ) -> Bytes | None:

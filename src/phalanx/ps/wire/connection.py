@@ -9,17 +9,18 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.ps.wire.channel import Channel, error_text
 from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
-from phalanx.ps.wire.frame import Array
+from phalanx.ps.wire.frame import Array, Bytes
 from phalanx.ps.wire.link import InFlight, ServerLink
 from phalanx.ps.wire.message import ControlRequest, Pending, RpcReply, WireRequest
 from phalanx.ps.wire.patience import Patience
+from phalanx.ps.wire.segments import SegmentLease
 
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
@@ -27,6 +28,24 @@ _LOG_EVERY_S = 30.0
 _LOG_WORK_EVERY_S = 15.0
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+class StartedRequest(NamedTuple):
+    """A request that has its number, and whose connection nobody else writes to."""
+
+    connection: Connection
+    pending: Pending
+    link: ServerLink
+    lease: SegmentLease | None
+    memory: Bytes
+    """Where its payload is to be written, even if it is given up meanwhile."""
+
+
+class ReplyTurn(NamedTuple):
+    """An answer that is due, on a link that nobody else reads."""
+
+    pending: Pending
+    link: ServerLink
 
 
 class Connection:
@@ -130,6 +149,71 @@ class Connection:
         finally:
             self._writing.release()
         return pending
+
+    def fail(self, request: WireRequest, error: PhalanxError) -> Pending:
+        """Return a request that could not be sent as one whose answer is the error."""
+        pending = Pending(request, self._wait_for)
+        pending.settle(error)
+        return pending
+
+    def begin(self, request: WireRequest) -> StartedRequest | None:
+        """Number a request that the caller writes itself, at once, and then gives to `finish`.
+
+        None if it has to be posted: over TLS, without memory for it, or while something else is under way.
+        """
+        if not self._writing.acquire(blocking=False):
+            return None
+        started: StartedRequest | None = None
+        try:
+            with self._changed:
+                started = self._start(request)
+        finally:
+            if started is None:
+                self._writing.release()
+        return started
+
+    def finish(self, started: StartedRequest, rest: bytes | None, *, has_begun: bool) -> None:
+        """End the writing of a request.
+
+        Args:
+            started: What `begin` returned.
+            rest: What the socket had no room for; None if the link broke.
+            has_begun: Whether any of the request was written.
+        """
+        try:
+            if has_begun and started.lease is not None:
+                started.lease.segment.forget_descriptor()
+            if rest is None:
+                # As in `_write`: the reader of this link does the rest.
+                started.link.interrupt()
+            elif rest:
+                started.pending.set_rest(rest)
+                self._write(started.link, started.pending)
+        finally:
+            self._writing.release()
+
+    def _start(self, request: WireRequest) -> StartedRequest | None:
+        pending, link = Pending(request, self._wait_for), self._link
+        if self._closed or self._failure or link.pool is None or not pending.reserve_memory(link.pool):
+            return None
+        if not self._in_flight.reserve(pending):
+            return None
+        self._seq = pending.seq = self._seq + 1
+        pending.sent_at = time.monotonic()
+        pending.deadline = pending.sent_at + self._timeout_s
+        self._in_flight.add(pending)
+        return StartedRequest(self, pending, link, pending.lease, pending.memory)
+
+    def take_turn(self, pending: Pending) -> ReplyTurn | None:
+        """Return what the native core needs to read the next answer, if this request has none yet; None if it cannot.
+
+        The next answer may be that to an earlier request.
+        """
+        with self._changed:
+            link, first = self._link, self._in_flight.first
+            if pending.outcome is not None or link.pool is None or first is None or not link.begin_turn():
+                return None
+            return ReplyTurn(first, link)
 
     def call(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> RpcReply:
         """Send a request and wait for its reply; see `send` and `Pending.result`."""

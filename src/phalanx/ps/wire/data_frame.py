@@ -101,19 +101,20 @@ class DataRequest:
         self, kind: FrameKind, part: PartOfServer, step: int, weight: float = 1.0, *, keep: bool = False
     ) -> None:
         self.kind, self.op = kind, kind.name.lower()
-        self._part, self._step, self._weight, self._flags = part, step, weight, _KEEP if keep else 0
+        self.part, self.step, self.weight, self.keep = part, step, weight, keep
         self.payload_bytes, self.reply_bytes = part.payload_bytes, part.rows_bytes
 
     def encode(self, segment: SharedSegment | None) -> bytes:
         """Return the object."""
         number, size = (0, 0) if segment is None else (segment.number, segment.size)
-        pushes, pulls = self._part.counts
-        head = _REQUEST.pack(self._step, self._weight, number, size, self._flags, pushes, pulls, 0)
-        return head + self._part.heads()
+        pushes, pulls = self.part.counts
+        flags = _KEEP if self.keep else 0
+        head = _REQUEST.pack(self.step, self.weight, number, size, flags, pushes, pulls, 0)
+        return head + self.part.heads()
 
     def write(self, memory: Bytes) -> None:
         """Write the payload."""
-        self._part.write(memory)
+        self.part.write(memory)
 
     def decode_reply(self, kind: FrameKind, raw: bytes | bytearray, count: int, take: TakePayload) -> DataReply:
         """Return the reply, its payload taken.

@@ -58,20 +58,25 @@ class InFlight:
         """Expect an answer to a request, after those to the ones before."""
         self._queue.append(pending)
 
+    @property
+    def first(self) -> Pending | None:
+        """The request that the next answer is to."""
+        return self._queue[0] if self._queue else None
+
     def expect_answer(self, header: Header) -> Pending:
         """Return the request that a frame is about.
 
         Raises:
             FrameError: If that is not the one whose turn it is.
         """
-        first = self._queue[0] if self._queue else None
+        first = self.first
         if first is None or header.seq != first.seq or header.kind in frame.REQUEST_KINDS:
             raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
         return first
 
     def settle(self, pending: Pending, outcome: Any) -> bool:
         """Give the first request its outcome; returns False if all were given up while it was read."""
-        if not self._queue or self._queue[0] is not pending:
+        if self.first is not pending:
             return False
         self._queue.popleft()
         self.bytes -= pending.payload_bytes
@@ -161,12 +166,36 @@ class ServerLink:
         Args:
             until: When to stop waiting, on the clock of `time.monotonic`.
         """
-        if not self._is_reading and self._end is None:
-            self._is_reading = self._was_read = True
+        if self.begin_turn():
             return True
         self._has_waiter = True
         self._changed.wait(max(0.0, until - time.monotonic()))
         return False
+
+    def begin_turn(self) -> bool:
+        """Return True if it is for the caller to read now, until `read` or `end_turn`. Runs with the lock held."""
+        if self._is_reading or self._end is not None:
+            return False
+        self._is_reading = self._was_read = True
+        return True
+
+    def end_turn(self, why: str | None = None) -> None:
+        """Let others read.
+
+        Args:
+            why: If the link can be read no more.
+        """
+        with self._changed:
+            self._is_reading = False
+            self._end = self._end or why
+            self._changed.notify_all()
+            if self._end or self._is_thread_needed:
+                self._thread_condition.notify()
+
+    def settle(self, pending: Pending, outcome: Any) -> None:
+        """Give a request the outcome that came over this link."""
+        with self._changed:
+            self.has_answered |= self._in_flight.settle(pending, outcome)
 
     def read(self, deadline: float | None) -> None:
         """Take one frame, if one begins before `deadline`, and end the caller's turn."""
@@ -179,12 +208,7 @@ class ServerLink:
         except (OSError, FrameError, MemoryError) as error:
             why = error_text(error)
         finally:
-            with self._changed:
-                self._is_reading = False
-                self._end = self._end or why
-                self._changed.notify_all()
-                if self._end or self._is_thread_needed:
-                    self._thread_condition.notify()
+            self.end_turn(why)
 
     def read_on(self) -> None:
         """Let the thread read soon: the caller waits for what answers that nobody takes may hold up."""
@@ -208,9 +232,7 @@ class ServerLink:
             content = frame.parse_object(raw)
             self._waits(pending, str(content.get("for")), content.get("here") is True)
             return
-        outcome = pending.read_outcome(self.channel, header, raw, self._peer, deadline)
-        with self._changed:
-            self.has_answered |= self._in_flight.settle(pending, outcome)
+        self.settle(pending, pending.read_outcome(self.channel, header, raw, self._peer, deadline))
 
     def _take_server_frame(self, header: Header, raw: bytearray) -> None:
         """Take a frame that is about the server itself, and about no request."""

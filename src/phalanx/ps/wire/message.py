@@ -154,7 +154,7 @@ class Pending:
     """
 
     def __init__(self, request: WireRequest, wait: Callable[[Pending], Any]) -> None:
-        self.op, self.payload_bytes = request.op, request.payload_bytes
+        self.op, self.payload_bytes, self.reply_bytes = request.op, request.payload_bytes, request.reply_bytes
         self._request, self._wait = request, wait
         self._parts: list[Part] = []
         self._payload: Bytes | None = None
@@ -197,8 +197,9 @@ class Pending:
             pool: Memory shared over that link, if there is some; large arrays go there.
         """
         request, size, flags = self._request, self.payload_bytes, 0
-        is_large = max(size, request.reply_bytes) >= SMALLEST_SHARED
-        lease = pool.lease(frame.aligned(size) + request.reply_bytes) if pool is not None and is_large else None
+        if self._payload is None and self.lease is not None:
+            self._payload = self.lease.memory[:size]
+        lease = None if pool is None else self._lease_of(pool)
         memory: Bytes = np.empty(size, np.uint8) if lease is None else lease.memory[:size]
         if self._payload is None:
             request.write(memory)
@@ -214,10 +215,40 @@ class Pending:
         if lease is None and size:
             self._parts += frame.chunks(frame.layout_of([memory]), [memory])
 
+    def reserve_memory(self, pool: SegmentPool) -> bool:
+        """Set memory aside for a request that the native core writes; False if it is large and none is shared."""
+        self.lease = self._lease_of(pool)
+        if self.lease is None and not self._is_large:
+            self._payload = np.empty(self.payload_bytes, np.uint8)
+        return self.lease is not None or self._payload is not None
+
+    @property
+    def memory(self) -> Bytes:
+        """Where the native core writes the payload: a whole segment, or memory of this process."""
+        if self.lease is not None:
+            return self.lease.segment.memory
+        assert self._payload is not None
+        return self._payload
+
+    def forget_memory(self) -> None:
+        """Let the payload be written again before the request is sent again: nobody knows whether it was."""
+        self.lease = self._payload = None
+
+    def set_rest(self, rest: bytes) -> None:
+        """Leave a part of the request to be written."""
+        self._parts = [rest]
+
     def take_parts(self) -> list[Part]:
         """Return what to write, and let go of it."""
         parts, self._parts = self._parts, []
         return parts
+
+    @property
+    def _is_large(self) -> bool:
+        return max(self.payload_bytes, self.reply_bytes) >= SMALLEST_SHARED
+
+    def _lease_of(self, pool: SegmentPool) -> SegmentLease | None:
+        return pool.lease(frame.aligned(self.payload_bytes) + self.reply_bytes) if self._is_large else None
 
     def settle(self, outcome: Any) -> None:
         """Give the request its outcome and let go of what it was made of."""
@@ -238,14 +269,19 @@ class Pending:
 
         def take(at: int, count: int) -> Bytes:
             if header.flags & frame.SHARED:
-                return self._reply_memory(at, count)
+                return self.reply_memory(at, count)
             received = channel.read_payload(count, deadline)
             assert received is not None
             return received
 
         return self._request.decode_reply(header.kind, raw, header.payload_bytes, take)
 
-    def _reply_memory(self, at: int, count: int) -> Bytes:
+    def reply_memory(self, at: int, count: int) -> Bytes:
+        """Return shared memory in which the reply lies.
+
+        Raises:
+            FrameError: If it lies in none that the request has now; a new link has given it another.
+        """
         lease = self.lease  # None if the request was given up meanwhile
         if lease is None or at < 0 or at + count > lease.segment.size:
             raise FrameError(f"a reply lies at {at} of memory it does not have")
