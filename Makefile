@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-dist test-fault soak check bench docs tutorials clean
+.PHONY: help setup quickstart test test-unit test-dist test-fault soak check bench wheel docs tutorials clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
 	$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/torch.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/torch.txt --editable ".[examples,jobs,postgresql,s3,kubernetes]" --group dev --group foreign
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/torch.txt --editable ".[examples,postgresql,s3,kubernetes]" --group dev --group foreign
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vision "$$($(TORCHVISION))" timm
 	touch $(STAMP)
 
@@ -68,10 +68,14 @@ bench: $(STAMP)  ## every benchmark, against its peer
 bench-quick: $(STAMP)  ## every benchmark once and small: that it works, not what it measures
 	$(BIN)/python -m benchmarks --quick
 
+wheel:           ## an sdist, a wheel of this machine and its SBOM in dist/, tried in an empty environment
+	PYTHON=$(PYTHON) .ci/wheel
+
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code, and build the site in build/site
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
 	$(BIN)/python -m phalanx.strategy.page docs/strategy.md
 	$(BIN)/python docs/design/modules_page.py
+	$(BIN)/python docs/man/man_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 tutorials: $(STAMP)  ## run the notebooks in docs/tutorials and write what they print

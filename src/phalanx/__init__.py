@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
 
 answer_imports()
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AUC": "phalanx.train.metrics.auc",

@@ -17,6 +17,13 @@ TORCH_BELOW = (2, 14)
 HAS_NATIVE = importlib.util.find_spec("phalanx._core") is not None
 """Whether the native core is installed; NumPy twins give the same results where it is not."""
 
+WITHOUT_NATIVE = (
+    "phalanx is installed without its native core (phalanx._core): no C++ compiler was there when it was built. "
+    "Results are the same, but tables and loaders are slower, ranks of one machine talk through gloo, and parameter "
+    "servers do not start. Install a wheel, or a C++20 compiler and then phalanx again."
+)
+"""What is logged, and shown by `phalanx doctor`, where the native core is not installed."""
+
 
 def require_torch(version: str | None = None) -> None:
     """Raise unless the installed torch is one this package works with.

@@ -50,6 +50,7 @@ def limits(**said: Any) -> HostLimits:
         (checks.torch_build("2.4.1", ""), "failed", "Phalanx needs torch >=2.9,<2.14"),
         (checks.native_core(""), "ok", ""),
         (checks.native_core("no module"), "failed", "Reinstall phalanx"),
+        (checks.native_core("no module", installed=False), "warning", "C++20 compiler"),
         (checks.loopback("", 0.1), "ok", ""),
         (checks.loopback("rank 0: refused", 0.1), "failed", "Check the loopback interface"),
         (checks.host_name("a", ["10.0.0.1"]), "ok", ""),

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx import ui
-from phalanx.cli import group, output
+from phalanx.cli import output
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, PhalanxError, SpecError
@@ -360,19 +360,6 @@ def test_an_address_of_a_server_needs_a_token(monkeypatch):
     monkeypatch.setenv("PHALANX_API", "https://jobs.example")
     with pytest.raises(ConfigError, match="PHALANX_TOKEN is not set"), open_jobs():
         pass
-
-
-@pytest.mark.parametrize(("words", "said"), [(["job", "list"], "pip install 'phalanx[jobs]'"), (["plan"], None)])
-def test_a_missing_package_of_the_extra_is_named_with_what_installs_it(words, said, monkeypatch, capsys):
-    def missing(**_: object) -> None:
-        raise ModuleNotFoundError("No module named 'sqlalchemy'", name="sqlalchemy")
-
-    monkeypatch.setattr(group, "phalanx", missing)
-    monkeypatch.setattr(sys, "argv", ["phalanx", *words])
-    with pytest.raises(SystemExit if said else ModuleNotFoundError):
-        group.main()
-    if said:
-        assert f"needs the package sqlalchemy, which is not installed. Run: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/jobs.md"])

@@ -1,11 +1,17 @@
 """An unfit torch is named in words."""
 
 import importlib.metadata
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from phalanx.cluster.role.role import Role
+from phalanx.comm import process_group
 from phalanx.errors import ConfigError
 from phalanx.versions import require_torch
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("found", ["2.8.1+cpu", "1.13.0", "2.14.0", "nonsense"])
@@ -26,3 +32,15 @@ def test_no_torch_at_all_is_said(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ConfigError, match="found none"):
         require_torch()
+
+
+@pytest.mark.parametrize(("native", "notices"), [(True, 0), (False, 1)])
+def test_rank_0_says_once_that_the_native_core_is_missing(native, notices, monkeypatch, caplog):
+    monkeypatch.setattr(process_group, "HAS_NATIVE", native)
+    process_group.start(Role())
+    assert caplog.text.count("without its native core") == notices
+
+
+def test_the_extra_all_names_every_other_one():
+    extras = PROJECT["optional-dependencies"]
+    assert extras["all"] == [f"phalanx[{','.join(sorted(extras.keys() - {'all'}))}]"]

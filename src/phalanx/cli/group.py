@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from phalanx import __version__
 from phalanx.errors import PhalanxError, did_you_mean
 
 _COMMANDS = {
@@ -78,9 +79,6 @@ _SUGGESTIONS = {
 }
 """What other programs call a command."""
 
-_EXTRA_OF_JOBS = {"job", "workspace", "code", "dataset", "secret", "token", "serve", "ui", "serve-table"}
-"""Commands that stand on packages of the extra `jobs`."""
-
 
 class _LazyGroup(click.Group):
     """Knows its commands by name only, so that the list costs no imports."""
@@ -121,7 +119,7 @@ class _LazyGroup(click.Group):
     "  phalanx plan train.py --cluster h100x8,nodes=4\n"
     "  phalanx job submit job.yaml",
 )
-@click.version_option(package_name="phalanx", prog_name="phalanx")
+@click.version_option(__version__, prog_name="phalanx")
 def phalanx() -> None:
     """Train a PyTorch script in parallel, from a laptop to a cluster."""
 
@@ -132,12 +130,4 @@ def main() -> None:
         phalanx(prog_name="phalanx")
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")
-        sys.exit(1)
-    except ModuleNotFoundError as error:
-        if _EXTRA_OF_JOBS.isdisjoint(sys.argv[1:2]) or str(error.name).startswith("phalanx"):
-            raise
-        sys.stderr.write(
-            f"phalanx: `phalanx {sys.argv[1]}` needs the package {error.name}, which is not installed. "
-            "Run: pip install 'phalanx[jobs]'\n"
-        )
         sys.exit(1)

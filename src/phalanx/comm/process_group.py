@@ -28,6 +28,7 @@ from phalanx.comm.elastic import membership
 from phalanx.comm.store import JobStore, addresses_of, connect_store, open_store, probe
 from phalanx.comm.waits.timeouts import collective_timeout
 from phalanx.errors import ConfigError, PeerLostError, RoleError, did_you_mean
+from phalanx.versions import HAS_NATIVE, WITHOUT_NATIVE
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -113,6 +114,8 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     """
     global _meeting, _outsider, _starts, _backend
     _log_card()
+    if not HAS_NATIVE and role.is_worker and role.rank == 0:
+        logger.warning(WITHOUT_NATIVE)
     if dist.is_initialized():
         _adopt(role)
         return False

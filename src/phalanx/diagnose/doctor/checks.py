@@ -11,7 +11,7 @@ from phalanx.cluster.env.settings import TABLE
 from phalanx.cluster.host_limits import NEEDS_OPEN_FILES, NEEDS_SHARED_MEMORY, OPEN_FILES_ADVISED
 from phalanx.errors import ConfigError
 from phalanx.units import format_bytes
-from phalanx.versions import require_torch
+from phalanx.versions import WITHOUT_NATIVE, require_torch
 
 State = Literal["ok", "warning", "failed"]
 
@@ -55,8 +55,10 @@ def torch_build(version: str | None, build: str) -> Check:
     return Check(name="torch", state="ok", observed=f"{version} ({build})")
 
 
-def native_core(error: str) -> Check:
-    """Judge the import of the native core; `error` is empty when it succeeded."""
+def native_core(error: str, installed: bool = True) -> Check:
+    """Judge the native core: whether it is installed, and its import; `error` is empty when that succeeded."""
+    if not installed:
+        return Check(name="native core", state="warning", observed="not installed", advice=WITHOUT_NATIVE)
     if error:
         advice = "Reinstall phalanx on this machine; a build from source needs a C++20 compiler and CMake."
         return Check(name="native core", state="failed", observed=error, advice=advice)

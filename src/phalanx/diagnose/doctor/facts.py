@@ -24,6 +24,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.preload import import_torch
 from phalanx.launch.request import machine
 from phalanx.launch.request.preflight import IFNAMES
+from phalanx.versions import HAS_NATIVE
 
 ALL_REDUCE_TIMEOUT_S = 10.0
 
@@ -79,7 +80,7 @@ def _native_core() -> Check:
     try:
         importlib.import_module("phalanx._core")
     except ImportError as error:
-        return checks.native_core(str(error))
+        return checks.native_core(str(error), HAS_NATIVE)
     return checks.native_core("")
 
 
