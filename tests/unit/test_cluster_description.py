@@ -20,7 +20,7 @@ from phalanx.cluster.rank_table.layouts import Layout as TableLayout
 from phalanx.cluster.role.role import Launcher, Role
 from phalanx.cluster.spec import detect
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
-from phalanx.cluster.spec.devices import DEVICES, USUAL
+from phalanx.cluster.spec.devices import DEVICES
 from phalanx.errors import ConfigError
 
 MIXED = """
@@ -43,7 +43,8 @@ tflops = { bf16 = 150 }
 
 
 def test_a_name_in_full_or_a_short_one_means_one_device() -> None:
-    for name, device in {**{d: d for d in DEVICES}, **USUAL, "h100_80gb_sxm": "H100-80GB-SXM"}.items():
+    families = {"a100": "A100-80GB-SXM", "H200": "H200-141GB-SXM", "h100_80gb_sxm": "H100-80GB-SXM"}
+    for name, device in {**{d: d for d in DEVICES}, **families}.items():
         assert read_cluster(f"{name}x8").nodes[0].device.name == device
 
 
@@ -84,10 +85,10 @@ def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
         ("h100x8,nodes=many", "Give a number above 0"),
         ("h100x8,nodes=1.5", "Give a whole number"),
         ("z9x8", "the device 'z9', which is not known"),
-        ("h20x8", "the device 'h20', which is not known. Did you mean 'h200'?"),
+        ("h30x8", "the device 'h30', which is not known. Did you mean 'h20'?"),
         ("h8x8", r"the device 'h8', which is not known\."),
         ("bx8", r"the device 'b', which is not known\..* Describe any other in a cluster file"),
-        ("h100-80gbx8", "the device 'h100-80gb', which could be H100-80GB-SXM"),
+        ("h100-81gbx8", "the device 'h100-81gb', which is none of H100-80GB-SXM"),
         ("nowhere.toml", "cannot be read"),
         ({"nodes": []}, "nodes: Input should have at least 1 item"),
         ({"nodes": [{"device": "h100", "devices": 8, "nic": 1}]}, r"nodes\.0\.nic: There is no such key, found 1"),

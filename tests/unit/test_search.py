@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_a_search_cuts_what_a_prediction_does() -> None:
     """Of fewer heads of keys and values than ranks they hold copies."""
     few = {"layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 2, "seq": 128, "vocab": 1024}
     found = search({"model": few, "batch": {"global": 4}}, "h100x4", limits=["tp=4"]).best
-    assert predict(found.run) == found.prediction
+    assert predict(found.run, interval=False) == found.prediction
     with pytest.raises(PlanError, match="satisfies the limits"):
         search({"model": {**few, "ffn": 1026}, "batch": {"global": 4}}, "h100x4", limits=["tp=4"])
 
@@ -203,14 +204,14 @@ def test_the_command_shows_choices_and_prints_json(tmp_path: Path) -> None:
     words = " ".join(shown.output.split())
     assert "priced by a formula: none is faster than" in words
     assert "within 0 % of the best by it" in words
-    assert "The 8 fastest by it were simulated event by event" in words
+    assert re.search("The [1-8] fastest by it were simulated event by event", words)
     assert "not searched: cp, ep and hsdp (1 in every choice); schedules other than the file's (1f1b)" in words
     assert "With tp=1" in words
     printed = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=16", "--json"]).output
     found = json.loads(printed)
     assert found["gap_percent"] == 0
     assert len(found["top"]) == 5
-    assert found["priced"] > found["simulated"] == SIMULATED
+    assert found["priced"] > SIMULATED >= found["simulated"] >= 5
     steps = [one["simulated_step_time_s"] for one in found["top"]]
     assert steps == sorted(steps)
     file.write_text("[")

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.bench_predict import PUBLISHED
+from benchmarks.predict_fit import PUBLISHED
 from phalanx.auto.predict.memory_model import compute_stage_footprint
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run, read_runs

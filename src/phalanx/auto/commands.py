@@ -28,30 +28,55 @@ from phalanx.i18n import tr
 @click.command("predict", epilog="\b\nExample:\n  phalanx predict run.json\n  phalanx predict run.json --json")
 @click.argument("file", type=click.File("r", encoding="utf-8", lazy=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if one of the runs cannot be predicted.")
 @simulation_options
-def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | None) -> None:
+def command(file: TextIO, as_json: bool, strict: bool, trace: Path | None, timeline: Path | None) -> None:
     """Predict step time and memory of run specs, a JSON object each; - reads them from standard input.
 
-    Needs no model and no devices. The format is that of docs/predict.md.
+    Needs no model and no devices. The format is that of docs/predict.md. A run that cannot be predicted is an error of
+    its own, and the others are printed.
     """
     check_folders(trace, timeline)
-    runs = [read_run(description, position) for position, description in _read_described(file)]
-    if len(runs) > 1 and (trace or timeline):
+    described = _read_described(file)
+    if len(described) > 1 and (trace or timeline):
         raise click.UsageError(
             tr(
                 "{options} one run, {path} has {count}. Give one of them.",
                 options=tr("--trace and --timeline show"),
                 path=file.name,
-                count=len(runs),
+                count=len(described),
             )
         )
-    predictions = [predict(run) for run in runs]
+    outcomes = [_predict(description, position) for position, description in described]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, ConfigError)]
+    predicted = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
+    if not predicted and not as_json:
+        raise errors[0]
     if as_json:
-        for prediction in predictions:
-            click.echo(json.dumps(asdict(prediction)))
+        for (_, description), outcome in zip(described, outcomes, strict=True):
+            click.echo(json.dumps(_prediction_as_json(description, outcome)))
     else:
-        Console().print(_table(runs, predictions))
-    write_simulation(runs[0], trace, timeline)
+        Console().print(_table(predicted))
+        for error in errors:
+            click.echo(str(error), err=True)
+    if predicted:
+        write_simulation(predicted[0][0], trace, timeline)
+    if errors and (strict or not predicted):
+        raise SystemExit(1)
+
+
+def _predict(description: Any, position: str) -> tuple[RunSpec, Prediction] | ConfigError:
+    try:
+        run = read_run(description, position)
+        return run, predict(run)
+    except ConfigError as error:
+        return error
+
+
+def _prediction_as_json(description: Any, outcome: tuple[RunSpec, Prediction] | ConfigError) -> dict[str, Any]:
+    if isinstance(outcome, ConfigError):
+        return {"name": description.get("name") if isinstance(description, dict) else None, "error": str(outcome)}
+    return asdict(outcome[1])
 
 
 def _read_described(file: TextIO) -> list[tuple[str, Any]]:
@@ -78,23 +103,23 @@ def _read_described(file: TextIO) -> list[tuple[str, Any]]:
     return runs
 
 
-def _table(runs: Sequence[RunSpec], predictions: Sequence[Prediction]) -> Table:
-    grid = Table(box=box.SIMPLE, pad_edge=False, caption=tr("tokens/s, TFLOP/s and GiB are those of one device"))
+def _table(predicted: Sequence[tuple[RunSpec, Prediction]]) -> Table:
+    grid = Table(box=box.SIMPLE, pad_edge=False, padding=0, caption=tr("tokens/s and GiB are those of one device"))
     grid.add_column(tr("run"), overflow="fold")
     grid.add_column(tr("on"), no_wrap=True)
-    for name in (tr("step s"), "tokens/s", "TFLOP/s", "GiB"):
+    for name in (tr("step s"), tr("4 of 5 in"), "tokens/s", "GiB"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column(tr("mostly"), no_wrap=True)
-    has_measured = any(run.measured_step_time_s for run in runs)
+    has_measured = any(run.measured_step_time_s for run, _ in predicted)
     if has_measured:
         grid.add_column(tr("off by"), justify="right", no_wrap=True)
-    for run, prediction in zip(runs, predictions, strict=True):
+    for run, prediction in predicted:
         cells = [
             escape(run.name),
             f"{run.parallel.ranks} {run.cluster.device.split('-')[0]}",
             f"{prediction.step_time_s:.3g}",
+            _format_interval(prediction),
             f"{prediction.tokens_per_s_per_device:,.0f}",
-            f"{prediction.model_tflops_per_device:.0f}",
             f"{prediction.memory_gib:.1f}" if prediction.fits else f"[red]{prediction.memory_gib:.1f}![/red]",
             _describe_cause(prediction),
         ]
@@ -102,9 +127,15 @@ def _table(runs: Sequence[RunSpec], predictions: Sequence[Prediction]) -> Table:
             measured = run.measured_step_time_s
             cells.append(f"{prediction.step_time_s / measured - 1:+.0%}" if measured else "")
         grid.add_row(*cells)
-    if not all(prediction.fits for prediction in predictions):
-        grid.caption = tr("tokens/s, TFLOP/s and GiB are those of one device") + tr("; ! does not fit")
+    if not all(prediction.fits for _, prediction in predicted):
+        grid.caption = tr("tokens/s and GiB are those of one device") + tr("; ! does not fit")
     return grid
+
+
+def _format_interval(prediction: Prediction) -> str:
+    assert prediction.step_time_interval_s is not None
+    low, high = prediction.step_time_interval_s
+    return f"{low:.3g}-{high:.3g}"
 
 
 def _describe_cause(prediction: Prediction) -> str:

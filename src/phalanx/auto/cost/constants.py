@@ -9,21 +9,21 @@ from phalanx.cluster.spec.devices import Device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What holds for every device and every run. Fitted over published runs unless a source is named.
+    """What holds for every device and every run: `auto/cost/priors` says from where, and between which values.
 
-    `benchmarks/bench_predict.py --fit` finds the values again and shows what each source alone says.
+    Two are fitted over published runs (`benchmarks/bench_predict.py --fit`): `backward_rate` and `contention`.
     """
 
-    tile_start: float = 211.0
+    tile_start: float = 200.0
     """Steps along the inner dimension that filling and draining the pipeline of one tile costs, in elements."""
 
-    backward_rate: float = 0.91
+    backward_rate: float = 0.939
     """Rate of matrix products of the backward pass over those of the forward pass: operands come transposed."""
 
-    stream: float = 0.786
+    stream: float = 0.8
     """Share of a device's memory bandwidth that element-wise kernels reach."""
 
-    cast_bytes: float = 5.9
+    cast_bytes: float = 6.0
     """Bytes moved for each activation that a product takes in 8 bit: read twice, and written, each way round."""
 
     fused_cast_bytes: float = 1.7
@@ -33,7 +33,7 @@ class Constants:
     kernel_gap_s: float = 4.0e-6
     """Seconds a device idles between two kernels."""
 
-    launch_s: float = 3.37e-5
+    launch_s: float = 3.5e-5
     """Seconds the host needs to issue one kernel of eager code, Python and autograd included."""
 
     compiled_launch_s: float = 1e-5
@@ -57,16 +57,16 @@ class Constants:
     attention_backward: float = 0.46
     """The same backward: A100 0.51, B200 0.43, H100 0.52 (the same tables)."""
 
-    first_attention: float = 0.612
+    first_attention: float = 0.6
     """Rate of the first fused kernels (Triton, 2022 and 2023) over that of those of today."""
 
     attention_tail: float = 0.65
     """Part of the longest block of rows that runs on after all others have ended (the same tables: 4 to 64 heads)."""
 
-    score_passes: float = 1.06
+    score_passes: float = 1.0
     """Share of the memory traffic of softmax and dropout over scores that reaches memory rather than the cache."""
 
-    link: float = 0.77
+    link: float = 0.8
     """Share of a device's link that a ring of all devices of a node reaches; all-reduce of 1 GiB on A100: 230 of
     300 GB/s (vTrain and Galvatron's tables)."""
 
@@ -79,20 +79,16 @@ class Constants:
     link_hop_s: float = 7.0e-6
     """Seconds more for each further rank of a node (1 MiB over 8 A100: 93 us)."""
 
-    last_host_s: float = 1.8e-4
-    """Seconds that a collective of a sharded layer over more than four ranks waits for the host that comes last, where
-    hosts are not ahead of their devices: only SimuMax's B200 tell it; four ranks of theirs do not wait."""
-
     network_hop_s: float = 1.4e-5
     """Seconds from one node to the next (NCCL's table of latencies: 14 us between nodes, 3.4 us inside one)."""
 
-    contention: float = 0.406
+    contention: float = 0.336
     """Seconds that overlapped communication and computation cost each other, for each second they share."""
 
-    micro_batch_s: float = 9.4e-4
+    micro_batch_s: float = 1e-3
     """Seconds of a micro-batch that belong to no block: data, embedding, loss, the schedule's own Python."""
 
-    step_s: float = 4.9e-3
+    step_s: float = 5e-3
     """Seconds of a step that belong to no micro-batch: loss scaling, norms, the loop itself."""
 
     optimizer_bytes: float = 30.0
@@ -117,7 +113,6 @@ def constants_of(device: Device, constants: Constants = DEFAULT) -> Constants:
         link=1.0,
         link_start_s=rates.launch_s,
         link_hop_s=0.0,
-        last_host_s=0.0,
         contention=min(1.0, rates.contention()),
         micro_batch_s=0.0,
         step_s=0.0,

@@ -21,6 +21,9 @@ Generation = Literal["first", "common", "native"]
 _ATTENTION = (8, 1024, 64)
 """Heads, length and width at which a measured machine's attention is read."""
 
+WIDTHS = (32, 64, 96, 128, 192, 256)
+"""Widths of heads that kernels of fused attention are written for (FlashAttention 2)."""
+
 _FEW_WAVES = 6
 _SHORTEST_SPLIT = 512
 
@@ -39,7 +42,9 @@ class Kernels:
         """Return the kernels of what stays in 16 bit when the layers compute in 8."""
         return Kernels(self.device, self.constants, "bf16") if self.precision == "fp8" else self
 
-    def matmul(self, m: float, n: float, k: float, *, batch: float = 1, backward: bool = False) -> float:
+    def matmul(
+        self, m: float, n: float, k: float, *, batch: float = 1, backward: bool = False, aligned: float = 1.0
+    ) -> float:
         """Return the seconds of `batch` products of (m, k) by (k, n).
 
         The product is cut into tiles, dealt to the multiprocessors in waves: a last wave that is not full costs as
@@ -52,7 +57,7 @@ class Kernels:
             )
         constants, width = self.constants, 1 if self.precision == "fp8" else 2
         rate = self.device.rate(self.precision) * (constants.backward_rate if backward and width == 2 else 1.0)
-        best = min(self._tiled(m, n, k, batch, tile) for tile in TILES) / rate * self.device.multiprocessors
+        best = min(self._tiled(m, n, k, batch, tile) for tile in TILES) / rate / aligned * self.device.multiprocessors
         moved = batch * (width * (m * k + k * n) + 2 * m * n)
         seconds = max(best, self.streamed(moved)) + constants.kernel_gap_s
         if self.precision != "fp8":
@@ -74,12 +79,19 @@ class Kernels:
         return waves * 2 * rows * columns * (k / split + self.constants.tile_start) / relative
 
     def attention(
-        self, flops: float, *, backward: bool = False, longest: float = 0.0, generation: Generation = "common"
+        self,
+        flops: float,
+        *,
+        width: float = 128,
+        backward: bool = False,
+        longest: float = 0.0,
+        generation: Generation = "common",
     ) -> float:
         """Return the seconds of fused attention.
 
         Args:
             flops: FLOP of its forward pass, masked scores left out.
+            width: Of a head.
             backward: The backward pass, which computes the scores again: 2.5 times the work.
             longest: FLOP of the block of rows that sees most keys: one multiprocessor works on it, in the end alone.
             generation: Which kernels.
@@ -92,7 +104,7 @@ class Kernels:
         share *= {"first": constants.first_attention, "common": 1.0, "native": 1.0}[generation]
         if generation != "native":
             share *= device.older_instructions
-        work = flops + constants.attention_tail * longest * device.multiprocessors
+        work = flops * _kernel_width(width) / width + constants.attention_tail * longest * device.multiprocessors
         return (
             work * (2.5 if backward else 1.0) / (device.flops[self.precision] * device.clock * share)
             + constants.kernel_gap_s
@@ -101,3 +113,17 @@ class Kernels:
     def streamed(self, moved: float) -> float:
         """Return the seconds to move bytes between memory and the multiprocessors."""
         return moved / (self.device.bandwidth * self.constants.stream)
+
+
+def _kernel_width(width: float) -> float:
+    """Return the width that a kernel of fused attention computes for heads of this one: it is written for a few."""
+    return next((written for written in WIDTHS if width <= written), WIDTHS[-1] * math.ceil(width / WIDTHS[-1]))
+
+
+def alignment(width: float) -> float:
+    """Return the rate of products of matrices with rows of so many 16-bit elements over that of whole loads.
+
+    Loads are of 16 bytes where the length of a row is a multiple of 8, and of fewer where it is not.
+    """
+    elements = math.gcd(round(width), 8) if width == round(width) else 1
+    return math.sqrt(elements / 8)

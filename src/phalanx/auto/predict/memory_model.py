@@ -68,9 +68,10 @@ def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
         if par.pp > 1 and shards > 1:  # stages gather and scatter once a step: full parameters and gradients between
             gathered += parameters_here * ((HALF if par.zero == 3 else 0) + FLOAT)
     else:
-        parameters, gradients, gathered = parameters_here * (HALF if mixed else FLOAT), parameters_here * FLOAT, 0.0
+        parameters, gathered = parameters_here * (HALF if mixed else FLOAT), 0.0
+        gradients = parameters_here * run.accumulated_bytes
         optimizer = parameters_here * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
-    if run.attention_kernels == "native":  # products that add to gradients in place leave autograd an empty one a shape
+    if run.habits.attention == "native":  # products that add to gradients in place leave autograd an empty one a shape
         gathered += HALF * run.block_parameters
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * HALF * tokens(run) * run.model.hidden
@@ -138,9 +139,9 @@ def logits_bytes(run: RunSpec) -> float:
     A fused loss writes the gradient over the logits in 16 bit. Megatron's keeps one copy in float32 and its gradient,
     PyTorch's the logarithms of shares and two gradients, of which compiled code writes the last in 16 bit.
     """
-    if run.fuses_loss:
+    if run.habits.loss in ("fused", "mosaicml"):
         each = 2 * HALF
-    elif run.parallel.zero < 2:
+    elif run.habits.loss == "megatron":
         each = HALF + 2 * FLOAT
     else:
         each = 3 * FLOAT if run.compile else HALF + 3 * FLOAT

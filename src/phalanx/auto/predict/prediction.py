@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
-from phalanx.auto.cost.constants import DEFAULT, Constants, constants_of
-from phalanx.auto.cost.kernels import Kernels
-from phalanx.auto.predict.memory_model import FLOAT, compute_footprint
+from phalanx.auto.cost.constants import DEFAULT, Constants
+from phalanx.auto.predict.interval import estimate_interval
+from phalanx.auto.predict.memory_model import compute_footprint
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.predict.run_spec import Axis, RunSpec
-from phalanx.auto.predict.transformer import HALF, KernelWork, block, boundary_bytes, head, keeps_every_second_product
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.step_seconds import StepSeconds
 from phalanx.cluster.spec.devices import GIB
 from phalanx.i18n import Labels
 
@@ -32,9 +29,6 @@ BREAKDOWN: Labels = {
 USABLE = 0.94
 """Share of a device's memory that training can allocate; the rest is the driver's and the links'."""
 
-_HOSTS_ABREAST = 4
-"""Ranks of a node whose hosts reach a collective together: those of one socket."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
@@ -42,6 +36,9 @@ class Prediction:
 
     name: str
     step_time_s: float
+    step_time_interval_s: tuple[float, float] | None
+    """Seconds between which the step lies in four of five runs; None where it was not asked for."""
+
     tokens_per_s_per_device: float
     model_tflops_per_device: float
     memory_gib: float
@@ -50,12 +47,13 @@ class Prediction:
     """Seconds of a step by cause, under `*_s`; GiB by what they hold, under `*_gib`."""
 
 
-def predict(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT) -> Prediction:
+def predict(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT, *, interval: bool = True) -> Prediction:
     """Return time and memory of one step of a run spec. Pure: no devices are looked at.
 
     Args:
         run: A `RunSpec`, or a mapping as a line of a file of runs has it (docs/predict.md).
         constants: The physical quantities to compute with.
+        interval: Whether to estimate between which times a step lies, which takes as long as 30 predictions.
 
     Raises:
         ConfigError: If the run cannot be; says which key, what was found and what is known.
@@ -67,248 +65,10 @@ def predict(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT) ->
     return Prediction(
         name=run.name,
         step_time_s=total,
+        step_time_interval_s=estimate_interval(run, constants) if interval else None,
         tokens_per_s_per_device=per_device,
         model_tflops_per_device=per_device * run.model.flops_per_token() / 1e12,
         memory_gib=footprint.total / GIB,
         fits=footprint.total <= USABLE * run.device.memory,
         breakdown=seconds | {f"{name}_gib": getattr(footprint, name) / GIB for name in footprint.__dataclass_fields__},
     )
-
-
-def group_topology(run: RunSpec, axis: Axis) -> GroupTopology:
-    """Return where the ranks of one axis lie, by the order of the ranks."""
-    ranks, stride = getattr(run.parallel, axis), run.parallel.stride(axis)
-    per_node = run.cluster.per_node
-    return GroupTopology(ranks, max(1, min(ranks, per_node // stride)), min(stride, per_node))
-
-
-class StepSeconds:
-    """One optimizer step of a run, summed up from passes; `auto/simulate/run` lets them run one by one."""
-
-    def __init__(self, run: RunSpec, constants: Constants) -> None:
-        constants = constants_of(run.device, constants)
-        self.run, self.constants = run, constants
-        self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.attention_kernels == "native")
-        self.links = ClusterLinks(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
-        self.block, self.head = block(run, self.kernels), head(run, self.kernels)
-        self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
-
-    def breakdown(self) -> dict[str, float]:
-        """Return the seconds of a step by cause."""
-        run, count = self.run, self.run.micro_batches
-        alone = self.layers * (self.compute_forward + self.compute_backward)
-        passes = self.layers * (self.forward + self.backward)
-        # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
-        each = self._send + self.constants.micro_batch_s
-        others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * each
-        bubble = self._idle_share * others / run.parallel.vpp
-        return {
-            "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
-            "exposed_communication_s": count * (passes - alone),
-            "pipeline_send_s": count * self._send,
-            "pipeline_bubble_s": bubble,
-            "gradients_s": self._gradients,
-            "optimizer_s": self.optimizer + self.constants.step_s,
-        }
-
-    @property
-    def _head_on_top(self) -> float:
-        """Seconds by which the projection to the vocabulary makes its stage slower than the fullest of the others."""
-        fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        return max(0.0, self.head.forward + self.head.backward - fewer * (self.forward + self.backward))
-
-    # -- one block -------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _launch(self) -> float:
-        return self.constants.compiled_launch_s if self.run.compile else self.constants.launch_s
-
-    @cached_property
-    def recompute(self) -> KernelWork:
-        """What the backward pass recomputes before it can begin."""
-        run, whole = self.run, self.block
-        if run.recompute == "full":
-            # PyTorch's checkpoints stop as soon as everything that was kept is there again: before the last product.
-            left_out = whole.last if run.parallel.zero >= 2 else 0.0
-            return KernelWork(forward=whole.forward - left_out, backward=0.0, forward_launches=whole.forward_launches)
-        if keeps_every_second_product(run):
-            half = (whole.forward - whole.attention - whole.plain) / 2
-            return KernelWork(forward=half + whole.plain, backward=0.0, forward_launches=whole.forward_launches / 2)
-        if run.recompute == "selective" and not run.model.flash:
-            return KernelWork(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
-        return KernelWork(forward=0.0, backward=0.0)
-
-    @cached_property
-    def _issue_forward(self) -> float:
-        return self.block.forward_launches * self._launch
-
-    @cached_property
-    def _issue_backward(self) -> float:
-        return (self.block.backward_launches + self.recompute.forward_launches) * self._launch
-
-    @cached_property
-    def compute_forward(self) -> float:
-        """Seconds of a block's forward pass without communication."""
-        return max(self.block.forward, self._issue_forward)
-
-    @cached_property
-    def compute_backward(self) -> float:
-        """Seconds of a block's backward pass, recomputation included, without communication."""
-        return max(self.block.backward + self.recompute.forward, self._issue_backward)
-
-    @cached_property
-    def forward(self) -> float:
-        """Seconds of a block's forward pass."""
-        device = self._beside(self.block.forward + self.tensor_parallel_forward, self._gathers)
-        return self._issued(device, self._issue_forward, self._tensor_parallel_calls)
-
-    @cached_property
-    def backward(self) -> float:
-        """Seconds of a block's backward pass, recomputation included."""
-        compute = self.block.backward + self.recompute.forward + self.tensor_parallel_backward
-        device = self._beside(compute, self._gathers + self._scatters)
-        again = 1 if self.run.recompute == "full" else 0
-        return self._issued(device, self._issue_backward, (1 + again) * self._tensor_parallel_calls)
-
-    @cached_property
-    def collectives(self) -> tuple[float, float]:
-        """Seconds of a block's collectives in its forward and its backward pass, hidden ones included."""
-        return (
-            self.tensor_parallel_forward + self._gathers,
-            self.tensor_parallel_backward + self._gathers + self._scatters,
-        )
-
-    def _beside(self, device: float, communication: float) -> float:
-        """Return the seconds of work with communication beside it."""
-        if not self.run.overlap.dp:
-            return device + communication
-        shared = min(device, communication)
-        return max(device, communication) + self.constants.contention * shared
-
-    def _issued(self, device: float, host: float, calls: float) -> float:
-        """Return the seconds of a pass of a block: of its device, or of the host that issues its kernels.
-
-        The nearer a host is to its device, the more of the pass' collectives wait for the last of many hosts. It is not
-        later by more than all that it has to issue.
-        """
-        waits = min(host, calls * self.constants.last_host_s) if self.run.parallel.tp > _HOSTS_ABREAST else 0.0
-        return max(device, host) + waits * min(1.0, host / device)
-
-    @cached_property
-    def _tensor_parallel_calls(self) -> int:
-        """Collectives of one pass through a block whose layers are cut over ranks."""
-        par = self.run.parallel
-        return 0 if par.tp == 1 else 4 if par.sequence_parallel else 2
-
-    # -- communication ---------------------------------------------------------------------------------------
-
-    @cached_property
-    def tensor_parallel_forward(self) -> float:
-        """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
-        run, par = self.run, self.run.parallel
-        layout = group_topology(run, "tp")
-        # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
-        share = 0.75 if run.precision == "fp8" and par.sequence_parallel else 1.0
-        seconds = 2 * self.links.all_reduce(share * boundary_bytes(run), layout)  # or all-gather and reduce-scatter
-        if run.overlap.tp:
-            beside = min(seconds, self.block.forward)
-            seconds -= (1 - self.constants.contention) * beside
-        if run.model.experts and par.ep > 1:
-            experts = GroupTopology(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
-            seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
-        if par.cp > 1:
-            kv = 2 * boundary_bytes(run) * run.sharded_model.keys_heads / run.model.heads / par.tp
-            ring = group_topology(run, "cp")
-            # The ring runs beside attention, and shows where it is the longer.
-            seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)
-        return seconds
-
-    @cached_property
-    def tensor_parallel_backward(self) -> float:
-        """Seconds of the same collectives in a backward pass, those of recomputation included."""
-        hidden = min(self.tensor_parallel_forward / 2, self.block.weights) if self.run.later_megatron else 0.0
-        return self.tensor_parallel_forward * (2 if self.run.recompute == "full" else 1) - hidden
-
-    @cached_property
-    def replicas(self) -> GroupTopology:
-        """The ranks that hold the same part of the model: all copies of it, and all parts of their sequences."""
-        par = self.run.parallel
-        in_node = group_topology(self.run, "dp").in_node * group_topology(self.run, "cp").in_node
-        return GroupTopology(par.dp * par.cp, in_node, max(1, self.run.cluster.per_node // in_node))
-
-    @cached_property
-    def parameters(self) -> float:
-        """Parameters of this rank's layers."""
-        return self.run.block_parameters * self.layers
-
-    @cached_property
-    def shard_step(self) -> float:
-        """Seconds to gather the parameters of one block from their shards, or to scatter its gradients."""
-        replicas = self.replicas
-        shards = replicas.ranks // self.run.parallel.hsdp
-        layout = GroupTopology(shards, min(replicas.in_node, shards), replicas.sharing)
-        return self.links.all_gather(HALF * self.parameters / self.layers, layout)
-
-    @cached_property
-    def scatter_step(self) -> float:
-        """Seconds to add up the gradients of one block and leave each rank its shard."""
-        return self.shard_step * self.run.gradient_bytes / HALF
-
-    @cached_property
-    def _gathers(self) -> float:
-        return self.shard_step if self.run.parallel.zero == 3 and self.run.parallel.pp == 1 else 0.0
-
-    @cached_property
-    def _scatters(self) -> float:
-        return self.scatter_step if self.run.parallel.zero >= 2 and self.run.parallel.pp == 1 else 0.0
-
-    @cached_property
-    def send_once(self) -> float:
-        """Seconds until the activations of a micro-batch are at the next stage."""
-        run, par = self.run, self.run.parallel
-        if par.pp == 1:
-            return 0.0
-        stride = par.stride("pp")
-        across = stride * par.pp > run.cluster.per_node
-        size = boundary_bytes(run) / par.tp
-        return self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
-
-    @cached_property
-    def _send(self) -> float:
-        """Seconds a micro-batch spends between stages, both ways."""
-        once, par = self.send_once, self.run.parallel
-        if self.run.overlap.pp:
-            chunk = self.layers / par.vpp * self.forward
-            once = max(0.0, once - chunk) + self.constants.contention * min(once, chunk)
-        return 2 * par.vpp * once
-
-    @cached_property
-    def _idle_share(self) -> float:
-        # Zero-bubble schedules fill the idle time of a stage with gradients of weights, a third of a pass.
-        return 1 / 3 if self.run.schedule == "zero-bubble" else 1.0
-
-    @cached_property
-    def _gradients(self) -> float:
-        """Seconds of the gradients' collectives that nothing hides."""
-        par, model = self.run.parallel, self.run.model
-        first_and_last = self.shard_step + self.scatter_step
-        if par.zero >= 2 and par.pp == 1:
-            return first_and_last  # have nothing beside them
-        edges = model.vocab * model.hidden / par.tp
-        if par.zero >= 2:  # stages gather and scatter once a step
-            whole = self.layers * first_and_last
-        else:
-            whole = self.links.all_reduce(HALF * (self.parameters + edges), self.replicas)
-        if not self.run.overlap.dp:
-            return whole
-        beside = min(whole, self.layers * self.backward)
-        return whole - beside + self.constants.contention * beside
-
-    @cached_property
-    def optimizer(self) -> float:
-        """Seconds of Adam on what this rank updates."""
-        par = self.run.parallel
-        updated = self.parameters + self.run.model.vocab * self.run.model.hidden / par.tp
-        shards = par.dp * par.cp // par.hsdp if par.zero else 1
-        moved = self.constants.optimizer_bytes if self.run.precision != "fp32" else 7 * FLOAT
-        return self.kernels.streamed(moved * updated / shards)

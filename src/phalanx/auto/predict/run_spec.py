@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
+from phalanx.auto.predict.stack import STACKS, Stack, StackName, recognise
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.cluster.spec.devices import Device, find_preset
 from phalanx.i18n import tr
@@ -263,6 +264,8 @@ class RunSpec(_Part):
     overlap: OverlapOf = OverlapOf()
     compile: bool = False
     software: str = ""
+    stack: StackName | None = None
+    """Which family of software; read from `software` where it is not named."""
     source: str = ""
     measured: dict[str, Any] = Field(default_factory=dict)
     derived: list[str] = Field(default_factory=list)
@@ -338,39 +341,14 @@ class RunSpec(_Part):
         return (model.attention_parameters + experts * model.expert_parameters) / par.tp
 
     @property
-    def attention_kernels(self) -> Literal["first", "common", "native"]:
-        """Which kernels of fused attention its software has; those common since 2023 if it does not say."""
-        software = self.software.lower()
-        if any(name in software for name in ("transformer engine", "megatron-core", "megatron core", "nemo", "cudnn")):
-            return "native"
-        return "first" if any(name in software for name in ("mosaicml", "llm-foundry", "triton")) else "common"
+    def stack_name(self) -> StackName | None:
+        """The family of its software; None where neither `stack` nor `software` tells."""
+        return self.stack or recognise(self.software, has_8_bit="fp8" in self.device.flops)
 
     @property
-    def fuses(self) -> bool:
-        """Whether norms, rotary embeddings, gates and the loss have a kernel each; PyTorch alone has one operator each.
-
-        Compiled code has them, and so have Megatron and its kin, which are those that do not shard gradients here.
-        """
-        return self.compile or self.parallel.zero < 2 or self.attention_kernels == "native"
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether the loss keeps no float32 copy of the logits, and no gradient of them but one in half precision.
-
-        Megatron-Core has a kernel for it, and so have MosaicML's runs (llm-foundry's `fused_crossentropy`).
-        """
-        software = self.software.lower()
-        return self.attention_kernels == "native" or "mosaicml" in software or "llm-foundry" in software
-
-    @property
-    def later_megatron(self) -> bool:
-        """Whether it is Megatron since the end of 2021.
-
-        The collectives of a sharded layer's gradients run beside the gradients of its weights, and these are added to
-        those of earlier micro-batches by the products that compute them.
-        """
-        software = self.software.lower()
-        return self.attention_kernels == "native" or ("megatron-lm" in software and "2021" not in software)
+    def habits(self) -> Stack:
+        """The kernels and habits of its software; those of `generic` where it is not told."""
+        return STACKS[self.stack_name or "generic"]
 
     @property
     def splits_softmax(self) -> bool:
@@ -380,12 +358,26 @@ class RunSpec(_Part):
         """
         own = self.micro * self.model.heads / self.parallel.tp
         fits = own % 4 == 0 and self.model.seq % 4 == 0 and 16 < self.model.seq <= 4096
-        return self.parallel.zero < 2 and not self.compile and self.precision != "fp32" and not fits
+        return self.habits.fuses and not self.compile and self.precision != "fp32" and not fits
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of gradients that are scattered to shards: float32 unless the run says otherwise."""
         return 2 if "low-precision" in self.software.lower() else 4
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of an element of gradients that are whole on each replica: Megatron adds up bf16 in float32."""
+        return 4 if self.precision == "fp32" or (self.precision == "bf16" and self.habits.adds_in_products) else 2
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Bytes of an element that replicas send to add up gradients, of the mean of both ways.
+
+        A sharded optimizer sends parameters in 16 bit on the way back.
+        """
+        there, back = self.accumulated_bytes, 4 if self.precision == "fp32" else 2
+        return float(there) if self.parallel.zero == 0 else (there + back) / 2
 
     @property
     def measured_step_time_s(self) -> float | None:

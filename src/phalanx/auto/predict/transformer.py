@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.auto.cost.kernels import ROWS, Kernels
+from phalanx.auto.cost.kernels import ROWS, Kernels, alignment
 from phalanx.auto.predict.run_spec import RunSpec
 
 HALF = 2
@@ -38,7 +38,7 @@ def keeps_every_second_product(run: RunSpec) -> bool:
 
     Elsewhere it is Megatron's: the scores of attention again, of which fused attention keeps none anyway.
     """
-    return run.recompute == "selective" and run.parallel.zero >= 2
+    return run.recompute == "selective" and run.habits.stops_checkpoints
 
 
 def tokens(run: RunSpec) -> float:
@@ -78,7 +78,7 @@ def _gradient_copy_bytes(run: RunSpec) -> float:
     """
     if run.parallel.zero >= 2:
         return 4 * HALF * run.block_parameters / (1 if run.parallel.pp == 1 else run.micro_batches)
-    if run.later_megatron:
+    if run.habits.adds_in_products:
         return 0.0
     return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
 
@@ -115,7 +115,9 @@ def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
         flops = 4 * run.micro * seq * seq * model.hidden / tp / run.parallel.cp / 2
         longest = 4 * ROWS * seq * model.hidden / model.heads
         forward, backward = (
-            kernels.attention(flops, backward=back, longest=longest, generation=run.attention_kernels)
+            kernels.attention(
+                flops, width=model.hidden / model.heads, backward=back, longest=longest, generation=run.habits.attention
+            )
             for back in (False, True)
         )
         return KernelWork(
@@ -126,9 +128,11 @@ def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
         )
     heads, width, own = run.micro * model.heads / tp, model.hidden / model.heads, seq / run.parallel.cp
     products = [(own, seq, width), (own, width, seq)]
-    forward = sum(kernels.matmul(m, n, k, batch=heads) for m, n, k in products)
+    aligned = alignment(width)
+    forward = sum(kernels.matmul(m, n, k, batch=heads, aligned=aligned) for m, n, k in products)
     backward = sum(
-        kernels.matmul(m, k, n, batch=heads, backward=True) + kernels.matmul(k, n, m, batch=heads, backward=True)
+        kernels.matmul(m, k, n, batch=heads, backward=True, aligned=aligned)
+        + kernels.matmul(k, n, m, batch=heads, backward=True, aligned=aligned)
         for m, n, k in products
     )
     # Softmax reads and writes the scores, dropout too, with a mask of one byte; backward reads them once more.
@@ -156,7 +160,7 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     forward, backward, launches = sums * rest + qkv / 2, 15 * rest + qkv / 2, 8 if run.compile else 16
     if not model.gated:
         forward, backward = forward + 2 * inner, backward + 3 * inner
-    elif run.fuses:  # a gate, a rotation of queries and keys
+    elif run.habits.fuses or run.compile:  # a gate, a rotation of queries and keys
         forward, backward = forward + 3 * inner + 2 * qkv, backward + 5 * inner + 2 * qkv
     else:  # norms and rotations in float32, an operator each: 13 and 10 reads and writes
         forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
@@ -195,6 +199,6 @@ def _loss_bytes(run: RunSpec) -> tuple[float, float]:
     raises, adds up and divides, each over float32 in place; the gradient is scaled and cast. MosaicML's loss is fused,
     and two training metrics go over the logits again: its times say that they take what PyTorch's operators do.
     """
-    if run.compile or run.attention_kernels == "native":
+    if run.compile or run.habits.loss == "fused":
         return 6, 6
-    return (14, 20) if run.parallel.zero >= 2 else (38, 14)
+    return (38, 14) if run.habits.loss == "megatron" else (14, 20)

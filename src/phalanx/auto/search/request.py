@@ -218,6 +218,8 @@ def read_request(
     batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
     run |= {"name": run.get("name", "job"), "parallel": {}, "batch": {**batch, "micro": 1}, "recompute": "none"}
     run.setdefault("precision", "bf16")
+    if not run.get("software"):
+        run.setdefault("stack", "pytorch")  # what Phalanx trains with
     read = [limit if isinstance(limit, Limit) else read_limit(limit) for limit in limits]
     return SearchRequest(base=read_run(run, str(run["name"])), limits=tuple(read))
 

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
 from phalanx.auto.predict.memory_model import Footprint, compute_footprint
-from phalanx.auto.predict.prediction import BREAKDOWN, USABLE, Prediction, StepSeconds, predict
+from phalanx.auto.predict.prediction import BREAKDOWN, USABLE, Prediction, predict
 from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.step_seconds import StepSeconds
 from phalanx.auto.search.request import SearchRequest, read_limit, read_request
 from phalanx.auto.search.result import SearchResult, why_not
 from phalanx.auto.search.space import MOST_VIRTUAL, get_knobs, list_dimensions, list_runs, max_tensor_parallel
@@ -248,7 +249,7 @@ def _best_first(
         if heap and time.monotonic() > stop:
             bound = low
             break
-        prediction = predict(run, constants)
+        prediction = predict(run, constants, interval=False)
         priced += 1
         heapq.heappush(heap, (-prediction.step_time_s, -number, RunCandidate(run, prediction)))
         if len(heap) > most:
@@ -332,7 +333,7 @@ def lower_bound(run: RunSpec, tensor_parallel_s: float = 0.0) -> float:
     token_count = run.batch.whole * model.seq
     block = model.attention_parameters + max(1, model.top_k) * model.expert_parameters
     # Shards leave the last product out of what is recomputed (`predict.StepSeconds`).
-    last = model.hidden * model.inner if par.zero >= 2 and not model.experts else 0
+    last = model.hidden * model.inner if run.habits.stops_checkpoints and not model.experts else 0
     passes = 4 - last / block if run.recompute == "full" else 3
     rate = run.device.rate(run.precision)
     blocks = 2 * passes * token_count * model.layers * block / par.ranks / rate

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from phalanx.auto.cost.parallel_config import RECOMPUTE, divisors
-from phalanx.auto.predict.prediction import group_topology
 from phalanx.auto.predict.run_spec import ORDERS, Order, RunSpec, find_shape_conflict
+from phalanx.auto.predict.step_seconds import group_topology
 from phalanx.auto.search.request import SearchRequest
 
 MOST_VIRTUAL = 12
@@ -31,7 +31,7 @@ def list_runs(request: SearchRequest) -> Iterator[RunSpec]:
         zeros = (0,) if dp == 1 else (0, 1, 2, 3)
         orders = _orders(request, tp=tp, pp=pp, dp=dp)
         for micro, vpp, zero, recompute, order in itertools.product(sizes, virtual, zeros, RECOMPUTE, orders):
-            if recompute == "selective" and zero < 2 and base.model.flash:
+            if recompute == "selective" and not base.habits.stops_checkpoints and base.model.flash:
                 continue  # fused attention keeps no scores: the same as none
             if not _runs(base.schedule, base.batch.whole // dp // micro, pp, vpp):
                 continue

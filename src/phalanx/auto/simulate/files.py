@@ -39,7 +39,7 @@ def write_simulation(run: RunSpec, trace: Path | None, timeline: Path | None) ->
         PlanError: If the run's schedule does not take so many stages or micro-batches.
     """
     if trace is not None or timeline is not None:
-        write_simulated_step(simulate_run(run), predict(run).step_time_s, trace, timeline)
+        write_simulated_step(simulate_run(run), predict(run, interval=False).step_time_s, trace, timeline)
 
 
 def write_simulated_step(

@@ -8,10 +8,9 @@ from typing import Any
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
 from phalanx.auto.predict.memory_model import block_bytes, compute_stage_footprint, count_parameters, logits_bytes
-from phalanx.auto.predict.prediction import StepSeconds
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF
+from phalanx.auto.predict.step_seconds import StepSeconds
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
 from phalanx.plan.value import Schedule
@@ -134,7 +133,7 @@ def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_las
         return (seconds.shard_step + seconds.scatter_step,) * blocks
     if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
         return (seconds.scatter_step,) if stage < par.pp else ()
-    block = seconds.links.all_reduce(HALF * seconds.parameters / seconds.layers, replicas)
-    edge = seconds.links.all_reduce(HALF * run.model.vocab * run.model.hidden / par.tp, replicas)
+    block = seconds.links.all_reduce(run.reduced_bytes * seconds.parameters / seconds.layers, replicas)
+    edge = seconds.links.all_reduce(run.reduced_bytes * run.model.vocab * run.model.hidden / par.tp, replicas)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.spec.devices import USUAL, Device, find_preset
+from phalanx.cluster.spec.devices import Device, find_preset
 from phalanx.errors import ConfigError
 from phalanx.i18n import suggest, tr
 
@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from phalanx.cluster.calibration.figures import Measured
     from phalanx.cluster.role.role import Role
 
-GBPS_A_DEVICE = {"A100": 200.0, "H100": 400.0, "H800": 400.0, "H200": 400.0, "B200": 400.0}
+GBPS_A_DEVICE = {
+    "A100": 200.0,
+    "A800": 200.0,
+    "H20": 400.0,
+    "H100": 400.0,
+    "H800": 400.0,
+    "H200": 400.0,
+    "B200": 400.0,
+    "GB200": 400.0,
+}
 """Gb/s of network ports a device that reference designs of such nodes have: one port a device."""
 
 
@@ -133,10 +142,9 @@ def _least(devices: list[Device]) -> Device:
     return Device(
         name=f"least of {' and '.join(names)}",
         # Of the rates that are reached, not of the peaks: then the share is 1.
-        flops={
-            kind: min(device.flops[kind] * device.clock * device.sustained for device in devices) for kind in common
-        },
+        flops={kind: min(device.rate(kind) for device in devices) for kind in common},
         sustained=1.0,
+        sustained_fp8=1.0,
         older_instructions=min(device.older_instructions for device in devices),
         memory=min(device.memory for device in devices),
         bandwidth=min(device.bandwidth for device in devices),
@@ -193,7 +201,7 @@ def _preset_cluster(description: str, first: str) -> Cluster:
                 said=description,
             )
         )
-    device, count = find_device(match[1]), int(match[2])
+    device, count = find_preset(match[1]), int(match[2])
     return Cluster(nodes=(Node(device=device, devices=count, gbps=usual_gbps(device) * count),))
 
 
@@ -239,11 +247,6 @@ def _positive(name: str, value: str) -> float:
     if not 0 < number < 1e9:
         raise ConfigError(tr("Asked for {name}={value} of a cluster. Give a number above 0.", name=name, value=value))
     return number
-
-
-def find_device(name: str) -> Device:
-    """Return the preset that a name, or a short one such as `h100`, means; raises ConfigError if none."""
-    return find_preset(USUAL.get(name.lower(), name))
 
 
 def usual_gbps(device: Device) -> float:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from phalanx.cluster.rank_table import rank_table
-from phalanx.cluster.spec.cluster import Cluster, Node, find_device, usual_gbps
-from phalanx.cluster.spec.devices import DEVICES, GIB, TERA, Device
+from phalanx.cluster.spec.cluster import Cluster, Node, usual_gbps
+from phalanx.cluster.spec.devices import DEVICES, GIB, TERA, Device, find_preset
 from phalanx.cluster.validation_errors import why_wrong
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr
@@ -111,7 +111,7 @@ def parse_cluster(content: Any, where: str) -> Cluster:
 
 
 def _node(node_file: _NodeFile, own: dict[str, Device], where: str) -> Node:
-    device = own.get(node_file.device) or find_device(node_file.device)
+    device = own.get(node_file.device) or find_preset(node_file.device)
     gbps = node_file.gbps if node_file.gbps is not None else usual_gbps(device) * node_file.devices
     if node_file.link_gb_s is not None:
         device = replace(device, link=node_file.link_gb_s * 1e9)
@@ -130,7 +130,7 @@ def _node(node_file: _NodeFile, own: dict[str, Device], where: str) -> Node:
 
 
 def _device(device_file: _DeviceFile) -> Device:
-    like = find_device(device_file.like)
+    like = find_preset(device_file.like)
     if device_file.name in DEVICES:
         raise ConfigError(
             tr("The cluster's file describes {name}, which is a preset. Give it another name.", name=device_file.name)
@@ -143,6 +143,7 @@ def _device(device_file: _DeviceFile) -> Device:
         name=device_file.name,
         flops={**like.flops, **{kind: rate * TERA for kind, rate in device_file.tflops.items()}},
         sustained=first(device_file.sustained, 1, like.sustained),
+        sustained_fp8=first(device_file.sustained, like.sustained_fp8 / like.sustained, like.sustained_fp8),
         memory=first(device_file.memory_gib, GIB, like.memory),
         bandwidth=first(device_file.bandwidth_gb_s, 1e9, like.bandwidth),
         multiprocessors=device_file.multiprocessors or like.multiprocessors,
@@ -159,7 +160,7 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
     """
     counts = [len(ranks) for ranks in table.ranks_by_server]
     if device:
-        kind, gbps = find_device(device), usual_gbps(find_device(device))
+        kind, gbps = find_preset(device), usual_gbps(find_preset(device))
         assumed: tuple[str, ...] = (tr("{device} on every server of {path}", device=device, path=table.source),)
     else:
         # Cores are shared out among as many ranks as the fullest server has.
