@@ -178,7 +178,7 @@ def test_the_plan_survives_json_and_says_what_a_rank_holds():
         ({"tokens": "row"}, r"matches only Embedding"),
         (
             {"head": "colum"},
-            r"px.shard knows the styles column, row, vocab, sequence, context, found 'colum' for 'head'",
+            r"px.shard knows the styles column, row, vocab, sequence, context, expert, found 'colum' for 'head'",
         ),
     ],
 )

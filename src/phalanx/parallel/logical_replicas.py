@@ -29,6 +29,7 @@ from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.zero.elastic_plan import describe, shards_of_plan, why_inelastic
 from phalanx.plan.rules.mesh import CONTEXT_AXIS, MODEL_AXIS, STAGE_AXIS
+from phalanx.plan.styles import STYLES
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
 logger = logging.getLogger("phalanx.parallel")
@@ -116,6 +117,8 @@ def why_inexact(plan: Plan, *, is_shared: bool) -> str | None:
     other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in groups), None)
     if other is not None:
         return f"the mesh axis {other!r}, along which nothing is known of the order of sums"
+    if any(rule.style is not None and STYLES[rule.style].shards_experts for rule in plan.modules):
+        return "experts dealt to ranks, which add up the gradients of tokens in an order that depends on the ranks"
     if not plan.step.broadcast:
         return "parameter_broadcast=False, by which each rank begins with parameters of its own"
     if not plan.step.sync_buffers and is_shared:

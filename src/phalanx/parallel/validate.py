@@ -8,7 +8,7 @@ from phalanx.comm.context import Context
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.model_shape import owner_of
 from phalanx.parallel.tensor.styles import check_styles
-from phalanx.plan.mesh import Position, reduced_along
+from phalanx.plan.mesh import Position, reduced_along, rows_brought_along
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.rules.servers import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
@@ -166,7 +166,9 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
     rules = [plan.rule_for(param.name) for param in shape.trainable]
     # Such layers exchange rows within a micro-batch, of which these ranks may have different numbers.
     copies = Position(plan.mesh, rank=0).count(plan.step.batch_axes)
-    cut_by_rows = copies > 1 and any(rule.managed == "module" and not reduced_along(plan, rule) for rule in rules)
+    cut_by_rows = copies > 1 and any(
+        rule.managed == "module" and (not reduced_along(plan, rule) or rows_brought_along(plan, rule)) for rule in rules
+    )
     beside = {
         # A graph's backward pass is one piece.
         "step.compiled, by the schedule zero_bubble,": schedule.kind == "zero_bubble" and plan.step.compiled,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.mesh import reduced_along
+from phalanx.plan.mesh import reduced_along, rows_brought_along
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Average, Plan, ReduceScatter, Update
 
@@ -27,6 +27,8 @@ class GradientBucket:
     """Mesh axes along which they are added up."""
 
     update: AllReduce
+    is_weighted: bool = False
+    """Whether their layers weight them by rows: rows of several ranks come to a shard, as tokens to an expert."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,7 +73,7 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
 
     Parameters with different all-reduce settings, or reduced along different axes, never share a bucket.
     """
-    alike: dict[tuple[AllReduce, tuple[str, ...]], list[ParamShape]] = {}
+    alike: dict[tuple[AllReduce, tuple[str, ...], bool], list[ParamShape]] = {}
     readers = math.prod(axis.size for axis in plan.mesh if axis.name in plan.step.batch_axes)
     has_all_replicas = plan.step.replicas is not None and readers == 1  # then they are added up all the same
     for param in shape.trainable:
@@ -80,10 +82,11 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
         if update is None and has_all_replicas and plan.world_size == 1 and isinstance(rule.update, ReduceScatter):
             update = AllReduce(reduce=rule.update.reduce)  # nothing is sharded
         if update is not None and (axes or has_all_replicas):
-            alike.setdefault((update, axes), []).append(param)
+            is_weighted = bool(rows_brought_along(plan, rule))
+            alike.setdefault((update, axes, is_weighted), []).append(param)
     return [
-        GradientBucket(tuple(params[i] for i in bucket), axes, update)
-        for (update, axes), params in alike.items()
+        GradientBucket(tuple(params[i] for i in bucket), axes, update, is_weighted)
+        for (update, axes, is_weighted), params in alike.items()
         for bucket in cut_buckets(params, update.bucket_bytes)
     ]
 

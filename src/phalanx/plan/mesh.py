@@ -72,6 +72,11 @@ def reduced_along(plan: Plan, rule: ParamRule) -> tuple[str, ...]:
     return tuple(a.name for a in plan.mesh if a.name in carried and a.name not in cut and a.size > 1)
 
 
+def rows_brought_along(plan: Plan, rule: ParamRule) -> tuple[str, ...]:
+    """Return the axes along which a layer's parameters are cut and rows too: its collectives bring rows to shards."""
+    return tuple(axis for axis in sharded_along(rule) if axis in plan.step.batch_axes and plan.axis_size(axis) > 1)
+
+
 def slice_shape(plan: Plan, param: ParamShape, rank: int | None = None) -> tuple[int, ...]:
     """Return the shape of what a rank holds of a parameter on ranks; of the largest slice when no rank is given.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StyleName = Literal["column", "row", "vocab", "sequence", "context"]
+StyleName = Literal["column", "row", "vocab", "sequence", "context", "expert"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,10 @@ class ParallelStyle:
     gathers_samples: bool = False
     """Whether ranks that read samples of their own can hold the shards: the layer gathers the samples of all."""
 
+    shards_experts: bool = False
+    """Whether it deals experts, stacked along dim 0 of all parameters of a module, to ranks that read samples of their
+    own: tokens travel."""
+
 
 STYLES: dict[str, ParallelStyle] = {
     style.name: style
@@ -44,6 +48,7 @@ STYLES: dict[str, ParallelStyle] = {
         ParallelStyle(name="vocab", layers=("Embedding", "Linear"), weight_dim=0, keeps_logits_sharded=True),
         ParallelStyle(name="sequence", shards_tokens=True),
         ParallelStyle(name="context", shards_tokens=True, spans_attention=True),
+        ParallelStyle(name="expert", weight_dim=0, shards_experts=True),
     )
 }
 

@@ -301,6 +301,13 @@ class ContextParallelConfigs(Configs):
     """Ranks that compute a sequence together; `sep_degree` of `hybrid_configs` says the same."""
 
 
+class ExpertParallelConfigs(Configs):
+    """Ours. Ranks that hold the experts of a mixture together."""
+
+    degree: Count | None = None
+    """Ranks that hold one copy of the experts together; `ep_degree` of `hybrid_configs` says the same."""
+
+
 class HybridConfigs(Configs):
     """The mesh: how many ranks each kind of parallelism has."""
 
@@ -319,12 +326,15 @@ class HybridConfigs(Configs):
     sep_degree: Count | None = None
     """Ranks that compute parts of the same sequences, as `context_parallel_configs` says too."""
 
-    order: list[Literal["dp", "pp", "sharding", "sep", "mp"]] = ["dp", "pp", "sharding", "sep", "mp"]
+    ep_degree: Count | None = None
+    """Ranks that hold one copy of the experts together, as `expert_parallel_configs` says too; they read samples of
+    their own, beside `dp_degree`."""
+
+    order: list[Literal["dp", "pp", "sharding", "ep", "sep", "mp"]] = ["dp", "pp", "sharding", "ep", "sep", "mp"]
     """From the slowest axis to the fastest."""
 
-    ep_degree: Count | None = _no_effect("there are no expert layers")
     cp_degree: Count | None = _no_effect("sep_degree cuts sequences")
-    moe_sharding_degree: Count | None = _no_effect("there are no expert layers")
+    moe_sharding_degree: Count | None = _no_effect("copies of experts are averaged over dp_degree")
     cp_sharding_degree: Count | None = _no_effect("sep_degree cuts sequences")
     enable_optimizer_timer: bool | None = _no_effect("the event file has the time of each step")
     split_norm_comm: bool | None = _no_effect("one all-reduce per group of ranks carries all norms")

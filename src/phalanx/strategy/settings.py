@@ -169,6 +169,11 @@ class DistributedStrategy(BaseModel):
 
     context_parallel_configs: Annotated[dict[str, Any], KeysOf(configs.ContextParallelConfigs)] = {}
 
+    expert_parallel: bool = False
+    """Deal the experts of the modules that `px.shard` gives style `expert` to ranks; tokens travel to them."""
+
+    expert_parallel_configs: Annotated[dict[str, Any], KeysOf(configs.ExpertParallelConfigs)] = {}
+
     hybrid_configs: Annotated[dict[str, Any], KeysOf(configs.HybridConfigs)] = {}
     """The mesh: how many ranks each kind of parallelism has."""
 
@@ -218,7 +223,13 @@ class DistributedStrategy(BaseModel):
     @property
     def techniques(self) -> set[str]:
         """Names of the switches that are on; a degree above 1 turns its technique on too."""
-        degrees = {"pp": "pipeline", "sharding": "sharding", "sep": "context_parallel", "mp": "tensor_parallel"}
+        degrees = {
+            "pp": "pipeline",
+            "sharding": "sharding",
+            "ep": "expert_parallel",
+            "sep": "context_parallel",
+            "mp": "tensor_parallel",
+        }
         hybrid = self.config(HybridConfigs)
         by_degree = {degrees[kind] for kind in degrees if getattr(hybrid, f"{kind}_degree") not in (None, 1)}
         return by_degree | {name for name in TECHNIQUES if getattr(self, name)}

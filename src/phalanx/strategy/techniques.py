@@ -84,6 +84,19 @@ TECHNIQUES: dict[str, Technique] = {
     "context_parallel": Technique(
         effect="modules that px.shard names compute a part of the sequence on each rank", across_ranks=True
     ),
+    "expert_parallel": Technique(
+        effect="modules that px.shard names have some of their experts on each rank; tokens travel to theirs",
+        across_ranks=True,
+        conflicts={
+            **dict.fromkeys(("localsgd", "adaptive_localsgd"), _UNSHARDED),
+            "a_sync": _SERVERS,
+        },
+        pending={
+            "sharding": "slices of optimizer state would be cut along the ranks that hold other experts",
+            "pipeline": "stages would have to exchange tokens within a micro-batch",
+            "dgc": _UNTESTED,
+        },
+    ),
     "clip": Technique(effect="gradients are clipped before the update"),
     "ema": Technique(effect="an EMA of the weights is kept; px.ema_of(model) returns it"),
     "a_sync": Technique(

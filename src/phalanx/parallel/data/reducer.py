@@ -53,7 +53,7 @@ from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, re
 from phalanx.parallel.data.reduction_errors import check_overflow, label_of, peer_lost
 from phalanx.parallel.data.replicas.replica_round import ReplicaRound, gradient_group
 from phalanx.parallel.data.running_reducers import RunningReducers, check_no_graph
-from phalanx.parallel.data.sample_weights import sample_weight_hook
+from phalanx.parallel.data.sample_weights import sample_weight_hook, times
 from phalanx.parallel.data.unused_parameters import UnusedParameters
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import session
@@ -151,13 +151,18 @@ class Reducer:
             model, routed, FlatAllReduce(mesh.gradient_group(mesh.batch_axes)), sync_buffers, self.number
         )
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
+        weighted = {name for bucket in buckets if bucket.is_weighted for name in bucket.names}
         self._unscaled = frozenset() if overlapped else frozenset(sums)
         self._handles: list[RemovableHandle] = []
         for index, bucket in enumerate(self._buckets if overlapped else ()):
             for gradient in bucket.gradients:
                 is_sum, param = gradient.name in sums, gradient.param
                 gain = float(self._readers.shares) if is_sum else 1.0  # of a sum the mean is taken too
-                weigh = sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain)
+                weigh = (
+                    partial(times, factor=gain)
+                    if gradient.name in weighted
+                    else sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain)
+                )
                 on_gradient = partial(self._on_gradient, index, gradient)
                 self._handles += [
                     param.register_hook(weigh if self._round is None else partial(self._before_gradient, weigh)),

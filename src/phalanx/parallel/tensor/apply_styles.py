@@ -10,10 +10,12 @@ from torch import nn
 from phalanx.comm.groups import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.context import shard_sequence
+from phalanx.parallel.tensor.experts import shard_experts
 from phalanx.parallel.tensor.same_samples import SameSamplesCheck, share_random_stream
 from phalanx.parallel.tensor.shard_spec import ShardSpec, hold
 from phalanx.parallel.tensor.sharded_logits import ShardedLogits
 from phalanx.parallel.tensor.styles import ShardedLayer, StyledModule, layer_types, planned_modules, sizes_of
+from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Layout, Plan, Shard
 
@@ -36,6 +38,13 @@ def shard_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         specs_by_name = {
             name: _hold(styled.module, name, shard, group_spec, ranks, specs) for name, shard in styled.shards
         }
+        if styled.style.shards_experts:
+            shard_experts(
+                styled.name,
+                styled.module,
+                next(iter(specs_by_name.values())),
+                is_sum=is_sum_of_ranks(plan),
+            )
         _replace_class(plan, styled, specs_by_name.get("weight", group_spec))
         if styled.style.spans_attention:
             dim = _dim(styled.rule.inputs, styled.axis)

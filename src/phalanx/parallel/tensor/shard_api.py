@@ -11,8 +11,9 @@ from torch import nn
 from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.session import applied_to, model_record
+from phalanx.parallel.tensor.experts import EXPERTS_KIND, holds_experts
 from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
-from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS
+from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, MODEL_AXIS
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
 from phalanx.plan.styles import STYLES, StyleName, weight_dim
 from phalanx.plan.value import OnRanks, Plan, Shard, matches
@@ -58,9 +59,11 @@ def shard(
             `sequence`: anything that works on each token alone (a norm, a dropout), on this rank's part of the
             sequence. `context`: blocks of a transformer, or the list of them, on this rank's part of the sequence, with
             attention (`F.scaled_dot_product_attention`) to all of it; inputs are cut, outputs put together.
+            `expert`: a module whose parameters are those of all experts, stacked: (experts, ...). It is called with
+            tokens (rows, width), the experts chosen for each (rows, k) and weights (rows, k).
         axis: Mesh axis whose ranks hold the slices. `data`, or another along which ranks read rows of their own: each
             layer gathers the rows of all. `model`: ranks read the same rows. When None, the mesh's `model` axis if the
-            strategy made one, else `data`; `context` for that style.
+            strategy made one, else `data`; `context` and `expert` for those styles.
         size: Ranks along an axis that the strategy does not make; all ranks when None.
         sequence_dim: Dim of activations along which `sequence` and `context` cut them.
 
@@ -78,7 +81,10 @@ def shard(
     chosen: dict[str, StyleName] = {}
     for pattern, style in styles.items():
         chosen.update(dict.fromkeys(_match_modules(model, pattern, style), style))
-    if any(STYLES[style].spans_attention for style in chosen.values()):
+    _check_alike(chosen)
+    if any(STYLES[style].shards_experts for style in chosen.values()):
+        layers, axis = {name: Styled(module=name, style=style) for name, style in chosen.items()}, axis or EXPERT_AXIS
+    elif any(STYLES[style].spans_attention for style in chosen.values()):
         layers, axis = _context_layers(chosen, sequence_dim), axis or CONTEXT_AXIS
     else:
         shards_tokens = any(STYLES[style].shards_tokens for style in chosen.values())
@@ -109,7 +115,13 @@ def with_shard_requests(plan: Plan, model: nn.Module) -> Plan:
             "(context_parallel, sep_degree), and no module of this model is to. Say which before it is distributed: "
             'px.shard(model, {"blocks": "context"}).'
         )
-    has_layers = not all(style.spans_attention for style in styles)
+    if sizes.get(EXPERT_AXIS, 1) > 1 and not any(style.shards_experts for style in styles):
+        raise PlanError(
+            f"the strategy asks for {sizes[EXPERT_AXIS]} ranks that hold the experts together (expert_parallel, "
+            "ep_degree), and no module of this model has any. Say which before it is distributed: "
+            'px.shard(model, {"*.experts": "expert"}).'
+        )
+    has_layers = not all(style.spans_attention or style.shards_experts for style in styles)
     if sizes.get(MODEL_AXIS, 1) > 1 and not has_layers and not any(is_module_held(p) for p in model.parameters()):
         raise PlanError(
             f"the strategy asks for {sizes[MODEL_AXIS]} ranks that hold one copy of the layers together "
@@ -173,31 +185,39 @@ def _match_modules(model: nn.Module, pattern: str, style: StyleName) -> Iterator
         shown = "" if names or hint else " print(model) shows the names; * stands for anything."
         layers = " and ".join(f"nn.{layer}" for layer in STYLES[style].layers)
         kinds = f"{layers} itself; subclasses may compute something else" if layers else "modules with parameters"
+        if STYLES[style].shards_experts:
+            kinds = EXPERTS_KIND
         raise ConfigError(f"px.shard({pattern!r}: {style!r}) {problem}.{hint}{shown} Style {style} is for {kinds}.")
     yield from fitting
 
 
 def _supports(module: nn.Module, style: StyleName, *, is_named: bool) -> bool:
     described = STYLES[style]
+    if described.shards_experts:
+        return holds_experts(module)
     is_between = described.fits_between and is_named and not isinstance(module, nn.Linear | nn.Embedding)
     if not described.layers or is_between:
         return type(module) is nn.Dropout or next(module.parameters(), None) is not None
     return any(type(module) is getattr(nn, layer) for layer in described.layers)
 
 
-def _context_layers(chosen: Mapping[str, StyleName], dim: int) -> dict[str, Styled]:
-    """Return the outermost of the modules that compute a part of the sequence each.
+def _check_alike(chosen: Mapping[str, StyleName]) -> None:
+    """Raise if a style that has an axis of its own is beside others in one call.
 
     Raises:
-        ConfigError: If others of the call are cut another way.
+        ConfigError: Names both.
     """
-    other = next((name for name, style in chosen.items() if not STYLES[style].spans_attention), None)
-    if other is not None:
-        context = next(style for style in chosen.values() if STYLES[style].spans_attention)
-        raise ConfigError(
-            f'px.shard got style "{context}" beside {chosen[other]!r} for {other!r}, and they are cut along axes of '
-            "their own. Call it once for each."
-        )
+    for own in chosen.values():
+        other = next((name for name, style in chosen.items() if style != own), None)
+        if other is not None and (STYLES[own].spans_attention or STYLES[own].shards_experts):
+            raise ConfigError(
+                f'px.shard got style "{own}" beside {chosen[other]!r} for {other!r}, and they are cut along axes of '
+                "their own. Call it once for each."
+            )
+
+
+def _context_layers(chosen: Mapping[str, StyleName], dim: int) -> dict[str, Styled]:
+    """Return the outermost of the modules that compute a part of the sequence each."""
     names = [
         name for name in chosen if not any(name != outer and f"{name}.".startswith(f"{outer}.") for outer in chosen)
     ]
@@ -256,6 +276,8 @@ def _column_row_pairs(
 
 def _with_parameters(module: nn.Module, styled: Styled, first: Mapping[int, str]) -> Styled:
     """Return it with the plain names of the module's parameters."""
+    if STYLES[styled.style].shards_experts:
+        return replace(styled, experts=tuple(first[id(param)] for param in module.parameters()))
     if weight_dim(styled.style) is None or not isinstance(module, nn.Linear | nn.Embedding):
         return replace(styled, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
     own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}

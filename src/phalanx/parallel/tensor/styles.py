@@ -12,12 +12,13 @@ from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.tensor.context import check_context
 from phalanx.parallel.tensor.dropout import ShardedDropout
+from phalanx.parallel.tensor.experts import EXPERTS_KIND, holds_experts
 from phalanx.parallel.tensor.gathered_linear import GatheredRowLinear, ModelParallelLinear
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes
 from phalanx.parallel.tensor.vocab import VocabEmbedding
 from phalanx.plan.styles import STYLES, ParallelStyle, weight_dim
-from phalanx.plan.value import ModuleRule, OnRanks, Plan, Shard, matches
+from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, Plan, Shard, matches
 
 LayerTypes = dict[tuple[type[nn.Module], str], type[nn.Module]]
 
@@ -77,7 +78,7 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
     planned = list(planned_modules(plan, model))
     sharded = {styled.name: {own for own, _ in styled.shards} for styled in planned}
     for styled in planned:
-        _check_kind(plan, styled)
+        _check_experts(plan, styled) if styled.style.shards_experts else _check_kind(plan, styled)
         _check_shards(plan, styled)
         _check_embedding(styled)
     _check_axes(planned)
@@ -115,6 +116,8 @@ def planned_modules(plan: Plan, model: nn.Module) -> Iterator[StyledModule]:
 
 
 def _knows(module: nn.Module, rule: ModuleRule) -> bool:
+    if rule.style is not None and STYLES[rule.style].shards_experts:
+        return holds_experts(module)
     return weight_dim(rule.style) is None or (type(module), rule.style) in _LAYERS
 
 
@@ -137,6 +140,12 @@ def _axis_of(plan: Plan, rule: ModuleRule, params: list[str]) -> str | None:
 
 def _without_axis(name: str, module: nn.Module, rule: ModuleRule) -> str:
     dim = weight_dim(rule.style)
+    if rule.style is not None and STYLES[rule.style].shards_experts:
+        return (
+            f"modules[{name}] has style {rule.style!r}, but no rule says along which axis its experts are dealt to "
+            f'ranks. Add ParamRule(match="{name}.*", place=OnRanks(layout={{axis: Shard(dim={dim})}}), '
+            'managed="module").'
+        )
     if dim is not None and isinstance(module, nn.Linear | nn.Embedding):
         return (
             f"modules[{name}] has style {rule.style!r}, but no rule says along which axis its weight is cut. Add "
@@ -165,6 +174,32 @@ def _check_kind(plan: Plan, styled: StyledModule) -> None:
             f"modules[{styled.name}] gathers rows along {styled.axis!r}, and rows are split along {', '.join(others)} "
             "too. Split rows along one axis, or cut the layer along an axis whose ranks read the same rows."
         )
+
+
+def _check_experts(plan: Plan, styled: StyledModule) -> None:
+    where, ranks = f"modules[{styled.name}] has style 'expert'", plan.axis_size(styled.axis)
+    if not holds_experts(styled.module):
+        raise PlanError(f"{where} and is a {type(styled.module).__name__}. The style is for {EXPERTS_KIND}.")
+    if styled.axis not in plan.step.batch_axes:
+        raise PlanError(
+            f"{where} along {styled.axis!r}, where ranks read the same rows. Experts are dealt to ranks that read rows "
+            f"of their own: add {styled.axis!r} to step.batch_axes, or use another axis."
+        )
+    count = next(styled.module.parameters()).shape[0]
+    for own, _ in styled.module.named_parameters():
+        shard, update = dict(styled.shards).get(own), plan.rule_for(f"{styled.name}.{own}".lstrip(".")).update
+        if shard is None:
+            raise PlanError(f"{where}, and its parameter {own!r} is not cut. Cut all of its parameters along dim 0.")
+        if shard.sizes is None and count % ranks:
+            raise PlanError(
+                f"{where} over {ranks} ranks of axis {styled.axis!r}, and {count} experts are no multiple of that. "
+                f"Choose a degree that divides {count}."
+            )
+        if not isinstance(update, AllReduce | Frozen):
+            raise PlanError(
+                f"{where}, and its parameters have update {update.kind!r}, which does not know that each rank along "
+                f"{styled.axis!r} holds other experts. Turn sharding, local steps or DGC off."
+            )
 
 
 def _check_axes(planned: list[StyledModule]) -> None:

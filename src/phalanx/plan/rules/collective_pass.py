@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from phalanx.plan.mesh import rows_brought_along
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Plan, ReduceScatter
 
@@ -16,6 +17,7 @@ def why_collective(plan: Plan) -> str | None:
     reasons = {
         "it is split into stages": STAGE_AXIS in other_axes,
         "its ranks exchange parts of activations": bool(other_axes) or bool(plan.ops),
+        "its ranks exchange rows or tokens": any(rows_brought_along(plan, rule) for rule in plan.params),
         "its batch norms are synchronised": plan.step.sync_bn and readers > 1,
         "ZeRO 3 gathers parameters in every pass": is_gathered_anew,
     }

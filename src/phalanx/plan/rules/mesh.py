@@ -7,7 +7,13 @@ import math
 from phalanx.errors import PlanError
 from phalanx.plan.value import Axis
 from phalanx.strategy import DistributedStrategy
-from phalanx.strategy.configs import ContextParallelConfigs, HybridConfigs, ShardingConfigs, TensorParallelConfigs
+from phalanx.strategy.configs import (
+    ContextParallelConfigs,
+    ExpertParallelConfigs,
+    HybridConfigs,
+    ShardingConfigs,
+    TensorParallelConfigs,
+)
 
 DATA_AXIS = "data"
 """Replicas of the model that read their own samples."""
@@ -24,7 +30,17 @@ MODEL_AXIS = "model"
 CONTEXT_AXIS = "context"
 """Ranks that compute parts of the same sequences."""
 
-_NAMES = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "sep": CONTEXT_AXIS, "mp": MODEL_AXIS}
+EXPERT_AXIS = "expert"
+"""Ranks that read their own samples and hold one copy of the experts together."""
+
+_NAMES = {
+    "dp": DATA_AXIS,
+    "pp": STAGE_AXIS,
+    "sharding": SHARD_AXIS,
+    "ep": EXPERT_AXIS,
+    "sep": CONTEXT_AXIS,
+    "mp": MODEL_AXIS,
+}
 
 
 def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[Axis, ...]:
@@ -56,7 +72,7 @@ def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[
 
 def batch_axes(mesh: tuple[Axis, ...]) -> tuple[str, ...]:
     """Return the axes of such a mesh along which samples are split."""
-    return tuple(axis.name for axis in mesh if axis.name in (DATA_AXIS, SHARD_AXIS))
+    return tuple(axis.name for axis in mesh if axis.name in (DATA_AXIS, SHARD_AXIS, EXPERT_AXIS))
 
 
 def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
@@ -65,10 +81,12 @@ def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
     shards = strategy.config(ShardingConfigs).sharding_degree if strategy.sharding else None
     context = strategy.config(ContextParallelConfigs).degree if strategy.context_parallel else None
     tensor = strategy.config(TensorParallelConfigs).tensor_parallel_degree if strategy.tensor_parallel else None
+    experts = strategy.config(ExpertParallelConfigs).degree if strategy.expert_parallel else None
     degrees = {
         "dp": hybrid.dp_degree,
         "pp": hybrid.pp_degree,
         "sharding": _one_degree(hybrid_configs=hybrid.sharding_degree, sharding_configs=shards),
+        "ep": _one_degree(hybrid_configs=hybrid.ep_degree, expert_parallel_configs=experts),
         "sep": _one_degree(hybrid_configs=hybrid.sep_degree, context_parallel_configs=context),
         "mp": _one_degree(hybrid_configs=hybrid.mp_degree, tensor_parallel_configs=tensor),
     }
@@ -82,6 +100,11 @@ def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
         raise PlanError(
             "strategy.context_parallel needs to know over how many ranks. Set context_parallel_configs = "
             '{"degree": 2}, or hybrid_configs = {"sep_degree": 2}.'
+        )
+    if strategy.expert_parallel and "ep" not in positive:
+        raise PlanError(
+            "strategy.expert_parallel needs to know over how many ranks. Set expert_parallel_configs = "
+            '{"degree": 2}, or hybrid_configs = {"ep_degree": 2}.'
         )
     return positive
 

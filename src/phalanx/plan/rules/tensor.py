@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PlanError, did_you_mean
-from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS
+from phalanx.plan.rules.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXIS
 from phalanx.plan.styles import STYLES, StyleName, weight_dim
 from phalanx.plan.value import (
     Average,
@@ -36,6 +36,9 @@ class Styled:
     others: tuple[str, ...] = ()
     """Plain names of parameters that stay whole, of a module that works on a part of an activation."""
 
+    experts: tuple[str, ...] = ()
+    """Plain names of the parameters that stack its experts along dim 0."""
+
     inputs: int | None = None
     """Dim along which its input is sharded; replicated when None."""
 
@@ -56,14 +59,14 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
         PlanError: If the mesh cannot have such an axis, hybrid layers cannot have a style, or a parameter is updated in
             a way in which slices are not.
     """
-    plan = _with_axis(plan, axis, size)
+    plan = _with_axis(plan, axis, size, carries_rows=any(layer.experts for layer in styled))
     if plan.axis_size(axis) == 1:
         return plan
     is_hybrid = axis in plan.step.batch_axes
     if is_hybrid:
         _check_hybrid(styled, axis)
         styled = [
-            layer for layer in styled if layer.weight is not None
+            layer for layer in styled if layer.weight is not None or layer.experts
         ]  # a dropout between layers sees a rank's own rows
     modules = tuple(
         ModuleRule(
@@ -79,6 +82,8 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
     names = ", ".join(f"{layer.module or 'the model'} ({layer.style})" for layer in styled[:4])
     more = f" and {len(styled) - 4} more" if len(styled) > 4 else ""
     how = "each gathers the samples of all ranks" if is_hybrid else "their ranks read the same samples"
+    if any(layer.experts for layer in styled):
+        how = "each rank holds some experts, and tokens travel to theirs"
     reason = Reason(
         setting=f"px.shard over {axis}={plan.axis_size(axis)}", effect=f"{names}{more} are sharded over ranks; {how}"
     )
@@ -91,7 +96,7 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
     )
 
 
-def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
+def _with_axis(plan: Plan, axis: str, size: int | None, *, carries_rows: bool) -> Plan:
     axis_sizes = {a.name: a.size for a in plan.mesh}
     if axis in axis_sizes:
         if size not in (None, axis_sizes[axis]):
@@ -101,7 +106,7 @@ def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
             )
         return plan
     data = axis_sizes.get(DATA_AXIS, 1)
-    if size is None and plan.world_size > 1 and axis != MODEL_AXIS:
+    if size is None and plan.world_size > 1 and axis not in (MODEL_AXIS, EXPERT_AXIS):
         hint = did_you_mean(axis, {*axis_sizes, MODEL_AXIS})
         raise PlanError(
             f"px.shard asks for axis {axis!r}, and the mesh has {', '.join(axis_sizes)}.{hint} A custom axis needs "
@@ -116,12 +121,14 @@ def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
             f"{DATA_AXIS!r}. Launch with a multiple of {size}, or choose another size.{did_you_mean(axis, axis_sizes)}"
         )
     sizes = [Axis(name=a.name, size=a.size // size if a.name == DATA_AXIS else a.size) for a in plan.mesh]
-    return plan.model_copy(update={"mesh": (*sizes, Axis(name=axis, size=size))})
+    rows = (*plan.step.batch_axes, axis) if carries_rows else plan.step.batch_axes
+    step = plan.step.model_copy(update={"batch_axes": rows})
+    return plan.model_copy(update={"mesh": (*sizes, Axis(name=axis, size=size)), "step": step})
 
 
 def _check_hybrid(styled: Sequence[Styled], axis: str) -> None:
     for layer in styled:
-        if not STYLES[layer.style].gathers_samples:
+        if not STYLES[layer.style].gathers_samples and not layer.experts:
             raise PlanError(
                 f"module {layer.module!r} has style {layer.style!r}, which needs ranks that read the same samples, but "
                 f'samples are split along {axis!r}. Use another axis: px.shard(..., axis="model").'
@@ -136,6 +143,8 @@ def _param_rules(plan: Plan, layer: Styled, axis: str) -> Iterator[ParamRule]:
         yield _shard_rule(plan, layer.bias, axis, dim)
     elif layer.bias is not None and layer.outputs is not None:
         summed = (layer.bias,)
+    for name in layer.experts:
+        yield _shard_rule(plan, name, axis, 0)
     for name in summed:
         yield _summed_rule(plan, name, axis)
 

@@ -23,6 +23,9 @@ from phalanx.strategy.configs import HybridConfigs
 from phalanx.train.model.auto_context import auto_context
 from phalanx.train.model.modes import ParallelMode, as_mode
 
+_CUTS = ("pipeline", "tensor_parallel", "context_parallel", "expert_parallel", "sharding")
+"""Techniques by which a rank holds less than the whole model."""
+
 logger = logging.getLogger("phalanx.train")
 
 
@@ -86,9 +89,13 @@ def strategy_in(
         return chosen
     hybrid_configs = chosen.config(HybridConfigs)
     degrees = {
-        name for name in ("pp_degree", "sep_degree", "mp_degree") if getattr(hybrid_configs, name) not in (None, 1)
+        name
+        for name in ("pp_degree", "ep_degree", "sep_degree", "mp_degree")
+        if getattr(hybrid_configs, name) not in (None, 1)
     }
-    switches = {name for name in ("pipeline", "tensor_parallel", "context_parallel") if getattr(chosen, name)}
+    switches = {
+        name for name in ("pipeline", "tensor_parallel", "context_parallel", "expert_parallel") if getattr(chosen, name)
+    }
     if aside or degrees or switches:
         names = [*sorted(switches), *sorted(degrees), *aside]
         logger.info("parallel_mode DATA_PARALLEL holds the whole model on every rank: %s set aside", ", ".join(names))
@@ -105,7 +112,7 @@ def require_cuts(mode: ParallelMode | None, strategy: DistributedStrategy, model
     if mode not in (ParallelMode.HYBRID_PARALLEL, ParallelMode.SEMI_AUTO_PARALLEL) or world_size == 1:
         return
     is_cut = has_shard_requests(model) or any(is_module_held(param) for param in model.parameters())
-    if not is_cut and strategy.techniques.isdisjoint(("pipeline", "tensor_parallel", "context_parallel", "sharding")):
+    if not is_cut and strategy.techniques.isdisjoint(_CUTS):
         raise ConfigError(
             f"parallel_mode {mode.name} has nothing to cut: no layer is marked and the strategy asks for no stages. "
             'Say which layers, px.shard(net, {"classifier": "column"}), or write DATA_PARALLEL.'
