@@ -1,17 +1,20 @@
 """An unfit torch is named in words."""
 
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
 from phalanx.errors import ConfigError
 from phalanx.versions import require_torch
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("found", ["2.8.1+cpu", "1.13.0", "2.14.0", "nonsense"])
@@ -44,3 +47,11 @@ def test_rank_0_says_once_that_the_native_core_is_missing(native, notices, monke
 def test_the_extra_all_names_every_other_one():
     extras = PROJECT["optional-dependencies"]
     assert extras["all"] == [f"phalanx[{','.join(sorted(extras.keys() - {'all'}))}]"]
+
+
+def test_the_version_is_the_newest_of_the_changelog_which_has_few_highlights():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    version, highlights = re.findall(r"^## (\d[\d.]*)\n\n((?:- .+\n(?:  .+\n)*)+)", changelog, re.MULTILINE)[0]
+    assert phalanx.__version__ == version
+    assert len(re.findall("^- ", highlights, re.MULTILINE)) <= 15
+    assert PROJECT["dynamic"] == ["version"]
