@@ -140,25 +140,74 @@ def test_calls_that_do_not_say_which_experts_are_errors():
         assert "'1.experts' has 4 experts, and its router chose number 4. Give it" in messages[2]
 
 
-def train_mixtral() -> dict[str, Any]:
+class Wide(nn.Module):
+    """Experts of one matrix each, which autocast computes in bfloat16, and which give back what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 6, 6))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return torch.bmm(tokens[:, None], self.weight[chosen[:, 0]])[:, 0] * weights.bfloat16()
+
+
+def gradients_of_sums_and_under_autocast() -> tuple[dict[str, Tensor], Tensor]:
+    px.init()
+    torch.manual_seed(0)
+    model = px.shard(mixture().double(), STYLES, size=2)
+    data = torch.randn(8, 6).double(), torch.arange(8) % 5
+    strategy = px.DistributedStrategy(gradient_scale_configs={"scale_strategy": "sum"})
+    _, _, loader = px.distribute(model, None, data, global_batch=8, shuffle=False, strategy=strategy)
+    for inputs, target in loader:
+        F.cross_entropy(model(inputs), target).backward()
+    gradients = {name: whole(model, name, param.grad) for name, param in model.named_parameters()}
+    px.distribute(wide := px.shard(nn.ModuleDict({"experts": Wide()}), {"experts": "expert"}, size=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = wide["experts"](torch.ones(2, 6), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    output.sum().backward()
+    return gradients, wide["experts"].weight.grad
+
+
+def test_gradients_are_summed_where_asked_and_a_rank_without_tokens_need_not_know_their_dtype():
+    torch.manual_seed(0)
+    plain = mixture().double()
+    inputs = torch.randn(8, 6).double()
+    F.cross_entropy(plain(inputs), torch.arange(8) % 5).backward()
+    results = run_ranks(gradients_of_sums_and_under_autocast, 4)
+    for gradients, _ in results:
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], 4 * param.grad, rtol=1e-12, atol=1e-13)
+    assert [bool(gradient.any()) for _, gradient in results] == [True, False, True, False]
+
+
+def train_mixtrals() -> list[dict[str, float]]:
+    return [
+        train_mixtral("eager", torch.float64),
+        train_mixtral("batched_mm", torch.float64),
+        train_mixtral("grouped_mm", torch.float32),  # torch has no other
+    ]
+
+
+def train_mixtral(implementation: str, dtype: torch.dtype) -> dict[str, float]:
     """Train the experts of transformers' Mixtral on two ranks and by one process, from the same parameters."""
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 
     px.init()
-    config = MixtralConfig(hidden_size=6, intermediate_size=5, num_local_experts=4, num_experts_per_tok=2)
-    config._experts_implementation = "eager"
+    config = MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = implementation
     torch.manual_seed(0)
-    block = MixtralSparseMoeBlock(config).double()
+    block = MixtralSparseMoeBlock(config).to(dtype)
     for param in block.parameters():
         nn.init.normal_(param)
     plain = copy.deepcopy(block)
-    inputs = torch.randn(4, 3, 6, dtype=torch.float64)
+    inputs = torch.randn(4, 3, 8, dtype=dtype)
     plain(inputs).square().mean().backward()
     px.distribute(px.shard(block, {"experts": "expert"}))
     rank, ranks = px.current().rank, px.current().world_size
     block(inputs.chunk(ranks)[rank]).square().mean().backward()
     return {
-        name: (param.grad - part_of(plain.get_parameter(name).grad, param, rank)).abs().max().item()
+        name: (param.grad - part_of(grad := plain.get_parameter(name).grad, param, rank)).norm().item()
+        / grad.norm().item()
         for name, param in block.named_parameters()
     }
 
@@ -170,6 +219,7 @@ def part_of(whole_grad: Tensor, param: Tensor, rank: int) -> Tensor:
 
 def test_the_mixture_of_transformers_trains_as_one_process():
     pytest.importorskip("transformers.models.mixtral")
-    for gaps in run_ranks(train_mixtral, 2):
-        assert set(gaps) == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
-        assert max(gaps.values()) < 1e-12
+    for by_implementation in run_ranks(train_mixtrals, 2):
+        for gaps, most in zip(by_implementation, (1e-12, 1e-12, 1e-5), strict=True):
+            assert set(gaps) == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+            assert max(gaps.values()) < most

@@ -33,7 +33,7 @@ from phalanx.strategy.techniques import TECHNIQUES, first_conflict
 
 _AXES: dict[GroupKind, str] = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "mp": MODEL_AXIS}
 
-PLANNED_SETTINGS = ("sharding", "pipeline", "tensor_parallel", "context_parallel", "recompute")
+PLANNED_SETTINGS = ("sharding", "pipeline", "tensor_parallel", "context_parallel", "expert_parallel", "recompute")
 """Techniques that the planner decides on."""
 
 

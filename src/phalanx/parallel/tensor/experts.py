@@ -108,7 +108,7 @@ class ExpertShard:
                 f"{self.path!r} holds experts and returns {shape} for tokens of shape {tuple(tokens.shape)}. Return "
                 "one row for each token: the sum over its experts of weight times output."
             )
-        return result
+        return result.to(tokens.dtype)  # autocast may make another, and a rank without tokens would not know
 
     def _leaving(self, x: Tensor) -> Tensor:
         """Return `x`; the gradient that leaves through it is as data parallel weights, of no row it is zero."""
