@@ -179,9 +179,20 @@ def known_exchange(
 
 def all_to_all(x: Tensor, plan: Exchange, group: Group) -> Tensor:
     """Carry out an exchange."""
+    if plan.split_dim == plan.concat_dim == 0:
+        return _swap_rows(x.detach().contiguous(), plan, group)
     cuts = [shape[plan.split_dim] for shape in plan.sent]
     slices = [s.contiguous() for s in torch.split(x.detach(), cuts, plan.split_dim)]
     return torch.cat(_swap(slices, plan.received, group), plan.concat_dim)
+
+
+def _swap_rows(x: Tensor, plan: Exchange, group: Group) -> Tensor:
+    """Exchange runs of rows, which lie one after the other as they are to be sent, and as they arrive."""
+    sent, received = [shape[0] for shape in plan.sent], [shape[0] for shape in plan.received]
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    with peers_named("all_to_all", group):
+        dist.all_to_all_single(out, x, received, sent, group=group)
+    return out
 
 
 def _swap(slices: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
