@@ -8,7 +8,7 @@ from torch import nn
 
 import phalanx as px
 from expert_models import Experts, Mixture, mixture
-from phalanx.errors import ConfigError, PlanError
+from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.parallel.logical_replicas import why_inexact
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.tensor.experts import holds_experts
@@ -52,6 +52,24 @@ def test_a_strategy_gives_the_degree(settings):
     assert axes(plan_of(px.shard(mixture(), STYLES), **settings)) == {"data": 2, "expert": 2}
     with pytest.raises(PlanError, match=r"asks for 2 ranks that hold the experts .* no module of this model has any"):
         plan_of(mixture(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sharding": True}, r"to the ranks of axis 'data', and the mesh \(shard=4\) leaves one. Turn sharding"),
+        ({"hybrid_configs": {"pp_degree": 4}}, r"the mesh \(stage=4\) leaves one"),
+    ],
+)
+def test_ranks_that_other_techniques_have_taken_hold_no_experts(settings, message):
+    with pytest.raises(PlanError, match=message):
+        plan_of(px.shard(mixture(), STYLES), **settings)
+
+
+@pytest.mark.parametrize("other", ["sharding", "pipeline", "dgc", "localsgd", "a_sync"])
+def test_techniques_that_do_not_go_with_experts_are_refused(other):
+    with pytest.raises(PhalanxError, match=f"{other}|expert_parallel"):
+        DistributedStrategy(**{other: True, "expert_parallel": True, "expert_parallel_configs": {"degree": 2}})
 
 
 def test_gradients_of_experts_are_added_up_over_the_ranks_that_hold_the_same():

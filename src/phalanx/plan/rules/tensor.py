@@ -112,6 +112,12 @@ def _with_axis(plan: Plan, axis: str, size: int | None, *, carries_rows: bool) -
             f"px.shard asks for axis {axis!r}, and the mesh has {', '.join(axis_sizes)}.{hint} A custom axis needs "
             "size=, the ranks along it."
         )
+    if carries_rows and data == 1 and plan.world_size > 1 and size != 1:
+        mesh = " x ".join(f"{name}={count}" for name, count in axis_sizes.items())
+        raise PlanError(
+            f"px.shard deals experts to the ranks of axis {DATA_AXIS!r}, and the mesh ({mesh}) leaves one. Turn "
+            "sharding or the pipeline off, or give them fewer ranks."
+        )
     size = size or data
     if plan.world_size == 1:
         size = 1
