@@ -59,7 +59,7 @@ phalanx::EntrySpec read_entry(nb::handle entry) {
   return spec;
 }
 
-phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t salt) {
+phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t salt, std::string folder) {
   phalanx::TableSpec read;
   read.salt = salt;
   read.seed = nb::cast<std::uint64_t>(spec.attr("seed"));
@@ -67,6 +67,7 @@ phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t s
   read.has_statistics = nb::cast<bool>(layout.attr("has_statistics"));
   read.is_bfloat16 = nb::cast<std::size_t>(layout.attr("value_bytes")) == 2;
   if (!spec.attr("max_bytes").is_none()) read.max_bytes = nb::cast<std::uint64_t>(spec.attr("max_bytes"));
+  read.folder = std::move(folder);
   const nb::handle rule = spec.attr("rule");
   read.rule = {nb::cast<std::string>(rule.attr("kind")),
                nb::cast<std::map<std::string, double>>(rule.attr("numbers")())};
@@ -78,8 +79,12 @@ phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t s
   return read;
 }
 
-void make(EmbeddingTable* at, nb::handle spec, nb::handle layout, std::uint64_t salt) {
-  new (at) EmbeddingTable(read_spec(spec, layout, salt));
+void make(EmbeddingTable* at, nb::handle spec, nb::handle layout, std::uint64_t salt, std::string folder) {
+  new (at) EmbeddingTable(read_spec(spec, layout, salt, std::move(folder)));
+}
+
+void raise(const char* error, const std::exception& thrown) {
+  PyErr_SetString(nb::module_::import_("phalanx.errors").attr(error).ptr(), thrown.what());
 }
 
 // Types and gaps are the signatures' matter and callers have checked the rest; this is what memory depends on.
@@ -170,8 +175,17 @@ nb::object keys(const EmbeddingTable& table, int shard) {
 
 void bind_table(nb::module_& module) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const phalanx::TableFull& full) {
+      raise("BackendError", full);
+    } catch (const phalanx::DamagedRow& damaged) {
+      raise("DataError", damaged);
+    }
+  });
   nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.table.RowTable.")
-      .def("__init__", &make, nb::arg("spec"), nb::arg("layout"), nb::arg("salt"))
+      .def("__init__", &make, nb::arg("spec"), nb::arg("layout"), nb::arg("salt"), nb::arg("folder"))
       .def("pull", &pull, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("push", &push, nb::arg("keys").noconvert(), nb::arg("gradients").noconvert(),
            nb::arg("lr") = nb::none(), nb::arg("counts").noconvert() = nb::none(),
@@ -190,6 +204,9 @@ void bind_table(nb::module_& module) {
       .def("end_moment", &EmbeddingTable::end_moment, nb::arg("moment"), Released())
       .def_prop_ro("rows", &EmbeddingTable::rows)
       .def_prop_ro("bytes", &EmbeddingTable::bytes, Released())
+      .def_prop_ro("stored", &EmbeddingTable::stored)
+      .def_prop_ro("file_bytes", &EmbeddingTable::file_bytes, Released())
+      .def_prop_ro("file_reads", &EmbeddingTable::file_reads, Released())
       .def_prop_ro("moved", &EmbeddingTable::moved, Released())
       .def_prop_ro("pushed", &EmbeddingTable::pushed)
       .def_prop_ro("dropped", &EmbeddingTable::dropped)

@@ -18,7 +18,7 @@ class RowBudget {
   explicit RowBudget(std::uint64_t bytes) : bytes_(bytes) {}
 
   // Called before a push is logged, with all tables of the server. Throws Refusal if there is no room for the rows that
-  // the push makes; names the table that would grow most, the bytes and what to do. Pushes that are applied meanwhile may
+  // the push makes, or a table's rows cannot leave memory; names the table that would grow most, the bytes and what to do. Pushes that are applied meanwhile may
   // go beyond the budget by their own rows.
   void check(std::span<const TablePtr> tables, std::span<const Update> updates);
 

@@ -11,6 +11,8 @@ namespace {
 // So many keys of a pull, or of a change in a lane, are worked on together: enough to ask memory for, few enough to stay
 // in the second cache.
 constexpr std::size_t kBlock = 8192;
+// So many rows are restored before those that there is no room for leave memory.
+constexpr std::size_t kRestored = 1024;
 
 void check_count(EmbeddingTable::Keys keys) {
   if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
@@ -20,7 +22,7 @@ void check_count(EmbeddingTable::Keys keys) {
 
 EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))) {
   make_rule(spec_.rule, 0);  // throws now what a push would
-  for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_, arena_);
+  for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = std::make_unique<Lane>(spec_, starter_, arena_, static_cast<int>(i));
 }
 
 // Calls work(lane, slice) for each lane that has keys of a block, with its lock held, block after block.
@@ -88,7 +90,10 @@ void EmbeddingTable::as_whole(Turn turn, Work work) {
 void EmbeddingTable::pull(Keys keys, float* values) const {
   check_count(keys);
   std::uint64_t missing = 0;
-  each_lane(keys, [&](const Lane& lane, Slice& slice) { missing += lane.pull(slice, values); });
+  each_lane(keys, [&](Lane& lane, Slice& slice) {
+    missing += lane.pull(slice, values);
+    make_room(lane);
+  });
   pulled_ += keys.size();
   missed_ += missing;
 }
@@ -108,6 +113,7 @@ void EmbeddingTable::add(Keys keys, const float* deltas) { change(ChangeKind::kA
 void EmbeddingTable::assign(Keys keys, const float* values) { change(ChangeKind::kAssign, keys, {values, 0}); }
 
 std::uint64_t EmbeddingTable::change(ChangeKind kind, Keys keys, const Gradients& gradients) {
+  require_room();
   TableChange change = prepare(kind, keys, gradients);
   return apply(change, order());
 }
@@ -134,7 +140,7 @@ void EmbeddingTable::give_up(Turn turn) {
 std::uint64_t EmbeddingTable::apply(TableChange& change, Turn turn) {
   std::uint64_t dropped = 0;
   const auto work = [&](std::size_t lane) { dropped += apply_to(lane, change, turn); };
-  if (spec_.max_bytes == 0) {
+  if (spec_.max_bytes == 0 || spec_.spills()) {
     in_turn(turn, work);
   } else {
     as_whole(turn, [&] {
@@ -161,6 +167,7 @@ std::uint64_t EmbeddingTable::apply_to(std::size_t number, TableChange& change, 
       case ChangeKind::kAdd: lane.add(slice, change.gradients.values, time); break;
       case ChangeKind::kAssign: lane.assign(slice, change.gradients.values, time); break;
     }
+    make_room(lane);
   }
   return dropped;
 }
@@ -171,7 +178,10 @@ std::uint64_t EmbeddingTable::shrink() {
   as_whole(turn, [&] {
     if (spec_.entry.days() == 0) return;
     for (int shard = 0; shard < kShards; ++shard) {
-      gone += in_lane(shard, [&](Lane& lane, int part) { return lane.end_day(part, now(turn.tick)); });
+      in_lane(shard, [&](Lane& lane, int part) {
+        gone += lane.end_day(part, now(turn.tick));
+        make_room(lane);
+      });
     }
   });
   return gone;
@@ -197,7 +207,15 @@ void EmbeddingTable::restore(int shard, const ShardView& columns) {
     wait_for_changes();
     go_to(columns.tick < tick_ ? tick_ + 1 : columns.tick);
   }
-  in_lane(shard, [&](Lane& lane, int part) { lane.restore(part, columns, now(tick_)); });
+  in_lane(shard, [&](Lane& lane, int part) {
+    const Time time = now(tick_);
+    lane.begin_restore(part, columns, time);
+    for (std::size_t first = 0; first < columns.keys.size(); first += kRestored) {
+      lane.restore_rows(columns, first, std::min(kRestored, columns.keys.size() - first), time);
+      make_room(lane);
+    }
+    lane.restore_waiting(columns, time);
+  });
 }
 
 std::vector<std::int64_t> EmbeddingTable::keys(int shard) const {
@@ -234,22 +252,37 @@ std::uint64_t EmbeddingTable::rows() const {
   return sum;
 }
 
-std::uint64_t EmbeddingTable::bytes() const {
+std::uint64_t EmbeddingTable::stored() const {
+  std::uint64_t sum = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) sum += lane->stored();
+  return sum;
+}
+
+// The sum of count(lane) over the lanes, each locked.
+template <class Count>
+std::uint64_t EmbeddingTable::sum(Count count) const {
   std::uint64_t sum = 0;
   for (const std::unique_ptr<Lane>& lane : lanes_) {
     const std::lock_guard locked(lane->lock);
-    sum += lane->bytes();
+    sum += count(*lane);
   }
   return sum;
 }
 
+std::uint64_t EmbeddingTable::bytes() const {
+  return sum([](const Lane& lane) { return lane.bytes(); });
+}
+
+std::uint64_t EmbeddingTable::file_bytes() const {
+  return sum([](const Lane& lane) { return lane.file().bytes(); });
+}
+
+std::uint64_t EmbeddingTable::file_reads() const {
+  return sum([](const Lane& lane) { return lane.file().reads(); });
+}
+
 std::uint64_t EmbeddingTable::moved() const {
-  std::uint64_t sum = 0;
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    const std::lock_guard locked(lane->lock);
-    sum += lane->moved();
-  }
-  return sum;
+  return sum([](const Lane& lane) { return lane.moved(); });
 }
 
 void EmbeddingTable::wait_for_changes() const {
@@ -267,18 +300,37 @@ void EmbeddingTable::go_to(std::uint64_t tick) {
   oldest_ = oldest;
 }
 
+// What `max_bytes` holds: the rows in memory, and what an index takes for all.
 std::uint64_t EmbeddingTable::cost() const {
   std::uint64_t rows = 0, entries = 0;
   for (const std::unique_ptr<Lane>& lane : lanes_) {
-    rows += lane->rows();
+    rows += lane->resident();
     entries += lane->entries();
   }
   return rows * spec_.row_bytes() + entries * kIndexBytes;
 }
 
+// Lets rows of a lane leave memory for its file, as many as the table has too many. REQUIRES: the lane is locked.
+void EmbeddingTable::make_room(Lane& lane) const {
+  if (!spec_.spills()) return;
+  const std::uint64_t used = cost();
+  lane.make_room(used - std::min(used, spec_.max_bytes));
+}
+
+void EmbeddingTable::require_room() const {
+  if (!spec_.spills() || cost() <= spec_.max_bytes) return;
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const std::lock_guard locked(lane->lock);
+    const std::string refusal = lane->refusal();
+    if (refusal.empty()) continue;
+    throw TableFull("A push would bring rows into memory, where a table's rows take " + std::to_string(cost()) +
+                    " bytes and may take " + std::to_string(spec_.max_bytes) + " (max_bytes), and " + refusal +
+                    ". No row is lost. Make room in that folder, and push again.");
+  }
+}
+
 // Shard after shard gives up its least recent eighth, from one picked by the tick, until the rest fits.
 void EmbeddingTable::evict(std::uint64_t tick) {
-  if (spec_.max_bytes == 0) return;
   for (int shard = shard_of(mix64(tick)); cost() > spec_.max_bytes; shard = (shard + 1) % kShards) {
     evicted_ += in_lane(shard, [&](Lane& lane, int part) { return lane.drop_eighth(part, now(tick)); });
   }

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "table_change.h"
@@ -30,6 +31,11 @@
 #include "table_spec.h"
 
 namespace phalanx {
+
+// Rows have to leave memory and the files do not take them.
+struct TableFull : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 class EmbeddingTable {
  public:
@@ -45,7 +51,9 @@ class EmbeddingTable {
 
   const TableSpec& spec() const { return spec_; }
 
-  // Values and gradients are (keys, dim).
+  // Values and gradients are (keys, dim). Where rows leave memory for files, a row that cannot be read from there is a
+  // DamagedRow of these calls and of reads; `push`, `add` and `assign` throw as `require_room` before they change
+  // anything.
   void pull(Keys keys, float* values) const;
   std::uint64_t missing(Keys keys) const;  // how many of them have no row
   std::uint64_t push(Keys keys, const Gradients& gradients);  // returns how many gradients were dropped
@@ -60,6 +68,9 @@ class EmbeddingTable {
   Turn order(std::uint64_t count = 1);  // the first of `count` places; the others follow it
   std::uint64_t apply(TableChange& change, Turn turn);
   void give_up(Turn turn);
+
+  // Throws TableFull if rows take more than max_bytes and a file takes none; it says where and why.
+  void require_room() const;
 
   std::uint64_t shrink();  // returns how many rows went
   void clear();
@@ -79,6 +90,9 @@ class EmbeddingTable {
 
   std::uint64_t rows() const;
   std::uint64_t bytes() const;
+  std::uint64_t stored() const;  // rows that are in files
+  std::uint64_t file_bytes() const;
+  std::uint64_t file_reads() const;  // rows read from files
   std::uint64_t moved() const;  // entries that growing indexes have moved
   std::uint64_t pulled() const { return pulled_; }
   std::uint64_t missed() const { return missed_; }  // keys of pulls that had no row
@@ -88,6 +102,8 @@ class EmbeddingTable {
   std::uint64_t tick() const { return tick_; }
 
  private:
+  template <class Count>
+  std::uint64_t sum(Count count) const;
   template <class Work>
   void each_lane(Keys keys, Work work) const;
   template <class Use>
@@ -102,6 +118,7 @@ class EmbeddingTable {
   void wait_for_changes() const;  // REQUIRES: clock_ is locked
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
   std::uint64_t cost() const;
+  void make_room(Lane& lane) const;
   void evict(std::uint64_t tick);
 
   const TableSpec spec_;

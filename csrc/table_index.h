@@ -49,6 +49,7 @@ struct Time {
 
 struct Entry {
   static constexpr std::uint32_t kEmpty = 0;              // what fresh memory holds
+  static constexpr std::uint32_t kStored = 0x80000000;   // plus a record: a row that is in the lane's file
   static constexpr std::uint32_t kWaiting = 0xFF000000;  // plus a count: an id that has no row yet
 
   std::uint64_t hash;
@@ -57,8 +58,14 @@ struct Entry {
 
   bool is_empty() const { return row == kEmpty; }
   bool has_row() const { return row - 1 < kWaiting - 1; }
+  bool is_in_memory() const { return is_in_memory(row); }
+  bool is_stored() const { return is_stored(row); }
+  std::uint32_t record() const { return row - kStored; }
   bool is_waiting() const { return row >= kWaiting; }
   std::uint32_t waited() const { return row - kWaiting; }
+
+  static bool is_in_memory(std::uint32_t row) { return row - 1 < kStored - 1; }
+  static bool is_stored(std::uint32_t row) { return row - kStored < kWaiting - kStored; }
 };
 
 static_assert(sizeof(Entry) == 16);

@@ -9,15 +9,22 @@ namespace {
 constexpr std::size_t kRun = 512;
 // How far ahead of its use a gradient is asked of memory.
 constexpr std::size_t kGradientsAhead = 16;
+// The most and the least bytes of a segment of a lane's file, and how many of them `max_bytes` should be.
+constexpr std::uint64_t kMostSegment = 256 << 10, kLeastSegment = 4096, kSegments = 16;
 // Keys of a change for which an index that grows moves a line, so that it ends when no ids are new.
 constexpr std::size_t kKeysForLine = 4;
 
+std::size_t segment_bytes(const TableSpec& spec) {
+  return std::clamp(spec.max_bytes / (kLanes * kSegments), kLeastSegment, kMostSegment);
+}
+
 }  // namespace
 
-Lane::Lane(const TableSpec& spec, const Starter& starter, Arena& arena)
+Lane::Lane(const TableSpec& spec, const Starter& starter, Arena& arena, int number)
     : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()),
-      slab_(arena, spec.row_bytes(), Entry::kWaiting, true),
-      old_entries_(arena, OldEntry::bytes(spec.row_bytes()), UINT32_MAX, false) {}
+      slab_(arena, spec.row_bytes(), Entry::kStored, true),
+      old_entries_(arena, OldEntry::bytes(spec.row_bytes()), UINT32_MAX, false),
+      file_(spec.folder, number, spec.row_bytes(), segment_bytes(spec)) {}
 
 // Calls use(i, place in the index) for each key and notes the row of the entry it returns. Keys not in their first line
 // come last: they are absent, or in the next line, which is asked for too, or in the other part of an index that grows.
@@ -69,6 +76,7 @@ void Lane::change_rows(Slice& slice, Use use) {
     throw;
   }
   preserve_touched();
+  refer_to(slice);
 }
 
 // Calls use(i, row in memory, or null) for each key, having asked for `bytes` of the row.
@@ -79,17 +87,19 @@ void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
     const std::size_t size = std::min(kRun, slice.rows.size() - first);
     for (std::size_t k = 0; k < size; ++k) {
       const std::uint32_t number = slice.rows[first + k];
-      rows[k] = number != Entry::kEmpty ? slab_.row(number) : nullptr;
+      rows[k] = Entry::is_in_memory(number) ? slab_.row(number) : nullptr;
       if (rows[k] != nullptr) prefetch(rows[k], bytes);
     }
     for (std::size_t k = 0; k < size; ++k) use(first + k, rows[k]);
   }
 }
 
-std::uint64_t Lane::pull(Slice& slice, float* out) const {
+std::uint64_t Lane::pull(Slice& slice, float* out) {
   std::uint64_t missing = 0;
   find_rows(slice, [](std::size_t, Entry* place) { return place; });
+  refer_to(slice);
   each_row(slice, value_bytes_, [&](std::size_t i, const std::byte* row) {
+    if (Entry::is_stored(slice.rows[i])) return;
     float* const values = out + slice.positions[i] * spec_.dim;
     missing += row == nullptr;
     if (row != nullptr) {
@@ -100,6 +110,7 @@ std::uint64_t Lane::pull(Slice& slice, float* out) const {
       std::fill_n(values, spec_.dim, 0.0f);
     }
   });
+  if (stored() > 0) pull_stored(slice, out);
   return missing;
 }
 
@@ -108,7 +119,19 @@ std::uint64_t Lane::missing(Slice& slice) const {
   return static_cast<std::uint64_t>(std::count(slice.rows.begin(), slice.rows.end(), Entry::kEmpty));
 }
 
+// Brings the rows of keys, which are to change, into memory.
+void Lane::bring_in(Slice& slice) {
+  if (stored() == 0) return;
+  std::vector<Entry*> entries;
+  find_rows(slice, [&](std::size_t, Entry* place) {
+    if (place->is_stored()) entries.push_back(place);
+    return place;
+  });
+  if (!entries.empty()) bring_in(entries);
+}
+
 std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time) {
+  bring_in(slice);
   const std::uint64_t dropped = admit(slice, gradients.counts, time);
   std::visit([&](const auto& step) { train(slice, gradients, time, step); }, rule);
   return dropped;
@@ -191,6 +214,7 @@ Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
 
 // Finds the rows of keys, making those that are missing, whatever the entry policy.
 void Lane::make(Slice& slice, Time time) {
+  bring_in(slice);
   const std::uint32_t tick = time.shortened(time.tick);
   index_.move(slice.hashes.size() / kKeysForLine);
   change_rows(slice, [&](std::size_t i, Entry* place) {
@@ -226,10 +250,11 @@ Entry* Lane::with_row(Entry* entry, std::uint64_t hash) {
 
 // Gives an id that has none a row of undefined content.
 Entry* Lane::with_place(Entry* entry, std::uint64_t hash) {
-  const std::uint32_t row = slab_.take();
+  const std::uint32_t row = take_place();
   entry = occupied(entry, hash);
   entry->row = row;
   bump(rows_, 1);
+  bump(resident_, 1);
   return entry;
 }
 

@@ -1,9 +1,13 @@
 // One lane of a table: its index, its rows, and what each call does to them.
 //
-// Not thread-safe: every method but `rows` and `entries` REQUIRES that the caller holds `lock`.
+// Of a table that spills, rows leave memory for the lane's file (table_file.h) and come back when they change, or are
+// pulled again; which are where changes nothing that can be read. See table_tiers.cc.
+//
+// Not thread-safe: every method but `rows`, `resident`, `stored` and `entries` REQUIRES that the caller holds `lock`.
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -11,9 +15,11 @@
 #include <map>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "table_columns.h"
+#include "table_file.h"
 #include "table_index.h"
 #include "table_memory.h"
 #include "table_moment.h"
@@ -27,7 +33,7 @@ namespace phalanx {
 struct Slice {
   std::span<const std::uint64_t> hashes;
   std::span<const std::uint32_t> positions;  // of each key in the call
-  std::span<std::uint32_t> rows;             // found for each key: a row of the slab, or Entry::kEmpty
+  std::span<std::uint32_t> rows;             // of each key: a row as an entry has it, or Entry::kEmpty
 };
 
 // Gradients and what comes with them; the last three may be null, and have one value per key of the call.
@@ -41,11 +47,11 @@ struct Gradients {
 
 class Lane {
  public:
-  Lane(const TableSpec& spec, const Starter& starter, Arena& arena);
+  Lane(const TableSpec& spec, const Starter& starter, Arena& arena, int number);
 
   mutable std::mutex lock;
 
-  std::uint64_t pull(Slice& slice, float* out) const;  // returns how many keys have no row
+  std::uint64_t pull(Slice& slice, float* out);  // returns how many keys have no row
   std::uint64_t missing(Slice& slice) const;
   // Returns how many were dropped.
   std::uint64_t push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time);
@@ -57,8 +63,18 @@ class Lane {
   std::uint64_t drop_eighth(int part, Time time);
   std::uint64_t drop_part(int part, Time time);
   ShardColumns read(int part, std::uint64_t since, Time time);
-  void restore(int part, const ShardView& columns, Time time);
   std::vector<std::int64_t> keys(int part) const;
+
+  // Restores a shard in three steps, of which the second one may be done for a part of the rows at a time.
+  void begin_restore(int part, const ShardView& columns, Time time);
+  void restore_rows(const ShardView& columns, std::size_t first, std::size_t count, Time time);
+  void restore_waiting(const ShardView& columns, Time time);
+
+  // Moves rows to the file until they take so many bytes of memory less, or until the file takes no more; and empties
+  // segments of the file that are mostly dead.
+  void make_room(std::uint64_t bytes);
+  // Why the file takes no rows; empty where it does, perhaps again.
+  std::string refusal();
 
   // Keeps what the lane is now to be read while changes go on (table_moment.h). `read_next` returns false when all
   // pieces were read; `end_reading` returns the hashes of what went. Throws std::out_of_range without such a moment,
@@ -74,8 +90,11 @@ class Lane {
   void renumber(std::uint64_t oldest, std::uint64_t before);
 
   std::uint64_t rows() const { return rows_.load(std::memory_order_relaxed); }
+  std::uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }  // rows in memory
+  std::uint64_t stored() const { return rows() - std::min(rows(), resident()); }          // rows in the file
   std::uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
   std::uint64_t bytes() const;
+  const RowFile& file() const { return file_; }
   std::uint64_t moved() const { return index_.moved(); }
 
  private:
@@ -93,6 +112,21 @@ class Lane {
   void each_row(const Slice& slice, std::size_t bytes, Use use) const;
   template <class Rule>
   void train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule);
+
+  void bring_in(Slice& slice);
+  // In table_tiers.cc.
+  void bring_in(std::span<Entry* const> entries);
+  void pull_stored(const Slice& slice, float* out);
+  void take_out(Entry& entry, std::uint32_t place);
+  void refer_to(const Slice& slice);
+  std::uint32_t take_place();
+  std::uint64_t sweep();
+  bool move_out(Entry& entry);
+  void write_anew(Entry& entry, const std::byte* row);
+  void compact();
+  void read_row(const Entry& entry, std::byte* to);
+  template <class Use>
+  void each_stored(int part, Use use);
 
   std::uint64_t admit(Slice& slice, const std::uint32_t* counts, Time time);
   Entry* admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count);
@@ -117,7 +151,7 @@ class Lane {
   };
 
   Expiry expiry(int part, std::uint64_t days) const;
-  bool is_low(const Entry& entry) const;
+  bool is_low(const std::byte* row) const;
   bool knows_decays(int part, std::uint64_t since) const;
   std::uint64_t days_since(int part, std::uint64_t since) const;
   void decay(int part, std::uint64_t times);
@@ -127,7 +161,7 @@ class Lane {
 
   struct Gathered {
     Entry entry;
-    std::byte* row;  // null for none
+    std::byte* row;  // in memory; null for none there
   };
 
   PastShard past_of(int part, std::uint64_t since, Time time) const;
@@ -147,6 +181,7 @@ class Lane {
   std::size_t past_bytes() const;
 
   float* floats(std::byte* row) const { return reinterpret_cast<float*>(row + value_bytes_); }
+  const float* floats(const std::byte* row) const { return reinterpret_cast<const float*>(row + value_bytes_); }
   std::int64_t id_of(std::uint64_t hash) const { return static_cast<std::int64_t>(unmix64(hash) ^ spec_.salt); }
 
   const TableSpec& spec_;
@@ -159,10 +194,17 @@ class Lane {
   std::array<std::uint64_t, kParts> swept_{};  // tick of the last change that neither rows, `removed_` nor `days_` tell
   std::map<std::uint64_t, std::array<PastShard, kParts>> moments_;  // open ones by number
   Slab old_entries_;
+  RowFile file_;
+  std::vector<bool> referred_;       // by place in the slab, whether a call named the row since the hand was there
+  struct {
+    int part = 0;
+    std::uint64_t piece = 0, pieces = 0;
+  } hand_;                           // what `sweep` looks at next
   std::uint64_t watched_ = 0;        // entries of a shortened tick below this may belong to a moment
   std::vector<Entry> touched_;       // what the call under way changes of those, as they were
   std::vector<Gathered> gathered_;   // what is being read
   Count rows_ = 0;
+  Count resident_ = 0;
   Count entries_ = 0;
 };
 

@@ -130,7 +130,7 @@ bool Lane::read_next(PastShard& past, int part, Piece& piece) {
 void Lane::gather(const PastShard& past, int part, std::uint32_t old, Piece& piece) {
   gathered_.clear();
   index_.each_in(part, past.next, past.pieces, [&](const Entry& entry) {
-    if (past.had(entry)) gathered_.push_back({entry, entry.has_row() ? slab_.row(entry.row) : nullptr});
+    if (past.had(entry)) gathered_.push_back({entry, entry.is_in_memory() ? slab_.row(entry.row) : nullptr});
   });
   for (; old != 0; old = old_entry(old).next) {
     OldEntry& kept = old_entry(old);
@@ -141,6 +141,7 @@ void Lane::gather(const PastShard& past, int part, std::uint32_t old, Piece& pie
   piece.entries.clear();
   piece.rows.resize(gathered_.size() * row_bytes);
   std::byte* out = piece.rows.data();
+  std::vector<StoredRow> stored;
   for (std::size_t i = 0; i < gathered_.size(); ++i) {
     if (i + kRowsAhead < gathered_.size() && gathered_[i + kRowsAhead].row != nullptr) {
       prefetch(gathered_[i + kRowsAhead].row, row_bytes);
@@ -148,16 +149,18 @@ void Lane::gather(const PastShard& past, int part, std::uint32_t old, Piece& pie
     const Gathered& from = gathered_[i];
     piece.entries.push_back(from.entry);
     if (!from.entry.has_row()) continue;
-    copy_row(from.row, out);
+    if (from.row != nullptr) copy_row(from.row, out);
+    else stored.push_back({from.entry.record(), from.entry.hash, out});
     out += row_bytes;
   }
+  file_.read(stored);
 }
 
 // Keeps what open moments have of entries that are about to change. REQUIRES: nothing else has changed in them yet.
 void Lane::preserve(std::span<const Entry> entries) {
   for (auto& [number, shards] : moments_) {
     for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (i + kRowsAhead < entries.size() && entries[i + kRowsAhead].has_row()) {
+      if (i + kRowsAhead < entries.size() && entries[i + kRowsAhead].is_in_memory()) {
         prefetch(slab_.row(entries[i + kRowsAhead].row), spec_.row_bytes());
       }
       PastShard& past = shards[static_cast<std::size_t>(part_of(entries[i].hash))];
@@ -178,7 +181,7 @@ void Lane::preserve_one(PastShard& past, const Entry& entry) {
   std::uint32_t& newest = past.old[piece_of(entry.hash, past.pieces)];
   OldEntry& kept = old_entry(number);
   kept = {entry, newest};
-  if (entry.has_row()) copy_row(slab_.row(entry.row), reinterpret_cast<std::byte*>(&kept + 1));
+  if (entry.has_row()) read_row(entry, reinterpret_cast<std::byte*>(&kept + 1));
   newest = number;
 }
 

@@ -1,4 +1,4 @@
-// What happens to a whole shard of a lane: days, eviction, export, restore.
+// What happens to a whole shard of a lane: days, eviction, restore.
 
 #include <algorithm>
 #include <tuple>
@@ -13,18 +13,48 @@ namespace {
 constexpr std::size_t kRowsAhead = 32;
 // Ids that went which a shard remembers; half as many as it has ids where that is more.
 constexpr std::size_t kLeastRemoved = 64;
+// Rows that are read from the file together.
+constexpr std::size_t kBatch = 1024;
 
 }  // namespace
+
+// Calls use(entry, copy of its row) for each entry of a part whose row is in the file, in the order of the file.
+template <class Use>
+void Lane::each_stored(int part, Use use) {
+  if (stored() == 0) return;
+  std::vector<Entry*> entries;
+  index_.each(part, [&](Entry& entry) {
+    if (entry.is_stored()) entries.push_back(&entry);
+  });
+  std::sort(entries.begin(), entries.end(), [](const Entry* a, const Entry* b) { return a->row < b->row; });
+  std::vector<std::byte> bytes(kBatch * spec_.row_bytes());
+  for (std::span<Entry*> rest(entries); !rest.empty(); rest = rest.subspan(std::min(rest.size(), kBatch))) {
+    std::vector<StoredRow> rows;
+    for (const Entry* entry : rest.first(std::min(rest.size(), kBatch))) {
+      rows.push_back({entry->record(), entry->hash, bytes.data() + rows.size() * spec_.row_bytes()});
+    }
+    file_.read(rows);
+    for (std::size_t i = 0; i < rows.size(); ++i) use(*rest[i], rows[i].row);
+  }
+}
 
 std::uint64_t Lane::end_day(int part, Time time) {
   const EntrySpec& policy = spec_.entry;
   decay(part, 1);
   const Expiry of_row = expiry(part, policy.unseen_days), of_waiting = expiry(part, policy.waiting_days);
+  const auto is_expired = [&](const Entry& entry) {
+    const Expiry& limit = entry.has_row() ? of_row : of_waiting;
+    return limit.is_known && time.oldest + entry.tick <= limit.tick;
+  };
   std::vector<Entry> gone;
   index_.each(part, [&](const Entry& entry) {
-    const Expiry& limit = entry.has_row() ? of_row : of_waiting;
-    if ((limit.is_known && time.oldest + entry.tick <= limit.tick) || is_low(entry)) gone.push_back(entry);
+    if (is_expired(entry) || (entry.is_in_memory() && is_low(slab_.row(entry.row)))) gone.push_back(entry);
   });
+  if (spec_.has_statistics) {
+    each_stored(part, [&](const Entry& entry, const std::byte* row) {
+      if (!is_expired(entry) && is_low(row)) gone.push_back(entry);
+    });
+  }
   std::vector<std::uint64_t>& days = days_[part];
   days.insert(days.begin(), time.tick);
   if (days.size() > policy.days()) days.pop_back();
@@ -39,10 +69,10 @@ Lane::Expiry Lane::expiry(int part, std::uint64_t days) const {
 }
 
 // Whether the score of a row is too low.
-bool Lane::is_low(const Entry& entry) const {
-  if (!spec_.has_statistics || !entry.has_row()) return false;
+bool Lane::is_low(const std::byte* row) const {
+  if (!spec_.has_statistics) return false;
   const EntrySpec& policy = spec_.entry;
-  const float* const statistics = floats(slab_.row(entry.row)) + spec_.state();
+  const float* const statistics = floats(row) + spec_.state();
   const float show = statistics[0], click = statistics[1];
   return policy.show_weight * (show - click) + policy.click_weight * click < policy.drop_below;
 }
@@ -91,15 +121,18 @@ std::uint64_t Lane::drop(std::span<const Entry> entries) {
 
 // Gives back the rows of entries that the index loses; returns how many there were.
 std::uint64_t Lane::give_back(std::span<const Entry> entries) {
-  std::int64_t rows = 0;
+  std::int64_t rows = 0, resident = 0;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    if (i + kRowsAhead < entries.size() && entries[i + kRowsAhead].has_row()) {
+    if (i + kRowsAhead < entries.size() && entries[i + kRowsAhead].is_in_memory()) {
       __builtin_prefetch(slab_.row(entries[i + kRowsAhead].row), 1);
     }
-    if (entries[i].has_row()) slab_.give_back(entries[i].row);
+    if (entries[i].is_in_memory()) slab_.give_back(entries[i].row);
+    if (entries[i].is_stored()) file_.discard(entries[i].record());
     rows += entries[i].has_row();
+    resident += entries[i].is_in_memory();
   }
   bump(rows_, -rows);
+  bump(resident_, -resident);
   bump(entries_, -static_cast<std::int64_t>(entries.size()));
   return static_cast<std::uint64_t>(rows);
 }
@@ -108,6 +141,9 @@ void Lane::clear(Time time) {
   for (int part = 0; part < kParts; ++part) drop_part(part, time);
   slab_.clear();
   index_ = LaneIndex();
+  file_.clear();
+  referred_ = {};
+  hand_ = {};
 }
 
 std::vector<Entry> Lane::all_of(int part) const {
@@ -127,7 +163,7 @@ std::vector<std::int64_t> Lane::keys(int part) const {
   return ids;
 }
 
-void Lane::restore(int part, const ShardView& columns, Time time) {
+void Lane::begin_restore(int part, const ShardView& columns, Time time) {
   read_early(part);
   if (columns.is_complete) {
     drop_part(part, time);
@@ -143,16 +179,23 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
   for (std::uint64_t& day : days_[part]) day = std::max(day, time.oldest);
   swept_[part] = time.tick;
   index_.reserve(part, columns.keys.size() + columns.waiting_keys.size());
+}
+
+void Lane::restore_rows(const ShardView& columns, std::size_t first, std::size_t count, Time time) {
   const std::size_t width = spec_.width();
-  for (std::size_t i = 0; i < columns.keys.size(); ++i) {
+  for (std::size_t i = first; i < first + count; ++i) {
     const std::uint64_t hash = hash_of(columns.keys[i], spec_.salt);
     Entry* entry = index_.find(hash);
+    if (entry->is_stored()) take_out(*entry, take_place());
     if (!entry->has_row()) entry = with_place(entry, hash);
     entry->tick = time.shortened(columns.ticks[i]);
     const float* const row = columns.rows + i * width;
     store_nearest(slab_.row(entry->row), spec_.is_bfloat16, row, spec_.dim);
     std::copy_n(row + spec_.dim, width - spec_.dim, floats(slab_.row(entry->row)));
   }
+}
+
+void Lane::restore_waiting(const ShardView& columns, Time time) {
   for (std::size_t i = 0; i < columns.waiting_keys.size(); ++i) {
     const std::uint64_t hash = hash_of(columns.waiting_keys[i], spec_.salt);
     const Entry found = *index_.find(hash);
@@ -176,20 +219,27 @@ bool Lane::knows_decays(int part, std::uint64_t since) const {
 void Lane::decay(int part, std::uint64_t times) {
   if (!spec_.has_statistics || times == 0) return;
   read_early(part);
-  index_.each(part, [&](const Entry& entry) {
-    if (!entry.has_row()) return;
-    float* const statistics = floats(slab_.row(entry.row)) + spec_.state();
+  const auto age = [&](std::byte* row) {
+    float* const statistics = floats(row) + spec_.state();
     for (std::uint64_t i = 0; i < times; ++i) {
       statistics[0] *= spec_.entry.decay;
       statistics[1] *= spec_.entry.decay;
     }
+  };
+  index_.each(part, [&](const Entry& entry) {
+    if (entry.is_in_memory()) age(slab_.row(entry.row));
+  });
+  each_stored(part, [&](Entry& entry, std::byte* row) {
+    age(row);
+    write_anew(entry, row);
   });
 }
 
 std::uint64_t Lane::bytes() const {
   std::size_t removed = 0;
   for (const std::vector<Removed>& of_part : removed_) removed += of_part.capacity();
-  return index_.bytes() + slab_.bytes() + past_bytes() + removed * sizeof(Removed);
+  return index_.bytes() + slab_.bytes() + past_bytes() + removed * sizeof(Removed) + file_.memory_bytes() +
+         referred_.capacity() / 8;
 }
 
 void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {

@@ -49,10 +49,12 @@ struct TableSpec {
   bool has_statistics = false;
   bool is_bfloat16 = false;
   std::uint64_t max_bytes = 0;  // 0 for no limit
+  std::string folder;           // of the files for rows that max_bytes has no room for; empty: they are dropped
   RuleSpec rule;
   InitSpec init;
   EntrySpec entry;
 
+  bool spills() const { return max_bytes != 0 && !folder.empty(); }
   std::size_t state() const { return initial_state.size(); }  // float32 columns of optimizer state
   std::size_t value_bytes() const { return is_bfloat16 ? (dim * 2 + 3) / 4 * 4 : dim * 4; }
   std::size_t row_bytes() const { return value_bytes() + 4 * (state() + (has_statistics ? 2 : 0)); }

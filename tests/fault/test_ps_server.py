@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +67,19 @@ def undisturbed(steps: int) -> bytes:
     return workers[0].pull(*range(200), step=steps, table="rows").rows[0].tobytes()
 
 
-@pytest.mark.parametrize(("count", "kills"), [(1, 10), (2, 5)])
-def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(tmp_path: Path, count: int, kills: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "kills", "max_bytes"),
+    [(1, 10, None), (2, 5, None), pytest.param(1, 5, 8000, id="memory for a quarter of the rows")],
+)
+def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(
+    tmp_path: Path, count: int, kills: int, max_bytes: int | None
+) -> None:
     steps = 150
     final: dict[int, bytes] = {}
 
     def train(worker: int, progress: Progress) -> None:
         remote = store(made.endpoints, worker, "sync")
-        remote.declare([TABLE])
+        remote.declare([replace(TABLE, max_bytes=max_bytes)])
         for step in range(steps):
             ids = ids_of(worker, step)
             (rows,) = remote.pull([PullSpec("rows", ids)], step=step).rows()

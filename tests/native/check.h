@@ -43,9 +43,11 @@ bool throws(Work work) {
 }
 
 void test_table_parts();
+void test_row_file();
 void test_moments();
 void test_server();
 void test_tables();
+void test_tiers();
 void test_collectives();
 void test_text_and_arrays();
 void test_wire();

@@ -4,8 +4,10 @@
 
 int main() {
   test_table_parts();
+  test_row_file();
   test_tables();
   test_moments();
+  test_tiers();
   test_server();
   test_collectives();
   test_text_and_arrays();

@@ -29,7 +29,7 @@ WORKERS = 4
 SPECS = [
     TableSpec(name="halves", dim=3, rule=Adagrad(lr=0.1), dtype="bfloat16"),
     TableSpec(name="counted", dim=2, rule=SGD(lr=0.1), entry=CountFilter(2)),
-    TableSpec(name="small", dim=4, rule=Adagrad(lr=0.1), max_bytes=20_000),
+    TableSpec(name="small", dim=4, rule=Adagrad(lr=0.1), max_bytes=20_000, evict="drop"),
 ]
 
 

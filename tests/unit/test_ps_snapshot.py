@@ -155,7 +155,7 @@ def test_a_delta_on_its_base_is_the_table_whatever_happened(
     tmp_path_factory: pytest.TempPathFactory, seed: int, entry: EntryPolicy | None
 ) -> None:
     directory = tmp_path_factory.mktemp("delta")
-    spec = TableSpec(name="any", dim=2, rule=SGD(lr=0.1), entry=entry, max_bytes=32_000)
+    spec = TableSpec(name="any", dim=2, rule=SGD(lr=0.1), entry=entry, max_bytes=32_000, evict="drop")
     tables = trained(spec, ids=np.arange(600))
     table, rng = tables["any"], np.random.default_rng(seed)
     holder = SnapshotParticipant(tables, range(SHARDS))

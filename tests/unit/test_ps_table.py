@@ -247,7 +247,7 @@ def test_shrink_of_a_table_without_show_and_click_drops_nothing(table_of: Make) 
 
 
 def test_a_budget_is_kept_by_dropping_what_was_not_trained_lately(table_of: Make) -> None:
-    table = table_of(replace(PLAIN, max_bytes=48 * 20_000))
+    table = table_of(replace(PLAIN, max_bytes=48 * 20_000, evict="drop"))
     hot = np.arange(1000, dtype=np.int64)
     for step in range(60):
         cold = np.arange(1000, dtype=np.int64) + 1_000_000 + 1000 * step
@@ -261,7 +261,7 @@ def test_a_budget_is_kept_by_dropping_what_was_not_trained_lately(table_of: Make
 
 
 def test_waiting_ids_count_against_the_budget(table_of: Make) -> None:
-    table = table_of(replace(PLAIN, entry=CountFilter(2), max_bytes=3200))
+    table = table_of(replace(PLAIN, entry=CountFilter(2), max_bytes=3200, evict="drop"))
     table.push(np.arange(1000, dtype=np.int64), ones(1000))
     waiting = sum(len(table.export(shard).waiting_keys) for shard in range(SHARDS))
     assert 50 < waiting <= 100
@@ -349,7 +349,7 @@ def test_days_that_are_forgotten_make_a_delta_whole(table_of: Make) -> None:
 
 
 def test_a_delta_of_a_table_at_its_budget_holds_what_came_and_what_went(table_of: Make) -> None:
-    table = table_of(replace(PLAIN, max_bytes=48 * 5000))
+    table = table_of(replace(PLAIN, max_bytes=48 * 5000, evict="drop"))
     table.push(np.arange(5000, dtype=np.int64), ones(5000))
     base, other = table.tick, copy(table, table_of)
     table.push(np.arange(5000, 5100, dtype=np.int64), ones(100))

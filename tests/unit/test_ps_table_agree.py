@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -44,6 +45,9 @@ def with_days(data: st.DataObject, spec: TableSpec) -> TableSpec:
         return spec
     return replace(spec, unseen_days=data.draw(st.sampled_from([None, 1, 2])))
 
+
+# No limit, or one that a few rows pass.
+limits = st.builds(dict, max_bytes=st.sampled_from([None, None, 500, 3000]), evict=st.sampled_from(["spill", "drop"]))
 
 exact_inits = st.sampled_from([Uniform(), Uniform(0.3), Constant(), Constant(0.25)])
 
@@ -138,12 +142,12 @@ def assert_same_tables(a: RowTable, b: RowTable, tolerance: float) -> None:
 @given(
     data=st.data(),
     entry=entries,
-    budget=st.sampled_from([None, 500, 3000]),
+    limit=limits,
     dtype=st.sampled_from(["float32", "bfloat16"]),
     table_of=st.sampled_from([native_table, ReferenceTable]),
 )
-def test_a_base_and_its_deltas_are_the_table(data, entry, budget, dtype, table_of) -> None:  # type: ignore[no-untyped-def]
-    spec = TableSpec("t", 2, Adagrad(0.1), entry=entry, dtype=dtype, max_bytes=budget)
+def test_a_base_and_its_deltas_are_the_table(data, entry, limit, dtype, table_of) -> None:  # type: ignore[no-untyped-def]
+    spec = TableSpec("t", 2, Adagrad(0.1), entry=entry, dtype=dtype, **limit)
     table = table_of(with_days(data, spec))
     for call in data.draw(st.lists(calls(2), max_size=6)):
         table, _ = apply(table, call)
@@ -181,11 +185,11 @@ def play(data: st.DataObject, spec: TableSpec, tolerance: float) -> None:
     entry=entries,
     init=exact_inits,
     dtype=st.sampled_from(["float32", "bfloat16"]),
-    budget=st.sampled_from([None, None, 500, 3000]),
+    limit=limits,
     seed=st.sampled_from([0, 1, 2**63 - 1]),
 )
-def test_native_and_reference_agree_bit_for_bit(data, dim, rule, entry, init, dtype, budget, seed) -> None:  # type: ignore[no-untyped-def]
-    play(data, TableSpec("t", dim, rule, init, entry, dtype, seed, budget), 0)
+def test_native_and_reference_agree_bit_for_bit(data, dim, rule, entry, init, dtype, limit, seed) -> None:  # type: ignore[no-untyped-def]
+    play(data, TableSpec("t", dim, rule, init, entry, dtype, seed, **limit), 0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -215,8 +219,9 @@ def test_ticks_are_renumbered_alike_when_32_bits_run_out(ahead: int) -> None:
     assert_same_tables(tables[0], tables[1], 0)
 
 
-def test_many_ids_agree_through_growth_and_eviction() -> None:
-    spec = TableSpec("t", 3, Adagrad(0.1), max_bytes=300_000)
+@pytest.mark.parametrize("evict", ["spill", "drop"])
+def test_many_ids_agree_through_growth_and_eviction(evict: Literal["spill", "drop"]) -> None:
+    spec = TableSpec("t", 3, Adagrad(0.1), max_bytes=300_000, evict=evict)
     tables: list[RowTable] = [native_table(spec), ReferenceTable(spec)]
     rng = np.random.default_rng(0)
     for _ in range(12):
@@ -224,7 +229,7 @@ def test_many_ids_agree_through_growth_and_eviction() -> None:
         values = rng.normal(size=(len(keys), 3)).astype(np.float32)
         for table in tables:
             table.push(keys, values)
-    assert tables[0].evicted > 1000
-    assert tables[0].rows == tables[1].rows
+    assert (tables[0].evicted if evict == "drop" else tables[0].stored) > 1000
+    assert (tables[0].rows, tables[0].evicted) == (tables[1].rows, tables[1].evicted)
     for shard in range(0, SHARDS, 7):
         assert_same_columns(tables[0].export(shard), tables[1].export(shard), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,9 @@ class SparseEmbedding(TableModule):
         name: Name of the table: modules of one name share it. The module's place in the model when None.
         dtype: Stored precision of the rows, `torch.float32` or `torch.bfloat16`. Results have the module's own dtype.
         seed: Seed of the initial values.
-        max_bytes: Most bytes the table may use on one server; the least recently trained rows go first.
+        max_bytes: Most bytes of memory the table may use on one server; no limit when None.
+        evict: What happens to rows that `max_bytes` has no room for: "spill" moves those that were not used lately to
+            files, and back when they are used; "drop" drops the least recently trained ones.
         unseen_days: Rows that were not trained for so many days go; `fleet.shrink()` ends a day. They stay when None.
             With any entry policy but `ShowClick`, which has its own.
 
@@ -62,6 +64,7 @@ class SparseEmbedding(TableModule):
         dtype: torch.dtype | str = torch.float32,
         seed: int = 0,
         max_bytes: int | None = None,
+        evict: Literal["spill", "drop"] = "spill",
         unseen_days: int | None = None,
     ) -> None:
         if combiner is not None:
@@ -79,6 +82,7 @@ class SparseEmbedding(TableModule):
             dtype=dtype,
             seed=seed,
             max_bytes=max_bytes,
+            evict=evict,
             unseen_days=unseen_days,
         )
 

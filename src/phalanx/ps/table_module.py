@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -39,7 +39,8 @@ class TableModule(nn.Module):
         name: Name of the table.
         dtype: Stored precision of the rows.
         seed: Seed of the initial values.
-        max_bytes: Most bytes the table may use on one server.
+        max_bytes: Most bytes of memory the table may use on one server.
+        evict: What happens to rows that `max_bytes` has no room for.
         unseen_days: Days after which rows that were not trained go.
 
     Raises:
@@ -60,6 +61,7 @@ class TableModule(nn.Module):
         dtype: torch.dtype | str,
         seed: int,
         max_bytes: int | None,
+        evict: Literal["spill", "drop"],
         unseen_days: int | None,
     ) -> None:
         super().__init__()
@@ -74,6 +76,7 @@ class TableModule(nn.Module):
             dtype=DTYPES[dtype],
             seed=seed,
             max_bytes=max_bytes,
+            evict=evict,
             padding_idx=padding_idx,
             unseen_days=unseen_days,
         )

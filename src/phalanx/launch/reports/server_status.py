@@ -32,11 +32,14 @@ class ServerStatus(BaseModel, frozen=True):
 _TABLE_COUNTS = (
     ("rows", "gauge", "Rows of a table that a server holds."),
     ("bytes", "gauge", "Memory of a table's rows and index, in bytes."),
+    ("stored", "gauge", "Rows of a table that are in files, not in memory."),
+    ("file_bytes", "gauge", "Size of these files, in bytes."),
+    ("file_reads", "counter", "Rows that were read from these files."),
     ("pulled", "counter", "Ids that pulls asked for."),
     ("missed", "counter", "Those of them that had no row."),
     ("pushed", "counter", "Rows of accepted pushes."),
     ("dropped", "counter", "Gradients of ids that were not admitted."),
-    ("evicted", "counter", "Rows that a table's max_bytes cost."),
+    ("evicted", "counter", "Rows that a table's max_bytes dropped."),
 )
 _REQUEST_COUNTS = (
     ("pull_requests", "counter", "Pulls that a server answered."),
@@ -93,14 +96,13 @@ def _table_lines(statuses: Sequence[ServerStatus]) -> list[str]:
     if not totals:
         return []
     width = max(5, *map(len, totals))
-    lines = [
-        f"{'table':<{width}}{'rows':>13}{'memory':>10}{'hit rate':>10}{'pushed':>14}{'dropped':>12}{'evicted':>12}"
-    ]
+    head = f"{'table':<{width}}{'rows':>13}{'memory':>10}{'in files':>13}{'hit rate':>10}"
+    lines = [f"{head}{'pushed':>14}{'dropped':>12}{'evicted':>12}"]
     for name, total in totals.items():
         hits = "-" if not total["pulled"] else f"{100 * (1 - total['missed'] / total['pulled']):.1f} %"
         lines.append(
-            f"{name:<{width}}{total['rows']:>13,}{format_bytes(total['bytes']):>10}{hits:>10}{total['pushed']:>14,}"
-            f"{total['dropped']:>12,}{total['evicted']:>12,}"
+            f"{name:<{width}}{total['rows']:>13,}{format_bytes(total['bytes']):>10}{total['stored']:>13,}{hits:>10}"
+            f"{total['pushed']:>14,}{total['dropped']:>12,}{total['evicted']:>12,}"
         )
     return lines
 

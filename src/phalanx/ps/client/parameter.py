@@ -43,6 +43,7 @@ class TableSettings:
     max_bytes: int | None
     padding_idx: int | None
     unseen_days: int | None = None
+    evict: Literal["spill", "drop"] = "spill"
 
     def spec(self, name: str, rule: Rule) -> TableSpec:
         """Return the specification of a table of this name and rule."""
@@ -55,6 +56,7 @@ class TableSettings:
             dtype=self.dtype,
             seed=self.seed,
             max_bytes=self.max_bytes,
+            evict=self.evict,
             unseen_days=self.unseen_days,
         )
 

@@ -54,12 +54,20 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "mode": clocks.mode if clocks else None,
         "steps": steps,
         "lag": max(live) - min(live) if live else 0,
-        "tables": service.state.tables.report(),
+        "tables": {
+            name: counts | _file_counts(service, name) for name, counts in service.state.tables.report().items()
+        },
         "bytes": service.state.tables.bytes,
         "budget": service.budget,
         "log_bytes": service.log.bytes if service.log else 0,
         "requests": dict(counts),
     }
+
+
+def _file_counts(service: Service, name: str) -> dict[str, int]:
+    """Return what a table has in files."""
+    table = service.state.tables.tables[name]
+    return {"stored": table.stored, "file_bytes": table.file_bytes, "file_reads": table.file_reads}
 
 
 def rates(before: Mapping[str, float], now: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ from phalanx.ps.table.arrays import Columns, Keys, check_columns, check_shard
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.row_layout import layout_of
 from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.spill_folder import spill_folder
 
 
 class NativeTable(EmbeddingTable):
@@ -17,7 +18,7 @@ class NativeTable(EmbeddingTable):
     def __init__(self, spec: TableSpec) -> None:
         self.spec, self.layout = spec, layout_of(spec)
         self._salt = table_salt(spec.name)
-        super().__init__(spec, self.layout, self._salt)
+        super().__init__(spec, self.layout, self._salt, spill_folder() if spec.spills else "")
 
     def export(self, shard: int, since: int = 0) -> Columns:
         """Return a shard's rows, or those changed after tick `since`."""

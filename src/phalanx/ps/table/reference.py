@@ -25,10 +25,14 @@ LEAST_REMOVED = 64
 
 
 class ReferenceTable:
-    """See `phalanx.ps.table.table.RowTable`. One thread at a time."""
+    """See `phalanx.ps.table.table.RowTable`. One thread at a time.
+
+    It has no files: rows that would move there stay in memory.
+    """
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec, self.layout = spec, layout_of(spec)
+        self.stored = self.file_bytes = self.file_reads = 0
         self.tick = self.pushed = self.dropped = self.evicted = self.pulled = self.missed = 0
         self._salt = table_salt(spec.name)
         self._rows = np.zeros((0, self.layout.width), np.float32)
@@ -334,7 +338,7 @@ class ReferenceTable:
 
     def _evict(self, tick: int) -> None:
         """Keep to `max_bytes`: shard after shard gives up its least recent eighth, from one picked by the tick."""
-        if self.spec.max_bytes is None:
+        if self.spec.max_bytes is None or self.spec.spills:
             return
         number = mix_one(tick) >> 54
         while self.bytes > self.spec.max_bytes:

@@ -102,10 +102,14 @@ class TableSpec:
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     max_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    """Hard budget for the rows of one server; the least recently trained rows go first. No limit when None."""
+    """Most memory of the rows and the index of one server. No limit when None."""
 
     unseen_days: Days | None = None
     """Each `shrink` drops rows that were not trained for so many days; None keeps them. `ShowClick` has its own."""
+
+    evict: Literal["spill", "drop"] = "spill"
+    """What happens to rows that `max_bytes` has no room for: they move to files and come back when used, or they are
+    dropped, the least recently trained ones first."""
 
     dense: int | None = None
     """For a table that holds a dense parameter cut into rows 0, 1, ...: how many rows; None for ids."""
@@ -116,6 +120,11 @@ class TableSpec:
         if days is not None and isinstance(info.data.get("entry"), ShowClick):
             raise ValueError(f"ShowClick drops rows by its own unseen_days: give entry=ShowClick(unseen_days={days})")
         return days
+
+    @property
+    def spills(self) -> bool:
+        """Whether rows move to files when `max_bytes` has no room for them."""
+        return self.max_bytes is not None and self.evict == "spill"
 
     @property
     def row_days(self) -> int:

@@ -80,7 +80,7 @@ class RowTable(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Bytes of rows and index."""
+        """Bytes of memory of rows and index."""
         ...
 
     @property
@@ -95,7 +95,22 @@ class RowTable(Protocol):
 
     @property
     def evicted(self) -> int:
-        """Rows that `max_bytes` cost."""
+        """Rows that `max_bytes` cost, with `evict="drop"`."""
+        ...
+
+    @property
+    def stored(self) -> int:
+        """Rows that are in files, not in memory."""
+        ...
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of these files."""
+        ...
+
+    @property
+    def file_reads(self) -> int:
+        """Rows that were read from them."""
         ...
 
     @property

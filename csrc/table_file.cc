@@ -1,0 +1,257 @@
+#include "table_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "crc32.h"
+
+namespace phalanx {
+namespace {
+
+constexpr std::size_t kHeaderBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);
+// Records that lie closer than a page are read in one piece, as the system reads pages anyway.
+constexpr std::size_t kGapBytes = 4096;
+
+template <class T>
+T loaded(const std::byte* at) {
+  T value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+std::uint32_t records_of(std::size_t segment_bytes, std::size_t record_bytes) {
+  return static_cast<std::uint32_t>(std::max<std::size_t>(segment_bytes / record_bytes, 1));
+}
+
+}  // namespace
+
+RowFile::RowFile(std::string folder, int lane, std::size_t row_bytes, std::size_t segment_bytes)
+    : folder_(std::move(folder)), lane_(lane), row_bytes_(row_bytes), record_bytes_(kHeaderBytes + row_bytes),
+      records_(records_of(segment_bytes, record_bytes_)), segment_bytes_(records_ * record_bytes_) {}
+
+RowFile::~RowFile() {
+  if (file_ >= 0) close(file_);
+}
+
+bool RowFile::make_room() {
+  const bool has_room = open_ != kNone && filled_ < records_;
+  if (!has_room && !((open_ == kNone || write_segment()) && open_segment())) return false;
+  failure_.clear();
+  return true;
+}
+
+std::uint32_t RowFile::append(std::uint64_t hash, const std::byte* row) {
+  const std::uint32_t record = first_record(open_) + filled_;
+  std::byte* const bytes = buffer_.data() + filled_ * record_bytes_;
+  std::memcpy(bytes, &hash, sizeof hash);
+  std::memcpy(bytes + kHeaderBytes, row, row_bytes_);
+  const std::uint32_t sum = checksum(record, bytes);
+  std::memcpy(bytes + sizeof hash, &sum, sizeof sum);
+  ++filled_;
+  ++segments_[open_].live;
+  ++live_;
+  asked_[record] = false;
+  return record;
+}
+
+void RowFile::read(std::span<StoredRow> rows) {
+  std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.record < b.record; });
+  ask_ahead(rows);
+  while (!rows.empty()) {
+    const std::size_t size = run_length(rows);
+    read_run(rows.first(size));
+    rows = rows.subspan(size);
+  }
+}
+
+// How many of these rows, the first ones, are read together.
+std::size_t RowFile::run_length(std::span<const StoredRow> rows) const {
+  const bool is_open = segment_of(rows[0].record) == open_;
+  std::size_t size = 1;
+  for (; size < rows.size() && (segment_of(rows[size].record) == open_) == is_open; ++size) {
+    if (place_of(rows[size].record) - place_of(rows[size - 1].record) > record_bytes_ + kGapBytes) break;
+    if (place_of(rows[size].record) - place_of(rows[0].record) + record_bytes_ > segment_bytes_) break;
+  }
+  return size;
+}
+
+// Lets the system read the rows beside each other, before the first of them is waited for.
+void RowFile::ask_ahead(std::span<const StoredRow> rows) const {
+  if (rows.size() < 2) return;
+  while (!rows.empty()) {
+    const std::size_t size = run_length(rows);
+    const std::uint64_t first = place_of(rows[0].record), end = place_of(rows[size - 1].record) + record_bytes_;
+    if (segment_of(rows[0].record) != open_) {
+      posix_fadvise(file_, static_cast<off_t>(first), static_cast<off_t>(end - first), POSIX_FADV_WILLNEED);
+    }
+    rows = rows.subspan(size);
+  }
+}
+
+void RowFile::read_run(std::span<const StoredRow> rows) {
+  const std::uint32_t first = rows[0].record;
+  if (segment_of(first) == open_) {
+    for (const StoredRow& row : rows) copy(row, buffer_.data() + (row.record - first_record(open_)) * record_bytes_);
+    return;
+  }
+  load(first, (rows.back().record - first + 1) * record_bytes_);
+  for (const StoredRow& row : rows) copy(row, window_.data() + (row.record - first) * record_bytes_);
+  reads_ += rows.size();
+}
+
+// Reads so many bytes of the file, from a record on, into the window.
+void RowFile::load(std::uint32_t record, std::size_t bytes) {
+  if (window_.size() < bytes) window_.resize(bytes);
+  for (std::size_t done = 0; done < bytes;) {
+    const ssize_t got = pread(file_, window_.data() + done, bytes - done, static_cast<off_t>(place_of(record) + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail(record, std::string("cannot be read: ") + std::strerror(errno));
+    if (got == 0) fail(record, "lies behind the end of the file");
+    done += static_cast<std::size_t>(got);
+  }
+}
+
+void RowFile::copy(const StoredRow& wanted, const std::byte* bytes) const {
+  if (checked_hash(wanted.record, bytes) != wanted.hash) fail(wanted.record, "holds another row");
+  std::memcpy(wanted.row, bytes + kHeaderBytes, row_bytes_);
+}
+
+std::uint64_t RowFile::checked_hash(std::uint32_t record, const std::byte* bytes) const {
+  const auto written = loaded<std::uint32_t>(bytes + sizeof(std::uint64_t));
+  const std::uint32_t sum = checksum(record, bytes);
+  if (sum != written) {
+    fail(record, "has checksum " + std::to_string(written) + " and content of checksum " + std::to_string(sum));
+  }
+  return loaded<std::uint64_t>(bytes);
+}
+
+// Of a record's number, hash and row: one that lies at another's place does not pass.
+std::uint32_t RowFile::checksum(std::uint32_t record, const std::byte* bytes) const {
+  std::array<std::byte, sizeof(std::uint64_t) + sizeof record> head;
+  std::memcpy(head.data(), bytes, sizeof(std::uint64_t));
+  std::memcpy(head.data() + sizeof(std::uint64_t), &record, sizeof record);
+  return crc32({bytes + kHeaderBytes, row_bytes_}, crc32(head));
+}
+
+void RowFile::fail(std::uint32_t record, const std::string& what) const {
+  throw DamagedRow("A row was asked of the file of lane " + std::to_string(lane_) + " in " + folder_ +
+                   ", but its record " + std::to_string(record) + " " + what +
+                   ". The disk has lost or changed what was written: check it, and start from the last snapshot, or let "
+                   "servers be started again (--max_restarts), which fills the file anew.");
+}
+
+void RowFile::discard(std::uint32_t record) {
+  const std::uint32_t segment = segment_of(record);
+  --live_;
+  --segments_[segment].live;
+  if (segment != open_) settle(segment);
+  else if (segments_[segment].live == 0) filled_ = 0;
+}
+
+void RowFile::clear() {
+  segments_.clear();
+  free_.clear();
+  sparse_.clear();
+  asked_.clear();
+  open_ = kNone;
+  live_ = 0;
+  // The room goes back if the system takes it; records are written over what it keeps.
+  if (file_ >= 0 && ftruncate(file_, 0) == 0) bytes_ = 0;
+}
+
+bool RowFile::ask(std::uint32_t record) {
+  const bool before = asked_[record];
+  asked_[record] = true;
+  return before;
+}
+
+bool RowFile::is_sparse(std::uint32_t segment) const {
+  return segment != open_ && segments_[segment].live > 0 && segments_[segment].live < (records_ + 1) / 2;
+}
+
+// Notes what a written segment is good for, now that it has fewer living records.
+void RowFile::settle(std::uint32_t segment) {
+  if (segments_[segment].live == 0) {
+    free_.push_back(segment);
+  } else if (is_sparse(segment) && !segments_[segment].is_listed) {
+    segments_[segment].is_listed = true;
+    sparse_.push_back(segment);
+  }
+}
+
+std::optional<std::uint32_t> RowFile::sparse_segment() {
+  while (!sparse_.empty()) {
+    const std::uint32_t segment = sparse_.back();
+    if (is_sparse(segment)) return segment;
+    segments_[segment].is_listed = false;
+    sparse_.pop_back();
+  }
+  return std::nullopt;
+}
+
+std::vector<std::uint64_t> RowFile::hashes(std::uint32_t segment) {
+  load(first_record(segment), segment_bytes_);
+  std::vector<std::uint64_t> hashes(records_);
+  for (std::uint32_t i = 0; i < records_; ++i) {
+    hashes[i] = checked_hash(first_record(segment) + i, window_.data() + i * record_bytes_);
+  }
+  return hashes;
+}
+
+bool RowFile::open_segment() {
+  if (file_ < 0 && !open_file()) return false;
+  if (free_.empty()) {
+    if ((segments_.size() + 1) * records_ > kMostRecords) return refuse("has as many records as it can name", EFBIG);
+    asked_.resize((segments_.size() + 1) * records_);
+    free_.push_back(static_cast<std::uint32_t>(segments_.size()));
+    segments_.emplace_back();
+  }
+  buffer_.resize(segment_bytes_);
+  open_ = free_.back();
+  free_.pop_back();
+  filled_ = 0;
+  return true;
+}
+
+bool RowFile::write_segment() {
+  const std::uint64_t place = place_of(first_record(open_));
+  for (std::size_t done = 0; done < segment_bytes_;) {
+    const ssize_t put = pwrite(file_, buffer_.data() + done, segment_bytes_ - done, static_cast<off_t>(place + done));
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0) return refuse("takes no more rows", put < 0 ? errno : ENOSPC);
+    done += static_cast<std::size_t>(put);
+  }
+  bytes_ = std::max(bytes_, place + segment_bytes_);
+  const std::uint32_t written = open_;
+  open_ = kNone;
+  settle(written);
+  return true;
+}
+
+bool RowFile::open_file() {
+  std::string path = folder_ + "/rows-XXXXXX";
+  file_ = mkostemp(path.data(), O_CLOEXEC);
+  if (file_ < 0) return refuse("cannot be made", errno);
+  unlink(path.c_str());
+  posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // rows that are near each other in the file are not used together
+  return true;
+}
+
+bool RowFile::refuse(const std::string& what, int error) {
+  failure_ = "the file of lane " + std::to_string(lane_) + " in " + folder_ + " " + what + ": " + std::strerror(error);
+  return false;
+}
+
+std::size_t RowFile::memory_bytes() const {
+  return buffer_.capacity() + window_.capacity() + asked_.capacity() / 8 + segments_.capacity() * sizeof(Segment) +
+         (free_.capacity() + sparse_.capacity()) * sizeof(std::uint32_t);
+}
+
+}  // namespace phalanx

@@ -1,0 +1,116 @@
+// The file of a lane: rows that have left memory, as records that are appended and never changed.
+//
+// A record is `hash | crc32 | row`; its number is its place. Records are gathered in a segment of memory, which is
+// written in one piece when it is full. A segment that is mostly dead is emptied by its lane, which appends the records
+// that live anew; its place is used again. So the file takes at most about twice the bytes of what lives.
+//
+// The file extends memory and outlives nothing: its name goes as soon as it is open, and a server that is started again
+// fills its tables from snapshot and log. Nothing is flushed to the disk.
+//
+// Not thread-safe: its lane's lock guards it.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace phalanx {
+
+// A record cannot be read, or is not what was written.
+struct DamagedRow : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A row that is asked of a file.
+struct StoredRow {
+  std::uint32_t record;
+  std::uint64_t hash;
+  std::byte* row;  // where its bytes go
+};
+
+class RowFile {
+ public:
+  static constexpr std::uint32_t kMostRecords = 0x7F000000;
+
+  // Errors name folder and lane. A segment has so many bytes at most, but one record at least.
+  RowFile(std::string folder, int lane, std::size_t row_bytes, std::size_t segment_bytes);
+  RowFile(const RowFile&) = delete;
+  ~RowFile();
+
+  // Makes room for a record, if need be by a write. Returns false where the system refuses it; `failure` then says why.
+  bool make_room();
+  // Returns the number of the new record, below `kMostRecords`. REQUIRES: `make_room` has just returned true.
+  std::uint32_t append(std::uint64_t hash, const std::byte* row);
+
+  // Reads rows in the order of the file, in which they are left. Throws DamagedRow.
+  void read(std::span<StoredRow> rows);
+  // Notes that a record lives no more.
+  void discard(std::uint32_t record);
+  void clear();
+
+  // Notes that a record was asked for, and returns whether it had been before.
+  bool ask(std::uint32_t record);
+
+  // A written segment of which less than half lives; it is named until its last record is discarded.
+  std::optional<std::uint32_t> sparse_segment();
+  // The hash of each record of a written segment by place, those that live no more too. Throws as `read`.
+  std::vector<std::uint64_t> hashes(std::uint32_t segment);
+  std::uint32_t first_record(std::uint32_t segment) const { return segment * records_; }
+
+  const std::string& failure() const { return failure_; }  // empty once there is room
+  std::uint64_t live() const { return live_; }
+  std::uint64_t reads() const { return reads_; }  // records, those still in memory left out
+  std::uint64_t bytes() const { return bytes_; }  // of the file
+  std::size_t memory_bytes() const;
+
+ private:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+
+  struct Segment {
+    std::uint32_t live = 0;
+    bool is_listed = false;  // in `sparse_`
+  };
+
+  std::uint32_t segment_of(std::uint32_t record) const { return record / records_; }
+  bool is_sparse(std::uint32_t segment) const;
+  void settle(std::uint32_t segment);
+  std::uint64_t place_of(std::uint32_t record) const { return std::uint64_t{record} * record_bytes_; }
+  bool open_segment();
+  bool write_segment();
+  bool open_file();
+  bool refuse(const std::string& what, int error);
+  void ask_ahead(std::span<const StoredRow> rows) const;
+  std::size_t run_length(std::span<const StoredRow> rows) const;
+  void read_run(std::span<const StoredRow> rows);
+  void load(std::uint32_t record, std::size_t bytes);
+  std::uint64_t checked_hash(std::uint32_t record, const std::byte* bytes) const;
+  void copy(const StoredRow& wanted, const std::byte* bytes) const;
+  std::uint32_t checksum(std::uint32_t record, const std::byte* bytes) const;
+  [[noreturn]] void fail(std::uint32_t record, const std::string& what) const;
+
+  const std::string folder_;
+  const int lane_;
+  const std::size_t row_bytes_, record_bytes_;
+  const std::uint32_t records_;  // of a segment
+  const std::uint64_t segment_bytes_;
+  int file_ = -1;
+  std::uint32_t open_ = kNone;  // the segment that is in memory
+  std::uint32_t filled_ = 0;    // its records
+  std::vector<std::byte> buffer_;
+  std::vector<Segment> segments_;
+  std::vector<std::uint32_t> free_;    // segments without records
+  std::vector<std::uint32_t> sparse_;  // those that may be sparse
+  std::vector<bool> asked_;            // by record
+  std::vector<std::byte> window_;      // what the last read of the file brought
+  std::string failure_;
+  std::uint64_t bytes_ = 0;
+  std::uint64_t live_ = 0;
+  std::uint64_t reads_ = 0;
+};
+
+}  // namespace phalanx

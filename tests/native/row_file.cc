@@ -1,0 +1,185 @@
+// The file of a lane: records against a map, segments that are emptied and used again, and disks that fail.
+
+#include <dirent.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <string>
+
+#include "../../csrc/table_file.h"
+#include "check.h"
+
+namespace {
+
+using phalanx::DamagedRow;
+using phalanx::RowFile;
+using phalanx::StoredRow;
+
+// A folder of this process, which the last test leaves empty.
+class Folder {
+ public:
+  Folder() {
+    std::string path = std::filesystem::temp_directory_path() / "row-file-XXXXXX";
+    CHECK(mkdtemp(path.data()) != nullptr);
+    path_ = path;
+  }
+  ~Folder() { rmdir(path_.c_str()); }
+  const std::string& path() const { return path_; }
+
+  // The descriptor of a file that was made here and lost its name.
+  int open_file() const {
+    for (const auto& link : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      const std::string target = std::filesystem::read_symlink(link.path(), gone);
+      if (target.starts_with(path_) && target != path_) return std::stoi(link.path().filename());
+    }
+    return -1;
+  }
+
+ private:
+  std::string path_;
+};
+
+// Rows by record, each filled with a number of its own; records are moved out of sparse segments as a lane does.
+class Rows {
+ public:
+  Rows(RowFile& file, std::size_t row_bytes) : file_(file), row_(row_bytes) {}
+
+  void append(std::uint64_t hash) {
+    CHECK(file_.make_room());
+    std::fill(row_.begin(), row_.end(), static_cast<std::byte>(hash * 37));
+    const std::uint32_t record = file_.append(hash, row_.data());
+    CHECK(!file_.ask(record) && file_.ask(record));
+    CHECK(hashes_.emplace(record, hash).second);
+  }
+
+  void discard(std::map<std::uint32_t, std::uint64_t>::iterator at) {
+    file_.discard(at->first);
+    hashes_.erase(at);
+  }
+
+  void compact() {
+    while (const auto segment = file_.sparse_segment()) {
+      const std::vector<std::uint64_t> there = file_.hashes(*segment);
+      for (std::uint32_t i = 0; i < there.size(); ++i) {
+        const auto at = hashes_.find(file_.first_record(*segment) + i);
+        if (at == hashes_.end()) continue;
+        CHECK(at->second == there[i]);
+        discard(at);
+        append(there[i]);
+      }
+    }
+  }
+
+  void check_all() {
+    std::vector<StoredRow> wanted;
+    std::vector<std::byte> read(hashes_.size() * row_.size());
+    for (const auto& [record, hash] : hashes_) wanted.push_back({record, hash, read.data() + wanted.size() * row_.size()});
+    std::shuffle(wanted.begin(), wanted.end(), std::mt19937(1));
+    file_.read(wanted);
+    for (const StoredRow& row : wanted) {
+      for (std::size_t i = 0; i < row_.size(); ++i) CHECK(row.row[i] == static_cast<std::byte>(row.hash * 37));
+    }
+    CHECK(file_.live() == hashes_.size());
+  }
+
+  std::map<std::uint32_t, std::uint64_t>& hashes() { return hashes_; }
+
+ private:
+  RowFile& file_;
+  std::vector<std::byte> row_;
+  std::map<std::uint32_t, std::uint64_t> hashes_;
+};
+
+void file_is_a_map(const Folder& folder, std::size_t row_bytes, std::size_t segment_bytes) {
+  RowFile file(folder.path(), 3, row_bytes, segment_bytes);
+  Rows rows(file, row_bytes);
+  std::mt19937_64 random(row_bytes);
+  const std::size_t kMost = 2000;
+  for (std::size_t step = 0; step < 8000; ++step) {
+    if (rows.hashes().size() < kMost && random() % 5 < 3) {
+      rows.append(random());
+    } else if (!rows.hashes().empty()) {
+      const auto at = rows.hashes().lower_bound(static_cast<std::uint32_t>(random() % (2 * kMost)));
+      rows.discard(at != rows.hashes().end() ? at : rows.hashes().begin());
+    }
+    if (step % 64 == 0) rows.compact();
+    if (step % 1000 == 0) rows.check_all();
+  }
+  rows.compact();
+  rows.check_all();
+  CHECK(file.bytes() <= 2 * (kMost * (row_bytes + 12) + 64 * segment_bytes));
+  CHECK(std::filesystem::is_empty(folder.path()));
+  file.clear();
+  CHECK(file.live() == 0 && file.bytes() == 0);
+  rows.hashes().clear();
+  for (std::uint64_t hash = 0; hash < 100; ++hash) rows.append(hash);
+  rows.check_all();
+}
+
+// A byte that the disk changed is an error that names lane and record, whether rows are read or a segment is emptied.
+void damage_is_named(const Folder& folder) {
+  RowFile file(folder.path(), 7, 20, 320);  // ten records a segment
+  Rows rows(file, 20);
+  for (std::uint64_t hash = 0; hash < 35; ++hash) rows.append(hash);
+  const char wrong = 99;
+  CHECK(pwrite(folder.open_file(), &wrong, 1, 12 * 32 + 25) == 1);
+  std::vector<std::byte> row(20);
+  std::vector<StoredRow> whole{{11, 11, row.data()}}, broken{{12, 12, row.data()}}, other{{13, 12, row.data()}};
+  file.read(whole);
+  try {
+    file.read(broken);
+    CHECK(false);
+  } catch (const DamagedRow& error) {
+    const std::string message = error.what();
+    CHECK(message.find("lane 7 in " + folder.path()) != std::string::npos);
+    CHECK(message.find("record 12 has checksum") != std::string::npos);
+  }
+  CHECK(throws<DamagedRow>([&] { file.read(other); }));
+  CHECK(throws<DamagedRow>([&] { file.hashes(1); }));
+  CHECK(file.hashes(0).size() == 10);
+  CHECK(ftruncate(folder.open_file(), 100) == 0);
+  CHECK(throws<DamagedRow>([&] { file.read(whole); }));
+}
+
+// What a full disk does not take stays in memory, and is written once there is room.
+void full_disk_loses_nothing(const Folder& folder) {
+  signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0);
+  const rlimit small = {1000, before.rlim_max};
+  CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
+  RowFile file(folder.path(), 0, 20, 320);
+  Rows rows(file, 20);
+  std::uint64_t hash = 0;
+  while (file.make_room()) rows.append(hash++);
+  CHECK(hash == 40);  // three segments were written
+  CHECK(file.failure().find("lane 0 in " + folder.path() + " takes no more rows: File too large") != std::string::npos);
+  CHECK(!file.make_room());
+  rows.check_all();
+  CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
+  rows.append(hash);
+  CHECK(file.failure().empty());
+  rows.check_all();
+  RowFile nowhere(folder.path() + "/absent", 1, 20, 320);
+  CHECK(!nowhere.make_room());
+  CHECK(nowhere.failure().find("cannot be made: No such file") != std::string::npos);
+}
+
+}  // namespace
+
+void test_row_file() {
+  const Folder folder;
+  file_is_a_map(folder, 4, 256);
+  file_is_a_map(folder, 128, 4096);
+  file_is_a_map(folder, 128, 64 << 10);
+  file_is_a_map(folder, 5000, 4096);  // a segment is one record
+  damage_is_named(folder);
+  full_disk_loses_nothing(folder);
+}

@@ -1,0 +1,242 @@
+// Tables whose rows leave memory for files: whatever is done to one, it reads as a table without a limit does.
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <mutex>
+#include <random>
+#include <span>
+#include <string>
+#include <thread>
+
+#include "../../csrc/table.h"
+#include "check.h"
+
+namespace {
+
+using phalanx::EmbeddingTable;
+using phalanx::EntryKind;
+using phalanx::ShardColumns;
+using phalanx::TableSpec;
+
+constexpr std::array kShards = {3, 19, 4, 1023};  // the first two are of one lane
+
+TableSpec spec_of(EntryKind entry, bool is_bfloat16) {
+  TableSpec spec;
+  spec.salt = 5;
+  spec.dim = 6;
+  spec.initial_state.assign(6, 0.1f);
+  spec.is_bfloat16 = is_bfloat16;
+  spec.rule = {"adagrad", {{"lr", 0.1}, {"weight_decay", 0}, {"eps", 1e-8}, {"lr_decay", 0}}};
+  spec.init = {phalanx::InitKind::kUniform, 0.5};
+  spec.has_statistics = entry == EntryKind::kShowClick;
+  spec.entry = {entry, 3, 0.5, 0.1f, 1, 0.98f, 0.05f, 4, 3};
+  return spec;
+}
+
+TableSpec spilled(TableSpec spec, std::uint64_t max_bytes) {
+  spec.max_bytes = max_bytes;
+  spec.folder = std::filesystem::temp_directory_path();
+  return spec;
+}
+
+std::vector<std::int64_t> ids_of(std::uint64_t salt, std::size_t count, std::mt19937_64& random) {
+  std::vector<std::int64_t> ids;
+  for (const int shard : kShards) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint64_t hash = std::uint64_t(shard) << 54 | (random() >> 10);
+      ids.push_back(static_cast<std::int64_t>(phalanx::unmix64(hash) ^ salt));
+    }
+  }
+  std::shuffle(ids.begin(), ids.end(), random);
+  return ids;
+}
+
+bool is_same(const ShardColumns& a, const ShardColumns& b, std::size_t width) {
+  const std::size_t bytes = a.keys.size() * width * sizeof(float);
+  return a.keys == b.keys && a.ticks == b.ticks && a.waiting_keys == b.waiting_keys &&
+         a.waiting_ticks == b.waiting_ticks && a.waiting_counts == b.waiting_counts && a.days == b.days &&
+         a.removed == b.removed && a.decays == b.decays && a.tick == b.tick && a.is_complete == b.is_complete &&
+         (bytes == 0 || std::memcmp(a.rows.get(), b.rows.get(), bytes) == 0);
+}
+
+void restore(EmbeddingTable& table, int shard, const ShardColumns& read) {
+  table.restore(shard, {read.keys, read.ticks, read.rows.get(), read.waiting_keys, read.waiting_ticks,
+                        read.waiting_counts, read.days, read.removed, read.decays, table.tick(), read.is_complete});
+}
+
+// A table whose rows leave memory and its twin without a limit; each call goes to both.
+class Twins {
+ public:
+  Twins(const TableSpec& spec, std::uint64_t max_bytes) : small_(spilled(spec, max_bytes)), large_(spec) {}
+
+  void change(phalanx::ChangeKind kind, std::span<const std::int64_t> keys, float value) {
+    const std::vector<float> values(keys.size() * large_.spec().dim, value), ones(keys.size(), 1.0f);
+    for (EmbeddingTable* table : {&small_, &large_}) {
+      phalanx::TableChange change = table->prepare(kind, keys, {values.data(), 0.1, nullptr, ones.data(), nullptr});
+      table->apply(change, table->order());
+    }
+    CHECK(small_.bytes() > 0);
+  }
+
+  void check_pull(std::span<const std::int64_t> keys) {
+    std::vector<float> a(keys.size() * large_.spec().dim), b(a.size());
+    small_.pull(keys, a.data());
+    large_.pull(keys, b.data());
+    CHECK(a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+  }
+
+  void check_all(std::uint64_t since) {
+    for (const int shard : kShards) {
+      CHECK(is_same(small_.read(shard, since), large_.read(shard, since), large_.spec().width()));
+      CHECK(small_.keys(shard) == large_.keys(shard));
+    }
+    CHECK(small_.rows() == large_.rows() && small_.dropped() == large_.dropped() && small_.evicted() == 0);
+    CHECK(small_.missed() == large_.missed());
+  }
+
+  void begin_moment(std::uint64_t since) {
+    end_moment();
+    moment_ = {small_.begin_moment(since), large_.begin_moment(since)};
+    left_ = kShards.size();
+  }
+
+  void read_moment() {
+    if (left_ == 0) return;
+    const int shard = kShards[--left_];
+    CHECK(is_same(small_.read_moment(moment_[0], shard), large_.read_moment(moment_[1], shard), large_.spec().width()));
+  }
+
+  void end_moment() {
+    if (moment_[0] == 0) return;
+    small_.end_moment(moment_[0]);
+    large_.end_moment(moment_[1]);
+    moment_ = {};
+    left_ = 0;
+  }
+
+  void shrink() { CHECK(small_.shrink() == large_.shrink()); }
+  void clear() {
+    small_.clear();
+    large_.clear();
+    CHECK(small_.stored() == 0 && small_.file_bytes() == 0);
+  }
+  // Each takes what the other held.
+  void exchange(int shard, std::uint64_t since) {
+    const ShardColumns of_small = small_.read(shard, since), of_large = large_.read(shard, since);
+    restore(small_, shard, of_large);
+    restore(large_, shard, of_small);
+  }
+
+  const EmbeddingTable& small() const { return small_; }
+  std::uint64_t tick() const { return large_.tick(); }
+
+ private:
+  EmbeddingTable small_, large_;
+  std::array<std::uint64_t, 2> moment_{};
+  std::size_t left_ = 0;
+};
+
+void change_somehow(Twins& twins, std::span<const std::int64_t> ids, std::mt19937_64& random) {
+  using enum phalanx::ChangeKind;
+  const std::size_t first = random() % ids.size(), count = std::min<std::size_t>(random() % 500, ids.size() - first);
+  const std::span<const std::int64_t> keys = ids.subspan(first, count);
+  const float value = 0.01f * static_cast<float>(random() % 100);
+  const std::uint64_t what = random() % 60;
+  if (what < 24) return twins.change(kPush, keys, value);
+  if (what < 29) return twins.change(kAdd, keys, value);
+  if (what < 34) return twins.change(kAssign, keys, value);
+  if (what < 46) return twins.check_pull(keys);
+  if (what < 48) return twins.begin_moment(random() % 2 * (twins.tick() / 2));
+  if (what < 54) return twins.read_moment();
+  if (what == 54) return twins.end_moment();
+  if (what < 57) return twins.shrink();
+  if (what == 57 && random() % 4 == 0) return twins.clear();
+  twins.exchange(kShards[random() % kShards.size()], what == 58 ? 0 : twins.tick() - std::min<std::uint64_t>(twins.tick(), 5));
+}
+
+void reads_as_its_twin(const TableSpec& spec, std::uint64_t max_bytes, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Twins twins(spec, max_bytes);
+  const std::vector<std::int64_t> ids = ids_of(spec.salt, 900, random);
+  std::uint64_t most_stored = 0;
+  for (int step = 1; step <= 240; ++step) {
+    change_somehow(twins, ids, random);
+    most_stored = std::max(most_stored, twins.small().stored());
+    if (step % 60 == 0) twins.check_all(step % 120 * (twins.tick() / 300));
+  }
+  twins.end_moment();
+  twins.check_all(0);
+  twins.check_pull(ids);
+  CHECK(most_stored > 500 && twins.small().file_reads() > 0);
+}
+
+// Memory stays near the budget while rows are many times it, and the file near what it holds.
+void holds_many_times_its_memory() {
+  TableSpec spec = spec_of(EntryKind::kAny, false);
+  spec.dim = 64;
+  spec.initial_state.assign(64, 0.1f);
+  const std::uint64_t row = spec.row_bytes(), budget = 4 << 20;
+  Twins twins(spec, budget);
+  std::mt19937_64 random(4);
+  std::vector<std::int64_t> ids(70'000);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  for (std::size_t first = 0; first < ids.size(); first += 2000) {
+    twins.change(phalanx::ChangeKind::kPush, std::span(ids).subspan(first, 2000), 0.5f);
+  }
+  for (int step = 0; step < 60; ++step) {
+    const std::size_t first = random() % 10 == 0 ? random() % 68'000 : random() % 500;
+    const std::span<const std::int64_t> keys = std::span(ids).subspan(first, 1000);
+    twins.check_pull(keys);
+    twins.change(phalanx::ChangeKind::kPush, keys, 0.25f);
+  }
+  const EmbeddingTable& table = twins.small();
+  CHECK(table.rows() * row > 8 * budget);
+  CHECK((table.rows() - table.stored()) * row + table.rows() * EmbeddingTable::kIndexBytes <= budget);
+  CHECK(table.bytes() < 3 * budget);
+  CHECK(table.file_bytes() < 2 * table.stored() * (row + 12) + (2 << 20));
+  twins.check_pull(ids);
+}
+
+// Threads push, pull, read moments and end days of one table; rows stay whole: a row has equal numbers.
+void is_shared(EntryKind entry) {
+  TableSpec spec = spilled(spec_of(entry, false), 40'000);
+  spec.init = {phalanx::InitKind::kConstant, 0.25};
+  EmbeddingTable table(spec);
+  in_threads(4, [&](int number) {
+    std::vector<std::int64_t> keys(1500);
+    for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<std::int64_t>(i) * 2 + number % 2;
+    std::vector<float> values(keys.size() * spec.dim, 0.5f);
+    for (int step = 0; step < 20; ++step) {
+      if (number < 2) {
+        table.push(keys, {values.data(), 0.1});
+      } else if (number == 2) {
+        table.pull(keys, values.data());
+        for (std::size_t i = 0; i < values.size(); ++i) CHECK(values[i] == values[i / spec.dim * spec.dim]);
+        CHECK(table.stored() <= 3000 && table.file_bytes() < 1 << 30 && table.bytes() < 1 << 30);
+      } else {
+        const std::uint64_t moment = table.begin_moment(step % 2 * table.tick());
+        for (int shard = step; shard < 200; ++shard) table.read_moment(moment, shard);
+        table.end_moment(moment);
+        table.shrink();
+        if (step == 15) table.clear();
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void test_tiers() {
+  std::uint64_t seed = 1;
+  for (const EntryKind entry : {EntryKind::kAny, EntryKind::kCount, EntryKind::kProbability, EntryKind::kShowClick}) {
+    for (const std::uint64_t max_bytes : {1, 60'000, 120'000}) {
+      reads_as_its_twin(spec_of(entry, seed % 2 == 0), max_bytes, seed);
+      ++seed;
+    }
+    is_shared(entry);
+  }
+  holds_many_times_its_memory();
+}
