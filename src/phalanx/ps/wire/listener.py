@@ -163,8 +163,8 @@ class Listener:
         thread = threading.Thread(
             target=session.run, args=(self._log_refusal,), name=f"{self._config.me} client", daemon=True
         )
-        thread.start()
-        with self._lock:
+        with self._lock:  # until it is alive: who asks what runs drops threads that are not
+            thread.start()
             self._sessions[thread] = session
 
     def _log_refusal(self, where: str, why: str) -> None:
