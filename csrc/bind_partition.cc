@@ -37,7 +37,7 @@ std::byte* bytes_at(const Bytes& memory, std::uint64_t size) {
 
 void add_push(PartitionedRequest& request, const KeyPartition& partition, std::optional<Column<std::uint64_t>> pulls,
               Rows values, int kind, std::optional<double> lr, std::optional<Column<std::uint32_t>> counts,
-              std::optional<Column<float>> shows, std::optional<Column<float>> clicks) {
+              std::optional<Column<float>> shows, std::optional<Column<float>> clicks, bool is_narrow) {
   const std::size_t keys = partition.keys().size();
   if (values.shape(0) != keys) throw nb::value_error("values have not one row for each key");
   if (pulls && pulls->size() != partition.servers()) throw nb::value_error("pulls have not one number for each server");
@@ -48,6 +48,7 @@ void add_push(PartitionedRequest& request, const KeyPartition& partition, std::o
   push.lr = lr.value_or(0);
   push.dim = values.shape(1);
   push.values = values.data();
+  push.is_narrow = is_narrow;
   push.counts = data_or_null(counts, keys);
   push.shows = data_or_null(shows, keys);
   push.clicks = data_or_null(clicks, keys);
@@ -60,6 +61,7 @@ nb::list rows(const PartitionedRequest& request, Bytes payload) {
   const std::vector<std::uint64_t> places = request.row_places(0);
   nb::list out;
   for (std::size_t i = 0; i < places.size(); ++i) {
+    if (request.is_narrow(i)) throw nb::value_error("rows of bfloat16 are no float32");
     static float nothing;
     const std::size_t count = request.partition_of(i).count(0);
     float* data = count == 0 ? &nothing : reinterpret_cast<float*>(base + places[i]);
@@ -100,10 +102,12 @@ void bind_partition(nb::module_& module) {
       .def(nb::init<>())
       .def("add_push", &add_push, nb::arg("partition"), nb::arg("pulls").noconvert().none(),
            nb::arg("values").noconvert(), nb::arg("kind"), nb::arg("lr").none(), nb::arg("counts").noconvert().none(),
-           nb::arg("shows").noconvert().none(), nb::arg("clicks").noconvert().none(), nb::keep_alive<1, 2>(),
+           nb::arg("shows").noconvert().none(), nb::arg("clicks").noconvert().none(), nb::arg("is_narrow"),
+           nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
            nb::keep_alive<1, 9>())
-      .def("add_pull", &PartitionedRequest::add_pull, nb::arg("partition"), nb::arg("dim"), nb::keep_alive<1, 2>())
+      .def("add_pull", &PartitionedRequest::add_pull, nb::arg("partition"), nb::arg("dim"), nb::arg("is_narrow"),
+           nb::keep_alive<1, 2>())
       .def("counts", &PartitionedRequest::counts, nb::arg("server"))
       .def("heads", [](const PartitionedRequest& request, int server, bool with_keys) {
              const std::string heads = request.heads(server, with_keys);

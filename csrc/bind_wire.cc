@@ -77,13 +77,14 @@ nb::tuple answer(ServerContext& context, const std::string& peer, std::uint64_t 
   if (reinterpret_cast<std::uintptr_t>(bytes.data()) % 8 != 0) {
     throw nb::value_error("the payload starts between two numbers");
   }
-  phalanx::ReplyRows rows({});
+  phalanx::ReplyRows rows({}, frame.narrow_rows());
   PythonCaller caller(rows, std::move(report));
   phalanx::Answer answered;
   std::vector<std::uint8_t> out;
   {
     const nb::gil_scoped_release release;
     answered = phalanx::answer(context, peer, frame, bytes, caller, 0);
+    rows.finish();
     if (answered.kind == phalanx::FrameKind::kRows) {
       out.reserve(rows.payload_bytes());
       for (const std::span<const std::byte> piece : rows.pieces()) {

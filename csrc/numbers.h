@@ -3,7 +3,9 @@
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace phalanx {
 
@@ -25,6 +27,14 @@ struct Bfloat16 {
     return static_cast<Kept>(value != value ? 0x7FC0 : nearest);
   }
 };
+
+// Both have as many numbers.
+inline void narrow(std::span<const float> from, std::uint16_t* to) {
+  for (std::size_t i = 0; i < from.size(); ++i) to[i] = Bfloat16::narrowed(from[i]);
+}
+inline void widen(std::span<const std::uint16_t> from, float* to) {
+  for (std::size_t i = 0; i < from.size(); ++i) to[i] = Bfloat16::widened(from[i]);
+}
 
 // Branch-free, so that the compiler makes vector loops of it; subnormals go through the multiplication.
 struct Float16 {

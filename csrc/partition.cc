@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
+#include "numbers.h"
 #include "unique.h"
 #include "wire_data.h"
 
@@ -28,6 +30,26 @@ void gather(const KeyPartition& partition, int server, const T* values, std::siz
   for (const std::int64_t position : partition.positions(server)) {
     std::memcpy(to, values + static_cast<std::size_t>(position) * width, width * sizeof(T));
     to += width * sizeof(T);
+  }
+}
+
+std::uint16_t* halves(std::byte* at) { return reinterpret_cast<std::uint16_t*>(at); }
+
+// As `gather`, with the values rounded to bfloat16.
+void gather_narrow(const KeyPartition& partition, int server, const float* values, std::size_t width, std::byte* to) {
+  if (partition.is_whole()) return narrow({values, partition.count(server) * width}, halves(to));
+  for (const std::int64_t position : partition.positions(server)) {
+    narrow({values + static_cast<std::size_t>(position) * width, width}, halves(to));
+    to += width * sizeof(std::uint16_t);
+  }
+}
+
+// Copies values of a reply that lie one after the other.
+void copy_rows(const std::byte* from, bool is_narrow, std::size_t values, float* to) {
+  if (is_narrow) {
+    widen({reinterpret_cast<const std::uint16_t*>(from), values}, to);
+  } else if (values != 0) {
+    std::memcpy(to, from, values * sizeof(float));
   }
 }
 
@@ -72,7 +94,8 @@ std::string PartitionedRequest::heads(int server, bool with_keys) const {
     head.dim = static_cast<std::uint32_t>(push.dim);
     head.kind = static_cast<std::uint8_t>(push.kind);
     head.columns = static_cast<std::uint8_t>((push.has_lr ? kHasLr : 0) | (push.counts ? kHasCounts : 0) |
-                                             (push.shows ? kHasShows : 0) | (push.clicks ? kHasClicks : 0));
+                                             (push.shows ? kHasShows : 0) | (push.clicks ? kHasClicks : 0) |
+                                             (push.is_narrow ? kBfloat16Values : 0));
     append(out, head);
   }
   if (!has_pulls(server)) return out;
@@ -80,41 +103,48 @@ std::string PartitionedRequest::heads(int server, bool with_keys) const {
     PullHead head;
     head.table = pull.partition->salt();
     head.keys = static_cast<std::uint32_t>(pull.partition->count(server));
+    head.flags = pull.is_narrow ? kBfloat16Rows : 0;
     append(out, head);
   }
   return out;
 }
 
-// Calls place(partition, values, width) for each array of a server's payload, in order.
+// Calls place(partition, values, width, is_narrow) for each array of a server's payload, in order.
 template <class Place>
 void PartitionedRequest::each_array(int server, bool with_keys, Place place) const {
   for (const Push& push : pushes_) {
     const KeyPartition& partition = *push.partition;
-    if (pull_of(push, server, with_keys) == 0) place(partition, partition.keys().data(), 1);
-    place(partition, push.values, push.dim);
-    if (push.counts) place(partition, push.counts, 1);
-    if (push.shows) place(partition, push.shows, 1);
-    if (push.clicks) place(partition, push.clicks, 1);
+    if (pull_of(push, server, with_keys) == 0) place(partition, partition.keys().data(), 1, false);
+    place(partition, push.values, push.dim, push.is_narrow);
+    if (push.counts) place(partition, push.counts, 1, false);
+    if (push.shows) place(partition, push.shows, 1, false);
+    if (push.clicks) place(partition, push.clicks, 1, false);
   }
   if (!has_pulls(server)) return;
-  for (const Pull& pull : pulls_) place(*pull.partition, pull.partition->keys().data(), 1);
+  for (const Pull& pull : pulls_) place(*pull.partition, pull.partition->keys().data(), 1, false);
 }
 
 std::uint64_t PartitionedRequest::payload_bytes(int server, bool with_keys) const {
   std::uint64_t end = 0;
-  each_array(server, with_keys, [&]<class T>(const KeyPartition& partition, const T*, std::size_t width) {
-    end = aligned(end) + partition.count(server) * width * sizeof(T);
+  each_array(server, with_keys, [&]<class T>(const KeyPartition& partition, const T*, std::size_t width, bool is_narrow) {
+    end = aligned(end) + partition.count(server) * width * (is_narrow ? sizeof(std::uint16_t) : sizeof(T));
   });
   return end;
 }
 
 void PartitionedRequest::write(int server, bool with_keys, std::byte* payload) const {
   std::uint64_t end = 0;
-  each_array(server, with_keys, [&]<class T>(const KeyPartition& partition, const T* values, std::size_t width) {
-    const std::uint64_t start = aligned(end), bytes = partition.count(server) * width * sizeof(T);
+  each_array(server, with_keys, [&]<class T>(const KeyPartition& partition, const T* values, std::size_t width,
+                                            bool is_narrow) {
+    const std::size_t item = is_narrow ? sizeof(std::uint16_t) : sizeof(T);
+    const std::uint64_t start = aligned(end), bytes = partition.count(server) * width * item;
     std::memset(payload + end, 0, start - end);
     end = start + bytes;
-    if (bytes != 0) gather(partition, server, values, width, payload + start);
+    if (bytes == 0) return;
+    if constexpr (std::is_same_v<T, float>) {
+      if (is_narrow) return gather_narrow(partition, server, values, width, payload + start);
+    }
+    gather(partition, server, values, width, payload + start);
   });
 }
 
@@ -123,7 +153,7 @@ std::vector<std::uint64_t> PartitionedRequest::row_places(int server) const {
   std::uint64_t end = 0;
   for (const Pull& pull : pulls_) {
     places.push_back(aligned(end));
-    end = places.back() + pull.partition->count(server) * pull.dim * sizeof(float);
+    end = places.back() + pull.partition->count(server) * pull.row_bytes();
   }
   return places;
 }
@@ -131,21 +161,21 @@ std::vector<std::uint64_t> PartitionedRequest::row_places(int server) const {
 std::uint64_t PartitionedRequest::rows_bytes(int server) const {
   if (!has_pulls(server)) return 0;
   const Pull& last = pulls_.back();
-  return row_places(server).back() + last.partition->count(server) * last.dim * sizeof(float);
+  return row_places(server).back() + last.partition->count(server) * last.row_bytes();
 }
 
 void PartitionedRequest::merge(int server, const std::byte* rows, std::span<float* const> into) const {
   const std::vector<std::uint64_t> places = row_places(server);
   for (std::size_t i = 0; i < pulls_.size(); ++i) {
-    const std::size_t bytes = pulls_[i].dim * sizeof(float);
+    const Pull& pull = pulls_[i];
     const std::byte* from = rows + places[i];
-    if (pulls_[i].partition->is_whole()) {
-      if (const std::size_t all = pulls_[i].partition->count(server) * bytes) std::memcpy(into[i], from, all);
+    if (pull.partition->is_whole()) {
+      copy_rows(from, pull.is_narrow, pull.partition->count(server) * pull.dim, into[i]);
       continue;
     }
-    for (const std::int64_t position : pulls_[i].partition->positions(server)) {
-      std::memcpy(into[i] + static_cast<std::size_t>(position) * pulls_[i].dim, from, bytes);
-      from += bytes;
+    for (const std::int64_t position : pull.partition->positions(server)) {
+      copy_rows(from, pull.is_narrow, pull.dim, into[i] + static_cast<std::size_t>(position) * pull.dim);
+      from += pull.row_bytes();
     }
   }
 }

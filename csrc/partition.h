@@ -47,13 +47,17 @@ class PartitionedRequest {
     double lr = 0;
     std::size_t dim = 0;
     const float* values = nullptr;
+    bool is_narrow = false;                 // whether they go out as bfloat16
     const std::uint32_t* counts = nullptr;  // these three: one value per key, or null
     const float* shows = nullptr;
     const float* clicks = nullptr;
   };
 
   void add_push(const Push& push) { pushes_.push_back(push); }
-  void add_pull(const KeyPartition& partition, std::size_t dim) { pulls_.push_back({&partition, dim}); }
+  // `is_narrow`: whether the rows are to come as bfloat16.
+  void add_pull(const KeyPartition& partition, std::size_t dim, bool is_narrow = false) {
+    pulls_.push_back({&partition, dim, is_narrow});
+  }
 
   // Tables that a server's frame pushes and pulls: no pulls where it has none of their keys.
   std::pair<std::size_t, std::size_t> counts(int server) const;
@@ -72,11 +76,16 @@ class PartitionedRequest {
   std::size_t pulls() const { return pulls_.size(); }
   const KeyPartition& partition_of(std::size_t pull) const { return *pulls_[pull].partition; }
   std::size_t dim_of(std::size_t pull) const { return pulls_[pull].dim; }
+  bool is_narrow(std::size_t pull) const { return pulls_[pull].is_narrow; }
 
  private:
   struct Pull {
     const KeyPartition* partition;
     std::size_t dim;
+    bool is_narrow;
+
+    std::size_t value_bytes() const { return is_narrow ? sizeof(std::uint16_t) : sizeof(float); }
+    std::size_t row_bytes() const { return dim * value_bytes(); }
   };
 
   template <class Place>

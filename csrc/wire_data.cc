@@ -4,6 +4,8 @@
 #include <array>
 #include <cstring>
 
+#include "numbers.h"
+
 namespace phalanx {
 namespace {
 
@@ -59,11 +61,13 @@ class PayloadCursor {
   std::uint64_t end_ = 0;
 };
 
+bool is_narrow(const PushHead& push) { return (push.columns & kBfloat16Values) != 0; }
+
 std::uint64_t payload_of(std::span<const PushHead> pushes, std::span<const PullHead> pulls) {
   PayloadCursor cursor;
   for (const PushHead& push : pushes) {
     if (push.pull == 0) cursor.skip(push.rows, 1, sizeof(std::int64_t));
-    cursor.skip(push.rows, push.dim, sizeof(float));
+    cursor.skip(push.rows, push.dim, is_narrow(push) ? sizeof(std::uint16_t) : sizeof(float));
     for (const std::uint8_t column : {kHasCounts, kHasShows, kHasClicks}) {
       if (push.columns & column) cursor.skip(push.rows, 1, sizeof(float));
     }
@@ -72,14 +76,22 @@ std::uint64_t payload_of(std::span<const PushHead> pushes, std::span<const PullH
   return cursor.end();
 }
 
-TablePush read_push(const PushHead& head, PayloadCursor& cursor) {
+// Values that came as bfloat16 are `widened`.
+TablePush read_push(const PushHead& head, PayloadCursor& cursor, std::vector<std::unique_ptr<float[]>>& widened) {
   TablePush push;
   push.table = head.table;
   push.kind = static_cast<UpdateKind>(head.kind);
   push.pull = head.pull;
   push.rows = head.rows;
   if (head.pull == 0) push.keys = cursor.next<std::int64_t>(head.rows);
-  push.values = cursor.next<float>(head.rows, head.dim);
+  if (is_narrow(head)) {
+    const std::span<const std::uint16_t> values = cursor.next<std::uint16_t>(head.rows, head.dim);
+    widened.push_back(std::make_unique_for_overwrite<float[]>(values.size()));
+    widen(values, widened.back().get());
+    push.values = {widened.back().get(), values.size()};
+  } else {
+    push.values = cursor.next<float>(head.rows, head.dim);
+  }
   push.has_lr = (head.columns & kHasLr) != 0;
   push.lr = head.lr;
   if (head.columns & kHasCounts) push.counts = cursor.next<std::uint32_t>(head.rows).data();
@@ -102,11 +114,14 @@ DataFrame::DataFrame(const FrameHeader& header, std::span<const std::byte> objec
   for (std::uint32_t i = 0; i < head_.pushes; ++i) {
     const PushHead& push = pushes_.emplace_back(reader.next<PushHead>());
     if (push.kind > static_cast<int>(UpdateKind::kAssign) ||
-        (push.columns & ~(kHasLr | kHasCounts | kHasShows | kHasClicks)) != 0) {
+        (push.columns & ~(kHasLr | kHasCounts | kHasShows | kHasClicks | kBfloat16Values)) != 0) {
       throw FrameError("a push of kind " + std::to_string(push.kind) + " with columns " + std::to_string(push.columns));
     }
   }
-  for (std::uint32_t i = 0; i < head_.pulls; ++i) pulls_.push_back(reader.next<PullHead>());
+  for (std::uint32_t i = 0; i < head_.pulls; ++i) {
+    const PullHead& pull = pulls_.emplace_back(reader.next<PullHead>());
+    if ((pull.flags & ~kBfloat16Rows) != 0) throw FrameError("a pull with flags " + std::to_string(pull.flags));
+  }
   reader.require_end();
   const std::uint64_t bytes = payload_of(pushes_, pulls_);
   if (bytes != header.payload_bytes) {
@@ -120,27 +135,53 @@ DataFrame::DataFrame(const FrameHeader& header, std::span<const std::byte> objec
   request_.keep = (head_.flags & kKeepPull) != 0;
 }
 
+std::vector<bool> DataFrame::narrow_rows() const {
+  std::vector<bool> narrow;
+  for (const PullHead& pull : pulls_) narrow.push_back((pull.flags & kBfloat16Rows) != 0);
+  return narrow;
+}
+
+std::uint64_t DataFrame::widened_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const PushHead& push : pushes_) bytes += is_narrow(push) ? std::uint64_t{4} * push.rows * push.dim : 0;
+  return bytes;
+}
+
 const DataRequest& DataFrame::read(std::span<const std::byte> payload) {
   PayloadCursor cursor(payload);
   request_.pushes.clear();
   request_.pulls.clear();
-  for (const PushHead& push : pushes_) request_.pushes.push_back(read_push(push, cursor));
+  widened_.clear();
+  for (const PushHead& push : pushes_) request_.pushes.push_back(read_push(push, cursor, widened_));
   for (const PullHead& pull : pulls_) request_.pulls.push_back({pull.table, cursor.next<std::int64_t>(pull.keys)});
   return request_;
 }
 
 float* ReplyRows::add(std::size_t count, std::size_t dim) {
-  const std::uint64_t at = aligned(end_), bytes = std::uint64_t{4} * count * dim;
+  const std::size_t index = arrays_.size(), size = count * dim;
+  if (index >= narrow_.size() || !narrow_[index]) return reinterpret_cast<float*>(place(size * sizeof(float)));
+  std::byte* const to = place(size * sizeof(std::uint16_t));
+  wide_.push_back({std::make_unique_for_overwrite<float[]>(size), size, to});
+  return wide_.back().values.get();
+}
+
+void ReplyRows::finish() {
+  for (const Wide& wide : wide_) narrow({wide.values.get(), wide.count}, reinterpret_cast<std::uint16_t*>(wide.to));
+  wide_.clear();
+}
+
+std::byte* ReplyRows::place(std::uint64_t bytes) {
+  const std::uint64_t at = aligned(end_);
   std::byte* data;
   if (own_.empty() && room_.data() != nullptr && at <= room_.size() && bytes <= room_.size() - at) {
     data = room_.data() + at;
   } else {
-    own_.push_back(std::make_unique_for_overwrite<float[]>(count * dim));
-    data = reinterpret_cast<std::byte*>(own_.back().get());
+    own_.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
+    data = own_.back().get();
   }
   arrays_.push_back({at, bytes, data});
   end_ = at + bytes;
-  return reinterpret_cast<float*>(data);
+  return data;
 }
 
 std::vector<std::span<const std::byte>> ReplyRows::pieces() const {

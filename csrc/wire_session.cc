@@ -110,8 +110,15 @@ void PayloadMemory::clear() {
 
 Answer answer(ServerContext& context, const std::string& peer, DataFrame& frame, std::span<const std::byte> payload,
               Caller& caller, std::uint64_t at) {
-  const DataRequest& request = frame.read(payload);
+  BudgetShare share(context.budget);
+  const std::string op = op_of(frame.is_push() ? FrameKind::kPush : FrameKind::kPull);
   try {
+    if (const std::uint64_t count = frame.widened_bytes(); !share.take(count, context.patience)) {
+      throw Refusal("BackendError", op + " of " + peer + " needs " + with_commas(count) + " bytes for its bfloat16; " +
+                                        context.name + " holds all it may (" + with_commas(context.budget.limit()) +
+                                        " bytes). Use more servers, or smaller batches.");
+    }
+    const DataRequest& request = frame.read(payload);
     if (context.handler == nullptr) throw Refusal("ConfigError", "There are no tables here to pull from or push to.");
     return {FrameKind::kRows, reply_object(context.handler->answer(request, caller), at)};
   } catch (const Refusal& refused) {
@@ -119,7 +126,6 @@ Answer answer(ServerContext& context, const std::string& peer, DataFrame& frame,
   } catch (const ConnectionEnded&) {
     throw;
   } catch (const std::exception& error) {
-    const std::string op = op_of(request.is_push ? FrameKind::kPush : FrameKind::kPull);
     context.log_failure(context.name + " failed at " + op + " of " + peer + ": " + error.what());
     return refusal({"InternalError", context.name + " failed at " + op + " with " + error.what() +
                                          ". Its log has more."});
@@ -162,9 +168,10 @@ void DataSession::serve_frame(FrameSocket& socket, const FrameHeader& header, Da
     send(socket, header, refusal(refused), {});
     return;
   }
-  ReplyRows rows(room);
+  ReplyRows rows(room, frame.narrow_rows());
   SocketCaller caller(socket, context_, peer_, header, rows);
   const Answer answered = answer(context_, peer_, frame, payload, caller, after);
+  rows.finish();
   const bool has_rows = answered.kind == FrameKind::kRows;
   FrameHeader reply = header;
   reply.flags = has_rows && rows.is_shared() ? kShared : 0;

@@ -129,10 +129,10 @@ def packed(
 TABLES = {"fuzz": 2, "more": 4}
 SALT, OTHER_SALT = map(table_salt, TABLES)
 KEYS = np.arange(100)
-PULL = packed(FrameKind.PULL, PULL_HEAD.pack(SALT, 100), (0, 1), KEYS.tobytes(), keep=1)
+PULL = packed(FrameKind.PULL, PULL_HEAD.pack(SALT, 100, 0), (0, 1), KEYS.tobytes(), keep=1)
 PUSH = packed(
     FrameKind.PUSH,
-    PUSH_HEAD.pack(SALT, 0, 0.5, 100, 2, 0, 15) + PULL_HEAD.pack(SALT, 8),
+    PUSH_HEAD.pack(SALT, 0, 0.5, 100, 2, 0, 15) + PULL_HEAD.pack(SALT, 8, 0),
     (1, 1),
     KEYS.tobytes() + bytes(32 + 832 + 448 + 448 + 448 + 64),
 )
@@ -191,7 +191,7 @@ def lying_packed(chance: random.Random) -> bytes:
             chance.choice([0, 1, 7, 15, 16, 255]),
         )
         for _ in range(pushes)
-    ) + b"".join(PULL_HEAD.pack(SALT, chance.choice(COUNTS)) for _ in range(pulls))
+    ) + b"".join(PULL_HEAD.pack(SALT, chance.choice(COUNTS), chance.choice((0, 0, 1, 2))) for _ in range(pulls))
     counts = chance.choice([(pushes, pulls), (pushes, pulls), (chance.choice(COUNTS), chance.choice(COUNTS))])
     return packed(
         chance.choice([FrameKind.PULL, FrameKind.PUSH, FrameKind.ROWS]),
@@ -254,7 +254,7 @@ def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
             content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": segment}
             victim.feed(request(content, b"", flags, 100) + SOUND[1], shared.descriptor)
             victim.feed(
-                packed(FrameKind.PULL, PULL_HEAD.pack(SALT, 9), (0, 1), flags=flags, claimed=72), shared.descriptor
+                packed(FrameKind.PULL, PULL_HEAD.pack(SALT, 9, 0), (0, 1), flags=flags, claimed=72), shared.descriptor
             )
     shared.forget_descriptor()
 

@@ -7,13 +7,18 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <string>
 
 #include "../../csrc/crc32.h"
+#include "../../csrc/crc32.h"
+#include "../../csrc/numbers.h"
 #include "check.h"
 
 namespace {
@@ -244,6 +249,50 @@ void test_rows_without_room() {
   CHECK(total == rows.payload_bytes());
 }
 
+std::vector<std::uint16_t> narrowed(const std::vector<float>& values) {
+  std::vector<std::uint16_t> bits(values.size());
+  narrow(values, bits.data());
+  return bits;
+}
+
+void test_bfloat16_rounds_to_the_nearest_even() {
+  const float inf = std::numeric_limits<float>::infinity();
+  const std::vector<float> values{1.0f, 1.00390625f, 1.01171875f, -1.005f, 3.4e38f, -inf, 1e-40f, -0.0f};
+  CHECK((narrowed(values) == std::vector<std::uint16_t>{0x3F80, 0x3F80, 0x3F82, 0xBF81, 0x7F80, 0xFF80, 1, 0x8000}));
+  CHECK(narrowed({std::nanf("")})[0] == 0x7FC0);
+}
+
+void test_a_push_of_bfloat16_is_read_as_float32() {
+  const std::vector<float> values{1, -2, 0.5f, 3};
+  const PushHead push{.table = 9, .rows = 2, .dim = 2, .columns = kBfloat16Values};
+  const PullHead pull{.table = 9, .keys = 2, .flags = kBfloat16Rows};
+  std::string payload = keys_payload(2) + std::string(48, '\0');
+  for (const std::uint16_t half : narrowed(values)) payload += bytes_of(half);
+  payload += std::string(56, '\0') + keys_payload(2);
+  const std::string object = bytes_of(RequestHead{.pushes = 1, .pulls = 1}) + bytes_of(push) + bytes_of(pull);
+  DataFrame frame({FrameKind::kPush, 0, 1, 7, 0, payload.size()}, std::as_bytes(std::span(object)));
+  std::vector<std::uint64_t> aligned_payload((payload.size() + 7) / 8);
+  std::memcpy(aligned_payload.data(), payload.data(), payload.size());
+  const DataRequest& request = frame.read(std::as_bytes(std::span(aligned_payload)).first(payload.size()));
+  CHECK(std::equal(values.begin(), values.end(), request.pushes[0].values.begin(), request.pushes[0].values.end()));
+  CHECK(frame.widened_bytes() == 16 && frame.narrow_rows() == std::vector<bool>{true});
+}
+
+void test_rows_of_both_types_share_a_reply() {
+  std::array<std::byte, 256> room;
+  ReplyRows rows(room, {true, false});
+  float* const narrow_rows = rows.add(3, 2);
+  std::fill_n(narrow_rows, 6, 1.0f);
+  rows.add(1, 2)[1] = 5;
+  rows.finish();
+  CHECK(rows.is_shared() && rows.payload_bytes() == 64 + 8);
+  std::uint16_t half;
+  std::memcpy(&half, room.data() + 10, sizeof half);
+  float last;
+  std::memcpy(&last, room.data() + 68, sizeof last);
+  CHECK(half == 0x3F80 && last == 5);
+}
+
 }  // namespace
 
 void test_wire() {
@@ -254,4 +303,7 @@ void test_wire() {
   test_segments();
   test_budget();
   test_rows_without_room();
+  test_bfloat16_rounds_to_the_nearest_even();
+  test_a_push_of_bfloat16_is_read_as_float32();
+  test_rows_of_both_types_share_a_reply();
 }

@@ -17,8 +17,10 @@ def updates() -> list[TableUpdate]:
     """Return one update with each kind and set of columns."""
     first, none, single = KEYS
     counts = np.arange(40, dtype=np.uint32)
+    values = (np.arange(120, dtype=np.float32) / 3).reshape(40, 3)
+    values[0], values[1] = (np.nan, -np.nan, np.inf), (3.4e38, -1e-40, -0.0)
     return [
-        TableUpdate("a", first, np.arange(120, dtype=np.float32).reshape(40, 3), lr=0.25, counts=counts),
+        TableUpdate("a", first, values, lr=0.25, counts=counts),
         TableUpdate("b", none, np.empty((0, 4), np.float32), kind="delta"),
         TableUpdate(
             "c", single, np.ones((1, 1), np.float32), shows=np.ones(1, np.float32), clicks=np.ones(1, np.float32)
@@ -26,22 +28,23 @@ def updates() -> list[TableUpdate]:
     ]
 
 
-def requests(servers, make_request, make_partition):
+def requests(servers, make_request, make_partition, is_narrow=False):
     request = make_request(servers)
     named = np.arange(servers, dtype=np.uint64)  # the first server knows no pull
     for salt, (update, pulls) in enumerate(zip(updates(), (named, None, None), strict=True)):
-        request.add_push(update, make_partition(update.keys, salt, servers), pulls)
+        request.add_push(update, make_partition(update.keys, salt, servers), pulls, is_narrow=is_narrow)
     for salt, (keys, dim) in enumerate(zip(KEYS, (5, 2, 1), strict=True)):
-        request.add_pull(make_partition(keys, salt, servers), dim)
+        request.add_pull(make_partition(keys, salt, servers), dim, is_narrow=is_narrow and salt != 1)
     return request
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")
 @pytest.mark.parametrize("servers", [1, 2, 16])
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_both_write_the_same_bytes_for_every_server_and_merge_the_same_rows(servers, with_keys):
-    native = requests(servers, partitioned_request, partition_keys)
-    twin = requests(servers, NumpyRequest, NumpyPartition.of)
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_both_write_the_same_bytes_for_every_server_and_merge_the_same_rows(servers, with_keys, is_narrow):
+    native = requests(servers, partitioned_request, partition_keys, is_narrow)
+    twin = requests(servers, NumpyRequest, NumpyPartition.of, is_narrow)
     assert type(native) is not type(twin)
     payloads = {}
     for server in range(servers):

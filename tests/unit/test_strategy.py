@@ -99,6 +99,7 @@ def test_settings_that_cannot_act_say_so(caplog):
         ),
         ({"a_sync_configs": {"half_async": True, "max_merge_var_num": 5}}, 1, Push(mode="half_async", steps=5)),
         ({"a_sync_configs": {"staleness": 3}}, 2, Push(mode="bounded", steps=3)),
+        ({"a_sync_configs": {"wire_dtype": "bfloat16"}}, 1, Push(mode="async", wire_dtype="bfloat16")),
         ({"gradient_scale_configs": {"scale_strategy": "sum"}}, 1, Push(mode="async", reduce="sum")),
     ],
 )

@@ -154,6 +154,9 @@ class Push(_Reduced):
     local_optimizer: bool = False
     """Whether geo may train its replica with another rule than SGD."""
 
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As what rows of ids and their gradients travel."""
+
     @model_validator(mode="after")
     def _steps_where_needed(self) -> Self:
         if (self.steps is None) == (self.mode in ("geo", "half_async", "bounded")):

@@ -96,6 +96,10 @@ class ASyncConfigs(Configs):
     local_optimizer: bool = False
     """Ours. Whether geo may train with another rule than SGD, whose state stays with each worker."""
 
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Ours. As what rows of ids and their gradients travel to and from the servers, which keep and log float32.
+    bfloat16: half the bytes, each value rounded by at most 1/256 of itself."""
+
     send_queue_size: Count | None = _no_effect("queues to the servers are bounded by bytes")
     min_send_grad_num_before_recv: Count | None = _no_effect("rows are read when a forward pass asks for them")
     thread_pool_size: Count | None = _no_effect("one connection per server carries all tables")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from phalanx.errors import PlanError
@@ -19,15 +20,16 @@ DENSE_WIDTH = 1024
 
 def push_from_strategy(strategy: DistributedStrategy, servers: int) -> Push:
     """Return how gradients reach tables: as the strategy says, else asynchronously. Without servers modes agree."""
-    configs, reduce = strategy.config(ASyncConfigs), reduce_of(strategy)
+    configs = strategy.config(ASyncConfigs)
+    push = partial(Push, reduce=reduce_of(strategy), wire_dtype=configs.wire_dtype)
     if configs.k_steps > 0:
-        return Push(mode="geo", steps=configs.k_steps, local_optimizer=configs.local_optimizer, reduce=reduce)
+        return push(mode="geo", steps=configs.k_steps, local_optimizer=configs.local_optimizer)
     if configs.half_async:
-        return Push(mode="half_async", steps=configs.max_merge_var_num, reduce=reduce)
+        return push(mode="half_async", steps=configs.max_merge_var_num)
     if configs.staleness is not None:
-        return Push(mode="bounded", steps=configs.staleness, reduce=reduce)
+        return push(mode="bounded", steps=configs.staleness)
     asynchronous = servers > 0 if strategy.a_sync is None else strategy.a_sync
-    return Push(mode="async" if asynchronous else "sync", reduce=reduce)
+    return push(mode="async" if asynchronous else "sync")
 
 
 def dense_on_servers(strategy: DistributedStrategy, servers: int) -> bool:

@@ -18,6 +18,7 @@ from phalanx.ps.client.geo import GeoMode
 from phalanx.ps.stores.base import ServerMode, TableStore
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.wire.data_frame import ValueType
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -62,10 +63,13 @@ def contract(push: Push, *, workers: int, servers: int, dense: Literal["servers"
     lives = "on the servers, as stale as rows" if dense == "servers" else "on every worker, equal by all-reduce"
     if workers == 1 and dense == "workers":
         lives = "in this process"
-    return [
+    lines = [
         f"parameter server: mode {push.mode}, {_count(workers, 'worker')}, {_count(servers, 'server')}: {what}",
         f"parameter server: dense parameters live {lives}",
     ]
+    if push.wire_dtype == "bfloat16":
+        lines.append("parameter server: rows and gradients are rounded to bfloat16 on their way; servers keep float32")
+    return lines
 
 
 def _count(number: int, what: str) -> str:
@@ -120,10 +124,12 @@ def _store(role: Role, push: Push) -> TableStore:
             )
         return LocalStore()
     mode: ServerMode = "sync" if push.mode == "sync" else "bounded" if push.mode == "bounded" else "async"
-    return _remote(role, mode, push.steps or 0 if mode == "bounded" else 0)
+    return _remote(role, mode, push.steps or 0 if mode == "bounded" else 0, wire_dtype=push.wire_dtype)
 
 
-def _remote(role: Role, mode: ServerMode | None, bound: int, connect_s: float = 60.0) -> RemoteStore:
+def _remote(
+    role: Role, mode: ServerMode | None, bound: int, connect_s: float = 60.0, wire_dtype: ValueType = "float32"
+) -> RemoteStore:
     return RemoteStore(
         role.server_endpoints,
         secret=secret_of(role),
@@ -133,6 +139,7 @@ def _remote(role: Role, mode: ServerMode | None, bound: int, connect_s: float = 
         bound=bound,
         connect_s=connect_s,
         retry_s=Environment(os.environ).seconds("PHALANX_SERVER_RETRY_S"),
+        wire_dtype=wire_dtype,
     )
 
 

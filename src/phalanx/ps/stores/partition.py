@@ -45,12 +45,17 @@ class PartitionedRequest(Protocol):
         """How many servers there are."""
         ...
 
-    def add_push(self, update: TableUpdate, partition: Any, pulls: PullNumbers | None) -> None:
-        """Add an update, checked; its keys stay here where a server can take those of an earlier pull."""
+    def add_push(
+        self, update: TableUpdate, partition: Any, pulls: PullNumbers | None, *, is_narrow: bool = False
+    ) -> None:
+        """Add an update, checked; its keys stay here where a server can take those of an earlier pull.
+
+        With `is_narrow` its values travel as bfloat16.
+        """
         ...
 
-    def add_pull(self, partition: Any, dim: int) -> None:
-        """Add rows to read, which are the next of the arrays of `merge`."""
+    def add_pull(self, partition: Any, dim: int, *, is_narrow: bool = False) -> None:
+        """Add rows to read, which are the next of the arrays of `merge`; with `is_narrow` they come as bfloat16."""
         ...
 
     def counts(self, server: int) -> tuple[int, int]:
@@ -76,7 +81,7 @@ class PartitionedRequest(Protocol):
     def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
         """Return one (n, dim) array per pull, from each server's reply by its rank.
 
-        With one server the arrays are views of its reply.
+        With one server and no bfloat16 the arrays are views of its reply.
         """
         ...
 
@@ -144,19 +149,21 @@ if HAS_NATIVE:
             super().__init__()
             self.servers = servers
             self._shapes: list[tuple[int, int]] = []
+            self._has_views = servers == 1
 
-        def add_push(self, update: TableUpdate, partition: Any, pulls: PullNumbers | None) -> None:  # type: ignore[override]
-            kind = KINDS.index(update.kind)
-            super().add_push(
-                partition, pulls, update.values, kind, update.lr, update.counts, update.shows, update.clicks
-            )
+        def add_push(  # type: ignore[override]
+            self, update: TableUpdate, partition: Any, pulls: PullNumbers | None, *, is_narrow: bool = False
+        ) -> None:
+            kind, columns = KINDS.index(update.kind), (update.counts, update.shows, update.clicks)
+            super().add_push(partition, pulls, update.values, kind, update.lr, *columns, is_narrow)
 
-        def add_pull(self, partition: _core.KeyPartition, dim: int) -> None:
-            super().add_pull(partition, dim)
+        def add_pull(self, partition: _core.KeyPartition, dim: int, *, is_narrow: bool = False) -> None:  # type: ignore[override]
+            super().add_pull(partition, dim, is_narrow)
             self._shapes.append((partition.size, dim))
+            self._has_views &= not is_narrow
 
         def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
-            if self.servers == 1 and payloads:
+            if self._has_views and payloads:
                 return self.rows(payloads[0])
             rows = [np.empty(shape, np.float32) for shape in self._shapes]
             self.merge_parts(list(payloads.items()), rows)

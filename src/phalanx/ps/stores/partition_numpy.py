@@ -11,6 +11,7 @@ from phalanx.ps.stores.base import Keys, Rows
 from phalanx.ps.stores.dedup import Places, split_by_owner
 from phalanx.ps.stores.partition import PullNumbers
 from phalanx.ps.stores.update import COLUMNS, KINDS, TableUpdate
+from phalanx.ps.table.initializers import bfloat16_bits, from_bfloat16_bits
 from phalanx.ps.wire import data_frame
 from phalanx.ps.wire.frame import Array, Bytes, aligned
 
@@ -61,9 +62,11 @@ class _Push:
     update: TableUpdate
     partition: NumpyPartition
     pulls: PullNumbers | None
+    is_narrow: bool
 
     def arrays(self, server: int, *, with_keys: bool) -> list[Array]:
-        keys, *rest = self.update.arrays()
+        keys, values, *columns = self.update.arrays()
+        rest = [bfloat16_bits(values) if self.is_narrow else values, *columns]
         sent = rest if self.pull(server, with_keys=with_keys) else [keys, *rest]
         return [self.partition.take(array, server) for array in sent]
 
@@ -80,8 +83,32 @@ class _Push:
             self.partition.count(server),
             update.values.shape[1],
             KINDS.index(update.kind),
-            columns | (0 if update.lr is None else data_frame.HAS_LR),
+            columns
+            | (0 if update.lr is None else data_frame.HAS_LR)
+            | (data_frame.BFLOAT16_VALUES if self.is_narrow else 0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    partition: NumpyPartition
+    dim: int
+    is_narrow: bool
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        return np.uint16 if self.is_narrow else np.float32
+
+    def row_bytes(self, server: int) -> int:
+        return self.dim * np.dtype(self.dtype).itemsize * self.partition.count(server)
+
+    def head(self, server: int) -> bytes:
+        flags = data_frame.BFLOAT16_ROWS if self.is_narrow else 0
+        return data_frame.PULL_HEAD.pack(self.partition.salt, self.partition.count(server), flags)
+
+    def read(self, payload: Bytes) -> Rows:
+        rows = payload.view(self.dtype).reshape(-1, self.dim)
+        return from_bfloat16_bits(rows) if self.is_narrow else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +117,17 @@ class NumpyRequest:
 
     servers: int
     pushes: list[_Push] = field(default_factory=list)
-    pulls: list[tuple[NumpyPartition, int]] = field(default_factory=list)
+    pulls: list[_Pull] = field(default_factory=list)
 
-    def add_push(self, update: TableUpdate, partition: NumpyPartition, pulls: PullNumbers | None) -> None:
-        """Add an update, checked; its keys stay here where a server can take those of an earlier pull."""
-        self.pushes.append(_Push(update, partition, pulls))
+    def add_push(
+        self, update: TableUpdate, partition: NumpyPartition, pulls: PullNumbers | None, *, is_narrow: bool = False
+    ) -> None:
+        """Add an update. See `PartitionedRequest.add_push`."""
+        self.pushes.append(_Push(update, partition, pulls, is_narrow))
 
-    def add_pull(self, partition: NumpyPartition, dim: int) -> None:
-        """Add rows to read, which go to the next of the arrays of `read`."""
-        self.pulls.append((partition, dim))
+    def add_pull(self, partition: NumpyPartition, dim: int, *, is_narrow: bool = False) -> None:
+        """Add rows to read. See `PartitionedRequest.add_pull`."""
+        self.pulls.append(_Pull(partition, dim, is_narrow))
 
     def counts(self, server: int) -> tuple[int, int]:
         """Return how many tables a server's part pushes and reads."""
@@ -108,9 +137,7 @@ class NumpyRequest:
         """Return what a frame says of each table. See `data_frame.PartOfServer`."""
         pulls = self._pulls_of(server)
         heads = [push.head(server, with_keys=with_keys) for push in self.pushes]
-        return b"".join(
-            heads + [data_frame.PULL_HEAD.pack(partition.salt, partition.count(server)) for partition, _ in pulls]
-        )
+        return b"".join(heads + [pull.head(server) for pull in pulls])
 
     def payload_bytes(self, server: int, with_keys: bool) -> int:
         """Return how long the payload of a server is."""
@@ -131,31 +158,31 @@ class NumpyRequest:
     def rows_bytes(self, server: int) -> int:
         """Return how long the payload of a server's reply is."""
         end = 0
-        for partition, dim in self._pulls_of(server):
-            end = aligned(end) + 4 * dim * partition.count(server)
+        for pull in self._pulls_of(server):
+            end = aligned(end) + pull.row_bytes(server)
         return end
 
     def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
         """Return one (n, dim) array per pull, from each server's reply by its rank."""
         if self.servers == 1 and payloads:
             return self._rows(0, payloads[0])
-        rows = [np.empty((len(partition.keys), dim), np.float32) for partition, dim in self.pulls]
+        rows = [np.empty((pull.partition.size, pull.dim), np.float32) for pull in self.pulls]
         for server, payload in payloads.items():
-            for (partition, _), whole, part in zip(self.pulls, rows, self._rows(server, payload), strict=True):
-                whole[partition.positions(server)] = part
+            for pull, whole, part in zip(self.pulls, rows, self._rows(server, payload), strict=True):
+                whole[pull.partition.positions(server)] = part
         return rows
 
     def _rows(self, server: int, payload: Bytes) -> list[Rows]:
         out, end = [], 0
-        for partition, dim in self.pulls:
+        for pull in self.pulls:
             start = aligned(end)
-            end = start + 4 * dim * partition.count(server)
-            out.append(payload[start:end].view(np.float32).reshape(-1, dim))
+            end = start + pull.row_bytes(server)
+            out.append(pull.read(payload[start:end]))
         return out
 
-    def _pulls_of(self, server: int) -> list[tuple[NumpyPartition, int]]:
-        return self.pulls if any(partition.count(server) for partition, _ in self.pulls) else []
+    def _pulls_of(self, server: int) -> list[_Pull]:
+        return self.pulls if any(pull.partition.count(server) for pull in self.pulls) else []
 
     def _arrays(self, server: int, *, with_keys: bool) -> list[Array]:
         arrays = [array for push in self.pushes for array in push.arrays(server, with_keys=with_keys)]
-        return arrays + [partition.take(partition.keys, server) for partition, _ in self._pulls_of(server)]
+        return arrays + [pull.partition.take(pull.partition.keys, server) for pull in self._pulls_of(server)]

@@ -36,6 +36,7 @@ from phalanx.ps.stores.update import TableUpdate, check_keys
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.data_frame import ValueType
 from phalanx.ps.wire.message import RpcReply
 
 NAMED_PULLS = 8
@@ -56,6 +57,7 @@ class RemoteStore:
             not silent.
         connect_s: Seconds for a server to come up.
         retry_s: Seconds to go on trying to reach a server that went away; 0 makes that an error at once.
+        wire_dtype: As what rows of ids and their gradients travel; all else of tables is float32.
 
     Raises:
         PeerLostError: If a server does not come; names it.
@@ -74,9 +76,11 @@ class RemoteStore:
         timeout_s: float = 300.0,
         connect_s: float = 60.0,
         retry_s: float = 0.0,
+        wire_dtype: ValueType = "float32",
     ) -> None:
         self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
         self._tables: dict[str, _Table] = {}
+        self._wire_dtype = wire_dtype
         self._first_step: int | None = None
         self._in_flight: list[PushRequest] = []
         self._named_pulls: deque[NamedPull] = deque(maxlen=NAMED_PULLS)
@@ -105,7 +109,8 @@ class RemoteStore:
         if self._first_step is None:
             self._first_step = self._fill_steps([int(reply.meta["step"]) for reply in replies])
         for spec in specs:
-            self._tables[spec.name] = _Table(spec)
+            # Dense parameters are read back after every step, so rounding would reach what a worker saves of them.
+            self._tables[spec.name] = _Table(spec, is_narrow=self._wire_dtype == "bfloat16" and spec.dense is None)
 
     def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
@@ -128,7 +133,9 @@ class RemoteStore:
             update.check(get_table(self._tables, update.table).spec)
         self._add_pulls(request, then)
         for update in updates:
-            request.add_push(update, self._partition(update.table, update.keys), self._take_pull(update))
+            is_narrow = update.kind == "gradient" and self._tables[update.table].is_narrow
+            partition = self._partition(update.table, update.keys)
+            request.add_push(update, partition, self._take_pull(update), is_narrow=is_narrow)
         pushes = [
             PushRequest(connection, ServerPart(request, rank), self._number(step), weight)
             for rank, connection in enumerate(self._connections)
@@ -208,9 +215,10 @@ class RemoteStore:
 
     def _add_pulls(self, request: PartitionedRequest, pull_specs: Sequence[PullSpec]) -> None:
         for pull_spec in pull_specs:
-            spec = get_table(self._tables, pull_spec.table).spec
-            check_keys(spec, pull_spec.keys)
-            request.add_pull(self._partition(pull_spec.table, pull_spec.keys), spec.dim)
+            table = get_table(self._tables, pull_spec.table)
+            check_keys(table.spec, pull_spec.keys)
+            partition = self._partition(pull_spec.table, pull_spec.keys)
+            request.add_pull(partition, table.spec.dim, is_narrow=table.is_narrow)
 
     def _partition(self, name: str, keys: Keys) -> KeyPartition:
         table = get_table(self._tables, name)
@@ -235,7 +243,10 @@ class RemoteStore:
 class _Table:
     """What a store knows of one table."""
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, *, is_narrow: bool) -> None:
         self.spec, self.salt = spec, table_salt(spec.name)
+        self.is_narrow = is_narrow
+        """Whether its rows and gradients travel as bfloat16."""
+
         self.last: tuple[Keys, KeyPartition] | None = None
         """The keys dealt last: those of a step's push are mostly those of its pull."""

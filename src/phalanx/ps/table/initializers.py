@@ -56,6 +56,17 @@ def nearest_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return _truncate(values, bits, carry)
 
 
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the values rounded to bfloat16, ties to even, as its bits; every NaN is the same."""
+    bits = (nearest_bfloat16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), bits)
+
+
+def from_bfloat16_bits(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the values of such bits."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def stochastic_bfloat16(values: NDArray[np.float32], numbers: Words, tick: int) -> NDArray[np.float32]:
     """Return the values rounded to one of their two neighbours in bfloat16, the nearer the likelier.
 

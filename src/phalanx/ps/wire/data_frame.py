@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from phalanx.ps.wire.frame import Bytes, FrameError, FrameKind
 from phalanx.ps.wire.segments import SharedSegment
@@ -24,10 +24,19 @@ PUSH_HEAD = struct.Struct("<QQdIIBB6x")
 """Of each table of a push: salt, number of the pull that brought its keys (0: they come along), learning rate, rows,
 dim, kind of update, columns."""
 
-PULL_HEAD = struct.Struct("<QI4x")
-"""Of each table of a pull: salt, number of keys."""
+PULL_HEAD = struct.Struct("<QII")
+"""Of each table of a pull: salt, number of keys, flags."""
 
 HAS_LR, HAS_COUNTS, HAS_SHOWS, HAS_CLICKS = 1, 2, 4, 8
+
+BFLOAT16_VALUES = 16
+"""Beside these columns of a push: its values are bfloat16."""
+
+BFLOAT16_ROWS = 1
+"""Flag of a pull: its rows are to be bfloat16."""
+
+ValueType = Literal["float32", "bfloat16"]
+"""As what pulled rows and pushed gradients travel."""
 
 
 class DataStatus(IntEnum):

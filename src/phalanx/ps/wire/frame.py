@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
 
 MAGIC = b"PHLX"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 CHUNK_BYTES = 4 << 20
 LARGEST_OBJECT = 16 << 20
 LARGEST_PAYLOAD = 1 << 40
