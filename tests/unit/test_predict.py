@@ -477,6 +477,8 @@ def test_a_step_lies_in_its_interval() -> None:
         ({"overlap": {"dp": True}, "parallel": {"tp": 1, "dp": 8}, "batch": {"global": 32}}, {"overlap": None}),
         ({}, {"assumed": ["recompute"]}),
         ({"batch": {"global": 64}}, {"assumed": ["batch.micro"]}),
+        ({}, {"assumed": ["model.flash"]}),
+        ({"stack": "pytorch"}, {"assumed": ["compile"]}),
         (
             {"parallel": {"tp": 8, "dp": 8}, "cluster": {"nodes": 8, "node_gbps": 50}, "batch": {"global": 32}},
             {"assumed": ["cluster.node_gbps"]},
