@@ -278,7 +278,7 @@ std::uint64_t EmbeddingTable::file_bytes() const {
 }
 
 std::uint64_t EmbeddingTable::file_reads() const {
-  return sum([](const Lane& lane) { return lane.file().reads(); });
+  return sum([](const Lane& lane) { return lane.file_reads(); });
 }
 
 std::uint64_t EmbeddingTable::moved() const {

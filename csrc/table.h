@@ -92,7 +92,7 @@ class EmbeddingTable {
   std::uint64_t bytes() const;
   std::uint64_t stored() const;  // rows that are in files
   std::uint64_t file_bytes() const;
-  std::uint64_t file_reads() const;  // rows read from files
+  std::uint64_t file_reads() const;  // rows that pulls and changes took from files
   std::uint64_t moved() const;  // entries that growing indexes have moved
   std::uint64_t pulled() const { return pulled_; }
   std::uint64_t missed() const { return missed_; }  // keys of pulls that had no row

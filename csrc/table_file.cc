@@ -103,7 +103,6 @@ void RowFile::read_run(std::span<const StoredRow> rows) {
   }
   load(first, (rows.back().record - first + 1) * record_bytes_);
   for (const StoredRow& row : rows) copy(row, window_.data() + (row.record - first) * record_bytes_);
-  reads_ += rows.size();
 }
 
 // Reads so many bytes of the file, from a record on, into the window.

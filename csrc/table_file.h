@@ -64,7 +64,6 @@ class RowFile {
 
   const std::string& failure() const { return failure_; }  // empty once there is room
   std::uint64_t live() const { return live_; }
-  std::uint64_t reads() const { return reads_; }  // records, those still in memory left out
   std::uint64_t bytes() const { return bytes_; }  // of the file
   std::size_t memory_bytes() const;
 
@@ -110,7 +109,6 @@ class RowFile {
   std::string failure_;
   std::uint64_t bytes_ = 0;
   std::uint64_t live_ = 0;
-  std::uint64_t reads_ = 0;
 };
 
 }  // namespace phalanx

@@ -95,6 +95,7 @@ class Lane {
   std::uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
   std::uint64_t bytes() const;
   const RowFile& file() const { return file_; }
+  std::uint64_t file_reads() const { return file_reads_; }  // rows that pulls and changes took from the file
   std::uint64_t moved() const { return index_.moved(); }
 
  private:
@@ -205,6 +206,7 @@ class Lane {
   std::vector<Gathered> gathered_;   // what is being read
   Count rows_ = 0;
   Count resident_ = 0;
+  std::uint64_t file_reads_ = 0;
   Count entries_ = 0;
 };
 

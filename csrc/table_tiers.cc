@@ -31,6 +31,7 @@ void Lane::bring_in(std::span<Entry* const> entries) {
     for (const std::uint32_t place : places) slab_.give_back(place);
     throw;
   }
+  file_reads_ += rows.size();
   for (std::size_t i = 0; i < entries.size(); ++i) take_out(*entries[i], places[i]);
 }
 
@@ -55,6 +56,7 @@ void Lane::pull_stored(const Slice& slice, float* out) {
     rows.push_back({slice.rows[i] - Entry::kStored, slice.hashes[i], bytes.data() + rows.size() * row_bytes});
   }
   file_.read(rows);
+  file_reads_ += rows.size();
   for (const StoredRow& row : rows) {
     const std::size_t i = keys[static_cast<std::size_t>(row.row - bytes.data()) / row_bytes];
     load_values(row.row, spec_.is_bfloat16, out + slice.positions[i] * spec_.dim, spec_.dim);

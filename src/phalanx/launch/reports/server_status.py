@@ -34,7 +34,7 @@ _TABLE_COUNTS = (
     ("bytes", "gauge", "Memory of a table's rows and index, in bytes."),
     ("stored", "gauge", "Rows of a table that are in files, not in memory."),
     ("file_bytes", "gauge", "Size of these files, in bytes."),
-    ("file_reads", "counter", "Rows that were read from these files."),
+    ("file_reads", "counter", "Rows that pulls and pushes took from these files."),
     ("pulled", "counter", "Ids that pulls asked for."),
     ("missed", "counter", "Those of them that had no row."),
     ("pushed", "counter", "Rows of accepted pushes."),

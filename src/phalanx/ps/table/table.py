@@ -110,7 +110,7 @@ class RowTable(Protocol):
 
     @property
     def file_reads(self) -> int:
-        """Rows that were read from them."""
+        """Rows that pulls and changes took from them."""
         ...
 
     @property
