@@ -26,7 +26,7 @@ def script(tmp_path: Path) -> str:
 @pytest.fixture
 def this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with the address 10.0.0.2 beside loopback, and a name of each kind."""
-    names = {"vm": "127.0.1.1", "other": "10.0.0.1"}
+    names = {"vm": "127.0.1.1", "other": "10.0.0.1", "here": "10.0.0.2"}
     monkeypatch.setattr(machine, "resolve", lambda host: names.get(host, host))
     monkeypatch.setattr(machine, "is_own_address", lambda address: address in ("10.0.0.2", "127.0.0.1", "127.0.0.2"))
     monkeypatch.setattr(machine, "address_towards", lambda peer: "10.0.0.2")
@@ -155,6 +155,13 @@ def test_endpoint_lists_give_each_host_its_processes(script: str, this_host: Non
     )
     assert found.counts == {"server": 0, "worker": 2, "heter_worker": 0}
     assert found.nodes == nodes.Nodes(("10.0.0.1", "10.0.0.2"), 2, 1, "10.0.0.2")
+
+
+def test_endpoint_lists_may_name_hosts(script: str, this_host: None) -> None:
+    found = request.resolve(options(script, servers="other:6000", workers="other:6001,here:6001,here:6002"), CPU)
+    assert found.counts == {"server": 0, "worker": 2, "heter_worker": 0}
+    assert found.endpoints["server"] == ("10.0.0.1:6000",)
+    assert found.endpoints["worker"] == ("10.0.0.1:6001", "10.0.0.2:6001", "10.0.0.2:6002")
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def resolve(options: Options, machine: Machine) -> LaunchRequest:
     elif options.servers or options.workers:
         endpoints = _listed_endpoints(options)
         nodes = listed_nodes(options, machine, [e for role in ROLES for e in endpoints[role]])
+        endpoints = _at_addresses(endpoints, nodes)
         counts = {role: sum(e.rpartition(":")[0] == nodes.address for e in endpoints[role]) for role in ROLES}
     else:
         nodes = collective_nodes(options, machine)
@@ -162,6 +163,16 @@ def _ps_counts(options: Options) -> dict[RoleName, int]:
         "server": options.server_num,
         "worker": options.worker_num,
         "heter_worker": options.heter_worker_num or 0,
+    }
+
+
+def _at_addresses(endpoints: dict[RoleName, tuple[str, ...]], nodes: Nodes) -> dict[RoleName, tuple[str, ...]]:
+    """Write addresses for names of hosts: a host finds its processes by address."""
+    names = dict.fromkeys(endpoint.rpartition(":")[0] for role in ROLES for endpoint in endpoints[role])
+    addresses = dict(zip(names, nodes.hosts, strict=True))
+    return {
+        role: tuple(f"{addresses[host]}:{port}" for host, _, port in (e.rpartition(":") for e in endpoints[role]))
+        for role in ROLES
     }
 
 
