@@ -33,7 +33,9 @@ def row_gradients(module):
 
 def assert_same(ours, theirs, arguments, weights):
     """Compare results and all gradients of one call of both."""
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if theirs.weight.dtype is torch.float64 else {}
+    # Of float32 the last bits differ: bags are summed in another order.
+    is_double = theirs.weight.dtype is torch.float64
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if is_double else {"rtol": 1.3e-6, "atol": 1e-5}
     gradients = []
     outputs = []
     for module in (ours, theirs):

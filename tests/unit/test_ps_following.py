@@ -58,7 +58,7 @@ def rows(replica: ServerReplica, table: str = "items") -> np.ndarray:
 
 
 def pulled(server: Running, table: str = "items") -> np.ndarray:
-    return server.worker.pull(*IDS, step=server.step, table=table).arrays[0]
+    return server.worker.pull(*IDS, step=server.step, table=table).rows[0]
 
 
 def check_same(replica: ServerReplica, server: Running, tables: Sequence[str] = ("items",)) -> None:
@@ -190,9 +190,9 @@ def test_what_is_filled_while_a_base_is_written_gets_a_base_of_its_own(tmp_path:
 
     server.service.write_base = write_base
     server.service.mark_unlogged()
-    server.service.write_unlogged()
-    server.service.write_unlogged()
-    server.service.write_unlogged()
+    server.service.write_owed_base()
+    server.service.write_owed_base()
+    server.service.write_owed_base()
     assert written == [False, False]
     server.stop()
 

@@ -153,7 +153,7 @@ def render(listed: list[dict[str, Any]]) -> str:
         shares = f"{'share':>15}{'ms/sample':>11}" if is_balanced else ""
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}{shares}  log")
         lines += [_row(process, is_balanced=is_balanced) for process in job["processes"]] or ["  starting"]
-        lines += [f"  {line}" for line in server_lines(job["servers"])]
+        lines += [f"  {line}" for line in server_lines(job.get("servers", ()))]
         lines += _elastic_lines(job.get("elastic") or {})
         if hang := job.get("hang"):
             lines.append(f"  hung: {hang['lines'][0]} (phalanx why {job['job_id']})")

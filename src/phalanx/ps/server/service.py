@@ -196,10 +196,15 @@ class Service:
             self.write_owed_base()
 
     def write_owed_base(self) -> None:
-        """Do so if no client is there to be told; nothing is filled meanwhile."""
-        if self.state.unlogged:
+        """Do so if no client is there to be told. What is filled while it is written owes another base."""
+        if not self.state.unlogged:
+            return
+        self.state.unlogged = False
+        try:
             self.write_base()
-            self.state.unlogged = False
+        except BaseException:
+            self.state.unlogged = True
+            raise
 
     def _accept(self, entry: LogEntry) -> dict[str, Any]:
         if self.stopped.is_set():
