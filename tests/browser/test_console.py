@@ -184,7 +184,8 @@ def test_chinese_is_chinese_on_every_page(browser, server):
         ("w/default/codes", "代码"),
     ):
         browser.get(f"{server.url}/ui/{place}")
-        assert word in browser.page_source
+        # The first page may come while the one that the link led to still loads.
+        _until(browser, lambda word=word: word in browser.page_source)
 
 
 def test_every_page_is_whole_for_screen_readers(browser, server):

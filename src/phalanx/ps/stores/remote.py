@@ -6,6 +6,7 @@ has, and is looked at then. A push whose keys are those of an earlier pull names
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,13 @@ from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.data_frame import ValueType
 from phalanx.ps.wire.message import RpcReply
+
+_log = logging.getLogger("phalanx.ps")
+_CONTINUES = (
+    "worker %d continues with step %d: the servers have %d steps of an earlier process of it. Its data starts where "
+    "the script starts it: samples of those steps are trained again, unless it reads LeasedFiles or loads the "
+    "state_dict of its loader"
+)
 
 NAMED_PULLS = 8
 """Pulls that a push can name; a server remembers more."""
@@ -108,6 +116,8 @@ class RemoteStore:
         replies = self._call_all("declare", {**self._about, "specs": [spec.to_json() for spec in specs]})
         if self._first_step is None:
             self._first_step = self._fill_steps([int(reply.meta["step"]) for reply in replies])
+            if self._first_step:
+                _log.warning(_CONTINUES, self._about["worker"], self._first_step + 1, self._first_step)
         for spec in specs:
             # Dense parameters are read back after every step, so rounding would reach what a worker saves of them.
             self._tables[spec.name] = _Table(spec, is_narrow=self._wire_dtype == "bfloat16" and spec.dense is None)
