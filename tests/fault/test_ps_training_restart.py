@@ -90,7 +90,8 @@ def test_a_killed_server_loses_no_step(tmp_path):
 
 def test_a_killed_worker_takes_up_training_where_the_servers_are(tmp_path):
     results = run(tmp_path, "worker", "async")
-    continues = "worker 1 continues with step 11: the servers have 10 steps of an earlier process of it."
+    # The first values count as an update.
+    continues = "worker 1 continues where an earlier process of it ended: the servers have 11 updates of that."
     assert (tmp_path / "log" / "workerlog.1").read_text().count(continues) == 1
     # The first values; 20 steps of worker 0; 10 of worker 1, and 20 of its second life.
     assert max(result["pushed"] for result in results) == (1 + 20 + 10 + 20) * DENSE_ROWS

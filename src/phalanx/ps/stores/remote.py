@@ -42,8 +42,8 @@ from phalanx.ps.wire.message import RpcReply
 
 _log = logging.getLogger("phalanx.ps")
 _CONTINUES = (
-    "worker %d continues with step %d: the servers have %d steps of an earlier process of it. Its data starts where "
-    "the script starts it: samples of those steps are trained again, unless it reads LeasedFiles or loads the "
+    "worker %d continues where an earlier process of it ended: the servers have %d updates of that. Its data starts "
+    "where the script starts it: samples of those updates are trained again, unless it reads LeasedFiles or loads the "
     "state_dict of its loader"
 )
 
@@ -117,7 +117,7 @@ class RemoteStore:
         if self._first_step is None:
             self._first_step = self._fill_steps([int(reply.meta["step"]) for reply in replies])
             if self._first_step:
-                _log.warning(_CONTINUES, self._about["worker"], self._first_step + 1, self._first_step)
+                _log.warning(_CONTINUES, self._about["worker"], self._first_step)
         for spec in specs:
             # Dense parameters are read back after every step, so rounding would reach what a worker saves of them.
             self._tables[spec.name] = _Table(spec, is_narrow=self._wire_dtype == "bfloat16" and spec.dense is None)
