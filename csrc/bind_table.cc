@@ -192,6 +192,8 @@ void bind_table(nb::module_& module) {
            nb::arg("shows").noconvert() = nb::none(), nb::arg("clicks").noconvert() = nb::none())
       .def("add", &add, nb::arg("keys").noconvert(), nb::arg("deltas").noconvert())
       .def("assign", &assign, nb::arg("keys").noconvert(), nb::arg("values").noconvert())
+      .def("require_room", &EmbeddingTable::require_room, Released())
+      .def("require_room_to_shrink", &EmbeddingTable::require_room_to_shrink, Released())
       .def("shrink", &EmbeddingTable::shrink, Released())
       .def("clear", &EmbeddingTable::clear, Released())
       .def("read_shard", &read_shard, nb::arg("shard"), nb::arg("since"))

@@ -9,13 +9,6 @@
 namespace phalanx {
 namespace {
 
-void read(const std::vector<TablePtr>& tables, const std::vector<TablePull>& pulls, Caller& caller) {
-  for (std::size_t i = 0; i < pulls.size(); ++i) {
-    const EmbeddingTable& table = *tables[i]->table;
-    table.pull(pulls[i].keys, caller.rows(pulls[i].keys.size(), table.spec().dim));
-  }
-}
-
 WaitReport report_to(Caller& caller) {
   return [&caller](const std::string& waits_for, bool is_connected) { caller.report_wait(waits_for, is_connected); };
 }
@@ -67,6 +60,18 @@ DataReply ServerEngine::pull(const DataRequest& request, Caller& caller) {
   // A push could not say which of two pulls of one table it means.
   if (keys.size() < request.pulls.size()) return {};
   return {DataStatus::kDone, remember(request, std::move(keys)), 0};
+}
+
+// A row that cannot be read ends the server: a new one has it from snapshot and log.
+void ServerEngine::read(const std::vector<TablePtr>& tables, const std::vector<TablePull>& pulls, Caller& caller) {
+  try {
+    for (std::size_t i = 0; i < pulls.size(); ++i) {
+      const EmbeddingTable& table = *tables[i]->table;
+      table.pull(pulls[i].keys, caller.rows(pulls[i].keys.size(), table.spec().dim));
+    }
+  } catch (const DamagedRow& error) {
+    throw fail(error);
+  }
 }
 
 std::uint64_t ServerEngine::remember(const DataRequest& request, std::map<std::uint64_t, KeysPtr> keys) {
@@ -344,6 +349,7 @@ Refusal ServerEngine::fail(const Refusal& error) {
 }
 
 Refusal ServerEngine::fail(const std::exception& error) {
+  if (dynamic_cast<const DamagedRow*>(&error) != nullptr) return fail(Refusal("DataError", error.what()));
   return fail(Refusal("InternalError", std::string("A checked 'push' failed: ") + error.what() +
                                            ". This server stops; please report it."));
 }

@@ -78,6 +78,7 @@ class ServerEngine : public DataHandler {
   DataReply pull(const DataRequest& request, Caller& caller);
   DataReply push(const DataRequest& request, Caller& caller);
   DataReply take(const DataRequest& request, const WaitReport& report);
+  void read(const std::vector<TablePtr>& tables, const std::vector<TablePull>& pulls, Caller& caller);
   std::uint64_t accept(const DataRequest& request, Place place, std::span<const Update> updates);
   std::uint64_t apply_now(std::span<const Update> updates, const std::function<void()>& log);
   std::uint64_t apply_step(const Place& place, StoredPush push, const std::function<void()>& log);

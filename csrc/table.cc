@@ -173,6 +173,7 @@ std::uint64_t EmbeddingTable::apply_to(std::size_t number, TableChange& change, 
 }
 
 std::uint64_t EmbeddingTable::shrink() {
+  require_room_to_shrink();
   const Turn turn = order();
   std::uint64_t gone = 0;
   as_whole(turn, [&] {
@@ -319,13 +320,21 @@ void EmbeddingTable::make_room(Lane& lane) const {
 
 void EmbeddingTable::require_room() const {
   if (!spec_.spills() || cost() <= spec_.max_bytes) return;
+  require_files("A push would bring rows into memory, where a table's rows take " + std::to_string(cost()) +
+                " bytes and may take " + std::to_string(spec_.max_bytes) + " (max_bytes)");
+}
+
+void EmbeddingTable::require_room_to_shrink() const {
+  if (!spec_.has_statistics || stored() == 0) return;
+  require_files("The end of a day would write the show and click of all rows in files anew");
+}
+
+void EmbeddingTable::require_files(const std::string& why) const {
   for (const std::unique_ptr<Lane>& lane : lanes_) {
     const std::lock_guard locked(lane->lock);
     const std::string refusal = lane->refusal();
     if (refusal.empty()) continue;
-    throw TableFull("A push would bring rows into memory, where a table's rows take " + std::to_string(cost()) +
-                    " bytes and may take " + std::to_string(spec_.max_bytes) + " (max_bytes), and " + refusal +
-                    ". No row is lost. Make room in that folder, and push again.");
+    throw TableFull(why + ", and " + refusal + ". No row is lost. Make room in that folder, and try again.");
   }
 }
 

@@ -71,8 +71,11 @@ class EmbeddingTable {
 
   // Throws TableFull if rows take more than max_bytes and a file takes none; it says where and why.
   void require_room() const;
+  // Throws it if a file takes no rows and `shrink` writes some: those in files, if they have show and click.
+  void require_room_to_shrink() const;
 
-  std::uint64_t shrink();  // returns how many rows went
+  // Returns how many rows went; throws as `require_room_to_shrink` before it changes anything.
+  std::uint64_t shrink();
   void clear();
 
   // REQUIRES: 0 <= shard < 1024; a restored shard's keys belong to it. Shards may be restored side by side.
@@ -119,6 +122,7 @@ class EmbeddingTable {
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
   std::uint64_t cost() const;
   void make_room(Lane& lane) const;
+  void require_files(const std::string& why) const;
   void evict(std::uint64_t tick);
 
   const TableSpec spec_;

@@ -131,12 +131,12 @@ std::uint64_t RowFile::checked_hash(std::uint32_t record, const std::byte* bytes
   return loaded<std::uint64_t>(bytes);
 }
 
-// Of a record's number, hash and row: one that lies at another's place does not pass.
+// Of a record's number, the use of its place, its hash and its row: one that lies at another's place, or lay there
+// before, does not pass.
 std::uint32_t RowFile::checksum(std::uint32_t record, const std::byte* bytes) const {
-  std::array<std::byte, sizeof(std::uint64_t) + sizeof record> head;
-  std::memcpy(head.data(), bytes, sizeof(std::uint64_t));
-  std::memcpy(head.data() + sizeof(std::uint64_t), &record, sizeof record);
-  return crc32({bytes + kHeaderBytes, row_bytes_}, crc32(head));
+  const std::array<std::uint32_t, 2> place = {record, segments_[segment_of(record)].use};
+  const std::uint32_t head = crc32({bytes, sizeof(std::uint64_t)}, crc32(std::as_bytes(std::span(place))));
+  return crc32({bytes + kHeaderBytes, row_bytes_}, head);
 }
 
 void RowFile::fail(std::uint32_t record, const std::string& what) const {
@@ -172,7 +172,8 @@ bool RowFile::ask(std::uint32_t record) {
 }
 
 bool RowFile::is_sparse(std::uint32_t segment) const {
-  return segment != open_ && segments_[segment].live > 0 && segments_[segment].live < (records_ + 1) / 2;
+  const Segment& written = segments_[segment];
+  return segment != open_ && !written.is_passed_over && written.live > 0 && written.live < (records_ + 1) / 2;
 }
 
 // Notes what a written segment is good for, now that it has fewer living records.
@@ -206,16 +207,29 @@ std::vector<std::uint64_t> RowFile::hashes(std::uint32_t segment) {
 
 bool RowFile::open_segment() {
   if (file_ < 0 && !open_file()) return false;
-  if (free_.empty()) {
-    if ((segments_.size() + 1) * records_ > kMostRecords) return refuse("has as many records as it can name", EFBIG);
-    asked_.resize((segments_.size() + 1) * records_);
-    free_.push_back(static_cast<std::uint32_t>(segments_.size()));
-    segments_.emplace_back();
-  }
+  if (free_.empty() && !add_segment()) return false;
   buffer_.resize(segment_bytes_);
   open_ = free_.back();
   free_.pop_back();
+  segments_[open_].use = ++uses_;
+  segments_[open_].is_passed_over = false;
   filled_ = 0;
+  return true;
+}
+
+// Adds a place behind the others, if the disk has room for it: a segment there that could not be written would keep rows
+// from places inside the file that become free. Where a system takes no room beforehand, the write will tell.
+bool RowFile::add_segment() {
+  const std::uint64_t number = segments_.size();
+  if ((number + 1) * records_ > kMostRecords) return refuse("has as many records as it can name", EFBIG);
+  const std::uint64_t place = number * segment_bytes_;
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(file_, static_cast<off_t>(place), static_cast<off_t>(segment_bytes_));
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG) return refuse("takes no more rows", error);
+  asked_.resize((number + 1) * records_);
+  segments_.emplace_back();
+  free_.push_back(static_cast<std::uint32_t>(number));
+  bytes_ = std::max(bytes_, place + segment_bytes_);
   return true;
 }
 
@@ -227,7 +241,6 @@ bool RowFile::write_segment() {
     if (put <= 0) return refuse("takes no more rows", put < 0 ? errno : ENOSPC);
     done += static_cast<std::size_t>(put);
   }
-  bytes_ = std::max(bytes_, place + segment_bytes_);
   const std::uint32_t written = open_;
   open_ = kNone;
   settle(written);
@@ -235,10 +248,13 @@ bool RowFile::write_segment() {
 }
 
 bool RowFile::open_file() {
-  std::string path = folder_ + "/rows-XXXXXX";
-  file_ = mkostemp(path.data(), O_CLOEXEC);
-  if (file_ < 0) return refuse("cannot be made", errno);
-  unlink(path.c_str());
+  file_ = open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (file_ < 0) {  // not every file system makes files without a name
+    std::string path = folder_ + "/rows-XXXXXX";
+    file_ = mkostemp(path.data(), O_CLOEXEC);
+    if (file_ < 0) return refuse("cannot be made", errno);
+    unlink(path.c_str());
+  }
   posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // rows that are near each other in the file are not used together
   return true;
 }

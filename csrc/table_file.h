@@ -2,7 +2,8 @@
 //
 // A record is `hash | crc32 | row`; its number is its place. Records are gathered in a segment of memory, which is
 // written in one piece when it is full. A segment that is mostly dead is emptied by its lane, which appends the records
-// that live anew; its place is used again. So the file takes at most about twice the bytes of what lives.
+// that live anew; its place is used again. So the file takes at most about twice the bytes of what lives. The checksum
+// covers the record's number and which use of its place this is: what a lost write leaves there does not pass.
 //
 // The file extends memory and outlives nothing: its name goes as soon as it is open, and a server that is started again
 // fills its tables from snapshot and log. Nothing is flushed to the disk.
@@ -60,7 +61,10 @@ class RowFile {
   std::optional<std::uint32_t> sparse_segment();
   // The hash of each record of a written segment by place, those that live no more too. Throws as `read`.
   std::vector<std::uint64_t> hashes(std::uint32_t segment);
+  // Names a segment that cannot be emptied no more, until its place is used again.
+  void pass_over(std::uint32_t segment) { segments_[segment].is_passed_over = true; }
   std::uint32_t first_record(std::uint32_t segment) const { return segment * records_; }
+  std::uint32_t live(std::uint32_t segment) const { return segments_[segment].live; }
 
   const std::string& failure() const { return failure_; }  // empty once there is room
   std::uint64_t live() const { return live_; }
@@ -72,7 +76,9 @@ class RowFile {
 
   struct Segment {
     std::uint32_t live = 0;
+    std::uint32_t use = 0;   // of its place
     bool is_listed = false;  // in `sparse_`
+    bool is_passed_over = false;
   };
 
   std::uint32_t segment_of(std::uint32_t record) const { return record / records_; }
@@ -80,6 +86,7 @@ class RowFile {
   void settle(std::uint32_t segment);
   std::uint64_t place_of(std::uint32_t record) const { return std::uint64_t{record} * record_bytes_; }
   bool open_segment();
+  bool add_segment();
   bool write_segment();
   bool open_file();
   bool refuse(const std::string& what, int error);
@@ -102,6 +109,7 @@ class RowFile {
   std::uint32_t filled_ = 0;    // its records
   std::vector<std::byte> buffer_;
   std::vector<Segment> segments_;
+  std::uint32_t uses_ = 0;             // of all places, those before `clear` too
   std::vector<std::uint32_t> free_;    // segments without records
   std::vector<std::uint32_t> sparse_;  // those that may be sparse
   std::vector<bool> asked_;            // by record

@@ -125,6 +125,7 @@ class Lane {
   bool move_out(Entry& entry);
   void write_anew(Entry& entry, const std::byte* row);
   void compact();
+  std::vector<StoredRow> living(std::uint32_t segment, std::vector<std::byte>& bytes);
   void read_row(const Entry& entry, std::byte* to);
   template <class Use>
   void each_stored(int part, Use use);
@@ -167,6 +168,7 @@ class Lane {
 
   PastShard past_of(int part, std::uint64_t since, Time time) const;
   bool read_next(PastShard& past, int part, Piece& piece);
+  bool read_piece(PastShard& past, int part, Piece& piece);
   void gather(const PastShard& past, int part, std::uint32_t old, Piece& piece);
   void preserve(std::span<const Entry> entries);
   void preserve_one(PastShard& past, const Entry& entry);

@@ -113,11 +113,14 @@ PastShard Lane::past_of(int part, std::uint64_t since, Time time) const {
 
 // Returns false when all was read.
 bool Lane::read_next(PastShard& past, int part, Piece& piece) {
-  if (!past.early.empty()) {
-    piece = std::move(past.early.front());
-    past.early.pop_front();
-    return true;
-  }
+  if (past.early.empty()) return read_piece(past, part, piece);
+  piece = std::move(past.early.front());
+  past.early.pop_front();
+  return true;
+}
+
+// The same for what was not read early.
+bool Lane::read_piece(PastShard& past, int part, Piece& piece) {
   if (!past.is_left()) return false;
   const std::uint32_t old = past.old.empty() ? 0 : past.old[past.next];
   gather(past, part, old, piece);
@@ -185,14 +188,13 @@ void Lane::preserve_one(PastShard& past, const Entry& entry) {
   newest = number;
 }
 
-// Reads what open moments have of a shard that is about to change in ways that its ticks do not tell.
+// Reads what open moments have of a shard that is about to change in ways that its ticks do not tell. A read that fails
+// leaves them whole.
 void Lane::read_early(int part) {
   for (auto& [number, shards] : moments_) {
     PastShard& past = shards[static_cast<std::size_t>(part)];
     keep_removed(past, part);
-    std::deque<Piece> early = std::exchange(past.early, {});
-    for (Piece piece; read_next(past, part, piece);) early.push_back(std::move(piece));
-    past.early = std::move(early);
+    for (Piece piece; read_piece(past, part, piece);) past.early.push_back(std::move(piece));
   }
   if (!moments_.empty()) watch();
 }

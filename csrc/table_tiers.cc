@@ -35,8 +35,9 @@ void Lane::bring_in(std::span<Entry* const> entries) {
   for (std::size_t i = 0; i < entries.size(); ++i) take_out(*entries[i], places[i]);
 }
 
-// Says that a row is in memory at this place, and in the file no more.
+// Says that a row is in memory at this place, and in the file no more; once, if a call names an id twice.
 void Lane::take_out(Entry& entry, std::uint32_t place) {
+  if (!entry.is_stored()) return slab_.give_back(place);
   file_.discard(entry.record());
   entry.row = place;
   bump(resident_, 1);
@@ -143,22 +144,38 @@ void Lane::write_anew(Entry& entry, const std::byte* row) {
   file_.discard(before);
 }
 
-// Appends anew what lives in segments that are mostly dead.
+// Appends anew what lives in segments that are mostly dead. One with a broken record stays as it is: the call under way
+// has changed rows and did not ask for that one, which may be dead. Whoever asks for it is told.
 void Lane::compact() {
   while (const std::optional<std::uint32_t> segment = file_.sparse_segment()) {
-    const std::vector<std::uint64_t> hashes = file_.hashes(*segment);
-    std::vector<std::byte> bytes(hashes.size() * spec_.row_bytes());
-    std::vector<StoredRow> rows;
-    for (std::size_t i = 0; i < hashes.size(); ++i) {
-      const auto record = static_cast<std::uint32_t>(file_.first_record(*segment) + i);
-      if (index_.find(hashes[i])->row != Entry::kStored + record) continue;
-      rows.push_back({record, hashes[i], bytes.data() + i * spec_.row_bytes()});
+    std::vector<std::byte> bytes;
+    const std::vector<StoredRow> rows = living(*segment, bytes);
+    if (rows.size() != file_.live(*segment)) {
+      file_.pass_over(*segment);
+      continue;
     }
-    file_.read(rows);
     for (const StoredRow& row : rows) {
       if (!file_.make_room()) return;
       write_anew(*index_.find(row.hash), row.row);
     }
+  }
+}
+
+// Reads the rows of a segment that live into `bytes`; none of one with a broken record.
+std::vector<StoredRow> Lane::living(std::uint32_t segment, std::vector<std::byte>& bytes) {
+  try {
+    const std::vector<std::uint64_t> hashes = file_.hashes(segment);
+    bytes.resize(hashes.size() * spec_.row_bytes());
+    std::vector<StoredRow> rows;
+    for (std::size_t i = 0; i < hashes.size(); ++i) {
+      const auto record = static_cast<std::uint32_t>(file_.first_record(segment) + i);
+      if (index_.find(hashes[i])->row != Entry::kStored + record) continue;
+      rows.push_back({record, hashes[i], bytes.data() + i * spec_.row_bytes()});
+    }
+    file_.read(rows);
+    return rows;
+  } catch (const DamagedRow&) {
+    return {};
   }
 }
 

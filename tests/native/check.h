@@ -48,6 +48,7 @@ void test_moments();
 void test_server();
 void test_tables();
 void test_tiers();
+void test_broken_tiers();
 void test_collectives();
 void test_text_and_arrays();
 void test_wire();

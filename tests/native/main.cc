@@ -8,6 +8,7 @@ int main() {
   test_tables();
   test_moments();
   test_tiers();
+  test_broken_tiers();
   test_server();
   test_collectives();
   test_text_and_arrays();

@@ -1,7 +1,8 @@
-"""Tables whose rows leave memory for files: nothing is lost, memory keeps to its budget, full disks are errors."""
+"""Tables whose rows leave memory for files: nothing is lost, memory keeps to its budget, bad disks are errors."""
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.errors import BackendError
+from phalanx.errors import BackendError, ClosedError, ConfigError, DataError
+from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
+from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
+from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import SHARDS
-from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.rules import ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable
 from phalanx.ps.table.update_rules import Adagrad
 from phalanx.versions import HAS_NATIVE
@@ -41,6 +46,18 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def ones(name: str, count: int) -> TableUpdate:
+    return TableUpdate(name, np.arange(count), np.ones((count, 64), np.float32))
+
+
+def damage(folder: Path) -> None:
+    """Zero the files of rows in a folder."""
+    for link in [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]:
+        if os.path.exists(link) and os.readlink(link).startswith(f"{folder}/"):
+            file = int(link.rpartition("/")[2])
+            os.pwrite(file, bytes(os.fstat(file).st_size), 0)
 
 
 def push(table: RowTable, keys: np.ndarray, value: float) -> None:
@@ -136,3 +153,75 @@ def test_a_server_refuses_what_its_disk_does_not_take_before_it_changes_anything
     folder.mkdir()
     worker.push(gradient((1, 2), 1.0), step=1)
     assert table.tick == 2
+
+
+def test_a_full_disk_refuses_days_that_write_all_rows_anew(folder: Path, small_files: None) -> None:
+    table = native_table(replace(LARGE, max_bytes=64 << 10, entry=ShowClick()))
+    with pytest.raises(BackendError, match="max_bytes"):
+        fill(table, 0, 100_000)
+    before = (table.rows, table.stored, table.tick)
+    with pytest.raises(BackendError, match=rf"The end of a day .*, and the file of lane \d+ in {folder} takes no more"):
+        table.shrink()
+    assert (table.rows, table.stored, table.tick) == before
+
+
+def test_a_server_refuses_a_day_that_its_disk_does_not_take_and_goes_on(small_files: None) -> None:
+    service = Service()
+    worker = FakeWorker(service)
+    worker.declare(replace(LARGE, max_bytes=64 << 10, entry=ShowClick()))
+    worker.push(ones("large", 20_000))
+    with pytest.raises(BackendError, match=r"The end of a day would .* takes no more rows: .*, and try again"):
+        worker.call("shrink", {"table": "large"})
+    assert not service.stopped.is_set()
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert worker.call("shrink", {"table": "large"}).meta == {"rows": 20_000}
+
+
+def test_a_push_to_several_tables_changes_none_of_them_when_one_has_no_room(folder: Path) -> None:
+    store = LocalStore()
+    store.declare([replace(LARGE, name="first"), replace(LARGE, name="second", max_bytes=1000)])
+    folder.rmdir()
+    store.push([ones("first", 100), ones("second", 100)])
+    with pytest.raises(BackendError, match="cannot be made"):
+        store.push([ones("first", 100), ones("second", 100)])
+    assert {name: report.pushed for name, report in store.report().items()} == {"first": 100, "second": 100}
+
+
+def test_a_server_ends_when_a_row_that_is_pulled_is_broken(folder: Path) -> None:
+    service = Service()
+    worker = FakeWorker(service)
+    worker.declare(replace(LARGE, max_bytes=1000))
+    worker.push(ones("large", 1000))
+    damage(folder)
+    with pytest.raises(DataError, match=rf"lane \d+ in {folder}, but its record \d+ has checksum"):
+        worker.pull(*range(1000), step=1, table="large")
+    assert service.stopped.is_set()
+    assert isinstance(service.failure, DataError)
+    with pytest.raises(ClosedError, match="stopping"):
+        worker.push(ones("large", 10), step=1)
+
+
+def test_a_server_ends_when_a_row_of_its_base_is_broken_and_writes_no_other_base(folder: Path, tmp_path: Path) -> None:
+    service = Service()
+    recovery = Recovery(service, SnapshotService(service), tmp_path / "state", log_bytes=1)
+    recovery.recover("a job")
+    worker = FakeWorker(service)
+    worker.declare(replace(LARGE, max_bytes=1000))
+    for step in range(6):
+        worker.push(ones("large", 1000), step=step)
+    damage(folder)
+    while not service.stopped.wait(0.01):
+        recovery.tick()
+    assert isinstance(service.failure, DataError)
+    with pytest.raises(ClosedError, match="stopping"):
+        recovery.write_base()
+    recovery.close()
+    assert [path.suffix for path in (tmp_path / "state").glob("base-*")] == [".part"]
+
+
+def test_a_folder_that_cannot_be_made_names_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PHALANX_SPILL_DIR", str(tmp_path / "file" / "rows"))
+    with pytest.raises(ConfigError, match=r"file/rows, which cannot be made: Not a directory. Set PHALANX_SPILL_DIR"):
+        native_table(SMALL)

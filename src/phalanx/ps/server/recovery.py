@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import BackendError, DataError, PhalanxError
+from phalanx.errors import BackendError, ClosedError, DataError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
 from phalanx.ps.server.log import Durability, Log, log_bytes, replay
 from phalanx.ps.server.log_entry import LogEntry
@@ -189,6 +189,8 @@ class Recovery:
         service = self._service
         try:
             with service.write_freeze.change():
+                if service.stopped.is_set():  # perhaps in the midst of a push, which must not come into a base
+                    raise ClosedError("This server is stopping. Start the job again to go on.")
                 self._segment = self._journal.rotate()
                 service.engine.append_pending()
                 state = {**service.state.to_json(), "saving": self._snapshots.to_json()}
@@ -220,6 +222,9 @@ class Recovery:
             write_manifest(self._part, manifest)
             self._part.rename(self._part.with_suffix(""))
             sync_directory(self.directory)
+        except DataError as e:
+            # A disk has lost rows of tables. A server that is started again has them from the last base and the log.
+            raise self._service.fail(e) from None
         except OSError as e:
             raise BackendError(f"{self.directory} takes no base snapshot: {e.strerror}. Make room there.") from e
         self._journal.forget(self._segment)

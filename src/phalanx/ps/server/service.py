@@ -17,7 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx._core import ServerEngine
-from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
+from phalanx.errors import (
+    BackendError,
+    ClosedError,
+    ConfigError,
+    DataError,
+    InternalError,
+    PhalanxError,
+    did_you_mean,
+)
 from phalanx.ps.server.load_turn import LoadTurn
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
@@ -109,6 +117,12 @@ class Service:
     def budget(self, size: int) -> None:
         self._budget = size
         self.engine.set_budget(size)
+
+    def fail(self, error: PhalanxError) -> PhalanxError:
+        """Say that the server cannot go on, refuse new changes, and return the error."""
+        self._set_failure(error)
+        self.engine.stop()
+        return error
 
     def stop(self) -> None:
         """Refuse new changes and end every wait."""
@@ -216,8 +230,10 @@ class Service:
             self.log.append(entry.record(), [])
         try:
             return self.state.apply(entry)
+        except (BackendError, DataError) as e:
+            raise self.fail(e) from None  # a table's file takes or gives no rows
         except Exception as e:
-            raise self._failed(
+            raise self.fail(
                 InternalError(f"A checked {entry.op!r} failed: {e!r}. This server stops; please report it.")
             ) from e
 
@@ -226,13 +242,8 @@ class Service:
             if self.log is not None:
                 self.log.sync(position)
         except BackendError as e:
-            raise self._failed(e) from None
+            raise self.fail(e) from None
         return RpcReply(reply)
-
-    def _failed(self, error: PhalanxError) -> PhalanxError:
-        self._set_failure(error)
-        self.engine.stop()
-        return error
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

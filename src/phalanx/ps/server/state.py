@@ -68,6 +68,7 @@ class ServerState:
         """Check that an entry can be applied; after that it does not fail.
 
         Raises:
+            BackendError: If it ends a day of a table whose files take no rows.
             ConfigError: If it cannot; gives the reason.
             DataError: If it declares a table that a broken snapshot is to fill.
         """
@@ -210,7 +211,7 @@ class ServerState:
         return {}
 
     def _check_shrink(self, entry: LogEntry) -> None:
-        get_table(self.tables.specs, entry.meta["table"])
+        get_table(self.tables.tables, entry.meta["table"]).require_room_to_shrink()
 
     def _shrink(self, entry: LogEntry) -> dict[str, Any]:
         return {"rows": self.tables.shrink(entry.meta["table"])}

@@ -46,6 +46,7 @@ class LocalStore:
         """Apply changes. See `TableStore.push`."""
         for update in updates:
             self._tables.check(update)
+        self._tables.require_room(update.table for update in updates)
         for update in updates:
             self._tables.apply(update)
         return self._read(then)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -76,6 +76,15 @@ class TableSet:
             ConfigError: If there is no such table, or the update does not fit it.
         """
         update.check(get_table(self.tables, update.table).spec)
+
+    def require_room(self, names: Iterable[str]) -> None:
+        """Check that these tables can be pushed to, so that none of them is changed when another has no room.
+
+        Raises:
+            BackendError: As `RowTable.require_room`.
+        """
+        for name in names:
+            self.tables[name].require_room()
 
     def apply(self, update: TableUpdate) -> int:
         """Apply a checked update and return how many gradients were dropped."""

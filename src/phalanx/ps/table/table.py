@@ -65,11 +65,30 @@ class RowTable(Protocol):
         """Replace the values of rows, shape (n, dim), and keep their state. Makes missing rows."""
         ...
 
+    def require_room(self) -> None:
+        """Check that files take the rows for which memory has no room, as every push does first.
+
+        Raises:
+            BackendError: If rows take more than `max_bytes` and a file takes none; names its folder.
+        """
+        ...
+
+    def require_room_to_shrink(self) -> None:
+        """Check that files take what a `shrink` writes anew, which it does first.
+
+        Raises:
+            BackendError: If rows have show and click, and a file takes none; names its folder.
+        """
+        ...
+
     def shrink(self) -> int:
         """End a day, and return how many rows went.
 
         Decays show and click; drops rows of low score, and rows and waiting counts that were not seen for the days that
         the specification gives.
+
+        Raises:
+            BackendError: As `require_room_to_shrink`, before anything changes.
         """
         ...
 
