@@ -29,8 +29,18 @@ LAUNCH_NAMES = (
 )  # fmt: skip
 
 
+ENVIRONMENT = {
+    # Kernels of torch's compiler without vectors and optimization: what they compute is compared, and not timed.
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+    "TORCHINDUCTOR_DEBUG_COMPILE": "1",
+}
+"""What all processes of the suite run with, unless the caller or a test sets it."""
+
+
 def pytest_configure() -> None:
-    """Undo what `nohup` or a background shell ignores: programs under test would inherit it and not stop when asked."""
+    """Set the environment, and undo what `nohup` or a background shell ignores: programs would not stop when asked."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)

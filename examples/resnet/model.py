@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 BLOCKS = {
-    10: (1, 1, 1, 1),
+    6: (1, 1),
     18: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
     50: (3, 4, 6, 3),
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
-"""Blocks of the four stages, by number of layers; 50 and more are made of bottlenecks."""
+"""Blocks of each stage, by number of layers; 50 and more are made of bottlenecks."""
 
 Normalise = Callable[[int], nn.Module]
 NORMS: dict[str, Normalise] = {
@@ -48,7 +48,7 @@ class ResNet(nn.Module):
 
     Args:
         class_dim: Number of classes.
-        layers: 10, 18, 34, 50, 101 or 152; 10 is not of the paper.
+        layers: 6, 18, 34, 50, 101 or 152; 6 is not of the paper.
         width: Channels of the first stage; 64 in the paper.
         channels: Channels of the images.
         small_images: Start with one 3x3 convolution instead of a 7x7 of stride 2 and a pool (up to 64 pixels).
