@@ -35,12 +35,16 @@ class Mixture(nn.Module):
         count: Experts.
         k: Experts of each token.
         favourites: Experts that the router prefers by far, all tokens alike.
+        width: Of tokens.
+        inner: Of what experts compute in between.
     """
 
-    def __init__(self, count: int, k: int, favourites: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, count: int, k: int, favourites: tuple[int, ...] = (), width: int = WIDTH, inner: int = 5
+    ) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, count)
-        self.experts = Experts(count)
+        self.router = nn.Linear(width, count)
+        self.experts = Experts(count, width, inner)
         self.k = k
         with torch.no_grad():
             self.router.bias[list(favourites)] += 20.0

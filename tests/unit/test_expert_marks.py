@@ -11,7 +11,7 @@ from expert_models import Experts, Mixture, mixture
 from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.parallel.logical_replicas import why_inexact
 from phalanx.parallel.model_shape import shape_of
-from phalanx.parallel.tensor.experts import holds_experts
+from phalanx.parallel.tensor.expert_modules import holds_experts
 from phalanx.parallel.tensor.shard_api import with_shard_requests
 from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan import explain

@@ -19,6 +19,7 @@ from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.search_restrictions import (
     find_sharding_obstacles,
     find_zero_bubble_obstacle,
+    list_unsearched_experts,
     list_unsearched_pipelines,
 )
 from phalanx.auto.planner.strategies import StrategyCatalog
@@ -66,7 +67,8 @@ def auto_parallel(
             ranks of it (`px.auto_parallel`), else this host, as measured by `phalanx calibrate`.
         optimizer: The optimizer that trains the model, or one of `sgd`, `momentum` and `adam`.
         limits: What is fixed: of the parallel config, `tp<=2`, `dp=4`, `zero=0`, `recompute=none`; of layers,
-            `classifier.*=whole`, or `column`, `row`, `vocab`. Repeated blocks are cut alike: a limit on one is on all.
+            `classifier.*=whole`, or `column`, `row`, `vocab`, `expert`. Repeated blocks are cut alike: a limit on one
+            is on all.
         memory: Bytes that a rank may use, or words such as `8GiB`; what the cluster's devices have when None.
         strategy: Settings of everything that the planner does not decide, such as `amp`.
         top_k: Parallel configs of which the fastest Plan is proved.
@@ -104,7 +106,9 @@ def auto_parallel(
         else tr("a loss over logits sharded by class (`vocab` of a head), as the loss function takes full logits")
     )
     in_stages = list_unsearched_pipelines(searched.configs, unsplit)
-    not_tried = (unstaged, *unsharded.values(), *_explain_whole_tokens(search), *in_stages, whole_loss, unbalanced)
+    experts = list_unsearched_experts(calls, target.devices)
+    in_layers = (*_explain_whole_tokens(search), *in_stages, *experts, whole_loss)
+    not_tried = (unstaged, *unsharded.values(), *in_layers, unbalanced)
     return PlanResult(
         search=searched,
         catalog=StrategyCatalog(layers, search.allowed),

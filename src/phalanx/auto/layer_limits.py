@@ -16,6 +16,7 @@ from phalanx.auto.search.request import (
 )
 from phalanx.errors import ConfigError, PlanError
 from phalanx.i18n import suggest, tr
+from phalanx.parallel.tensor.expert_modules import EXPERTS_KIND
 from phalanx.plan.value import matches
 
 _STYLED_KIND = {"column": "Linear", "row": "Linear", "vocab": "Embedding"}
@@ -56,8 +57,8 @@ def read_limits(
 
 def _check_kinds(limit: str, style: str, calls: Iterable[ModuleCall]) -> None:
     """Raise unless layers are of the kind that this style applies to."""
-    able = _STYLED_KIND.get(style)
-    wrong = None if able is None else next((call for call in calls if call.kind != able), None)
+    able = _STYLED_KIND.get(style) or (EXPERTS_KIND if style == "expert" else None)
+    wrong = None if able is None else next((call for call in calls if not _has_kind(call, style)), None)
     if wrong is not None:
         why = (
             tr(
@@ -79,6 +80,10 @@ def _check_kinds(limit: str, style: str, calls: Iterable[ModuleCall]) -> None:
                 why=why,
             )
         )
+
+
+def _has_kind(call: ModuleCall, style: str) -> bool:
+    return call.experts is not None if style == "expert" else call.kind == _STYLED_KIND[style]
 
 
 def format_names(names: Collection[str]) -> str:

@@ -23,6 +23,7 @@ from phalanx.auto.planner.planner import DoesNotFitError, PlanSearch, list_confi
 from phalanx.auto.planner.search_restrictions import (
     explain_empty_space,
     explain_unsearched_limits,
+    find_expert_obstacle,
 )
 from phalanx.auto.planner.strategies import StrategyCatalog, StrategyFilter
 from phalanx.auto.planner.unequal import UnequalRanks
@@ -71,11 +72,9 @@ class ModelSearch:
             if all(limit.allows(_get_knobs(config)) for limit in config_limits)
         ]
         if not configs and not self._list_unequal(config_limits, StrategyCatalog(self.work.layers, self.allowed)):
-            raise PlanError(
-                explain_empty_space(
-                    limits, explain_unsearched_limits(config_limits, self.unstaged, self.unsharded, self.unsplit)
-                )
-            )
+            undealt = find_expert_obstacle(self.work.layers.calls)
+            reasons = self.unstaged, self.unsharded, self.unsplit, undealt
+            raise PlanError(explain_empty_space(limits, explain_unsearched_limits(config_limits, *reasons)))
         while True:
             catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=excluded))
             result: PlanSearch | DoesNotFitError | None
@@ -155,6 +154,7 @@ class ModelSearch:
             max_stages=1 if points is None else len(points.starts),
             batch_size=batch_size_of(layers.calls),
             may_split=self.unsplit is None,
+            expert_degrees=layers.expert_degrees,
         )
         return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)
 
@@ -210,6 +210,7 @@ def _get_knobs(config: ParallelConfig) -> dict[str, int | str]:
     return {
         "dp": config.data,
         "tp": config.model,
+        "ep": config.experts,
         "pp": config.stages,
         "vpp": config.virtual,
         "zero": config.zero,

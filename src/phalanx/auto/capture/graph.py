@@ -45,6 +45,29 @@ class Read:
     value: TensorShape
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertCall:
+    """A call of a module that holds the experts of a mixture, as style `expert` takes it."""
+
+    experts: int
+    copies: int
+    """Tokens, each as often as experts were chosen for it."""
+
+    token_bytes: int
+    """Bytes of one of them."""
+
+    weight_bytes: int
+    """Bytes of the weight of one choice."""
+
+    matrices: tuple[tuple[int, int], ...]
+    """Outputs and inputs of each matrix of an expert."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward pass, in which a matrix meets each copy once."""
+        return 2 * self.copies * sum(outputs * inputs for outputs, inputs in self.matrices)
+
+
 Argument: TypeAlias = "Read | int | float | bool | str | tuple[Argument, ...] | None"
 
 
@@ -84,6 +107,9 @@ class Operator:
 
     returned: bool = False
     """Whether the model returns a tensor that it made."""
+
+    experts: ExpertCall | None = None
+    """What it is a call of, where it is all that the experts of a mixture compute; None of any other operator."""
 
     def reads(self) -> Iterator[Read]:
         """Yield the tensors it reads, in the order of its arguments."""

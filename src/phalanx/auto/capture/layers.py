@@ -60,6 +60,8 @@ _CUT_TOO: tuple[ActivationState, ...] = ("whole", "features")
 
 WHOLE = LayerStrategy(None)
 PARTS = LayerStrategy("parts")
+EXPERTS = LayerStrategy("expert")
+"""Each rank of a group holds some of the experts of a mixture; tokens travel to theirs and back."""
 
 ALL_STRATEGIES = (
     WHOLE,
@@ -70,6 +72,7 @@ ALL_STRATEGIES = (
     *(LayerStrategy("row", source, target) for source in _CUT_TOO for target in _TOKENS_TOO),
     *(LayerStrategy("vocab", output_state=target) for target in _TOKENS_TOO),
     PARTS,
+    EXPERTS,
 )
 
 
@@ -139,6 +142,12 @@ class Layers:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index", CallIndex(self.calls))
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """Numbers of ranks, above 1 and rising, that may hold one copy of some module's experts together."""
+        counts = {call.experts.experts for call in self.calls if call.experts is not None}
+        return tuple(ranks for ranks in range(2, max(counts, default=0) + 1) if any(n % ranks == 0 for n in counts))
 
     def has_parts(self, call: ModuleCall, ranks: int) -> bool:
         """Return whether so many ranks can compute parts of a call of a module, operator by operator."""

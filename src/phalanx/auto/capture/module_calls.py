@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from phalanx.auto.capture.blocks import group_consecutive, is_inside, parent_paths
-from phalanx.auto.capture.graph import CapturedStep, Operator, Read, TensorShape
+from phalanx.auto.capture.graph import CapturedStep, ExpertCall, Operator, Read, TensorShape
 from phalanx.auto.capture.shard_propagation import ShardedDim, ShardedDims, propagate
 from phalanx.plan.shape import ParamShape
 
@@ -71,6 +71,9 @@ class ModuleCall:
     operators: tuple[int, ...]
     """Positions of its operators in the captured step, forward."""
 
+    experts: ExpertCall | None = None
+    """What it computes, where it is a call of the experts of a mixture."""
+
 
 _ON_TOKENS = 3
 """Dimensions of an activation of tokens: rows, tokens, features."""
@@ -119,6 +122,7 @@ class _CallReader:
                     keeps_rows=self._mixing.isdisjoint(run),
                     template=like.get(at, at),
                     operators=tuple(run),
+                    experts=ops[0].experts,
                 )
             )
         return tuple(calls)

@@ -7,7 +7,7 @@ made up, and what depends on them is told module by module only. `docs/design/ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.auto.capture.blocks import find_repeated_blocks, is_inside, merge_operators
+from phalanx.auto.capture.expert_calls import ExpertCalls, count_chosen_tokens
 from phalanx.auto.capture.fake_copy import copy_parts, make_dummy, preserve_rng_state, resolve_meta_device
 from phalanx.auto.capture.graph import LEVELS, CapturedStep, Level, Operator
 from phalanx.auto.capture.operator_sites import find_mismatch
@@ -87,7 +88,7 @@ def capture(
     captured = CapturedStep(
         level=actual_level,
         reasons=tuple(reasons),
-        operators=_operators_at_level(actual_level, seen.operators, blocks, dict(modules)),
+        operators=_operators_at_level(actual_level, seen, blocks, dict(modules)),
         modules=modules,
         parameters=parameters,
         buffers=tuple(_shape(name, buffer, trainable=False) for name, buffer in model.named_buffers()),
@@ -113,10 +114,12 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """What a pass showed; `questions` are None if it was not under fake tensors."""
+    """What a pass showed."""
 
     operators: tuple[Operator, ...]
+    experts: ExpertCalls
     questions: list[tuple[str, str]] | None
+    """Those of others than experts, of which one operator says all; None if the pass was not under fake tensors."""
 
 
 def arguments_of(model: nn.Module, sample: Any, *, has_target: bool) -> Arguments:
@@ -218,7 +221,9 @@ def _run_step(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None,
         recorder.phase = "backward"
         ends = list_gradient_roots(outputs)
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    return _Trace(recorder.operators(), None if mode is None else recorder.questions)
+    paths = _paths(recorder.experts)
+    questions = [question for question in recorder.questions if question[1] not in paths]
+    return _Trace(recorder.operators(), recorder.experts, None if mode is None else questions)
 
 
 def _best_level(seen: _Trace, blocks: Iterable[tuple[str, ...]], reasons: list[str]) -> Level:
@@ -248,12 +253,21 @@ def _describe_question(operator: str, module: str) -> str:
 
 
 def _operators_at_level(
-    level: Level, operators: tuple[Operator, ...], blocks: Iterable[tuple[str, ...]], kinds: dict[str, str]
+    level: Level, seen: _Trace, blocks: Iterable[tuple[str, ...]], kinds: dict[str, str]
 ) -> tuple[Operator, ...]:
-    if level == "graph":
-        return operators
+    experts = _paths(seen.experts)
+    if level == "graph" and not experts:
+        return seen.operators
     members = {path for group in blocks for path in group} if level == "modules" else set()
-    return merge_operators(operators, kinds, lambda operator: is_inside(operator.module, members))
+
+    def stays(operator: Operator) -> bool:
+        return operator.module not in experts and (level == "graph" or is_inside(operator.module, members))
+
+    return tuple(count_chosen_tokens(merge_operators(seen.operators, kinds, stays), seen.experts))
+
+
+def _paths(experts: ExpertCalls) -> Collection[str]:
+    return {path for path, _ in experts}
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, str], ...]:

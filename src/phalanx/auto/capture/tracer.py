@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from phalanx.auto.capture.expert_calls import ExpertCalls, read_expert_call
 from phalanx.auto.capture.graph import Argument, Operator, Phase, Read, TensorShape
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr
@@ -81,6 +82,9 @@ class Tracer(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.questions: list[tuple[str, str]] = []
         """Operators that asked for a value that fake tensors do not have, and their modules."""
+
+        self.experts: ExpertCalls = {}
+        """Calls of experts. What runs inside, modules among it, counts as their own."""
 
         self._mode = mode
         self._model = model
@@ -253,8 +257,14 @@ class Tracer(TorchDispatchMode):
         return {"module": module, "call": call, "phase": self.phase, "origin": None}
 
     def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
-        self._stack.append((path, self._calls[path]))
+        if self._stack and self._stack[-1] in self.experts:
+            self._stack.append(self._stack[-1])
+            return
+        call = path, self._calls[path]
+        self._stack.append(call)
         self._calls[path] += 1
+        if (experts := read_expert_call(module, inputs)) is not None:
+            self.experts[call] = experts
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._stack.pop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import WHOLE, LayerStrategy
+from phalanx.auto.capture.layers import EXPERTS, WHOLE, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.layer_work import CallWork, LayerWork
@@ -19,6 +19,9 @@ from phalanx.auto.cost.parameters import ParameterCostModel
 from phalanx.auto.solver.problem import StrategyCost
 from phalanx.cluster.calibration.figures import Kind
 from phalanx.plan.styles import weight_dim
+
+_COUNT_BYTES = 8
+"""Of a number of tokens."""
 
 _HEADER_BYTES = 72
 """Bytes that ranks tell each other of their samples before a layer gathers them."""
@@ -47,17 +50,9 @@ class LayerCostModel:
 
     def _option(self, work: CallWork, strategy: LayerStrategy) -> StrategyCost:
         config = self._config
-        ranks = 1 if strategy == WHOLE else config.model if config.model > 1 else config.data
-        gathers_samples = strategy.style is not None and config.model == 1
-        shards_samples = strategy.style in ("parts", "sequence") or (
-            strategy.style is None and strategy.input_state == "tokens"
-        )
+        gathers_samples, ranks = self._gathers_samples(strategy), self._ranks(strategy)
         shard_fraction = _largest_part(work.call, strategy, ranks)
-        fraction = ShardFraction(
-            samples=1.0 if gathers_samples else 1 / config.batch_parts / (ranks if shards_samples else 1),
-            outer=shard_fraction if strategy.style in ("column", None) and not shards_samples else 1.0,
-            inner=shard_fraction if strategy.style == "row" else 1.0,
-        )
+        fraction = self._fraction(strategy, ranks, shard_fraction)
         times = self._work.times(work, fraction)
         comm = self._comm_over_data(work, strategy) if gathers_samples else self._comm_times(work, strategy)
         comm, times = self._add_waits(comm, times)
@@ -71,6 +66,7 @@ class LayerCostModel:
             / (ranks if strategy.output_state != "whole" or strategy.style == "row" else 1)
         )
         activation_bytes += work.input_bytes if gathers_samples else 0.0
+        activation_bytes *= config.load if strategy == EXPERTS else 1.0
         if strategy.style == "column" and strategy.input_state == "tokens":
             activation_bytes += (
                 work.input_bytes / config.batch_parts
@@ -80,6 +76,7 @@ class LayerCostModel:
             0.0,
             0.0,
         )
+        workspace_bytes += self._traveling_bytes(work) if strategy == EXPERTS else 0.0
         if config.recompute == "selective" and work.in_block:
             selective_s = len(work.operators) * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
@@ -103,6 +100,30 @@ class LayerCostModel:
             activation_bytes=activation_bytes,
             deferred_bytes=deferred.deferred_bytes,
             workspace_bytes=workspace_bytes + param_cost.gathered_bytes,
+        )
+
+    def _ranks(self, strategy: LayerStrategy) -> int:
+        """Return how many ranks compute a layer together."""
+        config = self._config
+        if strategy in (WHOLE, EXPERTS):
+            return config.experts if strategy == EXPERTS else 1
+        return config.model if config.model > 1 else config.data
+
+    def _gathers_samples(self, strategy: LayerStrategy) -> bool:
+        return strategy.style is not None and strategy != EXPERTS and self._config.model == 1
+
+    def _fraction(self, strategy: LayerStrategy, ranks: int, shard_fraction: float) -> ShardFraction:
+        """Return what part of a layer a rank computes."""
+        config = self._config
+        if strategy == EXPERTS:
+            return ShardFraction.of_experts(config.batch_parts, ranks, config.load)
+        on_tokens = strategy.style is None and strategy.input_state == "tokens"
+        shards_samples = on_tokens or strategy.style in ("parts", "sequence")
+        samples = 1 / config.batch_parts / (ranks if shards_samples else 1)
+        return ShardFraction(
+            samples=1.0 if self._gathers_samples(strategy) else samples,
+            outer=shard_fraction if strategy.style in ("column", None) and not shards_samples else 1.0,
+            inner=shard_fraction if strategy.style == "row" else 1.0,
         )
 
     def _collective_s(self, kind: Kind, size: float, where: GroupTopology) -> float:
@@ -172,6 +193,8 @@ class LayerCostModel:
         )
         if strategy.style == "parts":
             return self._comm_around_parts(work)
+        if strategy == EXPERTS:
+            return self._comm_to_experts(work)
         if strategy.style == "column":
             forward = 0.0 if strategy.has_sharded_output else comm_s("all_gather", output_bytes, where)
             if strategy.input_state == "tokens":  # terms of its gradients travel to who adds them
@@ -184,6 +207,26 @@ class LayerCostModel:
         forward = comm_s("all_reduce", output_bytes, where)
         gathers_grad = strategy.style == "row" and not strategy.has_sharded_input and not work.is_first
         return PassTimes(forward, comm_s("all_gather", input_bytes, where) if gathers_grad else 0.0)
+
+    def _comm_to_experts(self, work: CallWork) -> PassTimes:
+        """Return the collectives that take tokens and weights to their experts, results back, and gradients likewise.
+
+        Ranks tell each other first how many tokens they have for each expert.
+        """
+        call, where, comm_s = work.call.experts, self._config.over_experts, self._collective_s
+        assert call is not None  # such strategies are those of experts
+        copies = call.copies * self._config.load / self._config.batch_parts
+        counts_s = self._machine.collective_s("all_gather", _COUNT_BYTES * call.experts * where.ranks, where)
+        tokens_s = comm_s("all_to_all", copies * call.token_bytes, where)
+        weights_s = comm_s("all_to_all", copies * call.weight_bytes, where)
+        forward = counts_s + self._machine.host.collective_call_s + weights_s + 2 * tokens_s
+        return PassTimes(forward, weights_s + (1 if work.is_first else 2) * tokens_s)
+
+    def _traveling_bytes(self, work: CallWork) -> float:
+        """Return the bytes of the tokens that a rank sends to experts, and of those that arrive."""
+        call = work.call.experts
+        assert call is not None
+        return call.copies * call.token_bytes * (1 + self._config.load) / self._config.batch_parts
 
     def _comm_around_parts(self, work: CallWork) -> PassTimes:
         """Return the collectives that put together what is computed in parts: outputs, and gradients of inputs.

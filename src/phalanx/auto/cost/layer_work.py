@@ -145,6 +145,8 @@ class LayerWork:
         for work, count in self._distinct:
             may_be_parts = set() if work.call.is_glue else {split_samples}
             fractions = {split_samples, *sharded_fractions} if _may_be_sharded(work.call) else {full, *may_be_parts}
+            if work.call.experts is not None and config.experts > 1:
+                fractions |= {ShardFraction.of_experts(config.batch_parts, config.experts)}
             least += count * np.min([self._passes_s(work, fraction, config) for fraction in fractions], axis=0)
         return float(least.max())
 

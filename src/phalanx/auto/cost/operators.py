@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phalanx.auto.capture.graph import Operator
+from phalanx.auto.capture.graph import ExpertCall, Operator
 from phalanx.auto.cost.machine_model import OperatorTimes
 
 _BOUND_BY_MEMORY = {
@@ -34,10 +34,22 @@ class ShardFraction:
     """Of the samples of the batch."""
 
     outer: float = 1.0
-    """Of the output features of products with parameters; of heads in attention; of the last dim elsewhere."""
+    """Of the output features of products with parameters; of heads in attention; of experts; of the last dim
+    elsewhere."""
 
     inner: float = 1.0
     """Of the input features of products with parameters."""
+
+    @classmethod
+    def of_experts(cls, batch_parts: float, ranks: int, load: float = 1.0) -> ShardFraction:
+        """Return what a rank computes of experts that so many ranks hold together, who each have a part of the batch.
+
+        Args:
+            batch_parts: Parts of the batch.
+            ranks: Ranks that hold one copy of the experts.
+            load: Tokens that come to its experts, over an even share.
+        """
+        return cls(samples=ranks * load / batch_parts, outer=1 / ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,8 @@ def estimate_passes(
 
 
 def _times(op: Operator, machine: OperatorTimes, share: ShardFraction, is_first: bool, trains: bool) -> PassTimes:
+    if op.experts is not None:
+        return _experts(op, op.experts, machine, share, is_first, trains)
     shapes = [read.value.shape for read in op.reads()]
     if "attention" in op.name and shapes and len(shapes[0]) == 4:
         rows, heads, seq, dim = shapes[0]
@@ -87,6 +101,20 @@ def _times(op: Operator, machine: OperatorTimes, share: ShardFraction, is_first:
     name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
     size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.samples * share.outer
     return PassTimes(machine.operator_s(name, size), 0.0 if is_first else machine.operator_s(name, size, backward=True))
+
+
+def _experts(
+    op: Operator, call: ExpertCall, machine: OperatorTimes, share: ShardFraction, is_first: bool, trains: bool
+) -> PassTimes:
+    """Return the seconds of experts that get as many tokens each, one after the other."""
+    count, rows = call.experts * share.outer, call.copies * share.samples / call.experts
+    size = op.written_bytes * share.samples * share.outer / count
+    forward = machine.operator_s("elementwise", size) + sum(machine.matmul_s(rows, n, k) for n, k in call.matrices)
+    to_weight = sum(machine.matmul_s(n, k, rows) for n, k in call.matrices) if trains else 0.0
+    to_input = machine.operator_s("elementwise", size, backward=True)
+    to_input += sum(machine.matmul_s(rows, k, n) for n, k in call.matrices)
+    backward = to_weight + (0.0 if is_first else to_input)
+    return PassTimes(count * forward, count * backward, count * to_weight)
 
 
 def _convolution(

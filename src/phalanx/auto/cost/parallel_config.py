@@ -11,7 +11,7 @@ from phalanx.plan.value import Average, TopK
 
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
-GroupKind = Literal["dp", "pp", "sharding", "mp"]
+GroupKind = Literal["dp", "pp", "sharding", "ep", "mp"]
 ScheduleKind = Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 SCHEDULES: tuple[ScheduleKind, ...] = ("none", "1f1b", "interleaved", "zero_bubble")
@@ -28,6 +28,12 @@ class ParallelConfig:
 
     model: int = 1
     """Ranks that read the same samples and hold layers together. With 1, layers may be cut over the ranks of `data`."""
+
+    experts: int = 1
+    """Ranks of `data`, next to each other, that hold one copy of the experts of mixtures together."""
+
+    load: float = 1.0
+    """Tokens that come to the experts of the rank that is priced, over an even share of them."""
 
     zero: Zero = 0
     """Stage of sharding over the ranks of `data`: 1 optimizer state, 2 gradients too, 3 parameters too."""
@@ -83,7 +89,8 @@ class ParallelConfig:
     @property
     def shards_over_data(self) -> bool:
         """Whether layers may be cut over ranks that read other samples."""
-        return self.model == 1 and self.zero == 0 and self.data > 1 and self.stages == 1 and not self.rows
+        plain = self.zero == 0 and self.experts == 1 and not self.rows
+        return plain and self.model == self.stages == 1 and self.data > 1
 
     @property
     def can_split(self) -> bool:
@@ -105,18 +112,35 @@ class ParallelConfig:
     @property
     def order(self) -> tuple[GroupKind, ...]:
         """Kinds of parallelism by Fleet's names, those whose ranks are furthest apart first."""
-        return ("dp", "pp", "sharding", "mp") if self.model_inside else ("mp", "sharding", "dp", "pp")
+        return ("dp", "pp", "sharding", "ep", "mp") if self.model_inside else ("mp", "sharding", "dp", "pp", "ep")
 
     @property
     def sizes(self) -> dict[GroupKind, int]:
         """Ranks of each kind of parallelism, in the order of the ranks."""
-        sizes = {"sharding" if self.zero else "dp": self.data, "pp": self.stages, "mp": self.model}
+        sizes: dict[GroupKind, int] = {
+            "sharding" if self.zero else "dp": self.data // self.experts,
+            "pp": self.stages,
+            "ep": self.experts,
+            "mp": self.model,
+        }
         return {kind: sizes[kind] for kind in self.order if kind in sizes}
 
     @property
     def over_data(self) -> GroupTopology:
         """Where the ranks lie that read other samples."""
+        if self.experts > 1:
+            return self._layout("dp", "ep")
         return self._layout("sharding" if self.zero else "dp")
+
+    @property
+    def over_experts(self) -> GroupTopology:
+        """Where the ranks lie that hold one copy of the experts together."""
+        return self._layout("ep")
+
+    @property
+    def over_copies(self) -> GroupTopology:
+        """Where the ranks lie that hold the same experts."""
+        return self._layout("dp")
 
     @property
     def over_model(self) -> GroupTopology:
@@ -137,7 +161,7 @@ class ParallelConfig:
         return GroupTopology(2, min(2, topology.in_node), topology.sharing)
 
     def __str__(self) -> str:
-        parts = [f"data={self.data}", f"model={self.model}"]
+        parts = [f"data={self.data}", *([f"experts={self.experts}"] if self.experts > 1 else []), f"model={self.model}"]
         if self.stages > 1:
             virtual = f"x{self.virtual}" if self.virtual > 1 else ""
             parts.append(f"stages={self.stages}{virtual} micro={self.micro_batches}")
@@ -148,10 +172,11 @@ class ParallelConfig:
             parts.append("order=model,data")
         return " ".join(parts)
 
-    def _layout(self, name: GroupKind) -> GroupTopology:
-        """Return where the ranks of one kind lie."""
-        sizes, later = self.sizes, self.order[self.order.index(name) + 1 :]
-        ranks, stride = sizes[name], math.prod(sizes.get(axis, 1) for axis in later)
+    def _layout(self, *names: GroupKind) -> GroupTopology:
+        """Return where the ranks of a kind lie, or of kinds that follow each other."""
+        sizes, later = self.sizes, self.order[self.order.index(names[-1]) + 1 :]
+        ranks = math.prod(sizes[name] for name in names)
+        stride = math.prod(sizes.get(axis, 1) for axis in later)
         in_node = min(ranks, max(1, self.per_node // stride))
         return GroupTopology(ranks, in_node, max(1, self.per_node // in_node) if in_node < ranks else 1)
 

@@ -101,7 +101,9 @@ class ParameterCostModel:
     ) -> tuple[float, float]:
         """Return the seconds of exchanging gradients of so many bytes, and of moving them to where they are sent."""
         config, host = self._config, self._machine.host
+        is_dealt = strategy.style == "expert"
         copies = config.data if config.model > 1 or parts == 1 else 1
+        copies, where = (config.data // config.experts, config.over_copies) if is_dealt else (copies, config.over_data)
         partial = _list_partial_gradients(trained, strategy)
         partial_bytes, sync_s, copy_s = sum(param.bytes for param in partial), 0.0, 0.0
         if partial_bytes and config.zero:
@@ -110,14 +112,13 @@ class ParameterCostModel:
             sync_s += self._collective_s("all_reduce", partial_bytes, parts, config.over_data_and_tokens)
         full_bytes = size if config.zero else size - partial_bytes
         if copies > 1 and full_bytes:
-            sync_s += self._collective_s(
-                "reduce_scatter" if config.zero else "all_reduce", full_bytes, parts, config.over_data
-            )
+            kind: Kind = "reduce_scatter" if config.zero else "all_reduce"
+            sync_s += self._collective_s(kind, full_bytes, parts, where)
             copy_s = self._machine.operators.operator_s("elementwise", full_bytes)
         if host.averaged_s is not None and not config.zero and config.data * config.model > 1:
             unsharded = [param for param in trained if not _is_sharded(param, strategy)]
             hooked = trained if copies > 1 else partial if config.model > 1 else unsharded
-            copy_s += len(hooked) * host.averaged_s(config.over_data if config.data > 1 else config.over_model)
+            copy_s += len(hooked) * host.averaged_s(where if config.data > 1 else config.over_model)
         # Stages average once a step, after all micro-batches.
         return (sync_s + copy_s, 0.0) if config.stages > 1 else (sync_s, copy_s)
 
@@ -183,7 +184,8 @@ def _is_compressed(param: ParamShape, config: ParallelConfig) -> bool:
 
 def _is_sharded(param: ParamShape, strategy: LayerStrategy) -> bool:
     """Return whether each rank has a part of a parameter of a layer."""
-    return weight_dim(strategy.style) is not None and (strategy.style == "column" or len(param.shape) == 2)
+    is_all = strategy.style in ("column", "expert")
+    return weight_dim(strategy.style) is not None and (is_all or len(param.shape) == 2)
 
 
 def _list_partial_gradients(params: Iterable[ParamShape], strategy: LayerStrategy) -> list[ParamShape]:

@@ -5,16 +5,17 @@ What the cost model has no price for is an error that names the field of the Pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from phalanx.auto.capture.layers import PARTS, WHOLE, ActivationState, Layers, LayerStrategy
+from phalanx.auto.capture.layers import EXPERTS, PARTS, WHOLE, ActivationState, Layers, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute
 from phalanx.auto.planner.assignment import Assignment
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
-from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
+from phalanx.plan.rules.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.sites import regions
@@ -53,7 +54,7 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
         PlanError: If the cost model has no price for something that the Plan says.
     """
     sizes = {axis.name: axis.size for axis in plan.mesh}
-    for name in sizes.keys() - {DATA_AXIS, SHARD_AXIS, STAGE_AXIS, MODEL_AXIS}:
+    for name in sizes.keys() - {DATA_AXIS, SHARD_AXIS, STAGE_AXIS, EXPERT_AXIS, MODEL_AXIS}:
         raise _unpriced(f"mesh axis {name!r}")
     if plan.servers or plan.tables:
         raise _unpriced("servers and tables")
@@ -68,10 +69,14 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
     late = update if isinstance(update, Average | TopK) else None
     if late is not None and (stages > 1 or sizes.get(MODEL_AXIS, 1) > 1):
         raise _unpriced(f"params.update = {late.kind} together with mesh axes {STAGE_AXIS!r} and {MODEL_AXIS!r}")
+    experts, zero = _read_expert_degree(plan, layers), update.zero if isinstance(update, ReduceScatter) else 0
+    if experts > 1 and (stages > 1 or zero or late is not None):
+        raise _unpriced(f"style 'expert' together with stages or params.update = {update.kind}")
     config = ParallelConfig(
-        data=sizes.get(DATA_AXIS, 1) * sizes.get(SHARD_AXIS, 1),
+        data=math.prod(sizes.get(axis, 1) for axis in (DATA_AXIS, SHARD_AXIS, EXPERT_AXIS)),
+        experts=experts,
         model=sizes.get(MODEL_AXIS, 1),
-        zero=update.zero if isinstance(update, ReduceScatter) else 0,
+        zero=zero,
         recompute=recompute,
         stages=stages,
         virtual=schedule.virtual if stages > 1 else 1,
@@ -127,11 +132,25 @@ def _read_recompute(plan: Plan, layers: Layers) -> tuple[Recompute, tuple[str, .
     return (kinds.pop(), tuple(rules)) if kinds else ("none", layers.blocks)
 
 
+def _read_expert_degree(plan: Plan, layers: Layers) -> int:
+    """Return how many ranks hold one copy of the experts together."""
+    styled = (rule for rule in plan.modules if rule.style == "expert")
+    paths = {call.path for rule in styled for call in layers.calls if matches(rule.match, call.path)}
+    names = (param.name for param in layers.captured.parameters if param.name.rpartition(".")[0] in paths)
+    locations = (plan.rule_for(name).place for name in names)
+    layouts = (location.layout for location in locations if isinstance(location, OnRanks))
+    axes = {axis for layout in layouts for axis, placed in layout.items() if isinstance(placed, Shard)}
+    sizes = {axis.name: axis.size for axis in plan.mesh}
+    if axes - {EXPERT_AXIS} and (axes != {DATA_AXIS} or sizes.get(EXPERT_AXIS, 1) > 1):
+        raise _unpriced(f"style 'expert' along mesh axes {', '.join(sorted(axes))}")
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def _is_model_inside(plan: Plan) -> bool:
     order = [axis.name for axis in plan.mesh if axis.size > 1]
-    if order == [name for name in (DATA_AXIS, STAGE_AXIS, SHARD_AXIS, MODEL_AXIS) if name in order]:
+    if order == [name for name in (DATA_AXIS, STAGE_AXIS, SHARD_AXIS, EXPERT_AXIS, MODEL_AXIS) if name in order]:
         return True
-    if order == [name for name in (MODEL_AXIS, SHARD_AXIS, DATA_AXIS, STAGE_AXIS) if name in order]:
+    if order == [name for name in (MODEL_AXIS, SHARD_AXIS, DATA_AXIS, STAGE_AXIS, EXPERT_AXIS) if name in order]:
         return False
     raise _unpriced(f"mesh axes in the order {', '.join(order)}")
 
@@ -169,7 +188,9 @@ def _read_rule(rule: ModuleRule, call: ModuleCall, axis: str, in_parts: Iterable
     takes, returns = _read_state(rule, rule.inputs, axis), _read_state(rule, rule.outputs, axis)
     if rule.style is None and call.path in in_parts:
         return PARTS
-    if rule.style is None or rule.style == "context":
+    if rule.style == "expert" and call.experts is not None:
+        return EXPERTS
+    if rule.style in (None, "context", "expert"):
         raise _unpriced(f"modules[{rule.match}]")
     if call.kind == "Dropout":
         return LayerStrategy(None, takes, takes)

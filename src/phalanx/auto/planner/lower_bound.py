@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.capture.layers import LayerStrategy
+from phalanx.auto.capture.layers import EXPERTS, LayerStrategy
 from phalanx.auto.cost.layer_strategy import LayerCostModel
 from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.parallel_config import ParallelConfig
@@ -49,10 +49,13 @@ class LowerBound:
     def least_s(self, config: ParallelConfig) -> float:
         """Return seconds that no pick of a parallel config takes less than; infinity if there is no pick.
 
-        That is so where a layer has no strategy, and where ranks that read the same samples can cut none.
+        That is so where a layer has no strategy, where ranks that read the same samples can cut none, and where there
+        are no experts for ranks that hold some together.
         """
         listed = self._catalog.of(config)
         if not all(listed.strategies.values()) or (config.model > 1 and not listed.needed):
+            return math.inf
+        if config.experts > 1 and not any(EXPERTS in strategies for strategies in listed.strategies.values()):
             return math.inf
         # Prices know of stages only whether there are some, unless ranks wait for the slowest, and of schedules whether
         # these take backward passes apart.
@@ -61,7 +64,8 @@ class LowerBound:
             config.stages if self._machine.host.waiting_s else config.stages > 1,
             config.zero_bubble,
         )
-        key = config.data, config.model, config.zero, config.recompute, *pricing, config.over_data, config.over_model
+        ranks = config.data, config.model, config.experts
+        key = *ranks, config.zero, config.recompute, *pricing, config.over_data, config.over_model
         if key not in self._costs:
             self._costs[key] = self._priced(config, listed.strategies)
         seconds = self._in_stages(config, self._costs[key]) if config.stages > 1 else self._together(self._costs[key])

@@ -162,6 +162,7 @@ def list_configs(
     max_stages: int = 1,
     batch_size: int = 0,
     may_split: bool = True,
+    expert_degrees: Sequence[int] = (),
 ) -> Iterator[ParallelConfig]:
     """Yield every parallel config of the ranks.
 
@@ -172,6 +173,7 @@ def list_configs(
         max_stages: Stages that the model may be cut into at most.
         batch_size: Samples of a global batch; 0 if they are not known.
         may_split: Whether gradients of weights may be computed apart from those of inputs.
+        expert_degrees: Numbers of ranks, above 1, that may hold one copy of experts together.
     """
     node_ranks, recompute_kinds = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
     for stages, model in itertools.product(divisors(ranks), repeat=2):
@@ -187,6 +189,8 @@ def list_configs(
                     micro_batches=micro, model_inside=inside, per_node=node_ranks, batch_size=batch_size,
                 )  # fmt: skip
                 yield config
+                if stages == 1 and not zero:
+                    yield from (replace(config, experts=ranks) for ranks in expert_degrees if data % ranks == 0)
                 if may_split and config.can_split:
                     yield replace(config, zero_bubble=True)
 

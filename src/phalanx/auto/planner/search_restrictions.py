@@ -17,8 +17,8 @@ from phalanx.errors import PlanError
 from phalanx.i18n import tr
 from phalanx.strategy import DistributedStrategy
 
-_PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none", "zero": 0}
-"""What a parallel config without stages and sharding says."""
+_PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none", "zero": 0, "ep": 1}
+"""What a parallel config without stages, sharding and experts dealt to ranks says."""
 
 
 def find_partition_points_or_reason(
@@ -55,7 +55,8 @@ def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str 
     if base.graph:
         return tr("zero bubble, as the backward pass of a compiled stage is one piece")
     forward = (op for op in layers.captured.operators if op.phase != "backward" and op.written_bytes)  # no views
-    uses = Counter(name for op in forward for name in op.parameters)
+    # Each expert uses a part of the same parameters.
+    uses = Counter(name for op in forward for name in op.parameters * (1 if op.experts is None else 2))
     shared = next(
         (
             parameter.name
@@ -71,8 +72,19 @@ def find_zero_bubble_obstacle(layers: Layers, base: DistributedStrategy) -> str 
     return tr("zero bubble, as the model begins with frozen layers") if trained and trained[0] > 0 else None
 
 
+def find_expert_obstacle(calls: Iterable[ModuleCall]) -> str | None:
+    """Return why no experts can be dealt to ranks; None if some can be."""
+    if any(call.experts is not None for call in calls):
+        return None
+    return tr("experts dealt to ranks, as the model calls no module that style `expert` is for")
+
+
 def explain_unsearched_limits(
-    limits: Iterable[Limit], unstaged: str | None, unsharded: Mapping[bool, str], unsplit: str | None
+    limits: Iterable[Limit],
+    unstaged: str | None,
+    unsharded: Mapping[bool, str],
+    unsplit: str | None,
+    undealt: str | None = None,
 ) -> str:
     """Return why what limits ask for is not searched, as the end of a sentence; nothing if it is.
 
@@ -81,10 +93,13 @@ def explain_unsearched_limits(
         unstaged: Why there are no stages, if there are none.
         unsharded: As `find_sharding_obstacles` returns it.
         unsplit: As `find_zero_bubble_obstacle` returns it.
+        undealt: As `find_expert_obstacle` returns it.
     """
-    relevant = [limit for limit in limits if limit.knob in _PLAIN and not limit.allows(_PLAIN)]
+    beyond = [limit for limit in limits if limit.knob in _PLAIN and not limit.allows(_PLAIN)]
+    relevant = [limit for limit in beyond if limit.knob != "ep"]
     in_stages = any(limit.knob != "zero" for limit in relevant)
-    why = [unstaged] if in_stages else []
+    why = [undealt] if len(beyond) > len(relevant) else []
+    why += [unstaged] if in_stages else []
     if in_stages and all(limit.knob in ("zero", "micro") for limit in relevant):
         why.append(
             tr(
@@ -110,6 +125,12 @@ def explain_empty_space(limits: Sequence[str], reason: str) -> str:
         asked=purpose,
         found=reason,
     )
+
+
+def list_unsearched_experts(calls: Iterable[ModuleCall], ranks: int) -> Iterator[str]:
+    """Yield what of experts was not searched on so many ranks."""
+    if ranks > 1 and find_expert_obstacle(calls) is None:
+        yield tr("experts dealt to ranks together with sharding or stages, which do not train together")
 
 
 def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str | None) -> Iterator[str]:

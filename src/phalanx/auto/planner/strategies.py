@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.auto.capture.layers import PARTS, WHOLE, Layers, LayerStrategy, ShardedRegion
+from phalanx.auto.capture.layers import EXPERTS, PARTS, WHOLE, Layers, LayerStrategy, ShardedRegion
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.layer_strategy import LayerCostModel
 from phalanx.auto.cost.layer_work import LayerWork
@@ -36,6 +36,9 @@ class CatalogKey(NamedTuple):
     model: int
     by_rows: int
     """Ranks that read other samples, over which layers may be cut; 1 if they may not."""
+
+    experts: int
+    """Ranks that hold one copy of experts together."""
 
     in_stages: bool
     leaves_parts: bool
@@ -79,7 +82,8 @@ class StrategyCatalog:
         """Return the strategies under a parallel config."""
         divides = config.batch_size % (config.data * config.model * config.micro_batches) == 0
         leaves_parts = config.model > 1 and divides and config.recompute != "selective" and not config.zero_bubble
-        kind = CatalogKey(config.model, config.data if config.shards_over_data else 1, config.stages > 1, leaves_parts)
+        by_rows = config.data if config.shards_over_data else 1
+        kind = CatalogKey(config.model, by_rows, config.experts, config.stages > 1, leaves_parts)
         if kind not in self._cache:
             self._cache[kind] = self._list_strategies(kind)
         return self._cache[kind]
@@ -134,7 +138,9 @@ def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, r
 
 def _list_sharded(strategies_by_decision: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[tuple[str, int]]:
     for decision, strategies in strategies_by_decision.items():
-        yield from ((decision, index) for index, strategy in enumerate(strategies) if strategy.style is not None)
+        # Experts are dealt to ranks that read other samples.
+        cut = (index for index, strategy in enumerate(strategies) if strategy.style not in (None, EXPERTS.style))
+        yield from ((decision, index) for index in cut)
 
 
 class _Enumeration:
@@ -157,12 +163,17 @@ class _Enumeration:
                 result.append(PARTS)
         elif self._kind.by_rows > 1:
             result += self._layer_strategies(alike, self._kind.by_rows, same_rows=False)
+        if all(map(self._can_be_dealt, alike)):
+            result.append(EXPERTS)
         if call.template in self._calls.ends:
             result = [strategy for strategy in result if strategy.output_state == "whole"]
         return tuple(strategy for strategy in result if (call.template, strategy) not in self._allowed.excluded)
 
     def forbidden(self, strategies: Mapping[str, tuple[LayerStrategy, ...]]) -> Iterable[frozenset[tuple[str, int]]]:
-        """Yield options that do not run together."""
+        """Yield options that do not run together, or with which no rank holds some of the experts only."""
+        dealt = [name for name, options in strategies.items() if EXPERTS in options]
+        if dealt and all(WHOLE in strategies[name] for name in dealt):
+            yield frozenset((name, strategies[name].index(WHOLE)) for name in dealt)
         for region in self._allowed.failing_regions:
             is_available = all(strategy in strategies[str(like)] for like, strategy in region.strategies)
             if region.parts == self._kind.model and is_available:
@@ -218,6 +229,13 @@ class _Enumeration:
         if first.kind in ("Linear", "Embedding"):  # they have styles of their own
             return False
         return self._layers.has_parts(first, kind.model)
+
+    def _can_be_dealt(self, call: ModuleCall) -> bool:
+        """Return whether each rank of a group can hold as many experts, and a row comes back for each token."""
+        if self._kind.experts == 1 or call.experts is None or call.experts.experts % self._kind.experts:
+            return False
+        returns_rows = len(call.outputs) == 1 and any(read.value == call.outputs[0] for read in call.inputs)
+        return returns_rows and self._is_alone(call)
 
     def _propagates_shards(self, alike: list[ModuleCall]) -> bool:
         """Return whether a cut goes through calls, none of whose cut inputs comes from outside all calls."""

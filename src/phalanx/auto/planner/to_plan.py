@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from phalanx.auto.capture.layers import PARTS, ActivationState, Layers, LayerStrategy
+from phalanx.auto.capture.layers import EXPERTS, PARTS, ActivationState, Layers, LayerStrategy
 from phalanx.auto.capture.operator_sites import find_operator_parts
 from phalanx.auto.cost.parallel_config import GroupKind, ParallelConfig
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
-from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS, batch_axes
+from phalanx.plan.rules.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS, batch_axes
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
 from phalanx.plan.shape import ModelShape
@@ -31,7 +31,13 @@ from phalanx.plan.value import (
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.techniques import TECHNIQUES, first_conflict
 
-_AXES: dict[GroupKind, str] = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "mp": MODEL_AXIS}
+_AXES: dict[GroupKind, str] = {
+    "dp": DATA_AXIS,
+    "pp": STAGE_AXIS,
+    "sharding": SHARD_AXIS,
+    "ep": EXPERT_AXIS,
+    "mp": MODEL_AXIS,
+}
 
 PLANNED_SETTINGS = ("sharding", "pipeline", "tensor_parallel", "context_parallel", "expert_parallel", "recompute")
 """Techniques that the planner decides on."""
@@ -57,6 +63,8 @@ def build_plan(candidate: Candidate, layers: Layers, base: DistributedStrategy |
     if styled:
         axis = MODEL_AXIS if candidate.config.model > 1 else DATA_AXIS
         plan = with_cut_layers(plan, styled, axis)
+    if candidate.config.experts > 1:
+        plan = with_cut_layers(plan, tuple(_list_dealt(candidate, layers)), EXPERT_AXIS)
     plan = _add_operator_rules(plan, candidate, layers)
     reason = Reason(
         setting=f"planner: {candidate.config}",
@@ -90,6 +98,7 @@ def _check_conflicts(base: DistributedStrategy, config: ParallelConfig) -> None:
         "sharding": config.zero > 0,
         "pipeline": config.stages > 1,
         "tensor_parallel": config.model > 1,
+        "expert_parallel": config.experts > 1,
         "recompute": config.recompute != "none",
     }
     conflict = first_conflict(base.techniques | {name for name, is_on in planned.items() if is_on})
@@ -177,7 +186,7 @@ def _list_styled(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
     kinds = {call.path: call.kind for call in layers.calls if not call.is_glue}
     names = {param.name for param in layers.captured.parameters}
     for path, strategy in candidate.strategies.items():
-        if strategy.style not in (None, "parts"):
+        if strategy.style not in (None, "parts", "expert"):
             yield _build_styled(path, strategy, names)
         elif strategy.input_state != "whole" and kinds.get(path) == "Dropout" and path in layers.shardable:
             # It draws the mask of the full activation and uses its part.
@@ -186,6 +195,14 @@ def _list_styled(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
                 style="sequence" if strategy.input_state == "tokens" else "column",
                 inputs=_DIMS[strategy.input_state],
             )
+
+
+def _list_dealt(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
+    for path, strategy in candidate.strategies.items():
+        if strategy == EXPERTS:
+            names = (param.name for param in layers.captured.parameters)
+            stacked = tuple(name for name in names if name.rpartition(".")[0] == path)
+            yield Styled(module=path, style="expert", experts=stacked)
 
 
 _DIMS: dict[ActivationState, int | None] = {"whole": None, "features": -1, "tokens": -2}

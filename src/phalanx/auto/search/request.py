@@ -22,7 +22,7 @@ _SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 KNOBS = (*_SHARED, "order")
 """What a search chooses for a run spec, and what limits may name; `micro` is the sequences of a micro-batch."""
 
-PLAN_KNOBS = (*_SHARED, "schedule")
+PLAN_KNOBS = (*_SHARED, "schedule", "ep")
 """The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a run spec
 is part of its description."""
 
@@ -37,7 +37,7 @@ _FIXED: Labels = {
 
 _CHOICES: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "order": ORDERS}
 
-STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
+STYLES = ("whole", "column", "row", "vocab", "sequence", "parts", "expert")
 """How a limit may have layers computed."""
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}

@@ -21,20 +21,8 @@ from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
 from phalanx.parallel.data.sample_weights import row_weight, with_gradient_times
+from phalanx.parallel.tensor.expert_modules import is_expert_call
 from phalanx.parallel.tensor.shard_spec import ShardSpec
-
-EXPERTS_KIND = (
-    "a module whose parameters are those of all experts, stacked: (experts, outputs, inputs); experts in an "
-    "nn.ModuleList have to become one such module"
-)
-"""What style `expert` is for, as the end of a sentence."""
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module's parameters are those of its experts, stacked: (experts, ...), one of them matrices."""
-    own = list(module.parameters(recurse=False))
-    is_all = len(own) == len(list(module.parameters()))
-    return is_all and max((p.dim() for p in own), default=0) >= 3 and len({p.shape[:1] for p in own}) == 1
 
 
 def shard_experts(name: str, module: nn.Module, spec: ShardSpec, *, is_sum: bool) -> None:
@@ -143,9 +131,8 @@ def _computed(forward: Forward, part: ExpertShard, *inputs: Any, **named: Any) -
     Raises:
         ConfigError: If it was not called with tokens, chosen experts and weights.
     """
-    shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
-    fits = len(shapes) == len(inputs) == 3 and not named and all(len(shape) == 2 for shape in shapes)
-    if not fits or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
+    if named or not is_expert_call(inputs):
+        shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
         raise ConfigError(
             f"{part.path!r} holds experts and was called with shapes {shapes} and {sorted(named) or 'no'} keywords. "
             "Call it with tokens (rows, width), the numbers of their experts (rows, k) and weights (rows, k), in "

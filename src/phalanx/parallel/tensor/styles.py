@@ -12,7 +12,7 @@ from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.tensor.context import check_context
 from phalanx.parallel.tensor.dropout import ShardedDropout
-from phalanx.parallel.tensor.experts import EXPERTS_KIND, holds_experts
+from phalanx.parallel.tensor.expert_modules import EXPERTS_KIND, holds_experts
 from phalanx.parallel.tensor.gathered_linear import GatheredRowLinear, ModelParallelLinear
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes

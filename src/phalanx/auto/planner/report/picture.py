@@ -18,6 +18,7 @@ COLOURS = {
     "vocab": "#59a14f",
     "sequence": "#b07aa1",
     "parts": "#edc948",
+    "expert": "#76b7b2",
     "cut as it comes": "#a9c4de",
 }
 """By how a layer is placed: a copy on every rank, cut by a style, or on what arrives cut."""

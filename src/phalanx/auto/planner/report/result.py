@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,40 @@ class PlanResult:
         """Bytes of a rank at the peak."""
         return self.search.best.memory_bytes
 
+    def seconds_at(self, load: float) -> float:
+        """Return the seconds of a step whose routers send some ranks more tokens than others.
+
+        Predictions are of routers that send experts on every rank as many tokens.
+
+        Args:
+            load: Tokens of the rank that gets the most, over an even share: from 1 to the number of ranks that hold
+                one copy of the experts together.
+
+        Raises:
+            ConfigError: If it is outside that range.
+        """
+        best = self.search.best
+        if not 1 <= load <= best.config.experts:
+            raise ConfigError(
+                tr(
+                    "seconds_at was asked for a load of {load}, and {ranks} ranks hold the experts together. Give a "
+                    "number from 1 to {ranks}.",
+                    load=load,
+                    ranks=best.config.experts,
+                )
+            )
+        loaded = replace(best, config=replace(best.config, load=load))
+        return simulate_assignment(loaded, self._work_of(best)).simulation.step_time_s
+
+    @cached_property
+    def skewed_s(self) -> float | None:
+        """Seconds of a step if routers send all tokens to one of the ranks that hold experts together; None if none do.
+
+        What a step takes lies between `seconds` and this, in the planner's model of costs.
+        """
+        ranks = self.search.best.config.experts
+        return self.seconds_at(ranks) if ranks > 1 else None
+
     def explain(self, layer: str) -> str:
         """Return the strategies of a layer under the Plan's parallel config, and what each costs.
 
@@ -182,6 +216,7 @@ class PlanResult:
             "limited_by": self.limited_by,
             "memory_bytes": search.best.memory_bytes,
             "room_bytes": self.room,
+            "skewed_step_time_s": self.skewed_s,
             "captured": self.layers.captured.level,
             "left_out": list(self.left_out),
             "space": {name: list(values) for name, values in self.space.items()},
@@ -209,9 +244,11 @@ class PlanResult:
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
         """The dimensions that were searched, and their values."""
-        names = ("data", "model", "stages", "virtual", "micro_batches", "schedule", "zero", "recompute")
+        names = ("data", "experts", "model", "stages", "virtual", "micro_batches", "schedule", "zero", "recompute")
         tried = self.search.configs
         values = {name: _distinct_values([getattr(config, name) for config in tried]) for name in names}
+        if values["experts"] == (1,):
+            del values["experts"]
         inside = {config.model_inside for config in tried if config.data > 1 and config.model > 1}
         outermost = tuple("data" if is_inside else "model" for is_inside in sorted(inside, reverse=True))
         return {
@@ -239,6 +276,13 @@ class PlanResult:
             yield tr("{usd} USD a step", usd=f"{self.usd_per_step:.4g}")
         if self.alone_s is not None and self.alone_s < self.seconds:
             yield tr("a single process is faster: {step} a step", step=format_seconds(self.alone_s))
+        if self.skewed_s is not None:
+            yield tr(
+                "assumes that routers send as many tokens to each of {ranks} ranks that hold experts together; {step} "
+                "a step if they send all of them to one",
+                ranks=self.search.best.config.experts,
+                step=format_seconds(self.skewed_s),
+            )
         if captured.reasons:
             yield tr("captured at level {level} only: {why}", level=captured.level, why=captured.reasons[0])
         if self.search.best.config.stages > 1:

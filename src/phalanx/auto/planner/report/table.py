@@ -18,6 +18,7 @@ from phalanx.units import format_bytes, format_seconds
 
 _SPACE: Labels = {
     "data": "data",
+    "experts": "experts",
     "model": "model",
     "stages": "stages",
     "virtual": "virtual",
