@@ -63,7 +63,7 @@ struct StoredPush {
 
 // What several workers pushed as one change per table. Gradients are added in the order given, each times its weight
 // over the sum of weights, at the learning rate of the last that named the table. Other kinds come as they are, first.
-// Adds up as ps/stores/update_sums.py does.
+// Adds up as ps/client/update_sums.py does.
 std::vector<StoredUpdate> averaged(std::vector<StoredPush> pushes);
 
 // A number as Python writes it.

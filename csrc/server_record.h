@@ -1,4 +1,4 @@
-// The record of a push in the log, in the format of ps/snapshot/records.py and ps/server/log_entry.py.
+// The record of a push in the log, in the format of ps/snapshot/records.py and ps/server/log.py.
 
 #pragma once
 

@@ -25,7 +25,7 @@ from typing import Any
 import ranks
 from phalanx.cluster.role.role import Role
 from phalanx.ps.snapshot.records import Record
-from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.client.connection import Connection
 from phalanx.ps.wire.data_frame import DataReply, DataRequest
 from phalanx.ps.wire.message import Pending, RpcReply
 from ps_requests import FakeWorker

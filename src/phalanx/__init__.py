@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.optim.clip import clip_grad_norm_
     from phalanx.parallel.optim.ema import EMA, ema_of
     from phalanx.parallel.step.gate import follow_updates, has_updated
-    from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
+    from phalanx.parallel.tensor.layers.gathered_linear import ModelParallelLinear
+    from phalanx.parallel.tensor.layers.vocab import vocab_cross_entropy
     from phalanx.parallel.tensor.shard_api import shard
-    from phalanx.parallel.tensor.vocab import vocab_cross_entropy
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.auto_parallel import auto_parallel
@@ -81,7 +81,7 @@ _HOMES = {
     "DataParallel": "phalanx.parallel.distribute",
     "DistributedStrategy": "phalanx.strategy",
     "Model": "phalanx.train.model.model",
-    "ModelParallelLinear": "phalanx.parallel.tensor.gathered_linear",
+    "ModelParallelLinear": "phalanx.parallel.tensor.layers.gathered_linear",
     "EMACallback": "phalanx.train.callbacks.ema",
     "EarlyStopping": "phalanx.train.callbacks.early_stopping",
     "JSONLogger": "phalanx.train.callbacks.loggers",
@@ -126,7 +126,7 @@ _HOMES = {
     "train_step": "phalanx.train.step.step",
     "use_batch": "phalanx.comm.context",
     "weighted_mean": "phalanx.parallel.data.weighted_mean",
-    "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
+    "vocab_cross_entropy": "phalanx.parallel.tensor.layers.vocab",
 }
 _MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "launch", "plan", "ps")
 _TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan", "predict"}

@@ -86,7 +86,7 @@ def test_a_secret_that_is_missing_or_wrong_is_named_and_not_told(
     secret: bytes, over_network: bool, monkeypatch, caplog, phalanx_propagates
 ):
     if over_network:
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
         monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
     with serving(lambda request: RpcReply()) as listener:
         with pytest.raises(ConfigError, match="the secrets differ") as caught:

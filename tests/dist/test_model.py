@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx.data import vision
 from phalanx.data.readers.cifar import RECORD_BYTES, TRAIN_FILES, Cifar10Dataset
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.linear import ColumnLinear
+from phalanx.parallel.tensor.layers.linear import ColumnLinear
 from phalanx.train.callbacks.run import Run
 from ranks import run_ranks
 

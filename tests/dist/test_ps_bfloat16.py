@@ -41,7 +41,7 @@ SIZES = pytest.mark.parametrize("size", [40, 4000])  # through the sockets, and 
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Unix socket, or TLS as if a network lay between."""
     if request.param == "tls":
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
         monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
 
 

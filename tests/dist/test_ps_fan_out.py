@@ -200,8 +200,8 @@ def test_what_cannot_be_sent_to_one_server_is_sent_once_to_the_others():
 
 @SIZES
 def test_a_server_that_starts_again_for_long_is_waited_for(monkeypatch, size):
-    monkeypatch.setattr("phalanx.ps.wire.session.WORK_REPORT_S", 0.05)
-    monkeypatch.setattr("phalanx.ps.wire.session._SHORT_START_S", 0.0)
+    monkeypatch.setattr("phalanx.ps.wire.server.session.WORK_REPORT_S", 0.05)
+    monkeypatch.setattr("phalanx.ps.wire.server.session._SHORT_START_S", 0.0)
     patience_s = 1.0
     services = [Service(rank, 2) for rank in range(2)]
     startup = Startup(WorkProgress("recovers"))

@@ -74,7 +74,7 @@ def test_a_killed_server_is_an_error_that_names_it_at_once():
 
 
 def test_servers_may_come_after_their_workers_and_in_any_order(monkeypatch, caplog, phalanx_propagates):
-    monkeypatch.setattr("phalanx.ps.wire.dial._LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("phalanx.ps.wire.client.dial._LOG_EVERY_S", 0.0)
     caplog.set_level("INFO", "phalanx.ps.wire")
     found = []
 

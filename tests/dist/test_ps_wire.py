@@ -45,7 +45,7 @@ def both(handler: Handler = answer, **options) -> Iterator[Connection]:
 def way(request, monkeypatch) -> str:
     """Both ways to a server of this host; TCP by hiding the Unix socket from the client."""
     if request.param == "tcp":
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     return request.param
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_ends_is_an_error_at_once_naming_all():
 
 
 def test_an_answer_that_waits_for_others_is_not_late_while_they_live(caplog, monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.connection._LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("phalanx.ps.wire.client.connection._LOG_EVERY_S", 0.0)
     caplog.set_level("INFO", "phalanx.ps.wire")
 
     def slow(request: RpcRequest) -> RpcReply:
@@ -284,7 +284,7 @@ def test_an_answer_that_memory_cannot_hold_is_an_error_and_no_wait(monkeypatch, 
 
 
 def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     with serving(answer, max_frame_bytes=1 << 20) as listener, connected(listener) as connection:
         with pytest.raises(ConfigError, match=r"'sum' of worker 1 brings 8,000,000 bytes; server 0 takes 1,048,576 at"):
             connection.call("sum", {}, [np.zeros(1_000_000)])
@@ -292,7 +292,7 @@ def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch
 
 
 def test_requests_of_all_clients_share_one_budget(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     inside, go = threading.Event(), threading.Event()
 
     def hold(request: RpcRequest) -> RpcReply:
@@ -333,7 +333,7 @@ def test_a_taken_endpoint_is_named():
 
 
 def test_one_that_waits_reads_its_answer_itself_and_leaves_the_thread_alone(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.link._IDLE_S", 60.0)
+    monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 60.0)
     readers = set()
     with both() as connection:
         channel = connection._link.channel
@@ -350,7 +350,7 @@ def test_one_that_waits_reads_its_answer_itself_and_leaves_the_thread_alone(monk
 
 
 def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.link._IDLE_S", 60.0)
+    monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 60.0)
     monkeypatch.setattr("phalanx.ps.wire.segments.SegmentPool.lease", lambda pool, size: None)
     rows = np.arange(1_000_000)
     with both(max_unanswered_bytes=1 << 30) as connection:
@@ -359,7 +359,7 @@ def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monke
 
 
 def test_a_wait_that_the_user_interrupts_can_be_taken_up_again(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.link._IDLE_S", 60.0)
+    monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 60.0)
     with both() as connection:
         channel = connection._link.channel
 

@@ -28,7 +28,7 @@ SPECS = [TableSpec(name=f"table {i}", dim=1 + 5 * i, rule=SGD(lr=0.5)) for i in 
 def way(request, monkeypatch) -> str:
     """Every way to a server of this host; the last two by hiding the Unix socket and treating the host as another."""
     if request.param != "unix":
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     if request.param == "tls":
         monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
     return request.param

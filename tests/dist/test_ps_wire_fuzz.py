@@ -30,7 +30,7 @@ from phalanx.ps.wire.data_frame import PULL_HEAD, PUSH_HEAD, DataStatus
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.progress import Startup
 from phalanx.ps.wire.segments import SharedSegment
-from phalanx.ps.wire.session import ServerConfig, Session
+from phalanx.ps.wire.server.session import ServerConfig, Session
 from ps_requests import FakeWorker
 from wiring import SECRET, connected, serving
 

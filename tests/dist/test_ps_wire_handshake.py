@@ -29,7 +29,7 @@ def answer(request: RpcRequest) -> RpcReply:
 @pytest.fixture
 def over_tls(monkeypatch) -> None:
     """Treat this host's own addresses as if a network lay between."""
-    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
 
 
@@ -64,7 +64,7 @@ def test_another_version_is_refused_naming_both(monkeypatch, caplog, phalanx_pro
         def greet(name: str, client: int = 0) -> handshake.Greeting:
             return stale if client else now(name)
 
-        monkeypatch.setattr("phalanx.ps.wire.dial.secret.greeting", greet)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial.secret.greeting", greet)
         with pytest.raises(
             ConfigError,
             match=r"it runs phalanx \d\S+ with wire version 3, this process phalanx 0\.0\.9 with wire version 9\. In",
@@ -153,7 +153,7 @@ def test_a_client_that_says_nothing_is_sent_away():
 
 
 def test_only_so_many_strangers_are_let_in(monkeypatch, caplog, phalanx_propagates):
-    monkeypatch.setattr("phalanx.ps.wire.listener._MOST_HANDSHAKES", 3)
+    monkeypatch.setattr("phalanx.ps.wire.server.listener._MOST_HANDSHAKES", 3)
     with serving(answer) as listener:
         strangers = [tcp_only_to(listener) for _ in range(4)]
         assert strangers[3].recv(1) == b""

@@ -12,7 +12,7 @@ import pytest
 from launching import wait_until
 from phalanx.errors import DataError, PeerLostError
 from phalanx.ps.wire import Listener, RpcReply, RpcRequest
-from phalanx.ps.wire.connection import oldest_requests
+from phalanx.ps.wire.client.connection import oldest_requests
 from phalanx.ps.wire.progress import Startup, WorkProgress
 from wiring import connected, serving, tcp_only
 
@@ -25,8 +25,8 @@ def answer(request: RpcRequest) -> RpcReply:
 
 @pytest.fixture(autouse=True)
 def frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.ps.wire.session.WORK_REPORT_S", 0.05)
-    monkeypatch.setattr("phalanx.ps.wire.session._SHORT_START_S", 0.0)
+    monkeypatch.setattr("phalanx.ps.wire.server.session.WORK_REPORT_S", 0.05)
+    monkeypatch.setattr("phalanx.ps.wire.server.session._SHORT_START_S", 0.0)
 
 
 class Start:
@@ -102,7 +102,7 @@ def test_a_start_that_gets_stuck_is_given_up():
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Unix socket, or TLS as if a network lay between."""
     if request.param == "tls":
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
         monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
 
 

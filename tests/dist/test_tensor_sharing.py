@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
-from phalanx.comm.tensor_sharing import share_by_memfd
+from phalanx.comm.local.tensor_sharing import share_by_memfd
 
 pytestmark = pytest.mark.dist
 

@@ -95,7 +95,7 @@ def test_a_stopped_server_is_lost_at_the_deadline(tmp_path, rows):
 
 
 def test_a_stopped_server_that_takes_no_bytes_is_lost_at_the_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     with server(tmp_path / "record") as (process, endpoint):
         connection = connect(endpoint, timeout_s=0.7)
         stop(process)
@@ -118,7 +118,7 @@ def test_a_stopped_server_cannot_be_connected_to_for_ever(tmp_path):
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_a_server_that_stands_still_for_a_while_gets_again_what_it_did_not_answer(tmp_path, monkeypatch, caplog, way):
     if way == "tcp":
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     with server(tmp_path / "record") as (process, endpoint):
         connection = connect(endpoint, timeout_s=0.3, retry_s=20.0)
         stop(process)
@@ -152,7 +152,7 @@ def test_a_killed_server_is_lost_at_once_for_all_that_wait(tmp_path):
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_what_was_not_answered_is_sent_again_in_order_with_its_numbers(tmp_path, monkeypatch, way):
     if way == "tcp":
-        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
     first, second = tmp_path / "first", tmp_path / "second"
     rows = [np.full(size, size) for size in (3, 5000, 600_000)]
     with server(first, how="holds") as (process, endpoint):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.auto.capture.layers import ALL_STRATEGIES, PARTS, LayerStrategy
-from phalanx.auto.capture.shape_check import find_shardable_layers
 from phalanx.auto.cost.operators import ShardFraction
 from phalanx.auto.planner import planner
 from phalanx.auto.planner.lower_bound import LowerBound
@@ -24,6 +23,7 @@ from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.search.request import read_size
 from phalanx.auto.search.result import format_percent
+from phalanx.auto.shape_check import find_shardable_layers
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic import membership_state
-from phalanx.launch.elastic.budget import WINDOW_S, RestartBudget
+from phalanx.launch.elastic.joiners import WINDOW_S, RestartBudget
 from phalanx.launch.elastic.membership import Membership, SizeLimits
 
 STORE = "127.0.0.1:1"

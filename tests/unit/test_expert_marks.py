@@ -9,8 +9,8 @@ from torch import nn
 import phalanx as px
 from expert_models import Experts, Mixture, mixture
 from phalanx.errors import ConfigError, PhalanxError, PlanError
-from phalanx.parallel.logical_replicas import why_inexact
 from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.replicas.exactness import why_inexact
 from phalanx.parallel.tensor.expert_modules import holds_experts
 from phalanx.parallel.tensor.shard_api import with_shard_requests
 from phalanx.parallel.tensor.styles import check_styles

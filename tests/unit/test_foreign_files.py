@@ -32,7 +32,7 @@ from phalanx.jobs.attempt.files import read_exit_record, read_spec
 from phalanx.jobs.node.exit_reason import failure
 from phalanx.jobs.spec.file import read as read_job
 from phalanx.jobs.spec.training_job import TrainingJob
-from phalanx.launch.job.logs import ENDED
+from phalanx.launch.reports.logs import ENDED
 from phalanx.plan.files import load_plan, non_defaults
 from phalanx.plan.value import Axis, OnRanks, ParamRule, Plan, Shard
 from phalanx.ps.server.log import Log

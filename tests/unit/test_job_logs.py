@@ -14,7 +14,7 @@ from phalanx.errors import NotFoundError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import logs
 from phalanx.jobs.paths import logs as folder_of
-from phalanx.launch.job.logs import HANG
+from phalanx.launch.reports.logs import HANG
 
 
 @pytest.fixture

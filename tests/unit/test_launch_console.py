@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.job.console import AlarmAggregator, AlarmFilter, Console
 from phalanx.launch.process.log_format import LineFormatter
+from phalanx.launch.reports.console import AlarmAggregator, AlarmFilter, Console
 from phalanx.launch.reports.log_tail import last_lines
 
 

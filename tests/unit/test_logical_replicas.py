@@ -11,7 +11,8 @@ import torch
 from phalanx.cluster.role.role import Role
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
-from phalanx.parallel.logical_replicas import _inelastic, use_replicas, why_inexact
+from phalanx.parallel.replicas.assign import use_replicas
+from phalanx.parallel.replicas.exactness import why_inexact, why_lost
 from phalanx.parallel.zero.elastic_plan import describe, with_whole_gradients
 from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, ReduceScatter, Scaler, Step
 
@@ -29,8 +30,8 @@ def test_data_parallel_is_exact() -> None:
 def test_ranks_that_compute_a_replica_together_count_as_one_and_may_not_be_lost(axis: str) -> None:
     plan = plan_of(Axis(name="data", size=2), Axis(name=axis, size=2))
     assert why_inexact(plan, is_shared=True) is None
-    assert "what a lost rank holds" in (_inelastic(plan) or "")
-    assert _inelastic(plan_of(Axis(name="data", size=2))) is None
+    assert "what a lost rank holds" in (why_lost(plan) or "")
+    assert why_lost(plan_of(Axis(name="data", size=2))) is None
 
 
 def test_replicas_that_balancing_has_moved_stay_where_another_model_asks_for_as_many() -> None:
@@ -82,14 +83,14 @@ def sharded_plan(update: ReduceScatter, **step: Any) -> Plan:
     ],
 )
 def test_sharding_that_cannot_go_on_without_a_rank_is_refused(plan: Plan, why: str) -> None:
-    assert why in (_inelastic(plan) or "")
+    assert why in (why_lost(plan) or "")
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_optimizer_state_may_be_sharded_where_ranks_leave(zero: Literal[1, 2]) -> None:
     update = ReduceScatter(zero=zero, axes=("data",), reduce="sum")
     plan = sharded_plan(update)
-    assert _inelastic(plan) is None
+    assert why_lost(plan) is None
     assert "without mirror=1" in describe(update)
     assert ("acts as stage 1" in describe(update)) == (zero == 2)
     assert with_whole_gradients(plan).params[0].update == AllReduce(axes=("data",), reduce="sum")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from memory_traps import MESSAGE, MODELS, Trap, digest, limit_memory
-from phalanx.cluster.host_memory import process_memory
+from phalanx.cluster.proc import process_memory
 from phalanx.parallel.memory.blocks import find_blocks
 from phalanx.parallel.session import model_record
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.ps.server.log import replay
-from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.log import LogEntry, replay
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService

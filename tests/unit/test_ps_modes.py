@@ -14,10 +14,10 @@ import ps_simulator as sim
 from phalanx.errors import BackendError, ConfigError
 from phalanx.ps.client.consistency import AsyncMode, ConsistencyMode, HalfAsyncMode
 from phalanx.ps.client.geo import GeoMode
+from phalanx.ps.client.update_sums import sum_updates
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.stores.update_sums import sum_updates
 from phalanx.ps.table.rules import CountFilter
 from phalanx.ps.table.update_rules import FTRL, Adagrad
 

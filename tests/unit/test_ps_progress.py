@@ -15,8 +15,8 @@ from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.wire import progress as progress_module
+from phalanx.ps.wire.client.dial import Patience
 from phalanx.ps.wire.message import RpcReply, RpcRequest
-from phalanx.ps.wire.patience import Patience
 from phalanx.ps.wire.progress import Startup, WorkProgress, WorkReporter
 from ps_requests import SPEC, FakeWorker, gradient
 

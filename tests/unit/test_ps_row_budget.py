@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.cluster.host_memory import total_bytes
+from phalanx.cluster.proc import total_bytes
 from phalanx.errors import BackendError
-from phalanx.ps.server.row_budget import default_budget
+from phalanx.ps.server.main import default_budget
 from phalanx.ps.server.service import Service
 from ps_requests import FakeWorker, gradient
 

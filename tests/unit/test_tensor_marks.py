@@ -13,7 +13,7 @@ from torch import nn
 import phalanx as px
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of
-from phalanx.parallel.tensor.gathered_linear import average
+from phalanx.parallel.tensor.layers.gathered_linear import average
 from phalanx.parallel.tensor.shard_api import with_shard_requests
 from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan import explain

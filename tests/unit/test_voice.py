@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from phalanx.comm.logging_setup import speak
+from phalanx.comm.local.logging_setup import speak
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.auto.capture.shape_check import find_shardable_layers
 from phalanx.auto.cost.machine_model import (
     OPTIMIZER_STATES,
     MachineModel,
@@ -19,6 +18,7 @@ from phalanx.auto.cost.machine_model import (
     build_measured_machine,
 )
 from phalanx.auto.planner.search_restrictions import find_partition_points_or_reason
+from phalanx.auto.shape_check import find_shardable_layers
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr

@@ -12,7 +12,6 @@ from torch import nn
 
 from phalanx.auto.capture.layers import LayerStrategy, ShardedRegion
 from phalanx.auto.capture.module_calls import ModuleCall
-from phalanx.auto.capture.shape_check import check_runs_sharded
 from phalanx.auto.captured_model import batch_size_of
 from phalanx.auto.cost.layer_work import LayerWork
 from phalanx.auto.cost.machine_model import build_measured_machine
@@ -29,6 +28,7 @@ from phalanx.auto.planner.strategies import StrategyCatalog, StrategyFilter
 from phalanx.auto.planner.unequal import UnequalRanks
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.auto.search.request import Limit
+from phalanx.auto.shape_check import check_runs_sharded
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import PlanError

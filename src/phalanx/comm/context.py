@@ -24,7 +24,7 @@ from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.batch.sample_split import SampleSplit
 from phalanx.comm.elastic import membership
 from phalanx.comm.elastic.membership import MembershipClient
-from phalanx.comm.logging_setup import speak
+from phalanx.comm.local.logging_setup import speak
 from phalanx.errors import ConfigError, InternalError
 
 logger = logging.getLogger("phalanx.comm")

@@ -25,9 +25,10 @@ from phalanx.parallel.checks.replica_check import VARIABLE, compare_every, watch
 from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
 from phalanx.parallel.data.forward_passes import follow_forward_passes
-from phalanx.parallel.logical_replicas import check_statistics, use_replicas
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, is_module_held, shape_of
+from phalanx.parallel.replicas.assign import use_replicas
+from phalanx.parallel.replicas.exactness import check_statistics
 from phalanx.parallel.session import Applied, applied_to, list_applied, session, set_applied
 from phalanx.parallel.techniques import (
     attach_tables,

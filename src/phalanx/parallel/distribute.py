@@ -27,10 +27,10 @@ from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, ref
 from phalanx.parallel.checks.same_samples_check import SampleWatch
 from phalanx.parallel.checks.step_check import StepWatch, watch_every_optimizer
 from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
-from phalanx.parallel.logical_replicas import hold_updates
 from phalanx.parallel.memory.guard.guarded_model import guard_memory
 from phalanx.parallel.memory.guard.guarded_step import guard_step
 from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.replicas.gate import hold_updates
 from phalanx.parallel.session import (
     StepPhase,
     applied_to,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from phalanx.data.loader.binding import Inputs, call
-from phalanx.plan.layer_profile import LayerKind, combined
+from phalanx.plan.report.layer_profile import LayerKind, combined
 
 
 @torch.no_grad()

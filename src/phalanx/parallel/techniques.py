@@ -16,7 +16,7 @@ from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, owner_of, shape_of
 from phalanx.parallel.session import Applied, model_record, session
-from phalanx.parallel.tensor.gathered_linear import average
+from phalanx.parallel.tensor.layers.gathered_linear import average
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import is_sum_of_ranks, reduced_along
 from phalanx.plan.rules.mesh import STAGE_AXIS

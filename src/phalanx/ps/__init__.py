@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
-    from phalanx.ps.bag_collection import BagCollection
     from phalanx.ps.client.prefetch import prefetch
     from phalanx.ps.embedding import SparseEmbedding
-    from phalanx.ps.embedding_bag import EmbeddingBag
+    from phalanx.ps.pooling.bag_collection import BagCollection
+    from phalanx.ps.pooling.embedding_bag import EmbeddingBag
     from phalanx.ps.queries import lookup
     from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, Uniform
     from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad
@@ -40,8 +40,8 @@ __all__ = [
 
 _HOMES = dict.fromkeys(__all__, "table.update_rules") | {
     **dict.fromkeys(("Constant", "CountFilter", "Normal", "Probability", "ShowClick", "Uniform"), "table.rules"),
-    "BagCollection": "bag_collection",
-    "EmbeddingBag": "embedding_bag",
+    "BagCollection": "pooling.bag_collection",
+    "EmbeddingBag": "pooling.embedding_bag",
     "SparseEmbedding": "embedding",
     "hash_ids": "text_ids",
     "lookup": "queries",

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
 from phalanx.ps.features import Feature, FeatureRows
-from phalanx.ps.ids import check_ids, check_per_id
-from phalanx.ps.jagged import like_jagged, values_of
+from phalanx.ps.ids import check_ids, check_per_id, like_jagged, values_of
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
 from phalanx.ps.table_module import Query, TableModule

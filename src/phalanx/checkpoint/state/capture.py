@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from phalanx.checkpoint.tensors.local_tensors import LocalTensor, ModelView, local_tensor, rank_name
 from phalanx.comm import context
-from phalanx.comm.random_state import RandomState
+from phalanx.comm.local.random_state import RandomState
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.replicas.replica_record import ReplicaRecord, streams_of
 from phalanx.parallel.optim.ema import EMA

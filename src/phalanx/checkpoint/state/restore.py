@@ -30,13 +30,13 @@ from phalanx.checkpoint.tensors.safetensors_file import bytes_of
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.comm import context
 from phalanx.comm.batch.random_streams import RandomStreams
-from phalanx.comm.random_state import RandomState, seed_all
+from phalanx.comm.local.random_state import RandomState, seed_all
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.replicas.replica_record import ReplicaRecord, part_of_group, ranks_of_part
 from phalanx.parallel.distribute import asked_replicas
 from phalanx.parallel.optim.ema import EMA
-from phalanx.parallel.resume_replicas import resume_replicas
+from phalanx.parallel.replicas.resume import resume_replicas
 from phalanx.parallel.session import is_distributed_optimizer, session
 from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part

@@ -8,7 +8,7 @@ import platform
 import re
 from pathlib import Path
 
-from phalanx.cluster import host_memory
+from phalanx.cluster import proc
 from phalanx.cluster.calibration.figures import Measured, read_measured
 from phalanx.cluster.calibration.interpolation import cores_each, with_ranks
 from phalanx.cluster.cgroup import ControlGroups
@@ -167,7 +167,7 @@ def processor_name() -> str:
 
 def memory_bytes() -> int:
     """Return the bytes of memory this process may use: the machine's, or what its container is given."""
-    total, (limit, _) = host_memory.total_bytes(), ControlGroups().memory_limit()
+    total, (limit, _) = proc.total_bytes(), ControlGroups().memory_limit()
     return total if limit is None else min(total, limit)
 
 

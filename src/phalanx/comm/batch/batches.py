@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.batch.input_time import input_time
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
-from phalanx.comm.script_line import script_line
+from phalanx.comm.local.script_line import script_line
 from phalanx.errors import ConfigError
 
 LoadedT = TypeVar("LoadedT")

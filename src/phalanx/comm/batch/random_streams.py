@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.comm.random_state import RandomState
+from phalanx.comm.local.random_state import RandomState
 
 
 class RandomStreams:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.comm.batch.random_streams import RandomStreams
 from phalanx.comm.batch.update_group import UpdateGroup
-from phalanx.comm.random_state import seed_all
+from phalanx.comm.local.random_state import seed_all
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from phalanx.comm.tensor_sharing import share_by_memfd
+from phalanx.comm.local.tensor_sharing import share_by_memfd
 from phalanx.data.pipeline.columns import samples_of
 from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.data.samples.batch import collate

@@ -8,7 +8,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from phalanx.comm.random_state import seed_all
+from phalanx.comm.local.random_state import seed_all
 from phalanx.data.sampling import python_state
 
 _spare = np.random.MT19937(0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm.random_state import seed_all
+from phalanx.comm.local.random_state import seed_all
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.sampling.seeding import seeded
 from phalanx.data.vision.pointwise import fuse

@@ -12,8 +12,8 @@ from typing import Any
 from phalanx.jobs.attempt.files import DETAIL_BYTES, ExitRecord
 from phalanx.jobs.models import Cause
 from phalanx.jobs.spec.training_job import TrainingJob
-from phalanx.launch.job.logs import ENDED
 from phalanx.launch.reports.log_tail import last_lines
+from phalanx.launch.reports.logs import ENDED
 
 _LAST_LINES = 30
 _MISUSED = 2

@@ -207,13 +207,13 @@ class JobService(Jobs):
             return ""
 
     def hang(self, job: str) -> str:
-        from phalanx.launch.job.logs import HANG
+        from phalanx.launch.reports.logs import HANG
 
         record = self.job(job)
         return "" if record.state.is_terminal else self._report_lines(record, HANG)
 
     def slow(self, job: str) -> str:
-        from phalanx.launch.job.logs import SLOW
+        from phalanx.launch.reports.logs import SLOW
 
         return self._report_lines(self.job(job), SLOW)
 

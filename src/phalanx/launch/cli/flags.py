@@ -314,9 +314,9 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     every rank writes LOG_DIR/workerlog.N. When a rank fails all end, and the last lines say which failed
     first and why.
     """  # noqa: D301
-    from phalanx.launch.job.console import Console
     from phalanx.launch.job.launcher import Launcher
     from phalanx.launch.job.meeting import InterruptedJobError
+    from phalanx.launch.reports.console import Console
 
     run_as = ctx.obj
     if values.pop("is_module"):

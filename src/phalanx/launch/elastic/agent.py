@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.view import Member, View
-from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.channel import UNREADABLE, MemberChannel
 from phalanx.launch.elastic.history import History
-from phalanx.launch.elastic.joiners import Joiners
+from phalanx.launch.elastic.joiners import Joiners, RestartBudget
 from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.elastic.rank_host import MemberExit, RankHost
 from phalanx.launch.elastic.scaling import Scaling

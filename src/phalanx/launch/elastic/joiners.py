@@ -1,17 +1,53 @@
-"""`Joiners`: starts processes of a node that join an elastic job, and ends those that are not needed any more."""
+"""`Joiners`, `RestartBudget`: start processes that join an elastic job, as often as it may; end those too many."""
 
 from __future__ import annotations
 
 import logging
 import signal
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.elastic.rank_host import RankHost
 
 logger = logging.getLogger("phalanx.launch")
+
+WINDOW_S = 600.0
+DEFAULT_IN_WINDOW = 3
+"""Replacements within `WINDOW_S` unless --max_restarts says how many there may be in all."""
+
+
+@dataclass
+class RestartBudget:
+    """Counts replacements: `total` in all, or, where that is None, `DEFAULT_IN_WINDOW` within `WINDOW_S`."""
+
+    total: int | None
+    max_restarts: int = 0
+    """What --max_restarts allows in all, of whole restarts too."""
+
+    _times: deque[float] = field(default_factory=deque)
+
+    def remaining(self, now: float) -> int:
+        """Return how many ranks may be replaced at `now`."""
+        if self.total is not None:
+            return self.total
+        while self._times and now - self._times[0] >= WINDOW_S:
+            self._times.popleft()
+        return DEFAULT_IN_WINDOW - len(self._times)
+
+    def spend(self, now: float) -> None:
+        """Count one replacement."""
+        if self.total is not None:
+            self.total -= 1
+        self._times.append(now)
+
+    @property
+    def limit(self) -> str:
+        """The limit in words."""
+        if self.total is not None:
+            return f"all {self.max_restarts} of --max_restarts {self.max_restarts} are used"
+        return f"{DEFAULT_IN_WINDOW} in {WINDOW_S / 60:g} minutes; --max_restarts changes it"
 
 
 @dataclass

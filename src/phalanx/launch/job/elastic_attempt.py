@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from phalanx.cluster.view import Member, View
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.agent import ElasticAgent
-from phalanx.launch.elastic.budget import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.history import EpochEvent
+from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.nodes.probes import NodeProbes
 from phalanx.launch.elastic.rank_host import MemberExit
 from phalanx.launch.hang.observe import Watched

@@ -19,14 +19,12 @@ from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PeerLostError, PhalanxError
 from phalanx.i18n import language, tr
 from phalanx.launch import preload
-from phalanx.launch.elastic.budget import RestartBudget
+from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangSettings, HangWatch
 from phalanx.launch.job import attempt_resources, registry
-from phalanx.launch.job.console import Console
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
 from phalanx.launch.job.local_attempt import STOP_GRACE_S, LocalAttempt, Outcome
-from phalanx.launch.job.logs import LogFolder
 from phalanx.launch.job.meeting import exchange_offers, join_link, meet_elastic
 from phalanx.launch.job.start import Starter
 from phalanx.launch.job.start_messages import describe_threads, say_start, say_topology
@@ -35,6 +33,8 @@ from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.reports import report
+from phalanx.launch.reports.console import Console
+from phalanx.launch.reports.logs import LogFolder
 from phalanx.launch.reports.root_cause import first_failure
 from phalanx.launch.request import options_from_rank_table, options_from_scheduler
 from phalanx.launch.request.machine import Machine

@@ -17,10 +17,10 @@ from phalanx.errors import InternalError
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangWatch
-from phalanx.launch.job.console import Console
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
+from phalanx.launch.reports.console import Console
 from phalanx.launch.reports.exit_records import ExitRecords
 from phalanx.launch.reports.report import describe_exit, render_hang
 from phalanx.launch.reports.root_cause import ProcessExit, is_consequence

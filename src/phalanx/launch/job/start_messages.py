@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from phalanx.launch.job import attempt_resources
-from phalanx.launch.job.console import Console
 from phalanx.launch.process import environment
 from phalanx.launch.reports import report
+from phalanx.launch.reports.console import Console
 from phalanx.launch.request import preflight
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options

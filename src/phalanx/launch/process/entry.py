@@ -172,7 +172,7 @@ def _spare_shared_memory() -> None:
 
     # In a server without torch the script imports it later, if at all, and then it is as without a launcher.
     if "torch" in sys.modules and has_little_shared_memory():
-        from phalanx.comm.tensor_sharing import share_by_memfd
+        from phalanx.comm.local.tensor_sharing import share_by_memfd
 
         share_by_memfd()
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from phalanx.comm.call_count import calls_issued
+from phalanx.comm.local.call_count import calls_issued
 from phalanx.parallel.session import is_anything_distributed
 
 logger = logging.getLogger("phalanx.launch")

@@ -208,7 +208,7 @@ def _rounded(moment: float) -> float:
 
 def _requests() -> Iterator[Call]:
     """Requests to parameter servers that have no answer."""
-    connection = sys.modules.get("phalanx.ps.wire.connection")
+    connection = sys.modules.get("phalanx.ps.wire.client.connection")
     if connection is None:
         return
     for server, pending in connection.oldest_requests():

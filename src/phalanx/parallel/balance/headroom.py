@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from phalanx.cluster.cgroup import ControlGroups
-from phalanx.cluster.host_memory import available_bytes, process_memory
+from phalanx.cluster.proc import available_bytes, process_memory
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
 from phalanx.parallel.data.replicas.replica_sums import PartialSums

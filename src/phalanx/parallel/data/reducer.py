@@ -50,11 +50,10 @@ from phalanx.parallel.data.bucket_buffers import (
 )
 from phalanx.parallel.data.bucket_copies import put_buffers, put_gradient, take_back
 from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, reduction_for
-from phalanx.parallel.data.reduction_errors import check_overflow, label_of, peer_lost
+from phalanx.parallel.data.reduction_errors import UnusedParameters, check_overflow, label_of, peer_lost
 from phalanx.parallel.data.replicas.replica_round import ReplicaRound, gradient_group
 from phalanx.parallel.data.running_reducers import RunningReducers, check_no_graph
 from phalanx.parallel.data.sample_weights import sample_weight_hook, times
-from phalanx.parallel.data.unused_parameters import UnusedParameters
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import session
 from phalanx.plan.buckets import GradientBucket

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.cluster.host_memory import available_bytes, process_memory
+from phalanx.cluster.proc import available_bytes, process_memory
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)")
 _WORDS = (

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
-from phalanx.comm.random_state import RandomState
+from phalanx.comm.local.random_state import RandomState
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
 from phalanx.errors import ConfigError, CorruptionError
 from phalanx.parallel.numerics.audit_payload import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.random_state import RandomState
+from phalanx.comm.local.random_state import RandomState
 from phalanx.errors import ConfigError
 
 

@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from phalanx.comm.random_state import RandomState
-from phalanx.comm.script_line import script_line
+from phalanx.comm.local.random_state import RandomState
+from phalanx.comm.local.script_line import script_line
 from phalanx.errors import NotFiniteError
 from phalanx.parallel.numerics.locate import (
     LossSeen,

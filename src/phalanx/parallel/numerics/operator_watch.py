@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.batch.batches import tensors_in
-from phalanx.comm.script_line import script_line
+from phalanx.comm.local.script_line import script_line
 from phalanx.parallel.numerics.origin import WHOLE_MODEL, is_finite
 
 _MASKS = frozenset(

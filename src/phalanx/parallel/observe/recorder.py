@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.comm import context
 from phalanx.comm.batch.batches import tensors_in
-from phalanx.comm.random_state import RandomState
+from phalanx.comm.local.random_state import RandomState
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script, unwrapped
 from phalanx.parallel.observe.rows import MOST_ROWS, digest_rows, sum_rows

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from phalanx.comm import collectives
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
-from phalanx.parallel.tensor.dropout import drop_part
+from phalanx.parallel.tensor.layers.dropout import drop_part
 from phalanx.parallel.tensor.mappings import copy_to, gather_from, scatter_to
 from phalanx.parallel.tensor.shard_spec import ShardSpec
 

@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.session import applied_to, model_record
 from phalanx.parallel.tensor.expert_modules import EXPERTS_KIND, holds_experts
-from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
+from phalanx.parallel.tensor.layers.gathered_linear import ModelParallelLinear
 from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, MODEL_AXIS
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
 from phalanx.plan.styles import STYLES, StyleName, weight_dim

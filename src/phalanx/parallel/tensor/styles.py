@@ -11,12 +11,12 @@ from torch import nn
 from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.tensor.context import check_context
-from phalanx.parallel.tensor.dropout import ShardedDropout
 from phalanx.parallel.tensor.expert_modules import EXPERTS_KIND, holds_experts
-from phalanx.parallel.tensor.gathered_linear import GatheredRowLinear, ModelParallelLinear
-from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
+from phalanx.parallel.tensor.layers.dropout import ShardedDropout
+from phalanx.parallel.tensor.layers.gathered_linear import GatheredRowLinear, ModelParallelLinear
+from phalanx.parallel.tensor.layers.linear import ColumnLinear, RowLinear
+from phalanx.parallel.tensor.layers.vocab import VocabEmbedding
 from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes
-from phalanx.parallel.tensor.vocab import VocabEmbedding
 from phalanx.plan.styles import STYLES, ParallelStyle, weight_dim
 from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, Plan, Shard, matches
 

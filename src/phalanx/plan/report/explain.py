@@ -13,9 +13,9 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from phalanx.plan.buckets import all_reduce_buckets
-from phalanx.plan.layer_profile import LayerKind, fractions, fractions_table
 from phalanx.plan.memory import Memory, StateOf, memory_of, memory_table
 from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
+from phalanx.plan.report.layer_profile import LayerKind, fractions, fractions_table
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
 from phalanx.plan.styles import STYLES

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.ps.client.update_sums import sum_updates
 from phalanx.ps.stores.base import PendingRows, PullSpec, Rows, TableStore
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.stores.update_sums import sum_updates
 from phalanx.ps.table.rules import TableSpec
 
 MAX_PREFETCHED = 64

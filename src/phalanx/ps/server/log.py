@@ -1,4 +1,4 @@
-"""`Log`: the write-ahead log of a server, in segments.
+"""`Log`, `LogEntry`: the write-ahead log of a server, in segments, and one request in it.
 
 A log is a folder of segments `log-<number>`, each a sequence of records. A record is written whole before its request
 is applied, so a full disk refuses the request and leaves the tables as they were. With durability `disk` an answer also
@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from phalanx._core import ServerLog
 from phalanx.files import sync_directory
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, pack, read_records
+from phalanx.ps.stores.update import TableUpdate, unpack_updates
 
 Durability = Literal["process", "disk"]
 
@@ -123,3 +125,32 @@ class Log:
     def close(self) -> None:
         """Flush what is written and close the newest segment."""
         self.native.close()
+
+
+UNLOGGED = "unlogged"
+"""Operation of an entry which says that tables now hold what the log does not; the next base does."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One checked request."""
+
+    op: str
+    client: int
+    seq: int
+    meta: Mapping[str, Any]
+    """Of a push: `step` and `weight`."""
+
+    updates: Sequence[TableUpdate] = ()
+    """Of a push."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the JSON object of the record of a request of control; the engine writes those of pushes."""
+        return {"op": self.op, "client": self.client, "seq": self.seq, "meta": self.meta}
+
+    @classmethod
+    def of(cls, record: Record) -> LogEntry:
+        """Return the entry in a record."""
+        meta = dict(record.meta["meta"])
+        updates = unpack_updates(meta.pop("changes", ()), record.arrays) if record.meta["op"] == "push" else ()
+        return cls(record.meta["op"], record.meta["client"], record.meta["seq"], meta, updates)

@@ -13,20 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from phalanx.cluster.cgroup import ControlGroups
 from phalanx.cluster.env.environment import Environment
+from phalanx.cluster.proc import total_bytes
 from phalanx.cluster.role.role import Role
 from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
-from phalanx.ps.server.row_budget import default_budget
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_check import SnapshotTableCheck
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.server.status import StatusFile
 from phalanx.ps.wire.address import listening_sockets
-from phalanx.ps.wire.listener import Listener
 from phalanx.ps.wire.progress import Startup, WorkProgress, WorkReporter
+from phalanx.ps.wire.server.listener import Listener
 
 TICK_S = 0.2
 GRACE_S = 2.0
@@ -284,3 +285,10 @@ class _SigtermFlag:
 
     def _see(self, *_: object) -> None:
         self.seen = True
+
+
+def default_budget() -> int:
+    """Return nine tenths of the memory that this process's control groups, or the host, have."""
+    limit, _ = ControlGroups().memory_limit()
+    total = total_bytes()
+    return min(limit or total, total) * 9 // 10

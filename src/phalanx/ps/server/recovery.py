@@ -19,8 +19,7 @@ from typing import Any
 
 from phalanx.errors import BackendError, ClosedError, DataError, PhalanxError
 from phalanx.files import sync_directory, write_atomically
-from phalanx.ps.server.log import Durability, Log, log_bytes, replay
-from phalanx.ps.server.log_entry import LogEntry
+from phalanx.ps.server.log import Durability, Log, LogEntry, log_bytes, replay
 from phalanx.ps.server.presence import ServerPresence
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService

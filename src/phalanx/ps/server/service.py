@@ -27,8 +27,7 @@ from phalanx.errors import (
     did_you_mean,
 )
 from phalanx.ps.server.load_turn import LoadTurn
-from phalanx.ps.server.log import Log
-from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
+from phalanx.ps.server.log import UNLOGGED, Log, LogEntry
 from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.write_freeze import WriteFreeze
 from phalanx.ps.snapshot.save import LEFT

@@ -12,18 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import numpy as np
 from pydantic import ValidationError
 
 from phalanx._core import ServerEngine
 from phalanx.errors import ConfigError
 from phalanx.ps.server.clients import ClientStates
 from phalanx.ps.server.clocks import Clocks, check_worker
-from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
-from phalanx.ps.server.updates import engine_updates
+from phalanx.ps.server.log import UNLOGGED, LogEntry
 from phalanx.ps.snapshot.read import SnapshotSource
-from phalanx.ps.stores.base import ServerMode
+from phalanx.ps.snapshot.records import Array
+from phalanx.ps.stores.base import Keys, ServerMode
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet, get_table
+from phalanx.ps.stores.update import COLUMNS, KINDS, TableUpdate
 from phalanx.ps.table.native import NativeTable
 from phalanx.ps.table.placement import shards_owned, table_salt
 from phalanx.ps.table.rules import TableSpec, check_same_spec, table_spec
@@ -273,3 +275,25 @@ def _spec(value: object) -> TableSpec:
         return table_spec(value)
     except ValidationError as e:
         raise ConfigError(f"A declared table is malformed: {e}") from e
+
+
+EngineUpdate = tuple[int, int, Keys, Array, float | None, Array | None, Array | None, Array | None]
+"""Salt, kind, keys, values, rate and `COLUMNS`."""
+
+
+def engine_updates(tables: TableSet, updates: Sequence[TableUpdate]) -> list[EngineUpdate]:
+    """Return updates as the engine takes them.
+
+    Raises:
+        ConfigError: If there is no such table, or an update does not fit it.
+    """
+    for update in updates:
+        tables.check(update)
+    return [_pack(update) for update in updates]
+
+
+def _pack(update: TableUpdate) -> EngineUpdate:
+    columns = [getattr(update, name) for name in COLUMNS]
+    counts, shows, clicks = (None if column is None else np.ascontiguousarray(column) for column in columns)
+    lr = None if update.lr is None else float(update.lr)
+    return table_salt(update.table), KINDS.index(update.kind), update.keys, update.values, lr, counts, shows, clicks

@@ -6,8 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from phalanx.errors import DataError
-from phalanx.ps.server.log import segments
-from phalanx.ps.server.log_entry import UNLOGGED, LogEntry
+from phalanx.ps.server.log import UNLOGGED, LogEntry, segments
 from phalanx.ps.server.presence import read_server_number
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.state import ServerState

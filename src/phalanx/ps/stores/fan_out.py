@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.errors import PhalanxError
 from phalanx.ps.stores.partition import ServerPart
-from phalanx.ps.wire.connection import Connection, ReplyTurn, StartedRequest
+from phalanx.ps.wire.client.connection import Connection, ReplyTurn, StartedRequest
 from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
 from phalanx.ps.wire.frame import Bytes, FrameError
 from phalanx.ps.wire.message import Pending

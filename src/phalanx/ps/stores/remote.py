@@ -36,7 +36,7 @@ from phalanx.ps.stores.tables import get_table
 from phalanx.ps.stores.update import TableUpdate, check_keys
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.client.connection import Connection
 from phalanx.ps.wire.data_frame import ValueType
 from phalanx.ps.wire.message import RpcReply
 

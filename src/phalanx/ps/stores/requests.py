@@ -11,7 +11,7 @@ from phalanx.ps.stores.base import Keys, Rows
 from phalanx.ps.stores.fan_out import collect, post_all
 from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers, ServerPart
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.client.connection import Connection
 from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
 from phalanx.ps.wire.frame import Bytes, FrameKind
 from phalanx.ps.wire.message import Pending

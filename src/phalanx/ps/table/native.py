@@ -1,15 +1,19 @@
-"""`NativeTable`: the C++ embedding table with argument checks."""
+"""`NativeTable`: the C++ embedding table with argument checks, and the folder of its rows that leave memory."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import fields
+from pathlib import Path
 
 from phalanx._core import EmbeddingTable
+from phalanx.cluster.env.environment import Environment
+from phalanx.errors import ConfigError
 from phalanx.ps.table.arrays import Columns, Keys, check_columns, check_shard
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.row_layout import layout_of
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.spill_folder import spill_folder
 
 
 class NativeTable(EmbeddingTable):
@@ -61,3 +65,23 @@ class NativeMoment:
     def end(self) -> None:
         """Let go of what was not read."""
         self._table.end_moment(self._number)
+
+
+def spill_folder() -> str:
+    """Return the folder for the files of tables: the one that is set, a server's own, or one for temporary files.
+
+    Raises:
+        ConfigError: If it is not there and cannot be made.
+    """
+    settings = Environment(os.environ)
+    folder = settings.text("PHALANX_SPILL_DIR") or settings.text("PHALANX_SERVER_DIR")
+    if folder is None:
+        return tempfile.gettempdir()
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Tables with max_bytes keep rows in {folder}, which cannot be made: {error.strerror}. "
+            "Set PHALANX_SPILL_DIR to a folder on a disk with room."
+        ) from error
+    return folder

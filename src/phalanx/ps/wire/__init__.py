@@ -5,8 +5,8 @@ A client's `Connection` takes an operation, a JSON object and arrays, and gives 
 `link` for the client, or `listener` and `session` for the server; `frame` has the bytes.
 """
 
-from phalanx.ps.wire.connection import Connection
-from phalanx.ps.wire.listener import Listener
+from phalanx.ps.wire.client.connection import Connection
 from phalanx.ps.wire.message import Handler, Pending, RpcReply, RpcRequest
+from phalanx.ps.wire.server.listener import Listener
 
 __all__ = ["Connection", "Handler", "Listener", "Pending", "RpcReply", "RpcRequest"]

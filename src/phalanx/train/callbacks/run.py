@@ -41,8 +41,7 @@ from phalanx.parallel.step.gate import has_updated
 from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, read_callbacks
 from phalanx.train.callbacks.dispatch import SIGNALLED, CallbackDispatcher
-from phalanx.train.callbacks.measure import EpochClock, Throughput, memory
-from phalanx.train.callbacks.round_loss import RoundLoss, batches_per_step
+from phalanx.train.callbacks.measure import EpochClock, RoundLoss, Throughput, batches_per_step, memory
 from phalanx.train.metrics.base import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")

@@ -10,7 +10,7 @@ from phalanx.comm import transfers
 from phalanx.comm.groups import along_axis
 from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.session import applied_to
-from phalanx.parallel.tensor.linear import ColumnLinear
+from phalanx.parallel.tensor.layers.linear import ColumnLinear
 from phalanx.parallel.tensor.mappings import reduce_from
 from phalanx.parallel.tensor.shard_spec import ShardSpec
 from phalanx.plan.styles import STYLES

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.call_count import calls_issued
+from phalanx.comm.local.call_count import calls_issued
 from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.free_memory import can_run_out
 from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError

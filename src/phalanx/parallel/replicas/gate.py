@@ -1,4 +1,4 @@
-"""`use_replicas`, `ReplicaGate`: assign logical replicas to ranks, and hold optimizer steps until the last of them.
+"""`ReplicaGate`: hold the steps of an optimizer back until this rank's last logical replica has made its pass.
 
 A round is one global batch: every rank runs its replicas one after the other, each with a pass of the script's loop. A
 step of an optimizer holds back until the rank's last replica; then gradients are added up over all replicas.
@@ -10,83 +10,20 @@ import logging
 import weakref
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.comm.batch.replicas import Replicas, assign_replicas
+from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.batch.update_group import UpdateGroup
 from phalanx.comm.context import Context
-from phalanx.comm.elastic import membership as members
-from phalanx.errors import ConfigError, PlanError
+from phalanx.errors import ConfigError
 from phalanx.parallel.elastic.peer_state import schedulers_of
 from phalanx.parallel.elastic.recovery import ElasticRecovery
-from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import StepPhase
 from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.hooks import add_action
-from phalanx.parallel.zero.elastic_plan import describe, shards_of_plan, why_inelastic
-from phalanx.plan.rules.mesh import CONTEXT_AXIS, MODEL_AXIS, STAGE_AXIS
-from phalanx.plan.styles import STYLES
-from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
 logger = logging.getLogger("phalanx.parallel")
-
-
-def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
-    """Split training batches over the logical replicas of a Plan, if it has any, and set its number of threads.
-
-    Raises:
-        PlanError: If the Plan has something that replicas cannot be exact with.
-        ConfigError: If there are fewer replicas than ranks.
-    """
-    membership = members.current()
-    if plan.step.replicas is None:
-        if membership is not None:
-            raise ConfigError(
-                "An elastic job (-n MIN:MAX) needs a fixed number of logical replicas. Add --replicas N, or replicas=N "
-                "to px.distribute."
-            )
-        context.use_replicas(None)
-        return
-    assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes))
-    is_shared = membership is not None or len(assignment) < plan.step.replicas
-    reason = why_inexact(plan, is_shared=is_shared) or (None if membership is None else _inelastic(plan))
-    if reason is not None:
-        raise PlanError(f"logical replicas cannot be combined with {reason}.")
-    split_over_replicas(plan, assignment, mesh, context)
-    update = shards_of_plan(plan)
-    if update is not None and membership is not None:
-        context.recovery.is_sharded = True
-        if context.rank == 0:
-            log = logger.info if update.mirror else logger.warning
-            log("%s", describe(update))
-    if context.rank == 0:
-        most = max(map(len, assignment))
-        logger.info(
-            "logical replicas: %d, ranks: %d, replicas per rank: at most %d, threads per replica: %d; the weights have "
-            "the same bits on any number of ranks%s",
-            plan.step.replicas,
-            len(assignment),
-            most,
-            plan.step.replica_threads,
-            _limits(context),
-        )
-
-
-def split_over_replicas(plan: Plan, assignment: tuple[range, ...], mesh: Mesh, context: Context) -> None:
-    """Assign the replicas of a Plan to its ranks, and compute with its number of threads."""
-    before = context.replicas
-    if before is None or (before.count, len(before.assignment)) != (plan.step.replicas, len(assignment)):
-        index, membership = mesh.index(mesh.batch_axes), members.current()
-        replicas = Replicas(
-            assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None
-        )
-        context.use_replicas(replicas)
-        context.recovery = None if membership is None else ElasticRecovery(context, membership, replicas)
-    torch.set_num_threads(plan.step.replica_threads)
 
 
 def hold_updates(optimizer: Optimizer, context: Context) -> None:
@@ -97,89 +34,6 @@ def hold_updates(optimizer: Optimizer, context: Context) -> None:
     add_action(optimizer, StepPhase.WAIT_FOR_REPLICAS, ReplicaGate(replicas, context.recovery).admit)
     if replicas.are_shared:
         refuse_torch_scaler(optimizer, "ranks hold several logical replicas, and it cannot see that an update waits")
-
-
-def _limits(context: Context) -> str:
-    """Return what the promise of equal bits depends on, as the end of a sentence."""
-    if context.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        return " of one kind of GPU, if torch.use_deterministic_algorithms(True) is set, which it is not"
-    return f" with {'GPUs' if context.device.type == 'cuda' else 'processors'} of one kind"
-
-
-def why_inexact(plan: Plan, *, is_shared: bool) -> str | None:
-    """Return what of a Plan has other bits on other numbers of ranks; None if nothing does.
-
-    Args:
-        plan: The Plan.
-        is_shared: Whether some rank holds several replicas.
-    """
-    groups = {*plan.step.batch_axes, MODEL_AXIS, STAGE_AXIS, CONTEXT_AXIS}
-    other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in groups), None)
-    if other is not None:
-        return f"the mesh axis {other!r}, along which nothing is known of the order of sums"
-    if any(rule.style is not None and STYLES[rule.style].shards_experts for rule in plan.modules):
-        return "experts dealt to ranks, which add up the gradients of tokens in an order that depends on the ranks"
-    if not plan.step.broadcast:
-        return "parameter_broadcast=False, by which each rank begins with parameters of its own"
-    if not plan.step.sync_buffers and is_shared:
-        return "sync_buffers=False on fewer ranks than replicas"
-    for rule in plan.params:
-        if not isinstance(rule.update, AllReduce | ReduceScatter | Frozen):
-            return f"the update {rule.update.kind!r}, which depends on the number of ranks"
-        if isinstance(rule.update, AllReduce) and (rule.update.wire_dtype or rule.update.route == "hierarchical"):
-            return "fp16_allreduce or use_hierarchical_allreduce, which round by rank or by host"
-        if isinstance(rule.update, ReduceScatter) and rule.update.wire_dtype:
-            return "a dtype of its own for the gradients of sharding"
-    if plan.step.sync_bn and is_shared:
-        return (
-            "sync_batch_norm on fewer ranks than replicas: a layer waits for the samples of all replicas, and those of "
-            "one rank run one after the other. Start as many ranks as there are replicas, or turn it off"
-        )
-    return _inexact_together(plan, is_shared=is_shared)
-
-
-def _inexact_together(plan: Plan, *, is_shared: bool) -> str | None:
-    """Return which two techniques of a Plan have other bits on other numbers of ranks; None if none have."""
-    accumulates = plan.step.accumulate > 1 and is_shared
-    is_sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
-    has_stages = any(axis.size > 1 and axis.name == STAGE_AXIS for axis in plan.mesh)
-    if is_sharded and any(axis.size > 1 and axis.name == CONTEXT_AXIS for axis in plan.mesh):
-        return "sharding and context parallel together, which add up gradients at once"
-    if has_stages and is_sharded:
-        return "sharding of a pipeline's stages, which adds up their gradients by rank"
-    if has_stages and accumulates:
-        return "gradient_merge of a pipeline on fewer ranks than replicas. Ask for more micro-batches instead"
-    if is_sharded and accumulates:
-        return "gradient_merge and sharding together on fewer ranks than replicas"
-    return None
-
-
-def check_statistics(model: nn.Module, plan: Plan) -> None:
-    """Raise unless what layers count in a forward pass can be the same on other numbers of ranks.
-
-    Raises:
-        PlanError: If a pipeline has a layer whose statistics depend on how many micro-batches there were.
-    """
-    has_stages = any(axis.size > 1 and axis.name == STAGE_AXIS for axis in plan.mesh)
-    for name, module in model.named_modules() if has_stages and plan.step.replicas else ():
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
-            raise PlanError(
-                f"{name!r} averages its statistics over all micro-batches (momentum=None), and logical replicas with "
-                "other numbers of rows are cut into other numbers of these. Give it a momentum, 0.1."
-            )
-
-
-def _inelastic(plan: Plan) -> str | None:
-    """Return what of a Plan is lost with a rank; None if nothing is."""
-    if (why := why_inelastic(plan)) is not None:
-        return why
-    if any(axis.size > 1 and axis.name not in plan.step.batch_axes for axis in plan.mesh):
-        return "model parallel where ranks may leave and join (-n a:b): what a lost rank holds has no other copy"
-    if plan.step.balance is not None:
-        return "balance where ranks may leave and join (-n a:b), which share replicas out evenly"
-    if plan.step.accumulate > 1:
-        return "gradient_merge where ranks may leave and join (-n a:b): what a lost rank accumulated is gone"
-    return None
 
 
 class ReplicaGate:

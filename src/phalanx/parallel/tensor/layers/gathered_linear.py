@@ -21,7 +21,7 @@ from phalanx.comm import collectives, context, transfers
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.sample_weights import row_weight, with_gradient_times
-from phalanx.parallel.tensor.linear import require_width
+from phalanx.parallel.tensor.layers.linear import require_width
 from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes, hold
 
 

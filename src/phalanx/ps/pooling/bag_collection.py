@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ps.embedding_bag import EmbeddingBag
+from phalanx.ps.pooling.embedding_bag import EmbeddingBag
 from phalanx.ps.queries import lookup
 
 COLLECTION = ("embedding_bag_configs", "embedding_bags", "is_weighted")

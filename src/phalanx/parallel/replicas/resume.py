@@ -19,8 +19,10 @@ from phalanx.errors import PlanError
 from phalanx.parallel.checks.step_check import watch_every_optimizer
 from phalanx.parallel.data.replicas.replica_record import ReplicaRecord
 from phalanx.parallel.elastic.peer_state import schedulers_of
-from phalanx.parallel.logical_replicas import check_statistics, hold_updates, split_over_replicas, why_inexact
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.replicas.assign import split_over_replicas
+from phalanx.parallel.replicas.exactness import check_statistics, why_inexact
+from phalanx.parallel.replicas.gate import hold_updates
 from phalanx.parallel.session import (
     StepPhase,
     accumulation_of,

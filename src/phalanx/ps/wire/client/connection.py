@@ -15,11 +15,10 @@ import numpy as np
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.ps.wire.channel import Channel, error_text
-from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
+from phalanx.ps.wire.client.dial import LONGEST_PAUSE_S, Dialer, Patience
+from phalanx.ps.wire.client.link import InFlight, ServerLink
 from phalanx.ps.wire.frame import Array, Bytes
-from phalanx.ps.wire.link import InFlight, ServerLink
 from phalanx.ps.wire.message import ControlRequest, Pending, RpcReply, WireRequest
-from phalanx.ps.wire.patience import Patience
 from phalanx.ps.wire.segments import SegmentLease
 
 _log = logging.getLogger("phalanx.ps.wire")

@@ -15,7 +15,7 @@ from phalanx.ps.wire import address
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
 from phalanx.ps.wire.message import Handler
 from phalanx.ps.wire.progress import Startup
-from phalanx.ps.wire.session import ServerConfig, Session
+from phalanx.ps.wire.server.session import ServerConfig, Session
 from phalanx.ps.wire.tls import Certificate
 from phalanx.versions import HAS_NATIVE
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.ids import check_ids, check_per_id
-from phalanx.ps.jagged import offsets_of, values_of
+from phalanx.ps.ids import check_ids, check_per_id, offsets_of, values_of
 
 
 @dataclass(frozen=True, slots=True)

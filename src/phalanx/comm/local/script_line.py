@@ -9,7 +9,8 @@ from types import FrameType
 import torch
 
 _LIBRARIES = tuple(
-    os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 )
 
 

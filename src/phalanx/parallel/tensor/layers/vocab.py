@@ -12,7 +12,7 @@ from phalanx.comm import transfers
 from phalanx.comm.collectives import apply_function, ranks_of
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.linear import reduce_output
+from phalanx.parallel.tensor.layers.linear import reduce_output
 from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 

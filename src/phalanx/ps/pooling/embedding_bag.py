@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ps.bags import Bags, read_bags
 from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
 from phalanx.ps.features import Feature, FeatureRows
+from phalanx.ps.pooling.bags import Bags, read_bags
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
 from phalanx.ps.table_module import Query, TableModule
