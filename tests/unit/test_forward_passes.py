@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.batch.batches import Batches, BatchShare
+from phalanx.comm.batch.batches import Batches
 from phalanx.comm.batch.passes import Passes
+from phalanx.comm.batch.share import BatchShare
 from phalanx.comm.context import current, init, shutdown
 from phalanx.parallel.data.forward_passes import follow_forward_passes
 

@@ -18,10 +18,10 @@ from phalanx.cluster.role.role import Role
 from phalanx.cluster.view import View
 from phalanx.comm import agreement, process_group, threads
 from phalanx.comm.batch.batches import Batches
-from phalanx.comm.batch.batches import BatchShare as BatchShare
 from phalanx.comm.batch.passes import Passes
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.batch.sample_split import SampleSplit
+from phalanx.comm.batch.share import BatchShare as BatchShare
 from phalanx.comm.elastic import membership
 from phalanx.comm.elastic.membership import MembershipClient
 from phalanx.comm.local.logging_setup import speak

@@ -11,70 +11,16 @@ weighs differently at its end is refused at the beginning.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
-
 from phalanx.comm.batch.input_time import input_time
+from phalanx.comm.batch.loaded_batches import BatchMemory, Iteration, LoadedBatch, WaitingBatches, tensors_in
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
+from phalanx.comm.batch.share import BatchShare, Shares
 from phalanx.comm.local.script_line import script_line
-from phalanx.errors import ConfigError
 
 LoadedT = TypeVar("LoadedT")
-
-READ_AHEAD = 64
-"""Batches, of which nothing is left, that may wait to be computed on; a loop that reads further ahead keeps them."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShare:
-    """How much of the current global batch this rank holds."""
-
-    rows: int
-    """Rows of this rank's batch that count; 0 for a batch that only keeps the ranks in step."""
-
-    global_rows: int
-    """Rows of the whole global batch, over all ranks."""
-
-    @property
-    def weight(self) -> float:
-        """Weight of this rank's mean gradient in the gradient of the global mean; the ranks' weights add up to 1."""
-        return self.rows / self.global_rows
-
-
-Shares = tuple[BatchShare, ...]
-"""What a computation may be of: a single share when its batch is known, none when every rank weighs the same."""
-
-
-@dataclass(eq=False, slots=True)
-class Iteration:
-    """One pass of a script over a loader."""
-
-    is_training: bool
-    shares: Shares = ()
-    """What its batches may be, as far as that is known before they come."""
-
-    is_resumed: bool = False
-    """Whether it begins inside an epoch."""
-
-    rounds: int | None = None
-    """Global batches of it; None where that is not known, or of no use."""
-
-    count: int = 0
-    """Batches given out."""
-
-    is_used: bool = False
-    """Whether something was computed on one of its batches."""
-
-    is_over: bool = False
-
-    left_at: str = ""
-    """File and line at which the loop left it before its end."""
 
 
 class BatchClock(Protocol):
@@ -85,26 +31,6 @@ class BatchClock(Protocol):
 
     def end_input(self, rows: int | None) -> None:
         """Note that the loader has it, with how many rows; None if there is none left."""
-
-
-@dataclass(eq=False, slots=True)
-class _LoadedBatch:
-    """A batch that a loader gave out."""
-
-    share: BatchShare
-    iteration: Iteration
-    number: int
-    """Its place among all that were given out."""
-
-    turn: ReplicaTurn | None = None
-    """The logical replica that computes on it."""
-
-    memory: list[StorageWeakRef] = field(default_factory=list)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether none of its tensors is left."""
-        return all(storage.expired() for storage in self.memory)
 
 
 class Batches:
@@ -126,15 +52,15 @@ class Batches:
         self.passes = 0
         """Passes over loaders of such batches that began."""
 
-        self._waiting = _Waiting()
-        self._passed = _Waiting()
+        self._waiting = WaitingBatches()
+        self._passed = WaitingBatches()
         """Batches of which nothing is left and that a script seems to have looked at only, for statistics say. It may
         have kept copies: what is computed on while no loader gives out batches may be of them."""
 
-        self._current: _LoadedBatch | None = None
+        self._current: LoadedBatch | None = None
         """The training batch computed on last, if none was given out since."""
 
-        self._named: _LoadedBatch | None = None
+        self._named: LoadedBatch | None = None
         """What `use` named, likewise."""
 
         self._is_evaluating = False
@@ -143,12 +69,9 @@ class Batches:
         self._before_evaluation: BatchShare | None = None
         """What was in hand before it."""
 
-        self._places: dict[int, dict[tuple[int, int], tuple[StorageWeakRef, _LoadedBatch]]] = {}
-        """By storage: from the first byte of a tensor to behind its last, the batch it belongs to."""
-
-        self._full = 1024
+        self._memory = BatchMemory()
         self._count = 0
-        self._used: list[_LoadedBatch] = []
+        self._used: list[LoadedBatch] = []
         """The training batches that were recognised in forward passes since the last backward pass."""
 
     @property
@@ -203,9 +126,9 @@ class Batches:
     def give(self, batch: Any, share: BatchShare, iteration: Iteration, turn: ReplicaTurn | None = None) -> None:
         """Register a batch that is given out now; the turn of its replica begins."""
         self._count += 1
-        entry = _LoadedBatch(share, iteration, self._count, turn)
+        entry = LoadedBatch(share, iteration, self._count, turn)
         for tensor in tensors_in(batch):
-            self._place(tensor, entry)
+            self._memory.place(tensor, entry)
         iteration.count += 1
         if not iteration.is_training and not self._is_evaluating:
             self._before_evaluation = self.in_hand
@@ -253,7 +176,7 @@ class Batches:
         Returns:
             Whether a loader gave it out.
         """
-        recognised = self._recognise(batch)
+        recognised = self._memory.batches_of(batch)
         if len(recognised) != 1:
             return False
         self._use(recognised[0])
@@ -267,7 +190,7 @@ class Batches:
             inputs: Anything with tensors in it.
             is_training: Whether gradients will be asked for.
         """
-        recognised = self._recognise(inputs)
+        recognised = self._memory.batches_of(inputs)
         for entry in recognised:
             self._use(entry)
         shares = tuple(dict.fromkeys(entry.share for entry in recognised))
@@ -324,7 +247,7 @@ class Batches:
         """Note that a backward pass is over."""
         self._used.clear()
 
-    def _use(self, entry: _LoadedBatch) -> None:
+    def _use(self, entry: LoadedBatch) -> None:
         entry.iteration.is_used = True
         self.in_hand = entry.share
         if entry.iteration.is_training:
@@ -334,181 +257,10 @@ class Batches:
             self._waiting.remove(entry)
             self._passed.remove(entry)
 
-    def _begin_turn(self, entry: _LoadedBatch) -> None:
+    def _begin_turn(self, entry: LoadedBatch) -> None:
         if entry.turn is not None and self.replicas is not None:
             self.replicas.begin(entry.turn)
 
-    def _pass_by(self, is_meant: Callable[[_LoadedBatch], bool]) -> None:
+    def _pass_by(self, is_meant: Callable[[LoadedBatch], bool]) -> None:
         for entry in self._waiting.take(is_meant):
             self._passed.add(entry)
-
-    # -- memory --------------------------------------------------------------------------------------------------
-
-    def _place(self, tensor: Tensor, entry: _LoadedBatch) -> None:
-        if (storage := _storage(tensor)) is None:
-            return
-        reference, span = StorageWeakRef(storage), _span(tensor)
-        entry.memory.append(reference)
-        places = self._places.setdefault(storage._cdata, {})
-        places.pop(span, None)  # the latest comes last
-        places[span] = reference, entry
-        if len(self._places) > self._full:
-            self._let_go()
-
-    def _recognise(self, inputs: Any) -> list[_LoadedBatch]:
-        recognised: dict[_LoadedBatch, None] = {}
-        for tensor in tensors_in(inputs):
-            storage = _storage(tensor)
-            places = None if storage is None else self._places.get(storage._cdata)
-            entry = None if places is None else _owner(places, _span(tensor))
-            if entry is not None:
-                recognised[entry] = None
-        return list(recognised)
-
-    def _let_go(self) -> None:
-        """Forget memory that is gone."""
-        for key, places in list(self._places.items()):
-            if all(reference.expired() for reference, _ in places.values()):
-                del self._places[key]
-        self._full = max(1024, 2 * len(self._places))
-
-
-class _Waiting:
-    """Training batches that nothing was computed on yet, by pass and share: an epoch has few different."""
-
-    def __init__(self) -> None:
-        self._batches: dict[tuple[Iteration, BatchShare], dict[_LoadedBatch, None]] = {}
-        self.count = 0
-        self._full = 2 * READ_AHEAD
-
-    @property
-    def shares(self) -> Shares:
-        return tuple({share: None for _, share in self._batches})
-
-    @property
-    def epochs(self) -> Shares:
-        """All that the epochs they are of hold: what was not given out yet is to be as well known as what was."""
-        return tuple({share: None for iteration, own in self._batches for share in (own, *iteration.shares)})
-
-    def shares_where(self, is_meant: Callable[[_LoadedBatch], bool]) -> Shares:
-        return tuple({share: None for (_, share), group in self._batches.items() if any(map(is_meant, group))})
-
-    @property
-    def only(self) -> _LoadedBatch | None:
-        """The batch that waits, if it is alone."""
-        return next(iter(next(iter(self._batches.values())))) if self.count == 1 else None
-
-    def add(self, entry: _LoadedBatch) -> None:
-        self._batches.setdefault((entry.iteration, entry.share), {})[entry] = None
-        self.count += 1
-        if self.count > self._full:
-            gone = [old for group in self._batches.values() for old in group if old.is_gone]
-            for old in gone[:-READ_AHEAD]:
-                self.remove(old)
-            self._full = 2 * max(READ_AHEAD, self.count)
-
-    def remove(self, entry: _LoadedBatch) -> None:
-        group = self._batches.get((entry.iteration, entry.share), {})
-        if entry in group:
-            del group[entry]
-            self.count -= 1
-            if not group:
-                del self._batches[entry.iteration, entry.share]
-
-    def take(self, is_meant: Callable[[_LoadedBatch], bool]) -> list[_LoadedBatch]:
-        """Remove those that are meant, and return them."""
-        taken = [entry for group in self._batches.values() for entry in group if is_meant(entry)]
-        for entry in taken:
-            self.remove(entry)
-        return taken
-
-    def clear(self) -> None:
-        self._batches.clear()
-        self.count = 0
-
-
-def _owner(
-    places: dict[tuple[int, int], tuple[StorageWeakRef, _LoadedBatch]], span: tuple[int, int]
-) -> _LoadedBatch | None:
-    """Return the batch that was given out last with memory in which a tensor begins."""
-    exact = places.get(span)
-    if exact is not None and not exact[0].expired():
-        return exact[1]
-    for (first, behind), (reference, entry) in reversed(places.items()):
-        if first <= span[0] < behind and not reference.expired():
-            return entry
-    return None
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings, dataclasses, and whatever torch knows as a pytree."""
-    if isinstance(tree, Tensor):
-        yield tree
-        return
-    if type(tree) in (tuple, list, dict):  # what most are, without torch's registry
-        for part in tree.values() if type(tree) is dict else tree:
-            yield from tensors_in(part)
-        return
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, part.name, None) for part in fields(leaf)])
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
-
-
-def row_weight_of(shares: Shares, ranks: int, *, is_sum: bool = False) -> float:
-    """Return the factor of this rank's gradients, of which the mean over the ranks is then taken.
-
-    Args:
-        shares: What the gradients may be of.
-        ranks: Number of ranks that read rows of their own.
-        is_sum: Whether gradients are summed over the ranks, so that only a batch that does not count weighs less.
-
-    Returns:
-        1 for an even share, 0 for a batch that does not count.
-
-    Raises:
-        ConfigError: If the candidates weigh differently.
-    """
-    if not shares:
-        return 1.0
-    if not weigh_alike(shares, ranks, is_sum=is_sum):
-        rows = " or ".join(str(share.global_rows) for share in shares)
-        raise ConfigError(
-            f"a gradient is of a batch of {rows} rows, which weigh differently on {ranks} ranks, and which cannot be "
-            "known: the model's inputs are not the tensors that a loader gave out, and several batches of an epoch "
-            "that has such were given out before it was called. Call px.use_batch(batch) before the forward pass, "
-            "with what the loader gave, or let all batches be even: drop_last=True, and a global batch that the ranks "
-            "divide."
-        )
-    return float(shares[0].rows > 0) if is_sum else shares[0].weight * ranks
-
-
-def weigh_alike(shares: Sequence[BatchShare], ranks: int, *, is_sum: bool = False) -> bool:
-    """Return whether batches have one weight on every rank. What is known here alone says so of all ranks."""
-
-    def is_even(share: BatchShare) -> bool:
-        return share.global_rows >= ranks and share.rows > 0 if is_sum else share.rows * ranks == share.global_rows
-
-    return len(set(shares)) <= 1 or all(is_even(share) for share in shares)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        return tensor.untyped_storage()
-    except RuntimeError:  # a wrapper of torch.func, or a subclass without memory of its own
-        return None
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    try:
-        start = tensor.data_ptr()
-    except RuntimeError:  # fake tensors have no memory
-        start = 0
-    # The bytes between the first and the last element; a tensor without elements still has a place.
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + max(last + 1, 1) * tensor.element_size()

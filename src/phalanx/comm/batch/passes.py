@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from phalanx.comm.batch.backward_end import at_backward_end
-from phalanx.comm.batch.batches import Batches, Shares, row_weight_of, weigh_alike
+from phalanx.comm.batch.batches import Batches
+from phalanx.comm.batch.share import Shares, row_weight_of, weigh_alike
 from phalanx.errors import ConfigError
 
 

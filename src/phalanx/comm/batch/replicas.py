@@ -24,7 +24,7 @@ from phalanx.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.comm.batch.batches import Iteration
+    from phalanx.comm.batch.loaded_batches import Iteration
 
 
 logger = logging.getLogger("phalanx.comm")
@@ -77,6 +77,37 @@ class ReplicaTurn:
     """Its epoch, and the position in that behind its global batch: the same for all replicas."""
 
 
+@dataclass(slots=True)
+class LabelMean:
+    """The loss of a turn as a mean over labels."""
+
+    weight: Tensor
+    """Of the labels of the turn."""
+
+    scale: float
+    """What the sum of its losses was divided by instead: the same for all replicas of a global batch."""
+
+    is_checked: bool = False
+    """Whether the loss is known to have no other terms."""
+
+
+@dataclass(slots=True)
+class TurnProgress:
+    """What the loop has done in a turn until now."""
+
+    has_gradients: bool = False
+    """Whether a backward pass has run."""
+
+    has_stepped: bool = False
+    """Whether an optimizer's step was called; in an elastic job, on this batch."""
+
+    is_over: bool = False
+    """Whether the parameters were updated: what is computed on the same batch again is another turn."""
+
+    label_mean: LabelMean | None = None
+    """Its loss, where that is a mean over labels."""
+
+
 class Replicas:
     """The logical replicas of a job, those that this rank holds, and whose turn it is.
 
@@ -102,12 +133,8 @@ class Replicas:
         self._pins = 0
         self._uses_cuda = uses_cuda
         self._turn: ReplicaTurn | None = None
-        self._is_over = False
-        self.has_gradients = False
-        """Whether a backward pass has run in this turn."""
-
-        self.has_stepped = False
-        """Whether an optimizer's step was called in this turn; in an elastic job, on this batch."""
+        self.progress = TurnProgress()
+        """What was done in the turn that is on, or was on last."""
 
         self.is_round_open = False
         """Whether gradients of the global batch at hand were computed and the parameters not updated."""
@@ -118,17 +145,8 @@ class Replicas:
         self.is_in_no_sync = False
         """Whether the loop is inside `px.no_sync`."""
 
-        self.label_weight: Tensor | None = None
-        """The weight of the labels of this turn, where its loss is a mean over labels."""
-
-        self.label_scale = 1.0
-        """What the sum of its losses was divided by instead: the same for all replicas of a global batch."""
-
         self.labels_per_row: int | None = None
-        """What that number has for each row of a global batch, in `px.train_step`: the same for the whole job."""
-
-        self.is_mean_checked = False
-        """Whether that loss is known to have no other terms."""
+        """What `LabelMean.scale` has for each row of a global batch, in `px.train_step`: the same for the whole job."""
 
         self.streams: RandomStreams | None = None
         """The random numbers of the replicas of this rank, where each was a rank of a run without replicas: they go on
@@ -251,14 +269,14 @@ class Replicas:
 
         A batch of another loader for the same replica, before any gradient, starts the random numbers only.
         """
-        if turn is self._turn and not self._is_over:
+        last = self.progress
+        if turn is self._turn and not last.is_over:
             return
-        is_other = self._turn is None or self._is_over or self.has_gradients or self._turn.index != turn.index
+        is_other = self._turn is None or last.is_over or last.has_gradients or self._turn.index != turn.index
         before, self._turn = self._turn, turn
         if is_other:
-            self.has_gradients = self._is_over = False
-            self.has_stepped = self.is_elastic and turn is before  # others could not compute on this batch again
-            self.label_weight = None
+            # Others could not compute on the batch of an elastic job again.
+            self.progress = TurnProgress(has_stepped=self.is_elastic and turn is before)
             is_continued = before is not None and before.iteration is turn.iteration
             is_left = before is not None and before.iteration is not None and before.iteration.is_over
             if self.group.is_over or is_left:
@@ -275,14 +293,14 @@ class Replicas:
 
     def begin_backward(self) -> None:
         """Note that a backward pass runs in this turn."""
-        if not self.has_gradients:
+        if not self.progress.has_gradients:
             self.group.turns += 1
             self.group.rounds += self.is_last
-        self.has_gradients = self.is_round_open = True
+        self.progress.has_gradients = self.is_round_open = True
 
     def end_round(self) -> None:
         """Note that the parameters are updated now: what is computed on the same batch again is another turn."""
-        self._is_over, self.is_round_open, self.group.is_over = True, False, True
+        self.progress.is_over, self.is_round_open, self.group.is_over = True, False, True
 
     @property
     def is_update_due(self) -> bool:
@@ -296,7 +314,7 @@ class Replicas:
         Only of a rank that holds several replicas: for its loop `px.no_sync` ends after other batches.
         """
         group = self.group
-        return group.defers and group.size != group.rounds + (not (self.has_gradients and self.is_last))
+        return group.defers and group.size != group.rounds + (not (self.progress.has_gradients and self.is_last))
 
     @property
     def turn(self) -> ReplicaTurn | None:
@@ -329,7 +347,7 @@ class Replicas:
 
     def end_pass(self, seed: int) -> None:
         """Note that a pass over a loader is over: no replica's turn is on, and all ranks draw the same numbers."""
-        self._turn, self._is_over = None, False
+        self._turn, self.progress.is_over = None, False
         if self.group.is_open:
             self.group.spans_epochs = True
         if self.streams is None:

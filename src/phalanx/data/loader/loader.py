@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
-from phalanx.comm.batch.batches import Iteration
+from phalanx.comm.batch.loaded_batches import Iteration
 from phalanx.comm.batch.replicas import ReplicaTurn
 from phalanx.comm.context import BatchShare
 from phalanx.comm.elastic.shared_state import share_with_joiners

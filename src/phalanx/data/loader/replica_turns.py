@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phalanx.comm.batch.batches import Iteration
+from phalanx.comm.batch.loaded_batches import Iteration
 from phalanx.comm.batch.replicas import Replicas, ReplicaTurn
 from phalanx.comm.context import BatchShare
 from phalanx.data.sampling.shuffle import mixed_seed

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import phalanx.comm.context as context_of
-from phalanx.comm.batch.batches import Shares, tensors_in
+from phalanx.comm.batch.loaded_batches import tensors_in
 from phalanx.comm.batch.passes import ForwardPass
+from phalanx.comm.batch.share import Shares
 from phalanx.parallel.data.sample_weights import times, weighted_outputs, without_views
 
 

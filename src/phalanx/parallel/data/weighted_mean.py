@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import phalanx.comm.context as context_of
-from phalanx.comm.batch.batches import Shares, row_weight_of
 from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.batch.share import Shares, row_weight_of
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
@@ -81,9 +81,7 @@ def mean_over_labels(total: Tensor, weight: Tensor, labels_per_row: int) -> Tens
     """
     shares, context = _shares_now(), context_of.current()
     if (replicas := _replicas_to_weigh()) is not None:
-        result = _of_replica(total, weight, replicas, labels_per_row)
-        replicas.is_mean_checked = True
-        return result
+        return _of_replica(total, weight, replicas, labels_per_row)
     if context.replicas is None:
         mean, factor = global_mean_of(total.detach(), weight, shares)
         return apply_function(_Mean, total.reshape(()), mean, factor)
@@ -112,6 +110,8 @@ def _replicas_to_weigh() -> Replicas | None:
 def _of_replica(total: Tensor, weight: Tensor | float, replicas: Replicas, labels_per_row: int | None = None) -> Tensor:
     shares = _shares_now()
     mean, factor = mean_of_replica(total.detach(), weight, shares, replicas, labels_per_row=labels_per_row)
+    if labels_per_row is not None and replicas.progress.label_mean is not None:
+        replicas.progress.label_mean.is_checked = True  # the loss of a step that has no other terms
     return apply_function(_Mean, total.reshape(()), mean, factor)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.batch.loaded_batches import tensors_in
 from phalanx.comm.local.random_state import RandomState
 from phalanx.parallel.numerics.operator_watch import OperatorWatch, Sighting
 from phalanx.parallel.numerics.origin import UNKNOWN, Origin, Stage, bad_rows, is_finite, kind_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.batch.loaded_batches import tensors_in
 from phalanx.comm.local.script_line import script_line
 from phalanx.parallel.numerics.origin import WHOLE_MODEL, is_finite
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.comm import context
-from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.batch.loaded_batches import tensors_in
 from phalanx.comm.local.random_state import RandomState
 from phalanx.parallel.observe.losses import watch_losses
 from phalanx.parallel.observe.models import ModelTracker, is_called_by_script, unwrapped

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.batch.loaded_batches import tensors_in
 
 MOST_ROWS = 8192
 """Of a batch; larger ones are not looked at by the row."""

@@ -53,7 +53,7 @@ def clip_grad_norm_(
         )
     params = _parameters_of(parameters)
     replicas = context_of.current().replicas if context_of.is_initialized() else None
-    if replicas is not None and replicas.has_gradients and not replicas.is_update_due:
+    if replicas is not None and replicas.progress.has_gradients and not replicas.is_update_due:
         return torch.tensor(0.0, device=params[0].device if params else None)
     is_complete = not any(is_partial(param) for param in params if param.grad is not None)
     return _clip(params, max_norm if is_complete else math.inf, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import transfers
-from phalanx.comm.batch.batches import row_weight_of
+from phalanx.comm.batch.share import row_weight_of
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
 from phalanx.data.loader.binding import Inputs, LossFunction

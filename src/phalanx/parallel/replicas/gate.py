@@ -74,7 +74,7 @@ class ReplicaGate:
             _check_epoch(group.turns, replicas)
         self._note_rest(group)
         self._group, self._turns = group, group.turns
-        replicas.has_stepped = True
+        replicas.progress.has_stepped = True
         if replicas.are_shared:
             self._check_settings(optimizer, is_first=is_first)
         is_update = replicas.is_update_due
@@ -91,7 +91,7 @@ class ReplicaGate:
                 "replica has a batch of its own. Call it in the loop. Give the data to px.distribute, or make the "
                 "loader with px.data.ShardedLoader."
             )
-        if not self._replicas.has_gradients:
+        if not self._replicas.progress.has_gradients:
             raise ConfigError(
                 "optimizer.step() was called before the backward pass of a batch, while ranks hold several logical "
                 "replicas: the update waits for the last replica's gradients. Call backward(), then step()."

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
-from phalanx.comm.batch.batches import row_weight_of
+from phalanx.comm.batch.share import row_weight_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.parallel.data.sample_weights import times
 from phalanx.parallel.session import OptimizerRecord, applied_to, optimizer_record

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm import transfers
-from phalanx.comm.batch.batches import tensors_in
+from phalanx.comm.batch.loaded_batches import tensors_in
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.errors import PlanError

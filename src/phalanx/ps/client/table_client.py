@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx.comm.context as context_of
-from phalanx.comm.batch.batches import row_weight_of
+from phalanx.comm.batch.share import row_weight_of
 from phalanx.comm.context import Context
 from phalanx.errors import ClosedError, ConfigError, PhalanxError
 from phalanx.plan.value import Push

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.cluster.proc import process_memory
 from phalanx.comm import context
-from phalanx.comm.batch.batches import BatchShare
+from phalanx.comm.batch.share import BatchShare
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # a run measures itself

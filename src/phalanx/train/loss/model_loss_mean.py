@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm import context
-from phalanx.comm.batch.batches import row_weight_of
+from phalanx.comm.batch.share import row_weight_of
 from phalanx.comm.transfers import peers_named
 from phalanx.data.loader.binding import entry_of
 from phalanx.errors import ConfigError

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import phalanx.comm.context as context_of
 from phalanx.comm.batch.backward_calls import Backward, BackwardOrder, around_backward
-from phalanx.comm.batch.batches import Shares, row_weight_of
-from phalanx.comm.batch.replicas import Replicas
+from phalanx.comm.batch.replicas import LabelMean, Replicas
+from phalanx.comm.batch.share import Shares, row_weight_of
 from phalanx.comm.groups import Group
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
@@ -55,7 +55,7 @@ def mean_of_replica(
             "weight over a global batch beside their gradients. Give the data to px.distribute, or make the loader "
             "with px.data.ShardedLoader."
         )
-    if replicas.label_weight is not None:
+    if replicas.progress.label_mean is not None:
         raise ConfigError(
             "a second mean over labels was asked for in the turn of one logical replica, and its gradients can be "
             "divided by one weight. Add up the losses and the weights before px.weighted_mean."
@@ -65,7 +65,7 @@ def mean_of_replica(
     if not by_rows:
         own, total = torch.zeros_like(own), torch.zeros_like(total)  # rows that do not count may hold anything
     scale = _divisor(shares, replicas, labels_per_row, total.device)
-    replicas.label_scale, replicas.label_weight, replicas.is_mean_checked = scale, own, False
+    replicas.progress.label_mean = LabelMean(own, scale)
     if not by_rows:
         factor = 0.0
     elif shares:
@@ -107,7 +107,8 @@ def watch_mean(mean: Tensor, replicas: Replicas) -> None:
     """Let a backward pass of more than this mean be an error, once it comes to a distributed model."""
     node: Any = mean.grad_fn
     if node is None:
-        replicas.is_mean_checked = True
+        if replicas.progress.label_mean is not None:
+            replicas.progress.label_mean.is_checked = True
         return
     node.metadata[_MARK] = True
     around_backward(BackwardOrder.MEANS, _check_mean)
@@ -116,13 +117,14 @@ def watch_mean(mean: Tensor, replicas: Replicas) -> None:
 def _check_mean(backward: Backward, tensors: Any, *args: Any, **kwargs: Any) -> None:
     replicas = context_of.current().replicas if context_of.is_initialized() else None
     is_inner = torch._C._current_graph_task_id() != -1  # of a re-entrant checkpoint
-    if replicas is None or replicas.label_weight is None or is_inner:
+    mean = None if replicas is None or is_inner else replicas.progress.label_mean
+    if mean is None:
         backward(tensors, *args, **kwargs)
         return
-    if not replicas.is_mean_checked:
-        replicas.is_mean_checked = _is_of_mean([tensors] if isinstance(tensors, Tensor) else tensors)
+    if not mean.is_checked:
+        mean.is_checked = _is_of_mean([tensors] if isinstance(tensors, Tensor) else tensors)
     backward(tensors, *args, **kwargs)
-    replicas.is_mean_checked = False  # a further backward pass of the turn would be of something else
+    mean.is_checked = False  # a further backward pass of the turn would be of something else
 
 
 def _is_of_mean(roots: Sequence[Any]) -> bool:
@@ -161,7 +163,8 @@ class MeanScale:
         Raises:
             ConfigError: Says where other terms belong.
         """
-        if self._replicas.label_weight is None or self._replicas.is_mean_checked:
+        mean = self._replicas.progress.label_mean
+        if mean is None or mean.is_checked:
             return
         raise ConfigError(
             "a loss has other terms beside px.weighted_mean, or is no multiple of it, while a global batch is split "
@@ -178,14 +181,14 @@ class MeanScale:
             ConfigError: If only some replicas had such a mean, or no label counts.
             RuntimeError: If a rank was lost.
         """
-        replicas, weight = self._replicas, self._replicas.label_weight
-        self._turns += weight is not None
-        whole = None if weight is None else weight.reshape(1).clone()
+        replicas, mean = self._replicas, self._replicas.progress.label_mean
+        self._turns += mean is not None
+        whole = None if mean is None else mean.weight.reshape(1).clone()
         pending = None if whole is None else self._sums.send(whole, self._group, is_last=is_last)
         if not is_last or not self._turns:
             return None
         turns, self._turns = self._turns, self._turns if replicas.is_elastic else 0
-        if turns != len(replicas.local) or pending is None or whole is None:
+        if turns != len(replicas.local) or mean is None or whole is None or pending is None:
             raise ConfigError(
                 f"{turns} of this rank's {len(replicas.local)} logical replicas had a loss that is a mean over labels, "
                 "and gradients of a global batch are divided by one weight. Use one loss for all batches."
@@ -196,9 +199,9 @@ class MeanScale:
                 "a mean over labels found a weight of 0 in all logical replicas: no loss of this global batch counts. "
                 "Leave such batches out, on all ranks alike."
             )
-        if whole.device.type == "cpu" and whole[0] == replicas.label_scale:
+        if whole.device.type == "cpu" and whole[0] == mean.scale:
             return None
-        return replicas.label_scale / whole[0]
+        return mean.scale / whole[0]
 
 
 @torch.no_grad()

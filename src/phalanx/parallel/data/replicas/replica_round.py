@@ -123,7 +123,7 @@ class ReplicaRound:
             return False
         group = self._replicas.group
         if self._replicas.is_in_no_sync and not group.defers:
-            if group.turns > self._replicas.has_gradients:
+            if group.turns > self._replicas.progress.has_gradients:
                 raise ConfigError(
                     "px.no_sync was entered after other batches of the same update, while this rank holds several "
                     "logical replicas. Enter it for all batches of an update but the last, or leave it out."
@@ -207,7 +207,7 @@ class ReplicaRound:
     def accumulate(self) -> None:
         """Let what the backward pass that runs computes wait for the replica's next batch, not for the next replica."""
         replicas = self._replicas
-        if replicas.label_weight is not None:
+        if replicas.progress.label_mean is not None:
             raise ConfigError(
                 "a mean over labels was asked for in a batch whose gradients are not added up over the logical "
                 "replicas, under gradient_merge or px.no_sync: each global batch is divided by a weight of its own. "
@@ -248,7 +248,7 @@ class ReplicaRound:
         """
         replicas = self._replicas
         self._scale.check()
-        if replicas.has_stepped and self.may_be_shared:
+        if replicas.progress.has_stepped and self.may_be_shared:
             raise ConfigError(
                 "a backward pass ran after an optimizer's step in the pass of one logical replica, and this rank holds "
                 "several, or may come to (-n a:b): the step waits for the last of them, so what was computed then had "
@@ -260,7 +260,7 @@ class ReplicaRound:
                 "two backward passes of a model ran for one batch, where ranks may leave and join (-n a:b). Call "
                 "backward once for each batch (add losses first)."
             )
-        if not replicas.has_gradients and self.is_last and replicas.are_uneven and not replicas.is_elastic:
+        if not replicas.progress.has_gradients and self.is_last and replicas.are_uneven and not replicas.is_elastic:
             check_same_place(replicas, self._group(), self._device())
         replicas.begin_backward()
         self._has_begun = True
