@@ -109,7 +109,6 @@ void bind_clocks(nb::module_& module) {
       .def("_disconnected", &Clocks::disconnected, Released())
       .def("check", &Clocks::check, Released())
       .def("_wait", &wait<&Clocks::wait>, nb::arg("step"), nb::arg("report"))
-      .def("_wait_turn", &wait<&Clocks::wait_turn>, nb::arg("step"), nb::arg("report"))
       .def("_wait_steps", &Clocks::wait_steps, nb::arg("steps"), nb::arg("seconds"), Released());
 }
 

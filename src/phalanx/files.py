@@ -1,4 +1,4 @@
-"""Durable file operations: atomic writes, fsync of files and folders, file locks."""
+"""`write_atomically`, `file_lock`: durable file operations: atomic writes, fsync of files and folders, file locks."""
 
 from __future__ import annotations
 

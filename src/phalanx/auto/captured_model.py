@@ -1,4 +1,4 @@
-"""Properties of a captured model for the planner: layers, batch size, precision, optimizer."""
+"""`read_layers`: properties of a captured model for the planner: layers, batch size, precision, optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check on meta tensors that a model's code runs when layers leave activations sharded.
+"""`find_shardable_layers`: check on meta tensors that a model's code runs when layers leave activations sharded.
 
 `auto/capture/module_calls` knows which operators let a shard pass. A model may still name a size, such as the number of
 heads, that is another on a rank; then its code fails on the narrow tensors, and the layers cannot be sharded that way.

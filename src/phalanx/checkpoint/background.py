@@ -1,4 +1,4 @@
-"""Background saves: copy tensors to host memory, then write them in a thread, one save at a time."""
+"""`start`, `wait`: background saves: copy tensors to host memory, then write them in a thread, one save at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the newest complete and intact checkpoint of a folder, agreed by all ranks."""
+"""`find_newest_complete`: find the newest complete and intact checkpoint of a folder, agreed by all ranks."""
 
 from __future__ import annotations
 

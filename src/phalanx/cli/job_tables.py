@@ -1,4 +1,4 @@
-"""Format jobs, attempts and events as terminal tables."""
+"""`print_jobs`, `print_job`: format jobs, attempts and events as terminal tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the nodes that a scheduler allocated from its environment variables: Slurm, Kubeflow, node counts (pure).
+"""`read_allocation`: the nodes that a scheduler allocated, from its variables: Slurm, Kubeflow, node counts (pure).
 
 These variables speak of machines, not of processes, so only a launcher reads them; `Role` never does. Where several
 schedulers speak they must agree. Levels: docs/design/roles.md.

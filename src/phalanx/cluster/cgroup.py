@@ -1,4 +1,4 @@
-"""Limits of a process's control groups: cores (CFS quota) and memory, of version 1 and 2.
+"""`ControlGroups`: limits of a process's control groups: cores (CFS quota) and memory, of version 1 and 2.
 
 `man 7 cgroups`. A container, a Kubernetes pod with limits and a Slurm step with constrained cores are control groups. A
 limit of any group above holds too, as far as it can be seen from here.

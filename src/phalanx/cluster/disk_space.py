@@ -1,4 +1,4 @@
-"""Free disk space, and errors that say which file system is full."""
+"""`named_errors`: free disk space, and errors that say which file system is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Format strings of log lines, used by the launcher and by ranks."""
+"""`LOG_LINE`: format strings of log lines, used by the launcher and by ranks."""
 
 from __future__ import annotations
 

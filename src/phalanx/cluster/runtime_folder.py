@@ -1,4 +1,4 @@
-"""The user's private runtime folder (XDG_RUNTIME_DIR or /tmp), and the secret of this host in it."""
+"""`runtime_folder`: the user's private runtime folder (XDG_RUNTIME_DIR or /tmp), and the secret of this host in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a pydantic validation error into a message in the user's language."""
+"""`why_wrong`: turn a pydantic validation error into a message in the user's language."""
 
 from __future__ import annotations
 

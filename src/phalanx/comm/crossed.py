@@ -1,4 +1,4 @@
-"""Detect a deadlock of ranks: one waits at the store, another in a collective that the first has not called.
+"""`watch`: detect a deadlock of ranks: one waits at the store, another in a collective that the first has not called.
 
 It sees groups of ranks that share memory on one host. Elsewhere (gloo, NCCL, several hosts) nobody can tell which call
 another rank is in, and such ranks wait until their timeout.

@@ -1,4 +1,4 @@
-"""Labels of collectives, such as "gradients of bucket 3", which ranks compare and error messages name.
+"""`label_calls`: labels of collectives, such as "gradients of bucket 3", which ranks compare and error messages name.
 
 Two calls of the same verb, dtype and length are the same call to a backend, also where one rank gathers the weights of
 one layer and another rank those of another. Who knows what a call is for says so here, and torch makes the call far

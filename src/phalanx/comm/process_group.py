@@ -1,4 +1,4 @@
-"""Create and destroy the default torch process group of a job: rendezvous, device, choice of backend."""
+"""`start`: create and destroy the default torch process group of a job: rendezvous, device, choice of backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divide the host's cores among its ranks: the default number of torch threads."""
+"""`share_cores`: divide the host's cores among its ranks: the default number of torch threads."""
 
 from __future__ import annotations
 

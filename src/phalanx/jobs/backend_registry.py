@@ -1,4 +1,4 @@
-"""The registry of job backends by name.
+"""`Backends`: the registry of job backends by name.
 
 A new backend is a class that satisfies `backend.Backend`, a row here, and a section of `spec.TrainingJob` if it has
 options of its own. Pure: a backend is imported when it is first used.

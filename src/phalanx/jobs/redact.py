@@ -1,4 +1,4 @@
-"""Redact secret values in stored or shown text (pure)."""
+"""`redact`: redact secret values in stored or shown text (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile a model: parameters and multiply-adds by kind of layer, measured in one forward pass."""
+"""`layer_kinds`: profile a model: parameters and multiply-adds by kind of layer, measured in one forward pass."""
 
 from __future__ import annotations
 

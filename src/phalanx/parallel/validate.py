@@ -1,4 +1,4 @@
-"""Check that a Plan fits a model, the launched ranks and this version."""
+"""`check_fits`: check that a Plan fits a model, the launched ranks and this version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient buckets: assign parameters to all-reduce buckets of about equal size."""
+"""`cut_buckets`: gradient buckets: assign parameters to all-reduce buckets of about equal size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save and load Plans as JSON."""
+"""`save_plan`, `load_plan`: save and load Plans as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of one rank under a Plan: parameters, gradients and optimizer state, exact (pure)."""
+"""`memory_of`: memory of one rank under a Plan: parameters, gradients and optimizer state, exact (pure)."""
 
 from __future__ import annotations
 

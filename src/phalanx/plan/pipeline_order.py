@@ -1,4 +1,4 @@
-"""Order of forward and backward passes per rank for each pipeline schedule, equal to torch's (pure).
+"""`order_of`: order of forward and backward passes per rank for each pipeline schedule, equal to torch's (pure).
 
 `parallel/pipeline/schedule` has torch run a schedule; what asks beforehand how long it takes, or how much it holds,
 asks here. A test holds the two together.

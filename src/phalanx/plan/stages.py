@@ -1,4 +1,4 @@
-"""Split a model into pipeline stages, balanced by parameter bytes."""
+"""`cut_stages`: split a model into pipeline stages, balanced by parameter bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validate combinations of strategy settings, and find those without effect beside the rest."""
+"""`check_together`: validate combinations of strategy settings, and find those without effect beside the rest."""
 
 from __future__ import annotations
 

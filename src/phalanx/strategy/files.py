@@ -1,4 +1,4 @@
-"""Save and load strategies as YAML or TOML."""
+"""`write_settings`, `read_settings`: save and load strategies as YAML or TOML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generate the tables of docs/strategy.md.
+"""`fill_page`: generate the tables of docs/strategy.md.
 
 `python -m phalanx.strategy.page docs/strategy.md` writes them between their marks.
 """

@@ -1,4 +1,4 @@
-"""Format a strategy as a text table."""
+"""`strategy_table`: format a strategy as a text table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generate an HTML form from the job's JSON schema, and parse submitted forms (pure)."""
+"""`fields`, `collect`: generate an HTML form from the job's JSON schema, and parse submitted forms (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translations of the console: English and Chinese."""
+"""`speaker`: translations of the console: English and Chinese."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job submission page."""
+"""`form_page`: the job submission page."""
 
 from __future__ import annotations
 

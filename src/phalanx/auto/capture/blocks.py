@@ -1,4 +1,4 @@
-"""Find repeated blocks (equal modules) in captured operators, and merge operators into coarser ones."""
+"""`find_repeated_blocks`: equal modules among captured operators; `merge_operators` makes coarser ones of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the experts of a mixture in a captured step: each is one operator, with the work of the tokens it gets.
+"""`read_expert_call`: the experts of a mixture in a captured step, one operator with the work of the tokens it gets.
 
 Which expert gets which token is known only when a model runs, so experts ask for values, and a capture makes up that
 each gets all tokens. What they compute is known all the same: a token meets the experts that were chosen for it.

@@ -1,4 +1,4 @@
-"""Copy a model, loss and sample with fake (meta) tensors, so that tracing computes nothing."""
+"""`copy_parts`: copy a model, loss and sample with fake (meta) tensors, so that tracing computes nothing."""
 
 from __future__ import annotations
 

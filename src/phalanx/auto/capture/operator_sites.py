@@ -1,4 +1,4 @@
-"""Operators that a Plan can shard, found by DTensor's sharding rules on shapes (no devices).
+"""`sites`, `find_operator_parts`: operators that a Plan can shard, by DTensor's rules on shapes (no devices).
 
 `parallel/operators/placement` runs them. Here a region is followed on shapes, operator by operator, as it will run.
 """

@@ -1,4 +1,4 @@
-"""Sharding propagation: which output dim is sharded when an operator's input dim is, without communication.
+"""`propagate`: which output dim is sharded when an operator's input dim is, without communication.
 
 Each rule says when every part of the outputs can be computed from the same part of what is sharded and all of what is
 not. An operator without a rule passes nothing.

@@ -1,4 +1,4 @@
-"""Cost of captured operators, forward and backward, full or sharded (pure).
+"""`estimate_passes`: cost of captured operators, forward and backward, full or sharded (pure).
 
 The backward pass is told from the forward operators: a product has two, of the gradient with each operand, and what is
 bound by memory reads one tensor more.

@@ -1,4 +1,4 @@
-"""Simulate a step of an assignment event by event (pure)."""
+"""`simulate_assignment`: simulate a step of an assignment event by event (pure)."""
 
 from __future__ import annotations
 

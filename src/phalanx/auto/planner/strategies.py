@@ -1,4 +1,4 @@
-"""Enumerate the strategies of each layer under a parallel config, and build the optimization problem (pure).
+"""`build_problem`: the strategies of each layer under a parallel config, as the problem that a solver takes (pure).
 
 A strategy is a style of `px.shard`, or none. Between layers whose ranks read the same samples, activations are
 replicated or sharded along their last dim; a strategy says in which state it takes and returns them, and neighbours

@@ -1,4 +1,4 @@
-"""Read run specs from JSON files, with error positions."""
+"""`read_run`: read run specs from JSON files, with error positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost of a transformer's layers on one rank per micro-batch (pure)."""
+"""`block`, `head`: cost of a transformer's layers on one rank per micro-batch (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search the fastest parallel configuration of a transformer run spec (pure).
+"""`search`: search the fastest parallel configuration of a transformer run spec (pure).
 
 The space is everything that `dimensions` says. Its choices are taken in the order of a lower bound of their time: the
 products alone, at the rate of large ones, with the pipeline's idle time. As soon as that bound reaches the best time

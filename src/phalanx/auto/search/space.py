@@ -1,4 +1,4 @@
-"""Enumerate the parallel configurations of a transformer run spec (pure)."""
+"""`list_runs`: enumerate the parallel configurations of a transformer run spec (pure)."""
 
 from __future__ import annotations
 

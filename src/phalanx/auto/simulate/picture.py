@@ -1,4 +1,4 @@
-"""Draw a simulated step as an SVG timeline: stages down, time to the right."""
+"""`draw_step`: draw a simulated step as an SVG timeline: stages down, time to the right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Format a simulated step as a terminal table: step time, and time of each rank by category."""
+"""`build_step_table`: format a simulated step as a terminal table: step time, and time of each rank by category."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert a simulated step to Chrome's Trace Event Format (chrome://tracing, Perfetto).
+"""`build_trace`: convert a simulated step to Chrome's Trace Event Format (chrome://tracing, Perfetto).
 
 The form is Google's "Trace Event Format": complete events (X), counters (C) and names (M), in microseconds.
 """

@@ -1,4 +1,4 @@
-"""Find the strategy assignment with the least peak memory, and what fills it (pure).
+"""`find_min_memory`: find the strategy assignment with the least peak memory, and what fills it (pure).
 
 One program as that of the fastest choice, with the peak as its goal. Of stages, one for each rank, whose decisions are
 few once merged (`auto/solver/dominance`), every pick is tried: the cut with the least peak is computed stage after

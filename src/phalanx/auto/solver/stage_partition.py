@@ -1,4 +1,4 @@
-"""Find the fastest stage boundaries and strategies by enumeration, for small problems.
+"""`find_best_partition`: find the fastest stage boundaries and strategies by enumeration, for small problems.
 
 Picks are taken in the order of what they take at least. Of one pick, the cuts are tried in which no rank works more
 than a little over its share, then more: a cut that is left out has a rank that works longer, which says what it takes

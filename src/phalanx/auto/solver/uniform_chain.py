@@ -1,4 +1,4 @@
-"""Find stage boundaries of a chain of equal layers, such as transformer blocks (pure).
+"""`find_equal_pieces`: find stage boundaries of a chain of equal layers, such as transformer blocks (pure).
 
 What a rank takes and holds depends on how many of the equal pieces it has, and not on which. So a cut is where the
 others are cut, which is possible in a few ways only, and a number of equal pieces for each rank: at least one for each

@@ -1,4 +1,4 @@
-"""Write full tensors to one safetensors file, each rank its shards."""
+"""`write_full_tensors`: write full tensors to one safetensors file, each rank its shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export the full state of an optimizer to one file, and load it.
+"""`export_optimizer`, `load_optimizer_file`: export the full state of an optimizer to one file, and load it.
 
 Tensors are unsharded, under `<parameter>/<key>`; groups, numbers and the shapes of parameters are a note in the header.
 Parameters are named as in their distributed model, or without one by their index in the optimizer; a file of one kind

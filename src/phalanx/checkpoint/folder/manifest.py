@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint (JSON: tensors, chunks, files), and the marker that completes it.
+"""`CheckpointManifest`: the manifest of a checkpoint (JSON: tensors, chunks, files), and the marker that completes it.
 
     <folder>/step-200/rank-0-<save>.safetensors   what rank 0 wrote; one file a rank
     <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, checksums of files

@@ -1,4 +1,4 @@
-"""Collect the training state of a rank for a checkpoint: model, optimizer, loader, random state."""
+"""`capture`: collect the training state of a rank for a checkpoint: model, optimizer, loader, random state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save and load parameter-server tables as part of a checkpoint."""
+"""`save_tables`, `load_tables`: save and load parameter-server tables as part of a checkpoint."""
 
 from __future__ import annotations
 

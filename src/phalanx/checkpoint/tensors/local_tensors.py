@@ -1,4 +1,4 @@
-"""The local shards of a model and its optimizer, as chunks of full tensors."""
+"""`ModelView`: the local shards of a model and its optimizer, as chunks of full tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter names without wrapper prefixes (DDP, torch.compile), and errors for names that do not match."""
+"""`inner`: parameter names without wrapper prefixes (DDP, torch.compile), and errors for names that do not match."""
 
 from __future__ import annotations
 

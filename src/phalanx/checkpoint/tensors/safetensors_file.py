@@ -1,4 +1,4 @@
-"""Write and memory-map safetensors files, with checksums.
+"""`write_tensors`, `TensorFile`: write and memory-map safetensors files, with checksums.
 
 The format is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors, "Format").

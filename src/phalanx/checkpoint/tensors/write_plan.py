@@ -1,4 +1,4 @@
-"""Assign to each rank the tensor chunks that it writes, deduplicating replicas (pure).
+"""`plan_writes`: assign to each rank the tensor chunks that it writes, deduplicating replicas (pure).
 
 Every rank describes its chunks, and rank 0 assigns the writes: a chunk that several ranks hold is written once, and a
 large one is split over the ranks that hold it. Nothing here knows about meshes or placements: two ranks hold the same

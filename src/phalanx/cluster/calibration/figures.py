@@ -1,4 +1,4 @@
-"""Measured speed of a machine: tables of operator and collective times, and how to interpolate in them (pure).
+"""`Measured`, `Rates`: measured times of operators and collectives on a machine, interpolated between sizes (pure).
 
 `phalanx calibrate` writes one file a machine. What stands in it was measured on all ranks at once, for several numbers
 of ranks, so that a rate is what a rank gets while the others work too.

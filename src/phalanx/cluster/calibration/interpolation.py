@@ -1,4 +1,4 @@
-"""Estimate calibration figures for a number of ranks that was not measured (pure).
+"""`with_ranks`: estimate calibration figures for a number of ranks that was not measured (pure).
 
 Time grows as ranks get less of the cores: all of it where ranks share cores, and where each has cores of its own only
 what its threads divide, which is what comes on top of the smallest operator of a kind. What a rank exchanges with the

@@ -1,4 +1,4 @@
-"""The registry of environment variables that Phalanx reads or writes, and warnings for unsupported ones."""
+"""`Setting`: the registry of environment variables that Phalanx reads or writes, and warnings for unsupported ones."""
 
 from __future__ import annotations
 

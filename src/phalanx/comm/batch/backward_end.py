@@ -1,4 +1,4 @@
-"""Call functions at the end of the backward pass that runs, also of one that was repeated after an error."""
+"""`at_backward_end`: call functions when the backward pass that runs ends, also one repeated after an error."""
 
 from __future__ import annotations
 

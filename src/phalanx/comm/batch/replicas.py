@@ -226,11 +226,6 @@ class Replicas:
         return None if self._turn is None else self._turn.replica
 
     @property
-    def turn_index(self) -> int | None:
-        """Which of this rank's turns of the global batch it is; None before the first batch."""
-        return None if self._turn is None else self._turn.index
-
-    @property
     def is_first(self) -> bool:
         """Whether it is the first turn of this rank in the global batch."""
         return self._turn is not None and self._turn.index == 0

@@ -1,4 +1,4 @@
-"""A default log handler for scripts that never configured logging: INFO on rank 0, warnings on all ranks.
+"""`speak`: a default log handler for scripts that never configured logging: INFO on rank 0, warnings on all ranks.
 
 A run's contract (global batch, learning rate, collectives) must be seen, also under `python train.py` and torchrun.
 A script that configures logging, and our launcher, decide for themselves; then nothing here prints.

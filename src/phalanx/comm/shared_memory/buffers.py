@@ -1,4 +1,4 @@
-"""Tensors as native buffers: address, length and dtype as the C++ core takes them."""
+"""`BufferView`: tensors as native buffers: address, length and dtype as the C++ core takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared-memory groups over several hosts: all-reduce within each host first, then between hosts.
+"""`meet`, `Between`: shared-memory groups over several hosts: all-reduce within each host first, then between hosts.
 
 Over several hosts every host adds up its ranks' tensors in shared memory, each of its ranks a shard; ranks that own the
 same shard on different hosts exchange it by gloo; and the shards are put together in shared memory. So a tensor

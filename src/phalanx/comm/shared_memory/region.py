@@ -1,4 +1,4 @@
-"""Create and join the shared memory (memfd) of the ranks of one host.
+"""`join`: create and join the shared memory (memfd) of the ranks of one host.
 
 The memory is a `memfd`: it has no file name, so nothing can be left behind however a rank ends, and the size of
 /dev/shm does not matter. The others open it through /proc, which only the same user may do. The store carries where it

@@ -1,4 +1,4 @@
-"""Timeouts of collective calls, from PHALANX_COLLECTIVE_TIMEOUT_S or torch's default."""
+"""`collective_timeout`: timeouts of collective calls, from PHALANX_COLLECTIVE_TIMEOUT_S or torch's default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load the samples of requested batches, in this process or in torch DataLoader workers."""
+"""`SampleFetcher`: load the samples of requested batches, in this process or in torch DataLoader workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columnar samples: column names of a dataset, reading columns, collating them.
+"""`read_columns`: columnar samples: column names of a dataset, reading columns, collating them.
 
 A column of n samples is a tensor (n, ...) if possible, else a list of n values. A dataset that reads many samples at
 once has `column_names` and `read_columns`; from any other, samples are fetched one by one and transposed.

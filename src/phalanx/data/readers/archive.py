@@ -1,4 +1,4 @@
-"""Extract zip and tar archives safely: no paths outside the folder, bounded size."""
+"""`unpack_into`: extract zip and tar archives safely: no paths outside the folder, bounded size."""
 
 from __future__ import annotations
 

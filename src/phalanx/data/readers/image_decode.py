@@ -1,4 +1,4 @@
-"""Decode JPEG and PNG files to uint8 tensors with Pillow, in threads."""
+"""`decode_all`: decode JPEG and PNG files to uint8 tensors with Pillow, in threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collate samples into batches, and move batches to the device."""
+"""`collate`, `to_device`: collate samples into batches, and move batches to the device."""
 
 from __future__ import annotations
 

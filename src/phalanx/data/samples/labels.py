@@ -1,4 +1,4 @@
-"""Check class labels against the number of classes of a model, before the first step."""
+"""`check_labels`: check class labels against the number of classes of a model, before the first step."""
 
 from __future__ import annotations
 

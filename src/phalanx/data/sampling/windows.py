@@ -1,4 +1,4 @@
-"""Shuffling within a window (a shuffle buffer), by index and for streams.
+"""`shuffle_windows`: shuffling within a window (a shuffle buffer), by index and for streams.
 
 The elements 0 to n - 1 are split into windows of `buffer`, each with its own permutation. Where the first window ends
 depends on the seed, so neighbours differ from pass to pass. A buffer that holds everything is one window.

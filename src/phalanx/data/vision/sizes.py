@@ -1,4 +1,4 @@
-"""Parse and check the size and padding arguments of image transforms."""
+"""`read_size`: parse and check the size and padding arguments of image transforms."""
 
 from __future__ import annotations
 

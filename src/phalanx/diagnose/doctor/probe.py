@@ -1,4 +1,4 @@
-"""Measure another node over TCP: whether its ports can be reached, latency, bandwidth and the difference of clocks.
+"""`measure`: another node over TCP: can its ports be reached, latency, bandwidth and the difference of clocks.
 
     client -> server   b"T"                        server -> client   its time of day, float64
     client -> server   b"B", how many bytes, them  server -> client   b"K" when the last has come

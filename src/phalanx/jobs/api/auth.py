@@ -1,4 +1,4 @@
-"""Authenticate API requests by bearer token."""
+"""`authenticate`: authenticate API requests by bearer token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Map exceptions to HTTP statuses and one JSON error format."""
+"""`add_errors`: map exceptions to HTTP statuses and one JSON error format."""
 
 from __future__ import annotations
 

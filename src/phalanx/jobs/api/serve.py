@@ -1,4 +1,4 @@
-"""Run the API server (uvicorn): bind, TLS, graceful shutdown."""
+"""`serve`: run the API server (uvicorn): bind, TLS, graceful shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming endpoints: follow a log (server-sent events), upload a code tree."""
+"""`stream_log`: streaming endpoints: follow a log (server-sent events), upload a code tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classify why an attempt failed, and whether it is retried (pure)."""
+"""`failure_of`, `should_retry`: classify why an attempt failed, and whether it is retried (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of an attempt shared by backend and nodes: spec, heartbeats, exit records."""
+"""`AttemptSpec`, `ExitRecord`: files of an attempt shared by backend and nodes: spec, heartbeats, exit records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build the launch command and environment of a node, for each launch kind: phalanx, torchrun, env (pure).
+"""`build_command`: launch command and environment of a node for each launch kind: phalanx, torchrun, env (pure).
 
 phalanx    `phalanx run`, one launcher a node; RANK and WORLD_SIZE count processes
 torchrun   torch's launcher, one a node; RANK and WORLD_SIZE count processes

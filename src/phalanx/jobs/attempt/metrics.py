@@ -1,4 +1,4 @@
-"""Read training metrics of an attempt from the ranks' event files: steps, losses, samples per second."""
+"""`Reports`: read training metrics of an attempt from the ranks' event files: steps, losses, samples per second."""
 
 from __future__ import annotations
 

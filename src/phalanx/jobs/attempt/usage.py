@@ -1,4 +1,4 @@
-"""CPU, memory and GPU usage samples of an attempt, one file per node."""
+"""`Usage`: CPU, memory and GPU usage samples of an attempt, one file per node."""
 
 from __future__ import annotations
 

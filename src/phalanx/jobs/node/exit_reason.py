@@ -1,4 +1,4 @@
-"""Derive why a launcher failed from its exit code and files."""
+"""`failure`: derive why a launcher failed from its exit code and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job queue of one machine: priority aging, fair share, backfill (pure).
+"""`choose`: job queue of one machine: priority aging, fair share, backfill (pure).
 
 Line: a job stands before another if its level is higher; among equals whose owner used less lately, then the older one.
 The level is the priority plus one for every AGEING_S waited, without end: only the jobs that are there already can

@@ -1,4 +1,4 @@
-"""Pack and unpack code trees as tar.gz, safely."""
+"""`pack`, `unpack`: pack and unpack code trees as tar.gz, safely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pin a job's code to a commit or digest, store its tree, check it out."""
+"""`pin`, `check_out_code`: pin a job's code to a commit or digest, store its tree, check it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List, hash and copy a code folder, honouring ignore files."""
+"""`list_entries`, `digest`: list, hash and copy a code folder, honouring ignore files."""
 
 from __future__ import annotations
 

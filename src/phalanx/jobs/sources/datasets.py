@@ -1,4 +1,4 @@
-"""Pin a job's datasets, fetch and cache them, link them where the script reads.
+"""`pin`, `provide`: pin a job's datasets, fetch and cache them, link them where the script reads.
 
 A dataset is found by the environment variable PHALANX_DATASET_*, its name in capitals; beside that it may lie at a
 mount: a relative one is a link in the folder the command starts in, an absolute one is bound by `jobs/sources/mounts`.

@@ -1,4 +1,4 @@
-"""Run git safely: resolve refs, check out a commit, list unpushed changes.
+"""`commit_of`: run git safely: resolve refs, check out a commit, list unpushed changes.
 
 Only https, http, ssh and files are spoken; no hook, submodule, helper of a repository or question to a terminal is run.
 """

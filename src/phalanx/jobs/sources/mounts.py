@@ -1,4 +1,4 @@
-"""Bind-mount datasets at absolute paths, in a mount namespace of the job.
+"""`Bind`: bind-mount datasets at absolute paths, in a mount namespace of the job.
 
 Root may do that; others where the kernel lets users make namespaces. Nothing is mounted for anybody else, but a folder
 that has to be made for a mount stays, empty.

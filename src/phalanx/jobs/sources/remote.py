@@ -1,4 +1,4 @@
-"""Look up and download remote datasets: S3, OSS, HTTP."""
+"""`look`, `fetch`: look up and download remote datasets: S3, OSS, HTTP."""
 
 from __future__ import annotations
 

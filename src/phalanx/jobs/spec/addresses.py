@@ -1,4 +1,4 @@
-"""Validate git URLs, paths and dataset URIs from outside (pure).
+"""`git_address`: validate git URLs, paths and dataset URIs from outside (pure).
 
 Each function returns what it was given, tidied, or raises ValueError with what to write instead; no message repeats
 what may be a password.

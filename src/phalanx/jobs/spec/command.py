@@ -1,4 +1,4 @@
-"""Parse a job's command into words, interpreter flags and script (pure)."""
+"""`parse_command`: parse a job's command into words, interpreter flags and script (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert PAI-DLC CreateJob requests to job specs (pure).
+"""`translate`: convert PAI-DLC CreateJob requests to job specs (pure).
 
 In a pod of DLC, WORLD_SIZE and RANK count pods: such a job becomes `launch: env`, with a node for each pod.
 Source: the page of CreateJob in the API reference of PAI-DLC, version 2020-12-03.

@@ -1,4 +1,4 @@
-"""Upgrade the database schema with alembic, under a lock."""
+"""`upgrade`: upgrade the database schema with alembic, under a lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the ranks of a job that somebody else started (torchrun, mpirun, srun), by their environment in /proc."""
+"""`find_ranks`: the ranks of a job that somebody else started (torchrun, mpirun, srun), by their environment."""
 
 from __future__ import annotations
 

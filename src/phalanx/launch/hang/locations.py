@@ -1,4 +1,4 @@
-"""Where a stack is, in the user's terms: the line of the script, and what kind of wait or work it is in (pure)."""
+"""`Location`: where a stack is, in the user's terms: the line of the script, and what kind of wait or work (pure)."""
 
 from __future__ import annotations
 

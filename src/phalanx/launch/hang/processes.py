@@ -1,4 +1,4 @@
-"""What /proc says of a process that does not go on: stopped, asleep in the kernel, swapped out, held back."""
+"""`state_of`: why a process does not go on, by /proc: stopped, asleep in the kernel, swapped out, held back."""
 
 from __future__ import annotations
 

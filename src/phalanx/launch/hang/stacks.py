@@ -1,4 +1,4 @@
-"""Read the Python stacks of another process: by py-spy from outside, or by a signal that the rank answers.
+"""`read_stacks`: the Python stacks of another process, by py-spy from outside or a signal that the rank answers.
 
 py-spy reads memory, so it works where the interpreter lock is held, in C, and where the process is stopped. It needs
 the right to trace, which containers and Yama may refuse; ranks of our launcher grant it to the launcher.

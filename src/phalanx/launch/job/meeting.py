@@ -1,4 +1,4 @@
-"""Meet the launchers of the other nodes before an attempt: over a link, or as nodes of an elastic job."""
+"""`join_link`, `meet_elastic`: meet the launchers of other nodes before an attempt, over a link or as elastic nodes."""
 
 from __future__ import annotations
 

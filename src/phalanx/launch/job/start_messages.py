@@ -1,4 +1,4 @@
-"""What the launcher says as a job starts: mode, threads, warnings, and the environment of the first processes."""
+"""`say_start`: what the launcher says as a job starts: mode, threads, warnings, environment of the first processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry of a forked rank: reset the process, set its environment, run the script, record its exit."""
+"""`run_child`: entry of a forked rank: reset the process, set its environment, run the script, record its exit."""
 
 from __future__ import annotations
 

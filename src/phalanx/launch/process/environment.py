@@ -1,4 +1,4 @@
-"""Environment variables of each process, in Phalanx's, torchrun's and Fleet's names (pure)."""
+"""`build`: environment variables of each process, in Phalanx's, torchrun's and Fleet's names (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logging format of the launcher and of ranks."""
+"""`LineFormatter`: logging format of the launcher and of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process that connects the launchers of all nodes over a TCPStore: topology exchange, failure reports.
+"""`join`: process that connects the launchers of all nodes over a TCPStore: topology exchange, failure reports.
 
 It holds, or joins, a TCPStore at one documented port of the first host. Nothing else of ours listens on the network:
 the store is torch's own, as unauthenticated as every store torch opens.

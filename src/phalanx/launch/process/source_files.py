@@ -1,4 +1,4 @@
-"""Tell files of the user's script from those of libraries, and write paths as a user would type them (pure)."""
+"""`path_for_user`: tell the script's files from those of libraries, and write paths as users would type them (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warn when the launched ranks train separately, because the script never joins them to one job.
+"""`watch_steps`: warn when the launched ranks train separately, because the script never joins them to one job.
 
 Nothing in such a script need be ours, so a hook that torch offers looks at the first steps of its optimizers.
 """

@@ -1,4 +1,4 @@
-"""Redirect stdout and stderr of a rank to its log file, tolerating a full disk."""
+"""`LogFile`: redirect stdout and stderr of a rank to its log file, tolerating a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last lines of a rank's log for a report: progress bars settled, of a crash its own thread alone.
+"""`last_lines`: the last lines of a rank's log for a report: progress bars settled, of a crash its own thread alone.
 
 `faulthandler` dumps the stack of every thread when native code crashes: https://docs.python.org/3/library/faulthandler.html
 """

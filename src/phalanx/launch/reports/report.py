@@ -1,4 +1,4 @@
-"""Text of the launcher: banner, environment table, failure report."""
+"""`render`: text of the launcher: banner, environment table, failure report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Root cause of a failed job: which process failed first (pure).
+"""`first_failure`: root cause of a failed job: which process failed first (pure).
 
 When one rank dies the others fail too, often within a millisecond and sometimes before its end is noticed. So an ending
 is judged by its kind before its time: a signal that we did not send is a cause; then an exception of the script's own;

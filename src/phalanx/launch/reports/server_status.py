@@ -1,4 +1,4 @@
-"""What the servers of a job report of themselves: as lines for a person, and as Prometheus text."""
+"""`ServerStatus`: what the servers of a job report of themselves: as lines for a person, and as Prometheus text."""
 
 from __future__ import annotations
 

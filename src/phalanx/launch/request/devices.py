@@ -1,4 +1,4 @@
-"""Choose the number of ranks per node and the GPUs of each."""
+"""`ranks_per_node`: choose the number of ranks per node and the GPUs of each."""
 
 from __future__ import annotations
 

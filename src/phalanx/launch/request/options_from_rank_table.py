@@ -1,4 +1,4 @@
-"""Fill launcher options that were not given from a rank table."""
+"""`fill`: fill launcher options that were not given from a rank table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill launcher options that were not given from the scheduler's environment (Slurm, Kubeflow)."""
+"""`fill`: fill launcher options that were not given from the scheduler's environment (Slurm, Kubeflow)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Set up load balancing as a Plan asks for it: what is split over ranks, and whose updates are counted."""
+"""`use_split`: set up load balancing as a Plan asks for it: what is split over ranks, and whose updates are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors, for comparing replicas between ranks.
+"""`checksum`: checksums of tensors, for comparing replicas between ranks.
 
 A sum over the words of a tensor, each times an odd 64-bit number that follows from its place, modulo 2**64. One word
 that differs always shows; several escape with a chance of about 2**-32. Equal bits give equal sums on every device.

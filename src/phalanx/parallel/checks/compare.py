@@ -1,4 +1,4 @@
-"""Compare replicated tensors across ranks by checksum, and report where they differ.
+"""`ReplicatedTensors`: compare replicated tensors across ranks by checksum, and report where they differ.
 
 One number for each class of tensors travels, over all ranks, so that all of them know of every difference; only where
 there is one, checksums of single tensors follow, and then the tensors themselves, to measure it.

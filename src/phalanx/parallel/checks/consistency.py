@@ -1,4 +1,4 @@
-"""Before evaluation or a save: synchronise buffers, and check that all ranks have the same parameters.
+"""`make_consistent`: before evaluation or a save: synchronise buffers, check that all ranks have equal parameters.
 
 Where ranks train apart (LocalSGD), the one model is the average of theirs.
 """

@@ -1,4 +1,4 @@
-"""Errors and warnings for API misuse: optimizer of another model, wrapped models, evaluation without no_grad."""
+"""`check_trains`, `ForwardWatch`: errors and warnings for misuse: another model's optimizer, wrapped models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detect other data-parallel wrappers (DDP, FSDP, DataParallel) around or inside a distributed model."""
+"""`check_unwrapped`: refuse other wrappers (DDP, FSDP, DataParallel) around or inside a distributed model."""
 
 from __future__ import annotations
 

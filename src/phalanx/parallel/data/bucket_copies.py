@@ -1,4 +1,4 @@
-"""Copy gradients and buffers of a model into a bucket before it is reduced, and out of it after."""
+"""`put_gradient`: copy gradients and buffers of a model into a bucket before it is reduced, and out of it after."""
 
 from __future__ import annotations
 

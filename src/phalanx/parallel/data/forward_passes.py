@@ -1,4 +1,4 @@
-"""Track the forward passes of a distributed model: the batch of each, and gradients that reach its outputs."""
+"""`follow_forward_passes`: the batch of each forward pass of a model, and gradients that reach its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight a rank's gradients by its number of samples, so that uneven batches stay exact."""
+"""`sample_weight_hook`: weight a rank's gradients by its number of samples, so that uneven batches stay exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members of a membership epoch do together before they go on: tell their progress, form groups, hand on state.
+"""`await_next_view`: what members of an epoch do before they go on: tell their progress, form groups, hand on state.
 
 Each fails with `PeerLostError` where a further member is lost; `recovery` then begins again with the next view.
 """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute modules in the backward pass (Chen et al., arXiv:1604.06174).
+"""`apply_recompute`: activation checkpointing: recompute modules in the backward pass (Chen et al., arXiv:1604.06174).
 
 A checkpointed module keeps its inputs only. `selective` also keeps the results of matrix products, convolutions and
 attention, which are what is expensive to compute again (Korthikanti et al., arXiv:2205.05198, section 5).

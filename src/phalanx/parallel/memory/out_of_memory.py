@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: what fills the memory, and which setting would save most."""
+"""`explain_memory`: explain out-of-memory errors: what fills the memory, and which setting would save most."""
 
 from __future__ import annotations
 

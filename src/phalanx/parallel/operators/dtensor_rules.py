@@ -1,4 +1,4 @@
-"""Query DTensor's sharding propagation: which output placements an operator supports, without devices.
+"""`outputs_of`: query DTensor's sharding propagation: which output placements an operator supports, without devices.
 
 An operator is given as torch's own: its function, and arguments in which every tensor is a `DTensorSpec`. DTensor says
 how outputs lie that are computed from inputs that lie so, and whether inputs would have to be moved before.

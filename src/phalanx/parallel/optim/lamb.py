@@ -1,4 +1,4 @@
-"""LAMB optimizer: Adam with layer-wise trust ratios (You et al., arXiv:1904.00962, algorithm 2)."""
+"""`use_lamb`: LAMB optimizer: Adam with layer-wise trust ratios (You et al., arXiv:1904.00962, algorithm 2)."""
 
 from __future__ import annotations
 

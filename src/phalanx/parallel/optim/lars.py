@@ -1,4 +1,4 @@
-"""LARS optimizer: momentum SGD with layer-wise rates (You, Gitman, Ginsburg, arXiv:1708.03888, algorithm 1)."""
+"""`use_lars`: momentum SGD with layer-wise rates (You, Gitman, Ginsburg, arXiv:1708.03888, algorithm 1)."""
 
 from __future__ import annotations
 

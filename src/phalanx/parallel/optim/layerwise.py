@@ -1,4 +1,4 @@
-"""Layer-wise trust ratios from norms of full parameters, shared by LARS and LAMB."""
+"""`trust_ratio`: layer-wise trust ratios from norms of full parameters, shared by LARS and LAMB."""
 
 from __future__ import annotations
 

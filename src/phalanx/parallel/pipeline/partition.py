@@ -1,4 +1,4 @@
-"""Split a model's forward pass into pipeline stages, by symbolic tracing (torch.fx).
+"""`record`, `owner_stages`: split a model's forward pass into pipeline stages, by symbolic tracing (torch.fx).
 
 The forward pass is recorded once, symbolically, without data: calls of units and of other modules stay calls of these
 same modules, so parameters, hooks, modes and whatever a technique put in a unit's place work in a stage as in the

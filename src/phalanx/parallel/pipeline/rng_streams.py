@@ -1,4 +1,4 @@
-"""Random number streams of a pipeline: one per micro-batch and stage, so dropout matches one process.
+"""`Streams`: random number streams of a pipeline: one per micro-batch and stage, so dropout matches one process.
 
 Ranks of a pipeline share one random stream, and take one number of it for a step. From that each stage seeds a stream
 for every micro-batch. Which rank holds a stage, and in what order a schedule runs, then makes no difference: one

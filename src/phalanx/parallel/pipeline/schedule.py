@@ -1,4 +1,4 @@
-"""Run pipeline stages under torch's schedules (GPipe, 1F1B, interleaved, zero bubble)."""
+"""`schedule_for`: run pipeline stages under torch's schedules (GPipe, 1F1B, interleaved, zero bubble)."""
 
 from __future__ import annotations
 

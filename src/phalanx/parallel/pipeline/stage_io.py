@@ -1,4 +1,4 @@
-"""Send and receive activations between pipeline stages."""
+"""`send`, `recv`: send and receive activations between pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free the parameters of a model that belong to the pipeline stages of other ranks."""
+"""`free_parameters`: free the parameters of a model that belong to the pipeline stages of other ranks."""
 
 from __future__ import annotations
 

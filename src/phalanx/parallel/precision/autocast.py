@@ -1,4 +1,4 @@
-"""Mixed precision: run a model under autocast in bfloat16 or float16, or cast its parameters too.
+"""`apply_precision`: mixed precision: run a model under autocast in bfloat16 or float16, or cast its parameters too.
 
 Both run the forward pass under torch's autocast, which chooses the dtype of each operator, and return float32, so that
 a loss outside the model is computed in float32. Normalisations by batch keep float32 parameters and statistics.

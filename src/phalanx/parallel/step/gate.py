@@ -1,4 +1,4 @@
-"""Replace the update rule or closure of one optimizer object, and tell whether its last step updated."""
+"""`replace_update`, `has_updated`: replace an optimizer's update rule or closure, and tell whether its step updated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate scaling with the global batch, and warm-up (Goyal et al., arXiv:1706.02677, section 2.2).
+"""`apply_factor`: learning rate scaled with the global batch, and warm-up (Goyal et al., arXiv:1706.02677, 2.2).
 
 The user's own scheduler is left alone: the factor is applied around each optimizer step and taken off again, so
 `param_group["lr"]` always shows the user's value.

@@ -1,4 +1,4 @@
-"""Norms of sharded tensors, with one all-reduce per group."""
+"""`whole_norms`: norms of sharded tensors, with one all-reduce per group."""
 
 from __future__ import annotations
 

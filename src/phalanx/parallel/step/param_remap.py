@@ -1,4 +1,4 @@
-"""Rebind an optimizer to the new Parameter objects after a technique replaced a model's parameters.
+"""`rebind`: rebind an optimizer to the new Parameter objects after a technique replaced a model's parameters.
 
 Sharding replaces a module's Parameter objects, and so do stages of a pipeline; cut layers shrink them. The optimizer
 stays the same object: its groups get the new parameters, its state is cut as they are, so schedulers, hooks and loaded

@@ -1,4 +1,4 @@
-"""Average the closure loss over ranks for optimizers that use it, such as LBFGS."""
+"""`share_losses`: average the closure loss over ranks for optimizers that use it, such as LBFGS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallel: shard a module's sequence dim over ranks, with attention over all tokens.
+"""`shard_sequence`: context parallel: a module's sequence dim over ranks, with attention over all tokens.
 
 Tokens are cut before a named module and put together behind it, so that embeddings, positions, heads and losses see
 whole sequences. Inside, a rank's queries meet the keys and values of all ranks, which are gathered (Grattafiori et al.,

@@ -1,4 +1,4 @@
-"""Expert parallel: each rank holds some of the experts of a layer, and tokens travel to theirs and back.
+"""`shard_experts`: each rank holds some of the experts of a layer, and tokens travel to theirs and back.
 
 Ranks read rows of their own. A rank sorts its tokens by expert, one all-to-all takes each to the rank that holds its
 expert, that rank computes, and another all-to-all takes the results back (Lepikhin et al., GShard, arXiv:2006.16668).

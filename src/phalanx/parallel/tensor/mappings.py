@@ -1,4 +1,4 @@
-"""Megatron's conjugate communication operators: copy/reduce and gather/scatter with autograd.
+"""`copy_to`, `reduce_from`: Megatron's conjugate communication operators: copy/reduce and gather/scatter with autograd.
 
 Ranks of the group compute the same loss from the same rows, so here a gradient of a whole tensor is whole on every
 rank already, and is not added up again; that is how these differ from `phalanx.comm`, where losses of ranks are added.

@@ -1,4 +1,4 @@
-"""Check that tensor-parallel (or pipeline) ranks get the same samples, and share their random stream.
+"""`SameSamplesCheck`: tensor-parallel or pipeline ranks get the same samples, and share their random stream.
 
 Looked at in the first steps, where a mistake of the script shows; it would train, and be wrong.
 """

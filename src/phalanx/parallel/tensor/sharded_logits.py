@@ -1,4 +1,4 @@
-"""Error when sharded logits reach a loss that expects full logits."""
+"""`ShardedLogits`: error when sharded logits reach a loss that expects full logits."""
 
 from __future__ import annotations
 

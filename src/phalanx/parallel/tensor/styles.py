@@ -1,4 +1,4 @@
-"""Map each (layer class, style) to its tensor-parallel layer, and check that a module supports its style."""
+"""`check_styles`: the tensor-parallel layer of each (layer class, style), and whether a module supports its style."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deep gradient compression: exchange the top-k gradient entries, keep the rest as local residuals.
+"""`TopKCompressor`: deep gradient compression: exchange the top-k gradient entries, keep the rest as local residuals.
 
 Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887), algorithm 4: momentum is applied before the
 choice (momentum correction, equation 4), entries that were sent lose their momentum (factor masking, equation 6), and

@@ -1,4 +1,4 @@
-"""Let a sharded model's passes, which an error ended, be repeated by this rank alone.
+"""`reset_passes`: let a sharded model's passes, which an error ended, be repeated by this rank alone.
 
 Parameters that are gathered stay gathered, so a repetition exchanges nothing that other ranks do not. Torch has no
 public calls for this: its own lets go of what is gathered, too.

@@ -1,4 +1,4 @@
-"""Label the all-gathers of FSDP units, so that ranks that run different units get an error instead of a hang.
+"""`label_units`: label all-gathers of FSDP units, so that ranks that run different units get an error, not a hang.
 
 Ranks gather a unit when their forward pass comes to it. A rank that skips one (LayerDrop, experts, stochastic depth) is
 a call ahead of the others from then on, and where units are equally long, the weights of different layers would be

@@ -1,4 +1,4 @@
-"""Difference of two Plans, rule by rule."""
+"""`diff`: difference of two Plans, rule by rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw a Plan as SVG: placement, update and memory of its parameters."""
+"""`picture`: draw a Plan as SVG: placement, update and memory of its parameters."""
 
 from __future__ import annotations
 

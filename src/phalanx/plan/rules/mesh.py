@@ -1,4 +1,4 @@
-"""Mesh axes and sizes that a strategy asks for."""
+"""`mesh_from_strategy`: mesh axes and sizes that a strategy asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for parameter servers: push mode, dense parameters on servers, tables."""
+"""`push_from_strategy`: rules for parameter servers: push mode, dense parameters on servers, tables."""
 
 from __future__ import annotations
 

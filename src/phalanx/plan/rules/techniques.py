@@ -1,4 +1,4 @@
-"""Rules for techniques: gradient update, precision, recomputation, pipeline schedule, loss scaling."""
+"""`update_from_strategy` and others: a strategy's update, precision, recomputation, pipeline schedule, loss scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for tensor parallel: add sharded layers to a Plan."""
+"""`with_cut_layers`: rules for tensor parallel: add sharded layers to a Plan."""
 
 from __future__ import annotations
 

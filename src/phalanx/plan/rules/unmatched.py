@@ -1,4 +1,4 @@
-"""Reject rules of a Plan that match no parameter or module of the model (pure)."""
+"""`check_rules`: reject rules of a Plan that match no parameter or module of the model (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connect a worker to the parameter servers, in the consistency mode of the Plan."""
+"""`open_consistency`: connect a worker to the parameter servers, in the consistency mode of the Plan."""
 
 from __future__ import annotations
 

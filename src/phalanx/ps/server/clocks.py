@@ -115,10 +115,6 @@ class Clocks(ServerClocks):
         """
         self._wait(step, report_wait)
 
-    def wait_turn(self, step: int, report_wait: WaitReport = _ignore) -> None:
-        """Wait until a push of this step may be taken: in mode `sync` one step at a time. See `wait`."""
-        self._wait_turn(step, report_wait)
-
     def wait_steps(self, steps: Sequence[int], seconds: float) -> None:
         """Wait until each worker has `reached` these steps. Raises as `check`, and `PeerLostError` after `seconds`."""
         if behind := self._wait_steps(list(steps), seconds):

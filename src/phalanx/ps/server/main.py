@@ -1,4 +1,4 @@
-"""Entry of a parameter server: listen, recover, serve until all workers have left."""
+"""`run`: entry of a parameter server: listen, recover, serve until all workers have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask all participants of a save at once: a request to every one goes out before an answer of any is read.
+"""`ask_all`: ask all participants of a save at once: a request to every one goes out before an answer of any is read.
 
 So a freeze lasts as long as the slowest participant takes, however many there are.
 """

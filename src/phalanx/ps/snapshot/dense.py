@@ -1,4 +1,4 @@
-"""Save and load nested dicts of values and tensors beside the tables of a snapshot (JSON, safetensors)."""
+"""`write_extra`, `read_extra`: nested dicts of values and tensors beside the tables of a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksummed binary records, the format of log segments and shard files.
+"""`Record`: checksummed binary records, the format of log segments and shard files.
 
 A record is a header of 28 bytes (magic, checksum of the header, length of the JSON, length of the arrays, checksum of
 each), the JSON, and the bytes of the arrays in order, little-endian.

@@ -1,4 +1,4 @@
-"""Coordinate a consistent snapshot of the tables of all servers.
+"""`save`: coordinate a consistent snapshot of the tables of all servers.
 
 Every participant holds changes back, reports each worker's step, and lets through what another participant has
 already, so that a worker's step is in the snapshot on all participants or on none. Then each notes its moment;

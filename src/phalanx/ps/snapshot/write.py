@@ -1,4 +1,4 @@
-"""Write a participant's shard files of a snapshot."""
+"""`write`: write a participant's shard files of a snapshot."""
 
 from __future__ import annotations
 

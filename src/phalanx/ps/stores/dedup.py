@@ -1,4 +1,4 @@
-"""Deduplicate ids, sum their gradients, and split them by server (native, or NumPy).
+"""`unique`, `merge`: deduplicate ids, sum their gradients, and split them by server (native, or NumPy).
 
 The native core does the work; the NumPy twins give the same and take over where it is not installed.
 """

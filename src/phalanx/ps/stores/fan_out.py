@@ -1,4 +1,4 @@
-"""A pull or push to many servers at once: one native call writes all frames, one takes all replies.
+"""`post_all`: a pull or push to many servers at once: one native call writes all frames, one takes all replies.
 
 What is out of the ordinary is left to each `Connection`: TLS, a socket that is full, a server that waits or refuses, a
 connection that broke.

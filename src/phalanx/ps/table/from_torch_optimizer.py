@@ -1,4 +1,4 @@
-"""Map a torch optimizer to the update rule of a table."""
+"""`rule_of`: map a torch optimizer to the update rule of a table."""
 
 from __future__ import annotations
 

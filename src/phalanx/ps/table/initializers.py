@@ -1,4 +1,4 @@
-"""Initial values of rows, a function of seed, table and id.
+"""`initial_values`: initial values of rows, a function of seed, table and id.
 
 An id's hash and the table's seed give the row's own number; its stream of 64-bit words is a counter sent through
 `mix64`. The native table computes the same: uniform and constant values to the bit; normal values, which go through

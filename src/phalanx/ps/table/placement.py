@@ -1,4 +1,4 @@
-"""Hash ids to 1024 virtual shards, and virtual shards to servers.
+"""`shard_of`, `owner_of`: hash ids to 1024 virtual shards, and virtual shards to servers.
 
 The hash is `data.mix.mix64`, a bijection, so no two ids of a table ever meet. None of this may change: snapshots are
 cut by it.

@@ -1,4 +1,4 @@
-"""Optimizers of tables: SGD, Momentum, Adagrad, Adam, RMSprop, FTRL; settings, state and NumPy step.
+"""`UpdateRule`: optimizers of tables (SGD, Momentum, Adagrad, Adam, RMSprop, FTRL): settings, state, NumPy step.
 
 A rule is one class here, one struct in `csrc/table_rules.h` that takes the same steps natively, and one row in
 `tests/unit/test_ps_table_optimizers.py`; everything else is derived from `RULES`. Rules follow `torch.optim` on the

@@ -1,4 +1,4 @@
-"""Resolve and bind server addresses: a Unix socket for local clients, TCP for all."""
+"""`resolve`, `listening_sockets`: resolve and bind server addresses: a Unix socket for local clients, TCP for all."""
 
 from __future__ import annotations
 

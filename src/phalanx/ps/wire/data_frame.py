@@ -1,4 +1,4 @@
-"""Packed objects of pulls, pushes and their replies, on the client.
+"""`DataRequest`, `DataReply`: packed objects of pulls, pushes and their replies, on the client.
 
 `csrc/wire_data.h` draws them and is the server's end. One frame has all tables of a step that one server owns keys of.
 """

@@ -1,4 +1,4 @@
-"""Frame format of RPC messages: 40-byte header, object (JSON, or packed for pulls and pushes), arrays with checksums.
+"""`Header`, `encode`: frames of RPC messages: 40-byte header, JSON or packed object, arrays with checksums.
 
     magic 4 | wire version u16 | kind u8 | flags u8 | client u64 | seq u64 | object's length u32 | payload's length u64
     | crc32 of all before and the object u32

@@ -1,4 +1,4 @@
-"""Mutual authentication handshake with the job's secret.
+"""`greet`, `admit`: mutual authentication handshake with the job's secret.
 
     client -> server   greeting: magic, wire version, version, nonce, client's number, name
     server -> client   greeting

@@ -1,4 +1,4 @@
-"""TLS 1.3 for connections between hosts, with a self-signed certificate per server.
+"""`TlsChannel`, `Certificate`: TLS 1.3 for connections between hosts, with a self-signed certificate per server.
 
 Nobody signs the certificate. The handshake of `secret` covers its hash instead, so it is as trusted as the job's
 secret, and there are no files to hand out.

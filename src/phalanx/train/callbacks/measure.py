@@ -1,4 +1,4 @@
-"""Measurements for callbacks: epoch time, throughput, memory, learning rates, the loss of a global batch."""
+"""`Throughput`, `EpochClock`, `RoundLoss`: what callbacks report: time, speed, memory, learning rates, mean loss."""
 
 from __future__ import annotations
 

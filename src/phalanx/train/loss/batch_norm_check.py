@@ -1,4 +1,4 @@
-"""Reject batches that leave a rank a single sample, which batch norm cannot train on."""
+"""`check_batch_norms`: reject batches that leave a rank a single sample, which batch norm cannot train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check labels against the model's output before the first update, on all ranks."""
+"""`LabelCheckedLoss`: check labels against the model's output before the first update, on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Average the loss that a model returns over the labels of all ranks.
+"""`build_model_loss_mean`: average the loss that a model returns over the labels of all ranks.
 
 Such a loss is a mean over the labels that count, while ranks weigh means by samples. Where ranks have unequal numbers
 of labels a sample, that is the loss of one process if it is known what the mean is over: cross entropy of the net's own

@@ -1,4 +1,4 @@
-"""Cross entropy and NLL as sum and normalizer, so that the mean over tokens is exact over all ranks."""
+"""`build_token_mean_loss`: cross entropy and NLL as sum and weight, so that the mean over tokens is exact."""
 
 from __future__ import annotations
 

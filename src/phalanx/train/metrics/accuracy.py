@@ -1,4 +1,4 @@
-"""Top-k accuracy over all ranks.
+"""`accuracy`: top-k accuracy over all ranks.
 
 Labels have shape (N,) or (N, 1) here. `torch.nn.functional.cross_entropy` wants (N,): pass `label.squeeze(1)`.
 """

@@ -1,4 +1,4 @@
-"""Sink mode: N steps per host synchronisation (Keras' steps_per_execution), and the epoch loop.
+"""`train_epoch`: sink mode: N steps per host synchronisation (Keras' steps_per_execution), and the epoch loop.
 
 Inside a sink nothing on the host waits for a value of the device, and callbacks that want to see one act at its end.
 The steps are those of a loop without sinks, in the same order, with the same losses. On one CUDA device forward and

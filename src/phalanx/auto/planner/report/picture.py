@@ -1,4 +1,4 @@
-"""Draw the planner's result as SVG: layers, their strategies and costs."""
+"""`draw_plan`: draw the planner's result as SVG: layers, their strategies and costs."""
 
 from __future__ import annotations
 

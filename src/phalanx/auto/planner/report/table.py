@@ -1,4 +1,4 @@
-"""Format the planner's result as a terminal table."""
+"""`build_result_table`: format the planner's result as a terminal table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count the collectives and bytes that a rank sends per step under an assignment (pure).
+"""`count_traffic`: count the collectives and bytes that a rank sends per step under an assignment (pure).
 
 Read off the prices themselves: seconds are linear in those of collectives, so a step in which one kind and size takes a
 second, and all else nothing, takes as many seconds as there are such collectives.

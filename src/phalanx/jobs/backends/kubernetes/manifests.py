@@ -1,4 +1,4 @@
-"""Render the Kubernetes manifests of an attempt: TrainJob, PyTorchJob or JobSet, ConfigMap, Secret (pure).
+"""`manifests`: render the Kubernetes manifests of an attempt: TrainJob, PyTorchJob or JobSet, ConfigMap, Secret (pure).
 
 Pods see no folder of ours: their order is a ConfigMap, secrets are a Secret, both mounted as files; code and datasets
 are fetched by `phalanx.jobs.node.__main__` in each pod, and a NAS is a volume claim by its file-system id.

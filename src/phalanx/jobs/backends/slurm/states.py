@@ -1,4 +1,4 @@
-"""Parse Slurm's job states, pending reasons and sinfo node lists (pure)."""
+"""`SinfoRow`: parse Slurm's job states, pending reasons and sinfo node lists (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look through autograd graphs: which nodes a backward pass reaches, and let go of what they have saved."""
+"""`reach`: look through autograd graphs: which nodes a backward pass reaches, and let go of what they have saved."""
 
 from __future__ import annotations
 

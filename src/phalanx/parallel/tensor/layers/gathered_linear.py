@@ -1,4 +1,4 @@
-"""Linear layers sharded over data-parallel ranks, which gather each other's inputs (arXiv:1404.5997).
+"""`GatheredLinear`: linear layers sharded over data-parallel ranks, which gather each other's inputs (arXiv:1404.5997).
 
 The layer gathers the rows of all ranks, computes its part for them, and every rank takes its own rows of the result
 (Krizhevsky, arXiv:1404.5997, section 3). Each rank's loss is the mean over its own rows, and a parameter's gradient

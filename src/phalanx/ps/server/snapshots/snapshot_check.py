@@ -1,4 +1,4 @@
-"""Warn about tables that only the workers or only the loaded snapshot have, such as renamed ones."""
+"""`SnapshotTableCheck`: warn about tables that only workers or only the loaded snapshot have, as renamed ones."""
 
 from __future__ import annotations
 
