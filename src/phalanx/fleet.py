@@ -22,6 +22,7 @@ from phalanx.comm.transfers import check_not_alone
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
+from phalanx.parallel.old_words import with_old_words
 from phalanx.parallel.session import session
 from phalanx.strategy import DistributedStrategy, check_strategy
 
@@ -132,7 +133,7 @@ def distributed_model(model: ModelT, *, plan: Plan | None = None) -> ModelT:
     """
     if _is_server_early():
         return model
-    return engine.with_old_words(engine.add_model(model, plan, expects_optimizer=True))
+    return with_old_words(engine.add_model(model, plan, expects_optimizer=True))
 
 
 def worker_num() -> int:

@@ -28,7 +28,8 @@ from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample, Usage
 from phalanx.jobs.client import Client
 from phalanx.jobs.models import Cause, Failure, JobState, MemberRole, QueueLength
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 
 pytestmark = pytest.mark.dist
 

@@ -14,7 +14,7 @@ from phalanx.errors import SpecError
 from phalanx.jobs.sources.code import check_out_code, pin, tree
 from phalanx.jobs.sources.code_tree import list_entries
 from phalanx.jobs.sources.git import list_unpushed
-from phalanx.jobs.spec.training_job import Code
+from phalanx.jobs.spec.code_and_data import Code
 
 pytestmark = pytest.mark.dist
 

@@ -18,7 +18,7 @@ import file_server
 from phalanx.errors import BackendError, DataError, SpecError
 from phalanx.jobs.sources.datasets import pin, provide
 from phalanx.jobs.sources.mounts import Bind, check, prefix
-from phalanx.jobs.spec.training_job import Dataset
+from phalanx.jobs.spec.code_and_data import Dataset
 
 pytestmark = pytest.mark.dist
 

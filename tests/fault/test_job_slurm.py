@@ -16,7 +16,8 @@ from phalanx.jobs.models import Actor, Cause, JobState
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.spec.training_job import Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 from slurm_cluster import SlurmCluster, require_slurm
 

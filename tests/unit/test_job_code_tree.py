@@ -11,7 +11,7 @@ from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.sources import code_tree
 from phalanx.jobs.sources.code import check_out_code, pin, store_tree, tree
 from phalanx.jobs.sources.code_tree import list_entries
-from phalanx.jobs.spec.training_job import Code
+from phalanx.jobs.spec.code_and_data import Code
 
 
 def folder(root: Path, files: dict[str, str]) -> Path:

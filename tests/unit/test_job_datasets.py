@@ -12,7 +12,7 @@ import pytest
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.sources.datasets import content, pin, provide
 from phalanx.jobs.sources.mounts import Bind, binds, prefix
-from phalanx.jobs.spec.training_job import Dataset
+from phalanx.jobs.spec.code_and_data import Dataset
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from phalanx.errors import SpecError
+from phalanx.jobs.spec.code_and_data import Dataset
 from phalanx.jobs.spec.dlc import translate
 from phalanx.jobs.spec.file import read
-from phalanx.jobs.spec.training_job import Dataset, TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 REQUEST = {
     "WorkspaceId": "268",

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from phalanx.errors import SpecError
 from phalanx.jobs.spec.addresses import git_address, inner_path, kept_path, mount_path
+from phalanx.jobs.spec.code_and_data import Code, Dataset
 from phalanx.jobs.spec.command import parse_command, python_command
 from phalanx.jobs.spec.dlc import translate
 from phalanx.jobs.spec.file import read, validate
-from phalanx.jobs.spec.training_job import Code, Dataset, Resources, TrainingJob
+from phalanx.jobs.spec.training_job import Resources, TrainingJob
 
 TEXT = st.text(max_size=12) | st.sampled_from(
     ["", ".", "..", "a/../..", "/", "-x", "s3://b/c", "git+https://h/x@y", "\0"]

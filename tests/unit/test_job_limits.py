@@ -15,7 +15,8 @@ from known_configs import Known
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.limits import FILE, Limits
 from phalanx.jobs.service.resolve import resolve
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 
 NO_PATH_OF_THE_SERVER = {
     "code.ref": "a name in the repository",

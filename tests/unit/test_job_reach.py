@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.limits import Limits
 from phalanx.jobs.sources.datasets import pin
 from phalanx.jobs.sources.egress import EgressPolicy, is_public
-from phalanx.jobs.spec.training_job import Dataset
+from phalanx.jobs.spec.code_and_data import Dataset
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from known_configs import Known
 from phalanx.errors import SpecError
 from phalanx.jobs.service.resolve import resolve
 from phalanx.jobs.sources.remote import RemoteObject
+from phalanx.jobs.spec.code_and_data import Code, Dataset
 from phalanx.jobs.spec.file import read
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.routes import routes_of
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 

@@ -9,8 +9,9 @@ import jsonschema
 import pytest
 
 from phalanx.errors import SpecError
+from phalanx.jobs.spec.code_and_data import Code, Dataset
 from phalanx.jobs.spec.file import read, validate
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 MNIST = """
 name: mnist

@@ -13,7 +13,7 @@ import phalanx
 from phalanx import distributed, fleet
 from phalanx.errors import ConfigError
 from phalanx.old_names import REPLACED
-from phalanx.parallel import distribute
+from phalanx.parallel.old_words import with_old_words
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
@@ -161,7 +161,7 @@ def test_an_executor_is_refused_with_what_to_write(verb):
 
 
 def test_gradients_are_cleared_by_the_optimizer():
-    model = distribute.with_old_words(torch.nn.Linear(1, 1))
+    model = with_old_words(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"Write instead: optimizer\.zero_grad\(\)"):
         model.clear_gradients()
 

@@ -23,8 +23,8 @@ from phalanx.cli.output import (
 from phalanx.errors import SpecError
 from phalanx.i18n import tr
 from phalanx.jobs.models import NamedConfig
+from phalanx.jobs.spec.code_and_data import Code, Dataset
 from phalanx.jobs.spec.file import validate
-from phalanx.jobs.spec.training_job import Code, Dataset
 
 
 @click.group(

@@ -17,8 +17,9 @@ from phalanx.errors import SpecError
 from phalanx.i18n import tr
 from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.spec.code_and_data import Code
 from phalanx.jobs.spec.file import read, validate
-from phalanx.jobs.spec.training_job import Code, TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 
 _FILES = (".yaml", ".yml", ".json")
 

@@ -23,7 +23,8 @@ from phalanx.jobs.models import Job
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.routes import VerbRoute
 from phalanx.jobs.sources.archive import pack
-from phalanx.jobs.spec.training_job import Code, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code
+from phalanx.jobs.spec.training_job import TrainingJob
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -22,7 +22,8 @@ from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.backend_registry import BACKENDS, BackendName, load
 from phalanx.jobs.sources.egress import EgressPolicy, host_rule
 from phalanx.jobs.spec.addresses import is_local
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
 

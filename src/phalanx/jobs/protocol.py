@@ -31,7 +31,8 @@ from phalanx.jobs.models import (
     Workspace,
 )
 from phalanx.jobs.routes import VerbRoute, route
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 
 AttemptNumber = Annotated[int | None, Field(ge=1, le=2**31)]
 Offset = Annotated[int, Field(ge=-(2**53), le=2**53)]

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import IterableDataset
 
@@ -20,7 +20,6 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
-from phalanx.old_names import replacement
 from phalanx.parallel.apply import apply, check_model
 from phalanx.parallel.balance.setup import balance_updates
 from phalanx.parallel.checks.misuse import ForwardWatch, plan_at_first_call, refuse_outer_wrapper
@@ -30,6 +29,7 @@ from phalanx.parallel.elastic.peer_state import ModelState, OptimizerState
 from phalanx.parallel.memory.guard.guarded_model import guard_memory
 from phalanx.parallel.memory.guard.guarded_step import guard_step
 from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.old_words import refuse_old_words, with_old_words
 from phalanx.parallel.replicas.gate import hold_updates
 from phalanx.parallel.session import (
     StepPhase,
@@ -225,8 +225,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         OptimizerState(optimizer)
     for model in distributed_models():
         _set_up_optimizer(optimizer, model)
-    for word in ("minimize", "clear_grad", "clear_gradients"):
-        setattr(optimizer, word, partial(_refuse_word, word))
+    refuse_old_words(optimizer)
     return optimizer
 
 
@@ -295,49 +294,6 @@ def DataParallel(model: ModelT) -> ModelT:  # noqa: N802 (the basic API's spelli
     `model.scale_loss` and `model.apply_collective_grads` of older scripts are there and do nothing.
     """
     return with_old_words(add_model(model))
-
-
-def with_old_words(model: ModelT) -> ModelT:
-    """Give a module the calls that older scripts make around backward, which do nothing or say what to write.
-
-    The module's own stay.
-    """
-    # Module-level functions, so that the model can still be pickled and copied.
-    old = {
-        "scale_loss": _scale_loss,
-        "apply_collective_grads": _apply_collective_grads,
-        "clear_gradients": _clear_gradients,
-    }
-    for word, function in old.items():
-        if not hasattr(model, word):
-            setattr(model, word, function)
-    return model
-
-
-def _scale_loss(loss: Tensor) -> Tensor:
-    _name_old_words()
-    return loss
-
-
-def _apply_collective_grads() -> None:
-    _name_old_words()
-
-
-def _name_old_words() -> None:
-    if not session.has_named_old_words:
-        session.has_named_old_words = True
-        logger.warning(
-            "scale_loss and apply_collective_grads are not needed: gradients are averaged over the ranks during "
-            "backward. Remove the calls."
-        )
-
-
-def _clear_gradients() -> None:
-    raise ConfigError(f"model.clear_gradients(): {replacement('clear_gradients')}")
-
-
-def _refuse_word(word: str, *_: Any, **__: Any) -> None:
-    raise ConfigError(f"optimizer.{word}(): {replacement(word)}")
 
 
 def join(verb: str) -> Context:

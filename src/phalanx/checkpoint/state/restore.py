@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,10 +22,10 @@ from phalanx.checkpoint.state.capture import (
     merge_rank_states,
     param_names,
 )
+from phalanx.checkpoint.state.saved_values import SavedValues, without_rank
 from phalanx.checkpoint.state.tables import has_tables
 from phalanx.checkpoint.tensors.local_tensors import AVERAGE, MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView, rank_name
 from phalanx.checkpoint.tensors.names import check_names
-from phalanx.checkpoint.tensors.safetensors_file import bytes_of
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.comm import context
 from phalanx.comm.batch.random_streams import RandomStreams
@@ -50,9 +49,10 @@ class Restorer:
     def __init__(self, ranks: Ranks, training: TrainingState, reader: CheckpointReader) -> None:
         self.ranks, self.training, self.reader = ranks, training, reader
         self.manifest: CheckpointManifest = reader.manifest
+        self.saved = SavedValues(reader)
         self.view = ModelView(training.model)
         self.local_tensors = dict(self.view.local_tensors())
-        self.local_names = {_common(name): name for name in self.local_tensors}
+        self.local_names = {without_rank(name): name for name in self.local_tensors}
         self._is_same_size = ranks.world_size == self.manifest.world_size
         # Ranks that take local steps (local SGD) share the mean of their parameters.
         self._averages = bool(reader.values(0, "averages"))
@@ -62,7 +62,7 @@ class Restorer:
         self._has_new_replicas = False
         """Whether the number of logical replicas is the checkpoint's, and not the script's."""
 
-        self.aliases: dict[str, str] = self._merge_ranks("aliases")
+        self.aliases: dict[str, str] = self.saved.merge_ranks("aliases")
         self.layout: dict[str, TensorLayout] = {}
 
     def check(self) -> None:
@@ -72,16 +72,16 @@ class Restorer:
 
     def extra(self) -> Any:
         """Return the user's `extra`; rank 0's at another number of ranks."""
-        return self.reader.values(self.source_rank, "extra") if self._has("extra") else None
+        return self.reader.values(self.source_rank, "extra") if self.saved.has("extra") else None
 
     def _require_fit(self, layout: dict[str, TensorLayout]) -> None:
         folder = self.manifest.folder
-        names = {_common(name).removeprefix(MODEL) for name in layout}
+        names = {without_rank(name).removeprefix(MODEL) for name in layout}
         saved = saved_names(self.manifest.tensors, MODEL) - self.view.aliases.keys()
         check_names("parameters and buffers", (self.aliases.get(name, name) for name in names), saved, folder)
-        check_names("modules with extra state", self.view.values, self._merge_ranks("model"), folder)
+        check_names("modules with extra state", self.view.values, self.saved.merge_ranks("model"), folder)
         for name, entry in layout.items():
-            plain = _common(name).removeprefix(MODEL)
+            plain = without_rank(name).removeprefix(MODEL)
             shape = self._saved_shape(name, MODEL + self.aliases.get(plain, plain))
             if shape != entry.shape:
                 raise ConfigError(
@@ -121,7 +121,7 @@ class Restorer:
 
     def _require_state(self, answers: list[list[str] | None]) -> None:
         folder = self.manifest.folder
-        missing = [word for word in self.training.words if word != "model" and not self._has(word)]
+        missing = [word for word in self.training.words if word != "model" and not self.saved.has(word)]
         if self.manifest.tables is None and has_tables(self.training.model):
             missing.append("tables")
         if missing:
@@ -131,7 +131,7 @@ class Restorer:
             )
         if self.training.optimizer is not None:
             trained = {name for names in answers for name in names or ()}
-            saved = {name for group in self._groups() for name in group["params"]}
+            saved = {name for group in self.saved.groups() for name in group["params"]}
             check_names("parameters of the optimizer", trained, saved, folder)
             for name in saved_names(self.manifest.tensors, OPTIMIZER):
                 if OPTIMIZER + name not in self.manifest.tensors:
@@ -147,19 +147,24 @@ class Restorer:
     def _require_common_values(self) -> None:
         """Raise if unsharded state differed between the saved ranks: which is this rank's?"""
         for word in ("loader", "scheduler"):
-            if word in self.training.words and not self._is_common(word):
+            if word in self.training.words and not self.saved.is_common(word):
                 raise ConfigError(
                     f"the state of the {word} differs between ranks, and {self.manifest.world_size} ranks "
                     f"saved it, not {self.ranks.world_size}. Load it with as many, or omit {word} and start it fresh."
                 )
-        if self._has("extra") and not self._is_common("extra"):
+        if self.saved.has("extra") and not self.saved.is_common("extra"):
             logger.warning("extra differs between the ranks that saved it; all ranks get rank 0's")
 
     def resume_replicas(self) -> None:
         """Split batches over what the checkpoint was trained with, unless the run says otherwise. Collective."""
         optimizer, loader = self.training.optimizer, self.training.loader
         is_training = isinstance(loader, ShardedLoader) and loader.training
-        if not self._has("replicas") or optimizer is None or not is_training or not is_distributed_optimizer(optimizer):
+        if (
+            not self.saved.has("replicas")
+            or optimizer is None
+            or not is_training
+            or not is_distributed_optimizer(optimizer)
+        ):
             return
         record = self._replica_record()
         session.loaded_obstacle = record.obstacle
@@ -188,11 +193,11 @@ class Restorer:
         """Read and load everything. Not collective."""
         for common, name in self.local_names.items():
             self._fill(common, name)
-        for name, value in self._merge_ranks("model").items():
+        for name, value in self.saved.merge_ranks("model").items():
             self.view.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         optimizer = self.training.optimizer
         if optimizer is not None:
-            load_optimizer(optimizer, self.view, self._optimizer_state(optimizer), self._groups())
+            load_optimizer(optimizer, self.view, self._optimizer_state(optimizer), self.saved.groups())
             self._load_random()
         if self.training.scheduler is not None:
             load_scheduler(self.training.scheduler, self.reader.values(self.source_rank, "scheduler"))
@@ -233,45 +238,9 @@ class Restorer:
         mean: Tensor = merge_rank_states(saved, "mean", self.ranks.world_size)
         return mean
 
-    def _has(self, word: str) -> bool:
-        return word in self.manifest.values[0]
-
-    def _distinct(self, word: str) -> list[int]:
-        """Return one saved rank for each distinct value of a word."""
-        rank_of: dict[str, int] = {}
-        for rank, tree in enumerate(self.manifest.values):
-            rank_of.setdefault(json.dumps(tree[word]), rank)
-        return list(rank_of.values())
-
-    def _is_common(self, word: str) -> bool:
-        """Return whether all saved ranks had the same value of a word, including its tensors."""
-        first, tensors = rank_name(0, f"values.{word}."), self.manifest.tensors
-        return len(self._distinct(word)) == 1 and all(
-            tensors[name].dtype == tensors[other].dtype
-            and bytes_of(self.reader.read_full(name)) == bytes_of(self.reader.read_full(other))
-            for name in tensors
-            if name.startswith(first)
-            for other in (rank_name(rank, _common(name)) for rank in range(1, self.manifest.world_size))
-        )
-
-    def _merge_ranks(self, word: str) -> dict[str, Any]:
-        """Return a dict merged over the saved ranks."""
-        return {k: v for rank in self._distinct(word) for k, v in self.reader.values(rank, word).items()}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the saved optimizer's groups, with the parameters of all ranks."""
-        groups: list[dict[str, Any]] = []
-        for rank in self._distinct("optimizer"):
-            for number, group in enumerate(self.reader.values(rank, "optimizer")["groups"]):
-                if number == len(groups):
-                    groups.append(group)
-                else:
-                    groups[number]["params"] = list(dict.fromkeys(groups[number]["params"] + group["params"]))
-        return groups
-
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = {name: {} for name in param_names(optimizer, self.view)}
-        for rank in self._distinct("optimizer"):
+        for rank in self.saved.distinct("optimizer"):
             for name, numbers in self.reader.values(rank, "optimizer")["state"].items():
                 if name in state:
                     state[name] |= numbers
@@ -316,13 +285,13 @@ class Restorer:
 
         They are where the checkpoint was trained with shares that are not those of its ranks, or is now.
         """
-        if not self._has("replicas") or not context.is_initialized():
+        if not self.saved.has("replicas") or not context.is_initialized():
             return False
         current = context.current()
         record = self._replica_record()
         replicas, ranks = current.replicas, current.readers.count
         is_as_many = record.count == (ranks if replicas is None else replicas.count)
-        if record.is_asked or not is_as_many or (replicas is None and not self._has("streams")):
+        if record.is_asked or not is_as_many or (replicas is None and not self.saved.has("streams")):
             return False
         states = self._streams()
         if states.keys() != set(range(record.count)):
@@ -341,7 +310,7 @@ class Restorer:
         Of a group of ranks that computed a share together, those of the rank whose place in it this one has in its own.
         """
         ranks = ranks_of_part([record.index for record in self._replica_records()], part_of_group())
-        if not self._has("streams"):
+        if not self.saved.has("streams"):
             return {index: RandomState.from_dict(self.reader.values(rank, "random")) for index, rank in ranks.items()}
         by_rank = [self.reader.values(rank, "streams") for rank in ranks.values()]
         named = {name: state for streams in by_rank for name, state in streams.items() if name.isdecimal()}
@@ -414,8 +383,3 @@ def agree_on_layout(
 def _is_alike(present: Any, local: Tensor, dtype: torch.dtype) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of this dtype whose local part has the shape of `local`."""
     return isinstance(present, Tensor) and present.dtype == dtype and local_part(present).shape == local.shape
-
-
-def _common(name: str) -> str:
-    """Return a tensor's name without the prefix of one rank's own tensors."""
-    return name.split("/", 2)[2] if name.startswith(RANKS) else name

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from phalanx.jobs.spec.training_job import Bytes, Name
+from phalanx.jobs.spec.fields import Bytes, Name
 
 logger = logging.getLogger("phalanx.jobs")
 

@@ -18,9 +18,10 @@ from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.limits import Limits
 from phalanx.jobs.sources import code as codes
 from phalanx.jobs.sources import datasets, mounts
+from phalanx.jobs.spec.code_and_data import Code, Dataset
 from phalanx.jobs.spec.command import PythonCommand, python_command
 from phalanx.jobs.spec.file import validate
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.jobs.store import JobDatabase
 
 logger = logging.getLogger("phalanx.jobs")

@@ -33,7 +33,9 @@ from phalanx.jobs.models import (
     Workspace,
 )
 from phalanx.jobs.protocol import Jobs, NewToken, SecretName, Token
-from phalanx.jobs.spec.training_job import Code, Dataset, Name, TrainingJob, secrets_of
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.fields import Name
+from phalanx.jobs.spec.training_job import TrainingJob, secrets_of
 from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.workspaces import no_workspace

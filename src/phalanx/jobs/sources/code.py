@@ -11,7 +11,7 @@ from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.sources import code_tree, git
 from phalanx.jobs.sources.build_once import build_once, remove
 from phalanx.jobs.spec.addresses import is_local
-from phalanx.jobs.spec.training_job import Code
+from phalanx.jobs.spec.code_and_data import Code
 
 logger = logging.getLogger("phalanx.jobs")
 

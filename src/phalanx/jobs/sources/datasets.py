@@ -17,7 +17,7 @@ from phalanx.jobs.sources import remote
 from phalanx.jobs.sources.build_once import build_once
 from phalanx.jobs.sources.code import absolute
 from phalanx.jobs.sources.egress import EgressPolicy
-from phalanx.jobs.spec.training_job import Dataset
+from phalanx.jobs.spec.code_and_data import Dataset
 
 logger = logging.getLogger("phalanx.jobs")
 

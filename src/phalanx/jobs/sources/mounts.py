@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.errors import BackendError
 from phalanx.jobs.sources.datasets import content
-from phalanx.jobs.spec.training_job import Dataset
+from phalanx.jobs.spec.code_and_data import Dataset
 
 _SCRIPT = """
 while [ "$1" != -- ]; do

@@ -14,7 +14,7 @@ from phalanx.errors import DataError, SpecError
 from phalanx.jobs.sources.build_once import Progress
 from phalanx.jobs.sources.egress import EgressPolicy
 from phalanx.jobs.spec.addresses import bucket_and_key, inner_path
-from phalanx.jobs.spec.training_job import Dataset
+from phalanx.jobs.spec.code_and_data import Dataset
 
 logger = logging.getLogger("phalanx.jobs")
 

@@ -17,7 +17,8 @@ from pydantic_core import ErrorDetails
 from phalanx.errors import SpecError, did_you_mean
 from phalanx.i18n import tr
 from phalanx.jobs.spec import dlc
-from phalanx.jobs.spec.training_job import Code, Dataset, TrainingJob
+from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.training_job import TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
 

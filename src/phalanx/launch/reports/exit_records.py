@@ -43,6 +43,23 @@ class ExitRecords:
             is_stopping: Whether the launcher had asked it to end.
         """
         record = _read_record(environment.error_file(process, self.log_dir))
+        return self._exit(
+            process,
+            code,
+            record.get("time", at),
+            # A process that recorded an error before it was asked to end failed by itself.
+            stopped_by_us=is_stopping and code in (0, 130, *(-number for number in _STOP_SIGNALS)),
+            kind=record.get("kind", ""),
+            error=f"{record['type']}: {record['message']}" if record else "",
+            traceback=record.get("traceback", ""),
+        )
+
+    def of_hang(self, process: Process, verdict: Verdict) -> ProcessExit:
+        """Return what to report of a job that is ended because it hangs: the process that the others wait for."""
+        return self._exit(process, HANG_CODE, time.time(), kind="hang", error=verdict.lines[0])
+
+    def _exit(self, process: Process, code: int, at: float, **details: Any) -> ProcessExit:
+        """Return how a process ended, with the last lines of its log unless it ended well."""
         return ProcessExit(
             title=process.title,
             role=process.role,
@@ -50,30 +67,10 @@ class ExitRecords:
             host=self.layout.hostnames[process.node_rank],
             pid=self.pids[process.id],
             code=code,
-            time=record.get("time", at),
+            time=at,
             log_file=process.log_file,
-            # A process that recorded an error before it was asked to end failed by itself.
-            stopped_by_us=is_stopping and code in (0, 130, *(-number for number in _STOP_SIGNALS)),
-            kind=record.get("kind", ""),
-            error=f"{record['type']}: {record['message']}" if record else "",
-            traceback=record.get("traceback", ""),
             last_lines=tuple(last_lines(process.log_file, LAST_LINES)) if code != 0 else (),
-        )
-
-    def of_hang(self, process: Process, verdict: Verdict) -> ProcessExit:
-        """Return what to report of a job that is ended because it hangs: the process that the others wait for."""
-        return ProcessExit(
-            title=process.title,
-            role=process.role,
-            rank=process.rank,
-            host=self.layout.hostnames[process.node_rank],
-            pid=self.pids[process.id],
-            code=HANG_CODE,
-            time=time.time(),
-            log_file=process.log_file,
-            kind="hang",
-            error=verdict.lines[0],
-            last_lines=tuple(last_lines(process.log_file, LAST_LINES)),
+            **details,
         )
 
     def of_launcher(self, number: int) -> ProcessExit:
