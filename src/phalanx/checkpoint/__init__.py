@@ -1,4 +1,9 @@
-"""Checkpoints: save, load at any number of ranks, resume, stop gracefully, export."""
+"""Checkpoints: save, load at any number of ranks, resume, stop gracefully, export.
+
+In: models, optimizers, loaders and whatever else a run goes on with. Out: folders that any number of ranks can load, or
+none is left half written. Start with `saving` and `loading`; `state` collects and restores, `folder` and `tensors` are
+what is on disk.
+"""
 
 from __future__ import annotations
 

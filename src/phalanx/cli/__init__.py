@@ -1,4 +1,8 @@
-"""The `phalanx` command; subcommands are imported when used."""
+"""The `phalanx` command; subcommands are imported when used.
+
+In: words on a command line. Out: calls of the packages below, tables and JSON on standard output, an exit code. Start
+with `group`, which knows all commands, then the file of a command.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Collectives with autograd, agreement between ranks, and this process's `Context`."""
+"""Collectives with autograd, agreement between ranks, and this process's `Context`.
+
+In: tensors and JSON values of each rank. Out: what all ranks have together, or one error on all of them. Start with
+`context` (who this rank is), then `collectives`; `process_group` and `store` are below them, `shared_memory` is a
+backend of our own.
+"""
 
 from __future__ import annotations
 

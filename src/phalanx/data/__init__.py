@@ -1,4 +1,9 @@
-"""Data loading: sharded loader, pipelines, dataset readers, sampling."""
+"""Data loading: sharded loader, pipelines, dataset readers, sampling.
+
+In: datasets of torch, files of known formats, generators. Out: batches of this rank, such that the global batches do
+not depend on the number of ranks. Start with `loader`, then `sampling`; `pipeline`, `stream`, `readers`, `ctr` and
+`vision` are what it loads from.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Messages in the language of the user: the code has the English sentence, `zh.json` the Chinese one of each."""
+"""Messages in the language of the user: the code has the English sentence, `zh.json` the Chinese one of each.
+
+In: an English sentence with named fields, and PHALANX_LANG or the locale. Out: it, or its Chinese translation. `tr`
+marks a sentence; `tests/unit/test_messages.py` asks for its translation.
+"""
 
 from __future__ import annotations
 

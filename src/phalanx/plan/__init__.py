@@ -1,4 +1,8 @@
-"""The Plan: a frozen value that says where parameters live and how they are computed and updated (pure)."""
+"""The Plan: a frozen value that says where parameters live and how they are computed and updated (pure).
+
+In: a strategy, the shape of a model, a number of ranks. Out: a `Plan`, to be read, saved, compared, explained and
+applied. Start with `value`, then `rules`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Parameter servers: sharded embedding tables and dense parameters, pulled and pushed by workers."""
+"""Parameter servers: sharded embedding tables and dense parameters, pulled and pushed by workers.
+
+In: ids of 64 bits and gradients of their rows. Out: rows, from servers or this process, trained where they are stored.
+Start with `embedding`; `client` is the worker's side, `server` the other, `stores` what is between them, `table` the
+rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Search the fastest parallel configuration of a transformer run spec.
 
-Pure. Start with `request`, then `search`.
+In: a run spec, limits and alternatives. Out: the fastest configurations, with what ruled out the others. Pure. Start
+with `request`, then `search`.
 """

@@ -1,4 +1,5 @@
 """Export and import full weights: safetensors, `torch.export`, ONNX.
 
-Start with `export`.
+In: a model or optimizer, spread over ranks. Out: one file with all of it, that other programs read, and back. Start
+with `export`.
 """

@@ -1,4 +1,5 @@
 """Checkpoint folders: manifests, listing, pruning, reading.
 
-Start with `checkpoint_folder`.
+In: a manifest and files of tensors. Out: the folder of one step, listed, pruned, and read tensor by tensor. Start with
+`checkpoint_folder`.
 """

@@ -1,4 +1,5 @@
 """Checkpoint tensors: local shards, chunks, write assignment, safetensors files.
 
-Start with `local_tensors`.
+In: parameters, however they are sharded. Out: chunks of full tensors, who writes which, and safetensors files with
+checksums. Start with `local_tensors`.
 """

@@ -1,4 +1,5 @@
 """Measured speed of machines.
 
-Pure. Start with `figures`.
+In: the file that `phalanx calibrate` wrote. Out: seconds of an operator or collective of any size. Pure. Start with
+`figures`.
 """

@@ -1,4 +1,5 @@
 """The registry of environment variables, and typed reads of them.
 
-Start with `settings`.
+In: environment variables. Out: integers, endpoints and lists, or an error that names the variable; a warning for one
+that is not supported. Start with `settings`.
 """

@@ -1,4 +1,5 @@
 """The `Role` of this process, read from its launcher's environment.
 
-Start with `role`.
+In: environment variables of Phalanx, torchrun, Fleet, mpirun, srun or a rank table. Out: one `Role`: worker or server,
+rank, addresses. Start with `role`.
 """

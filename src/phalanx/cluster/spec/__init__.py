@@ -1,4 +1,5 @@
 """Description of a cluster: nodes, devices, links.
 
-Start with `cluster`.
+In: a YAML file, or this machine. Out: a `Cluster`: devices, memory, links, and calibration if there is one. Start with
+`cluster`.
 """

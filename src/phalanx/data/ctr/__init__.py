@@ -1,4 +1,5 @@
 """Click-log (CTR) datasets with slots of variable length.
 
-Start with `slots`.
+In: files of click logs, one line per sample. Out: batches of ids and offsets per slot, from memory or as a stream,
+shuffled over ranks. Start with `slots`.
 """

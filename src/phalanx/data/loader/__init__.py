@@ -1,4 +1,5 @@
 """`ShardedLoader`: the data loader that shards every global batch over ranks.
 
-Start with `loader`.
+In: a dataset and a global batch. Out: this rank's batches with their share of the global batch, and a state to go on
+from. Start with `loader`.
 """

@@ -1,4 +1,4 @@
 """Samples and batches: data sources, collation, checks, device transfer.
 
-Start with `data_source`.
+In: samples by index. Out: checked and collated batches, on the device. Start with `data_source`.
 """

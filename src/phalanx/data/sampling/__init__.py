@@ -1,4 +1,5 @@
 """Sampling: shuffling, sharding over ranks, seeds and random streams.
 
-Pure arithmetic. Start with `order`.
+In: a seed, an epoch, sizes. Out: which rows make which global batch, which of them are this rank's, and their random
+numbers. Pure arithmetic, except `seeding` and `loader_seed`. Start with `order`.
 """

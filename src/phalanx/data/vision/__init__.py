@@ -1,4 +1,8 @@
-"""Image transforms, vectorised over a batch."""
+"""Image transforms, vectorised over a batch.
+
+In: uint8 or float images, shape (..., height, width, channels) or channels first. Out: the same batch, resized,
+cropped, flipped, normalised, with random numbers of the row. Start with `transform`, then `compose`.
+"""
 
 from phalanx.data.vision.compose import Chain
 from phalanx.data.vision.crop import CenterCrop, RandomCrop, RandomResizedCrop

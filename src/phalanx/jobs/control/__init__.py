@@ -1,4 +1,5 @@
 """The job controller: the reconcile loop and the supervision of attempts.
 
-Start with `controller`.
+In: jobs that wait, and attempts that run. Out: attempts started, retried and ended, states and events in the store. One
+process per home. Start with `controller`.
 """

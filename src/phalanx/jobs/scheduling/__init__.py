@@ -1,4 +1,5 @@
 """Job queue and quotas of one machine.
 
-Pure. Start with `queue`.
+In: waiting and running jobs, what the machine has, quotas of queues. Out: which job starts next, and why the others
+wait. Pure. Start with `queue`.
 """

@@ -1,4 +1,5 @@
 """Processes of a job: fork server, entry, environment, and the process that links the nodes.
 
-Start with `fork_server`, then `entry`.
+In: what a process is to be: script, environment, log file. Out: forked processes with torch loaded, and the wire to
+them. Start with `fork_server`, then `entry`.
 """

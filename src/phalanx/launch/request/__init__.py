@@ -1,4 +1,5 @@
 """Launch configuration: options, machine, nodes, devices, topology.
 
-Start with `request`.
+In: flags, settings, a scheduler's variables, a rank table, the machine. Out: one checked `LaunchRequest`, and the
+`Topology` of its processes. Start with `request`.
 """

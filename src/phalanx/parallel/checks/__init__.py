@@ -1,4 +1,5 @@
 """Run-time checks: desync of replicas, equal samples, API misuse.
 
-Start with `replica_check`.
+In: parameters, samples and calls of each rank. Out: nothing, or an error on all ranks that names the first difference
+or the misuse. Start with `replica_check`.
 """

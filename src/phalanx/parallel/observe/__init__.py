@@ -1,4 +1,5 @@
 """What a script trains, observed by hooks that torch offers: losses, samples, gradients, weights.
 
-Nothing in such a script need be ours.
+In: any script that trains with torch. Out: losses, sample ids, sketches of gradients and weights, of each step; nothing
+in such a script need be ours. Start with `recorder`.
 """

@@ -1,4 +1,5 @@
 """Pipeline parallel: stages of a model on different ranks, micro-batches between them.
 
-Start with `engine`.
+In: a model, stages, a number of micro-batches. Out: loss and gradients of the whole batch, of the stages that this rank
+holds. Start with `engine`.
 """

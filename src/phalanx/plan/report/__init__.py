@@ -1,4 +1,4 @@
 """Reports on Plans: tables, pictures, differences.
 
-Start with `explain`.
+In: one Plan, or two. Out: tables, SVG, and the rules that differ. Start with `explain`.
 """

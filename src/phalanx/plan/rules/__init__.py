@@ -1,4 +1,5 @@
 """Build a Plan from a `DistributedStrategy`.
 
-Pure. Start with `rules`.
+In: a `DistributedStrategy`, a `ModelShape` and a mesh size. Out: a Plan with the reason for each rule, or an error that
+names the settings. Pure. Start with `rules`.
 """

@@ -1,4 +1,5 @@
 """The worker's side of parameter servers: consistency modes, table parameters, optimizers.
 
-Start with `table_client`.
+In: forward passes that ask for rows, and gradients after backward. Out: rows, and pushes as the consistency mode has it
+(sync, async, geo, ...). Start with `table_client`.
 """

@@ -1,4 +1,5 @@
 """Pull and push on tables, in this process or on parameter servers, behind one interface.
 
-Start with `base`.
+In: pulls and pushes of any number of tables. Out: the same through one interface: here (`local`) or on servers
+(`remote`), where ids are deduplicated and dealt out. Start with `base`.
 """

@@ -1,4 +1,5 @@
 """The embedding table: settings, update rules, native and NumPy implementation.
 
-Start with `rules`, then `table`.
+In: a `TableSpec`, ids, gradients. Out: rows with optimizer state, in C++ (`native`) or NumPy (`reference`), which
+agree. Start with `rules`, then `table`.
 """

@@ -1,4 +1,5 @@
 """Losses as means over all ranks, label checks, splitting batches into inputs and target.
 
-Start with `batch_reader`.
+In: a batch, and a loss function or a model that returns one. Out: a loss whose gradient is that of the mean over the
+whole global batch. Start with `batch_reader`.
 """

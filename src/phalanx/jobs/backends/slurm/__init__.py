@@ -1,4 +1,4 @@
 """The Slurm backend: one batch job per attempt, one task per node.
 
-Start with `backend`.
+In: an attempt. Out: an `sbatch` script that was submitted, and its state. Start with `backend`.
 """
