@@ -64,11 +64,16 @@ class JobServer:
         self.store.jobs.change(job.id, JobState.FAILED if failure else JobState.SUCCEEDED, failure=failure)
 
 
-def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
+def report(folder: Path, rank: int, steps: int, loss: float = 2.0, **more: object) -> None:
     """Write the run events that a rank of a training would."""
     with (paths.logs(folder) / f"events.worker.{rank}.jsonl").open("a") as file:
         for step in range(steps):
-            event = {"time": 0.1 * step, "step": step, "loss": loss / (1 + step), "samples_per_s": 1000.0 + 7 * rank}
+            event = {
+                "time": 0.1 * step,
+                "step": step,
+                "loss": loss / (1 + step),
+                "samples_per_s": 1000.0 + 7 * rank,
+            } | more
             file.write(json.dumps(event) + "\n")
 
 

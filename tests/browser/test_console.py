@@ -18,6 +18,7 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
 from phalanx.jobs.models import Cause, Failure, JobState, MemberRole
+from phalanx.ui.pages.job_page import TABS
 
 pytestmark = pytest.mark.dist
 
@@ -85,12 +86,43 @@ def test_only_a_valid_token_lets_in(open_browser, server):
 def test_a_list_that_changes_by_itself(browser, server):
     browser.get(f"{server.url}/ui/w/default/")
     job = server.queue("appears")
-    server.store.jobs.explain({job.id: "needs 4 cpu, 2 are free; 3rd in line"})
+    server.store.jobs.explain({job.id: "needs 4 cpu, 2 cpu are free; 3rd in line"})
     _until(browser, lambda: job.id in _text(browser))
-    assert "needs 4 cpu, 2 are free; 3rd in line" in _text(browser)
-    Select(browser.find_element(By.NAME, "state")).select_by_value("failed")
-    _until(browser, lambda: "state=failed" in browser.current_url)
+    assert "needs 4 cpu, 2 cpu are free; 3rd in line" in _text(browser)
+    folder = server.start(server.queue("trains"))
+    report(folder, 0, 10, total_steps=40)
+    _until(browser, lambda: "step 10 of 40" in _text(browser))
+    assert browser.find_elements(By.CSS_SELECTOR, "svg.spark polyline")
+    browser.find_element(By.PARTIAL_LINK_TEXT, "running").click()
+    _until(browser, lambda: "state=running" in browser.current_url)
     assert job.id not in _text(browser)
+
+
+def test_several_jobs_are_sorted_compared_and_stopped(browser, server):
+    server.store.workspaces.create("many")
+    jobs = [server.queue(name, workspace="many", env={"LR": lr}) for name, lr in (("slow", "0.1"), ("fast", "0.3"))]
+    for job in jobs:
+        report(server.start(job), 0, 10)
+    browser.get(f"{server.url}/ui/w/many/")
+    browser.find_element(By.LINK_TEXT, "Name").click()
+    names = lambda: [row.text for row in browser.find_elements(By.CSS_SELECTOR, "tbody th")]  # noqa: E731
+    _until(browser, lambda: names() == sorted((job.id for job in jobs), reverse=True) or names() == sorted(names()))
+    for box in browser.find_elements(By.NAME, "job"):
+        box.click()
+    browser.find_element(By.CSS_SELECTOR, "button[value=compare]").click()
+    _until(browser, lambda: "env.LR" in _text(browser))
+    _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "[data-compare] canvas")) == 2)
+    smoothing = browser.find_element(By.NAME, "smoothing")
+    smoothing.send_keys(Keys.RIGHT * 20)
+    browser.find_element(By.NAME, "log").click()
+    browser.find_element(By.NAME, "time").click()
+    assert len(browser.find_elements(By.CSS_SELECTOR, "[data-compare] canvas")) == 2
+    browser.get(f"{server.url}/ui/w/many/")
+    browser.find_elements(By.NAME, "job")[0].click()
+    browser.find_element(By.CSS_SELECTOR, "button[value=stop]").click()
+    browser.switch_to.alert.accept()
+    states = lambda: sorted(server.store.jobs.get(job.id).state for job in jobs)  # noqa: E731
+    _until(browser, lambda: states() in ([JobState.RUNNING, JobState.STOPPED], [JobState.RUNNING, JobState.STOPPING]))
 
 
 def test_a_job_is_followed_while_it_runs(browser, server):
@@ -100,12 +132,19 @@ def test_a_job_is_followed_while_it_runs(browser, server):
     log.write_text("first line\n")
     (paths.logs(folder) / "workerlog.1").write_text("the other rank\n")
     report(folder, 0, 10)
-    browser.get(f"{server.url}/ui/jobs/{job.id}")
+    browser.get(f"{server.url}/ui/jobs/{job.id}?tab=logs")
     shown = browser.find_element(By.CSS_SELECTOR, "pre.log")
     _until(browser, lambda: "first line" in shown.text)
     with log.open("a") as file:
         file.write("second line <script>alert(1)</script>\n")
     _until(browser, lambda: "second line <script>" in shown.text)
+    browser.find_element(By.ID, "log-search").send_keys("SECOND")
+    _until(browser, lambda: "first line" not in shown.text and "second line" in shown.text)
+    assert browser.find_element(By.ID, "log-matches").text == "1 lines"
+    saved = browser.find_element(By.LINK_TEXT, "Download").get_attribute("href")
+    whole = browser.execute_async_script("fetch(arguments[0]).then((a) => a.text()).then(arguments[1])", saved)
+    assert whole == log.read_text()
+    browser.find_element(By.LINK_TEXT, "Charts").click()
     _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "[data-reports] canvas")) == 2)
     report(folder, 1, 10)
     _until(browser, lambda: "worker.1" in browser.find_element(By.CSS_SELECTOR, "[data-reports]").text)
@@ -119,13 +158,17 @@ def test_a_job_is_followed_while_it_runs(browser, server):
     assert "Node 1" in used.text
     assert "Nothing measured" not in used.text
     (paths.logs(folder) / "status.server.0.json").write_text(json.dumps(SERVER))
+    browser.get(f"{server.url}/ui/queue")
+    assert "1.5" in browser.find_element(By.XPATH, f"//tr[th/a='{job.id}']").text
+    browser.get(f"{server.url}/ui/jobs/{job.id}")
     _until(browser, lambda: "clicks" in browser.find_element(By.CSS_SELECTOR, "[aria-labelledby=tables]").text)
     server.end(
         job, Failure(Cause.OOM, "rank 1 was killed: out of memory", node=0, rank=1, exit_code=-9, detail="Killed")
     )
     _until(browser, lambda: "Why it failed: out of memory" in _text(browser))
     assert "rank 1 was killed" in _text(browser)
-    browser.find_element(By.LINK_TEXT, "1").click()
+    browser.find_element(By.LINK_TEXT, "Rank 1").click()
+    _until(browser, lambda: "the other rank" in browser.find_element(By.CSS_SELECTOR, "pre.log").text)
 
 
 def test_submitting_by_keyboard_alone(browser, server, tmp_path):
@@ -133,6 +176,7 @@ def test_submitting_by_keyboard_alone(browser, server, tmp_path):
     browser.get(f"{server.url}/ui/w/default/new")
     browser.find_element(By.ID, "name").send_keys("Not A Name", Keys.TAB, "python train.py", Keys.ENTER)
     _until(browser, lambda: "Not submitted" in _text(browser))
+    assert browser.find_element(By.CSS_SELECTOR, ".problem a").get_attribute("href").endswith("#name")
     wrong = browser.find_element(By.ID, "name")
     assert wrong.get_attribute("aria-invalid") == "true"
     assert browser.find_element(By.ID, "command").get_attribute("value") == "python train.py"
@@ -145,6 +189,69 @@ def test_submitting_by_keyboard_alone(browser, server, tmp_path):
     assert made.state is JobState.QUEUED
     assert made.spec["resources"]["cpu"] == 0.5
     assert made.spec["code"]["digest"]
+
+
+def test_a_form_and_its_yaml_follow_each_other(browser, server, tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    server.store.workspaces.create("forms")
+    server.store.secrets.save("forms", "HUB_TOKEN", "s3cret")
+    browser.get(f"{server.url}/ui/w/forms/new")
+    assert not browser.find_element(By.ID, "code.git").is_displayed()
+    assert not browser.find_element(By.ID, "slurm.partition").is_displayed()
+    Select(browser.find_element(By.ID, "backend")).select_by_visible_text("slurm")
+    _until(browser, lambda: browser.find_element(By.ID, "slurm.partition").is_displayed())
+    browser.find_element(By.CSS_SELECTOR, "[name=secrets][value=HUB_TOKEN]").click()
+    yaml = browser.find_element(By.ID, "yaml")
+    _until(browser, lambda: "backend: slurm" in yaml.get_attribute("value"))
+    _until(browser, lambda: "- HUB_TOKEN" in yaml.get_attribute("value"))
+    yaml.clear()
+    yaml.send_keys(f"name: typed\ncommand: python train.py\ncode: {{path: {tmp_path}}}\nresources: {{nodes: '1:2'}}\n")
+    browser.find_element(By.CSS_SELECTOR, "button[value=fill]").click()
+    _until(browser, lambda: browser.find_element(By.ID, "name").get_attribute("value") == "typed")
+    assert browser.find_element(By.ID, "resources.nodes").get_attribute("value") == "1:2"
+    browser.find_element(By.CSS_SELECTOR, "button[value=check]").click()
+    _until(browser, lambda: "phalanx" in browser.find_element(By.ID, "rendered").text)
+    assert server.store.jobs.find(workspaces=["forms"]) == []
+    browser.find_element(By.ID, "yaml").send_keys("\nnodes: 3")
+    browser.find_element(By.CSS_SELECTOR, "button[value=fill]").click()
+    _until(browser, lambda: "there is no such field" in _text(browser))
+
+
+def test_a_workspace_is_filled_and_emptied(browser, server):
+    server.store.workspaces.create("filled")
+    place = f"{server.url}/ui/w/filled"
+    for page, name, where in (
+        ("datasets", "mnist", "s3://bucket/mnist"),
+        ("codes", "vision", "git+https://h/v.git@main"),
+    ):
+        browser.get(f"{place}/{page}")
+        browser.find_element(By.ID, "name").send_keys(name)
+        browser.find_element(By.ID, "where").send_keys(where, Keys.ENTER)
+        _until(browser, lambda name=name: browser.find_elements(By.XPATH, f"//tbody//th[.='{name}']"))
+        browser.find_element(By.CSS_SELECTOR, "td button").click()
+        browser.switch_to.alert.accept()
+        _until(browser, lambda: "None yet" in _text(browser))
+    browser.get(f"{place}/datasets")
+    browser.find_element(By.ID, "name").send_keys("Not A Name")
+    browser.find_element(By.ID, "where").send_keys("ftp://nowhere", Keys.ENTER)
+    _until(browser, lambda: "no address of a dataset" in browser.find_element(By.CSS_SELECTOR, ".problem").text)
+    browser.get(f"{place}/secrets")
+    browser.find_element(By.ID, "name").send_keys("HUB_TOKEN")
+    browser.find_element(By.ID, "value").send_keys("s3cret-value", Keys.ENTER)
+    _until(browser, lambda: "HUB_TOKEN" in _text(browser))
+    assert "s3cret-value" not in browser.page_source
+    assert server.store.secrets.values("filled", ["HUB_TOKEN"]) == {"HUB_TOKEN": "s3cret-value"}
+    browser.get(f"{place}/members")
+    browser.find_element(By.ID, "name").send_keys("ann", Keys.ENTER)
+    _until(browser, lambda: "ann" in _text(browser))
+    assert server.store.workspaces.get("filled").members == {"ann": MemberRole.VIEWER}
+    browser.get(f"{server.url}/ui/tokens")
+    browser.find_element(By.ID, "name").send_keys("laptop", Keys.ENTER)
+    _until(browser, lambda: browser.find_elements(By.ID, "new-token"))
+    text = browser.find_element(By.ID, "new-token").text
+    assert server.store.tokens.actor_of(text).owner
+    browser.get(f"{server.url}/ui/tokens")
+    assert text not in browser.page_source
 
 
 def test_what_the_checks_of_submission_say_is_shown(browser, server, tmp_path):
@@ -177,11 +284,15 @@ def test_chinese_is_chinese_on_every_page(browser, server):
     for place, word in (
         ("w/default/", "作业"),
         (f"jobs/{job.id}", "训练代码出错"),
-        (f"jobs/{job.id}", "资源使用"),
+        (f"jobs/{job.id}?tab=charts", "资源使用"),
         ("queue", "本机"),
         ("w/default/new", "必填"),
         ("w/default/datasets", "数据集"),
         ("w/default/codes", "代码"),
+        ("w/default/secrets", "密钥"),
+        ("w/default/members", "成员"),
+        ("tokens", "令牌"),
+        (f"jobs/{job.id}?tab=logs", "没有任何进程输出"),
     ):
         browser.get(f"{server.url}/ui/{place}")
         # The first page may come while the one that the link led to still loads.
@@ -192,7 +303,9 @@ def test_every_page_is_whole_for_screen_readers(browser, server):
     job = server.queue("read-aloud")
     folder = server.start(job)
     (paths.logs(folder) / "workerlog.0").write_text("hello\n")
-    for place in ("w/default/", "w/default/new", f"jobs/{job.id}", "queue", "w/default/datasets"):
+    tabs = [f"jobs/{job.id}?tab={tab}" for tab in TABS]
+    pages = ("datasets", "codes", "secrets", "members", f"compare?job={job.id}")
+    for place in ("w/default/", "w/default/new", *tabs, "queue", "tokens", *(f"w/default/{page}" for page in pages)):
         browser.get(f"{server.url}/ui/{place}")
         unnamed = browser.execute_script("""
             const named = (one) => one.labels?.length || one.ariaLabel || one.title || one.textContent.trim();
@@ -240,7 +353,10 @@ def test_nothing_is_fetched_from_elsewhere(browser, server):
 def test_pages_fit_a_telephone(browser, server):
     browser.set_window_size(500, 900)
     try:
-        for place in ("w/default/", "w/default/new", "queue"):
+        job = server.queue("telephone")
+        report(server.start(job), 0, 10)
+        tabs = [f"jobs/{job.id}?tab={tab}" for tab in TABS]
+        for place in ("w/default/", "w/default/new", "queue", "tokens", "w/default/datasets", *tabs):
             browser.get(f"{server.url}/ui/{place}")
             wide = browser.execute_script(
                 "return document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -380,6 +380,7 @@ def test_events_tell_speed_and_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [(event["step"], event["epoch"], event["samples"]) for event in told] == [
         (0, 0, 6), (1, 0, 12), (2, 0, 18), (3, 0, 23), (4, 1, 29), (5, 1, 35), (6, 1, 41), (7, 1, 46),
     ]  # fmt: skip
+    assert {(event["epochs"], event["total_steps"]) for event in told} == {(2, 8)}
     assert all(
         event["samples_per_s"] > 0 and event["peak_memory_bytes"] >= event["memory_bytes"] > 1e7 for event in told
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.ui.pages import _epoch
+from phalanx.ui.pages.job_page import _epoch
 
 CHANGE = {"kind": "epoch", "epoch": 3, "step": 7, "ranks": 2, "reason": "n0.1 joins", "redone": 1, "time": 1.0}
 

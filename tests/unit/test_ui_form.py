@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.ui import form
+from phalanx.ui.field_labels import LABELS
 from phalanx.ui.field_words import CHINESE
 
 SCHEMA = TrainingJob.model_json_schema()
@@ -40,6 +41,18 @@ def test_every_field_is_explained_in_both_languages():
     assert set(_all(made)) == set(CHINESE)
     assert {one.path for one in made if not one.help} == set()
     assert {one.path for one in _leaves(form.fields(SCHEMA, {}, {})) if not one.help} == set()
+
+
+def test_every_field_has_a_label_in_both_languages():
+    assert set(_all(form.fields(SCHEMA, {}, {}))) == set(LABELS)
+    assert all(english and chinese for english, chinese in LABELS.values())
+    labelled = form.fields(SCHEMA, {}, {}, labels={"code.git": "Repository"}, options={"code.name": ["vision"]})
+    leaves = {leaf.path: leaf for leaf in _leaves(labelled)}
+    assert (leaves["code.git"].label, leaves["code.git"].name, leaves["code.name"].options) == (
+        "Repository",
+        "git",
+        ("vision",),
+    )
 
 
 def test_kinds_follow_the_schema():

@@ -220,8 +220,8 @@ class Jobs:
         """Return how much of this machine's resources jobs use: cores, bytes of memory, GPUs."""
 
     @route("GET", "/counts", "count_jobs")
-    def counts(self) -> Counts:
-        """Return how many jobs and attempts there are of those that the actor sees."""
+    def counts(self, workspace: str | None = None) -> Counts:
+        """Return how many jobs and attempts there are: of one workspace, or of all that the actor sees."""
 
     # Workspaces.
 

@@ -16,17 +16,27 @@ from starlette.exceptions import HTTPException
 from phalanx.errors import AccessError, NotFoundError, PhalanxError
 from phalanx.jobs.api.auth import TokenError, authenticate
 from phalanx.jobs.api.error_handlers import status_of
-from phalanx.ui import pages, submit_page
 from phalanx.ui.i18n import LANGUAGES, speaker
+from phalanx.ui.pages import (
+    compare_page,
+    job_list,
+    job_page,
+    job_streams,
+    machine_page,
+    submit_page,
+    workspace_pages,
+)
 from phalanx.ui.session import COOKIE, ROOT, check_origin, current_session, keep_language, language, plain_page
 
 routes = APIRouter(include_in_schema=False)
+
+_PAGES = (job_list, job_page, job_streams, compare_page, machine_page, workspace_pages, submit_page)
 
 
 def add_console(app: FastAPI) -> None:
     """Add the console to the server's application, under /ui; / leads there."""
     app.mount(f"{ROOT}/static", StaticFiles(directory=Path(__file__).with_name("static")), name="static")
-    for part in (routes, pages.routes, submit_page.routes):
+    for part in (routes, *(page.routes for page in _PAGES)):
         app.include_router(part, prefix=ROOT)
     app.add_api_route("/", lambda: RedirectResponse(f"{ROOT}/"), include_in_schema=False)
     _show_errors(app)

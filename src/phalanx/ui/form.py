@@ -17,9 +17,11 @@ class Field:
 
     Attributes:
         path: Where its value lies in the job: `resources.nodes`; also the name of the input.
+        label: What it is called, in the visitor's language.
         kind: What is shown: `lines` is one value a line, `pairs` one NAME=value a line, `yaml` objects.
         value: What is filled in, as text.
         shown: What the job means when it is left empty.
+        options: Values that the workspace offers: names of its datasets, secrets, code sources.
     """
 
     path: str
@@ -31,7 +33,18 @@ class Field:
     shown: str = ""
     choices: tuple[str, ...] = ()
     error: str = ""
+    options: tuple[str, ...] = ()
     fields: tuple[Field, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """What the job's YAML calls it."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Lines that are filled in: those among the options, and others that a job to copy has."""
+        return tuple(line for line in self.value.splitlines() if line.strip())
 
     @property
     def open(self) -> bool:
@@ -45,6 +58,8 @@ def fields(
     errors: Mapping[str, str],
     hidden: frozenset[str] = frozenset(),
     words: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    options: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Field]:
     """Return the fields of the job that `schema` describes.
 
@@ -53,15 +68,28 @@ def fields(
         filled: What is filled in, by path.
         errors: What is wrong, by path.
         hidden: Paths that are not asked for.
-        words: What fields mean, by path, in another language than the schema's.
+        words: What fields mean, by path, in place of the schema's words.
+        labels: What fields are called, by path; the schema's names where there is none.
+        options: Values that the workspace offers, by path.
     """
     all_fields = _fields(schema, schema, "", filled, errors, hidden)
-    return all_fields if words is None else _translate(all_fields, words)
+    return _describe(all_fields, words or {}, labels or {}, options or {})
 
 
-def _translate(form_fields: Sequence[Field], words: Mapping[str, str]) -> list[Field]:
+def _describe(
+    form_fields: Sequence[Field],
+    words: Mapping[str, str],
+    labels: Mapping[str, str],
+    options: Mapping[str, Sequence[str]],
+) -> list[Field]:
     return [
-        replace(child, help=words.get(child.path, child.help), fields=tuple(_translate(child.fields, words)))
+        replace(
+            child,
+            label=labels.get(child.path, child.label),
+            help=words.get(child.path, child.help),
+            options=tuple(options.get(child.path, ())),
+            fields=tuple(_describe(child.fields, words, labels, options)),
+        )
         for child in form_fields
     ]
 

@@ -10,7 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from phalanx.jobs.models import Event, Job, JobState
-from phalanx.ui.i18n import Say
+from phalanx.ui.i18n import TABLE, Say
+from phalanx.ui.reasons import translate_reason
 from phalanx.units import format_gib, format_length
 
 
@@ -22,6 +23,16 @@ def when(time: datetime | None) -> Markup:
     return Markup('<time datetime="{}" title="UTC">{}</time>').format(
         utc.isoformat(), utc.strftime("%Y-%m-%d %H:%M:%S")
     )
+
+
+def ago(time: datetime | None) -> Markup:
+    """Return a time that the page shows as how long ago it is; to the second in UTC without JavaScript."""
+    return Markup("–") if time is None else Markup("<span data-ago>{}</span>").format(when(time))
+
+
+def length(seconds: float | None) -> str:
+    """Return a length of time; a dash for none."""
+    return "–" if seconds is None else format_length(seconds)
 
 
 def span(start: datetime | None, end: datetime | None) -> str:
@@ -44,6 +55,16 @@ def badge(say: Say) -> Callable[[JobState], Markup]:
         return Markup('<span class="badge {}">{}</span>').format(state, say(state))
 
     return show_badge
+
+
+def event_kind(say: Say) -> Callable[[str], str]:
+    """Return the function that names the kind of an event in the language of `say`; others stay as they are."""
+    return lambda kind: say(f"event {kind}") if f"event {kind}" in TABLE else kind
+
+
+def reason_text(language: str) -> Callable[[str], str]:
+    """Return the function that puts a sentence of ours about a job into `language`; others stay as they are."""
+    return translate_reason if language == "zh" else lambda text: text
 
 
 @dataclass(frozen=True)

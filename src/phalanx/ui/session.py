@@ -32,6 +32,8 @@ _pages = Environment(
 )
 _pages.globals |= {
     "when": formatting.when,
+    "ago": formatting.ago,
+    "length": formatting.length,
     "span": formatting.span,
     "number": formatting.number,
     "needs": formatting.needs,
@@ -94,6 +96,8 @@ class ConsoleSession:
             ("queue", f"{ROOT}/queue"),
             ("datasets", f"{at}/datasets"),
             ("codes", f"{at}/codes"),
+            ("secrets", f"{at}/secrets"),
+            ("members", f"{at}/members"),
         )
         around = {"actor": self.actor, "places": places, "workspaces": self.workspaces, "home": f"{at}/"}
         around["may_submit"] = self.may_submit()
@@ -154,6 +158,8 @@ def plain_page(request: Request, template: str, status: int = 200, **values: Any
         "languages": i18n.LANGUAGES,
         "say": say,
         "badge": formatting.badge(say),
+        "event_kind": formatting.event_kind(say),
+        "reason_text": formatting.reason_text(spoken),
         "here": address,
     }
     return HTMLResponse(_pages.get_template(template).render(around | values), status)

@@ -119,11 +119,14 @@ class JobService(Jobs):
         owner: str | None = None,
         limit: int | None = None,
     ) -> list[Job]:
+        return self._store.jobs.find(workspaces=self._visible(workspace), states=states, owner=owner, limit=limit)
+
+    def _visible(self, workspace: str | None) -> list[str] | None:
+        """The workspaces that a question is about: one of them, or all that the actor sees; None for all there are."""
         if workspace is not None:
             self._need(workspace, MemberRole.VIEWER)
-        visible = None if self._actor.owner else [space.name for space in self.workspaces()]
-        workspaces = visible if workspace is None else [workspace]
-        return self._store.jobs.find(workspaces=workspaces, states=states, owner=owner, limit=limit)
+            return [workspace]
+        return None if self._actor.owner else [space.name for space in self.workspaces()]
 
     def job(self, job: str) -> Job:
         record = self._store.jobs.get(job)
@@ -264,8 +267,8 @@ class JobService(Jobs):
             for name, factor in unit.items()
         }
 
-    def counts(self) -> Counts:
-        return self._store.jobs.counts(None if self._actor.owner else [space.name for space in self.workspaces()])
+    def counts(self, workspace: str | None = None) -> Counts:
+        return self._store.jobs.counts(self._visible(workspace))
 
     # Workspaces.
 

@@ -10,6 +10,12 @@ from phalanx.plan.report.explain import Explanation, RuleRow
 _PLACES = (("on servers", "#59a14f"), ("shard", "#4e79a7"), ("cut", "#4e79a7"), ("", "#9aa5b1"))
 """Colours by what the words for a place hold: rows on servers, slices on ranks, copies."""
 
+_STYLE = """<style>
+text { fill: #1b2733 } .soft { fill: #57646f } .back { fill: #fff }
+@media (prefers-color-scheme: dark) { text { fill: #e4e9ee } .soft { fill: #9fabb6 } .back { fill: #14191e } }
+</style>"""
+"""Colours by the scheme of whoever looks at it; without style sheets it is black on white."""
+
 _ROW, _TOP, _BAR, _WIDTH = 24, 84, 260, 1100
 _NAME, _PLACE, _UPDATE, _BYTES = 14, 300, 480, 740
 
@@ -23,10 +29,11 @@ def picture(explanation: Explanation) -> str:
     most = max([row.bytes for row in rows] + [1])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
-        '<g font-family="sans-serif" font-size="13" fill="#1b2733">',
+        _STYLE,
+        f'<rect width="{_WIDTH}" height="{height}" class="back" fill="#fff"/>',
+        '<g font-family="sans-serif" font-size="13">',
         f'<text x="{_NAME}" y="24" font-size="16" font-weight="bold">Plan over {escape(mesh)}</text>',
-        f'<text x="{_NAME}" y="44" fill="#57646f">{escape(_sums(explanation))}</text>',
+        f'<text x="{_NAME}" y="44" class="soft">{escape(_sums(explanation))}</text>',
         *_heads(),
     ]
     top = float(_TOP)
@@ -39,9 +46,7 @@ def picture(explanation: Explanation) -> str:
         top += _ROW
     for reason in reasons:
         top += 18
-        parts.append(
-            f'<text x="{_NAME}" y="{top:g}" font-size="12" fill="#57646f">{escape(_short(reason, 160))}</text>'
-        )
+        parts.append(f'<text x="{_NAME}" y="{top:g}" font-size="12" class="soft">{escape(_short(reason, 160))}</text>')
     return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
 
 
@@ -60,7 +65,7 @@ def _heads() -> Iterator[str]:
         (_UPDATE, "updated by"),
         (_BYTES, "MiB (dark: on a rank)"),
     ):
-        yield f'<text x="{x}" y="{_TOP - 10}" fill="#57646f" font-size="12">{head}</text>'
+        yield f'<text x="{x}" y="{_TOP - 10}" class="soft" font-size="12">{head}</text>'
 
 
 def _draw_row(row: RuleRow, top: float, most: int) -> Iterator[str]:
@@ -74,7 +79,7 @@ def _draw_row(row: RuleRow, top: float, most: int) -> Iterator[str]:
     bar = f'<rect x="{_BYTES}" y="{top + 3:g}" height="{_ROW - 7}" fill="{colour}"'
     yield f'{bar} width="{length:.1f}" opacity="0.35"/>'
     yield f'{bar} width="{on_rank:.1f}"/>'
-    yield f'<text x="{_BYTES + length + 6:.1f}" y="{middle:g}" fill="#57646f">{row.bytes / 2**20:.3g}</text>'
+    yield f'<text x="{_BYTES + length + 6:.1f}" y="{middle:g}" class="soft">{row.bytes / 2**20:.3g}</text>'
 
 
 def _short(text: str, most: int) -> str:

@@ -37,6 +37,7 @@ from phalanx.comm.context import BatchShare
 from phalanx.comm.elastic.shared_state import end_sharing, share_with_joiners
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.optim.ema import EMA
+from phalanx.parallel.session import accumulation_of
 from phalanx.parallel.step.gate import has_updated
 from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, read_callbacks
@@ -193,6 +194,15 @@ class Run:
         return self.stop_reason == SIGNALLED
 
     @property
+    def total_steps(self) -> int | None:
+        """Updates of all epochs, without steps that float16 skips; None when the data has no length."""
+        if self.steps_per_epoch is None:
+            return None
+        merge = accumulation_of(self.optimizer)
+        batches = self.epochs * self.steps_per_epoch // batches_per_step()
+        return batches if merge is None else batches // merge.steps
+
+    @property
     def training(self) -> TrainingState:
         """What a checkpoint of this run holds."""
         return TrainingState(model=self.model, optimizer=self.optimizer, loader=self.loader, ema=self.ema)
@@ -344,6 +354,8 @@ class Run:
         """Return what an event of this run holds beside step and loss; samples/s are those of all ranks."""
         return {
             "epoch": self.epoch,
+            "epochs": self.epochs,
+            **({} if self.total_steps is None else {"total_steps": self.total_steps}),
             "samples": self.samples,
             "samples_per_s": round(self._speed.rate(self), 1),
             **memory(self._device),

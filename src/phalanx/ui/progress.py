@@ -1,0 +1,91 @@
+"""`JobProgress`: how far a training is, how long it still takes, and a sparkline of its loss (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SPARK_WIDTH, _SPARK_HEIGHT = 90, 20
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far a job is by its last reports.
+
+    Attributes:
+        step: Optimizer steps so far.
+        total: Steps of the whole training; None if the script did not report `total_steps`.
+        epoch: Epoch in progress, counted from 1; None if it is not reported.
+        epochs: Epochs of the whole training; None if it is not reported.
+        remaining_s: Seconds until the last step at the pace of the last reports; None where it cannot be told.
+        spark: Points of an SVG polyline of the last losses, 90 x 20; empty for fewer than two.
+    """
+
+    step: int
+    total: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    remaining_s: float | None = None
+    spark: str = ""
+
+    @property
+    def fraction(self) -> float | None:
+        """Part of all steps that are done, 0 to 1; None without a total."""
+        return None if self.total is None else min(1.0, self.step / self.total)
+
+
+def compute_progress(events: Sequence[Mapping[str, Any]]) -> JobProgress | None:
+    """Return the progress that a rank's last events tell, oldest first; None if there are none.
+
+    Any script writes these events: values of other types than expected are left out.
+    """
+    if not events:
+        return None
+    last = events[-1]
+    step = _count(last.get("step"))
+    if step is None:
+        return None
+    total, epoch = _count(last.get("total_steps")), _count(last.get("epoch"))
+    done = step + 1
+    total = total if total else None  # a training of no steps has no fraction
+    return JobProgress(
+        step=done,
+        total=total,
+        epoch=None if epoch is None else epoch + 1,
+        epochs=_count(last.get("epochs")),
+        remaining_s=None if total is None else _remaining_s(events, done, total),
+        spark=_sparkline([value for event in events if (value := _number(event.get("loss"))) is not None]),
+    )
+
+
+def _remaining_s(events: Sequence[Mapping[str, Any]], done: int, total: int) -> float | None:
+    first_step, first_time = _count(events[0].get("step")), _number(events[0].get("time"))
+    last_time = _number(events[-1].get("time"))
+    if first_step is None or first_time is None or last_time is None:
+        return None
+    steps, seconds = done - 1 - first_step, last_time - first_time
+    return max(0, total - done) * seconds / steps if steps > 0 and seconds > 0 else None
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return ""
+    least, most = min(values), max(values)
+    height = (most - least) or 1.0
+    points = (
+        (_SPARK_WIDTH * index / (len(values) - 1), 1 + (_SPARK_HEIGHT - 2) * (most - value) / height)
+        for index, value in enumerate(values)
+    )
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return value if is_count else None
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number and math.isfinite(value) else None
