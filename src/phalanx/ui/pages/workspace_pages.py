@@ -10,8 +10,8 @@ from fastapi.responses import RedirectResponse, Response
 from phalanx.errors import PhalanxError, SpecError
 from phalanx.jobs.api.error_handlers import status_of
 from phalanx.jobs.models import MemberRole
-from phalanx.jobs.spec.file import validate
 from phalanx.jobs.spec.code_and_data import Code, Dataset
+from phalanx.jobs.spec.file import validate
 from phalanx.ui.pages.job_list import CurrentSession
 from phalanx.ui.session import ROOT, ConsoleSession
 
