@@ -54,6 +54,15 @@ def test_a_model_that_is_not_planned_waits_for_no_planner() -> None:
     assert python(code) == "[]"
 
 
+def test_who_serves_tables_and_who_has_only_orders_of_rows_wait_for_no_torch() -> None:
+    code = (
+        "import sys, phalanx.cli.serve_table, phalanx.ps.serving.app, phalanx.ps.serving.servers_replica\n"
+        "import phalanx.ps.serving.snapshot_replica, phalanx.data.sampling.hash64\n"
+        "print('torch' in sys.modules)"
+    )
+    assert python(code) == "False"
+
+
 STARTS_ANOTHER = """
 import subprocess, sys
 meet = "from torch.distributed import TCPStore; from os import environ; TCPStore(environ['MASTER_ADDR'], "
