@@ -31,13 +31,13 @@ quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
 
 # Ranks wait for each other much of the time: three processes keep two cores busy. Real kills and freezes come last, beside
 # the unit tests, which start no process: what waits for them must not wait for ranks of the rest of the suite too.
-# Hundreds of processes import src: where Python is told to keep no bytecode (PYTHONDONTWRITEBYTECODE), each would compile it.
+# Hundreds of processes import src and ranks the files of tests: where Python is told to keep no bytecode (PYTHONDONTWRITEBYTECODE), each would compile it.
 RANKS  = "tests/dist/test_e*" "tests/dist/test_[f-k]*" "tests/dist/test_[l-o]*" "tests/dist/test_[p-r]*" \
          "tests/browser tests/dist/test_[s-z]*" "tests/dist/test_[a-d]*"
 FAULTS_AND_UNIT = "tests/fault/test_[a-e]*" "tests/fault/test_[f-z]*" "tests/unit"
 
 test: $(STAMP)   ## the whole suite, three processes at a time
-	$(BIN)/python -m compileall -q src
+	$(BIN)/python -m compileall -q src tests examples
 	tests/side_by_side $(BIN)/python 3 $(RANKS); code=$$?; tests/side_by_side $(BIN)/python 3 $(FAULTS_AND_UNIT) && exit $$code
 
 test-unit: $(STAMP)  ## pure parts, no process

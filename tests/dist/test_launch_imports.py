@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from launching import launch
 
 pytestmark = pytest.mark.dist
 
@@ -49,3 +52,28 @@ def test_a_model_that_is_not_planned_waits_for_no_planner() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('phalanx.auto.')))"
     )
     assert python(code) == "[]"
+
+
+def test_who_serves_tables_and_who_has_only_orders_of_rows_wait_for_no_torch() -> None:
+    code = (
+        "import sys, phalanx.cli.serve_table, phalanx.ps.serving.app, phalanx.ps.serving.servers_replica\n"
+        "import phalanx.ps.serving.snapshot_replica, phalanx.data.sampling.hash64\n"
+        "print('torch' in sys.modules)"
+    )
+    assert python(code) == "False"
+
+
+STARTS_ANOTHER = """
+import subprocess, sys
+meet = "from torch.distributed import TCPStore; from os import environ; TCPStore(environ['MASTER_ADDR'], "
+meet += "int(environ['MASTER_PORT']), is_master=False).set('a', 'b')"
+print("torch here:", "torch" in sys.modules, flush=True)
+print("others meet:", subprocess.run([sys.executable, "-c", meet]).returncode)
+"""
+
+
+def test_a_script_of_the_standard_library_waits_for_no_torch_and_has_a_store_for_who_asks(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(STARTS_ANOTHER)
+    done = launch(tmp_path, "start.py")
+    assert done.code == 0, done.out
+    assert done.log("workerlog.0") == "torch here: False\nothers meet: 0\n"

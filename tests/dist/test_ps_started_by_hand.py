@@ -39,7 +39,7 @@ if what == "trains":
         F.mse_loss(model(torch.tensor([[1, 2]])), torch.ones(1, 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
-if what != "forgets to leave":
+if fleet.worker_index() == 0 or what != "trains":  # the other worker forgets to leave
     fleet.stop_worker()
 print("worker ends", flush=True)
 """
@@ -76,9 +76,8 @@ def start(folder: Path, what: str) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(started, reversed(texts), strict=True)]
 
 
-@pytest.mark.parametrize("what", ["trains", "forgets to leave"])
-def test_the_job_ends_well_without_a_secret_of_the_user(tmp_path: Path, what: str) -> None:
-    for code, text in start(tmp_path, what):
+def test_the_job_ends_well_without_a_secret_of_the_user_and_where_a_worker_forgets_to_leave(tmp_path: Path) -> None:
+    for code, text in start(tmp_path, "trains"):
         assert code == 0, text
         assert "ends\n" in text
 

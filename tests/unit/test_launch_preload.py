@@ -29,7 +29,6 @@ def test_what_every_rank_of_a_training_script_imports_is_imported_once(script: P
 @pytest.mark.parametrize(
     "text",
     [
-        "print('no training')\n",
         "import phalanx as px\npx.init()\n",
         "import torch\ntorch.optim.SGD([], lr=1)\n",
         "import os\nos.environ['TORCHDYNAMO_DISABLE'] = '1'\n" + TRAINS,
@@ -37,13 +36,15 @@ def test_what_every_rank_of_a_training_script_imports_is_imported_once(script: P
 )
 def test_a_script_that_may_not_need_it_imports_for_itself(script: Path, text: str) -> None:
     script.write_text(text)
-    assert preload.needed_by(str(script), is_elastic=False) == ()
+    assert preload.needed_by(str(script), is_elastic=False) == preload.TORCH
 
 
-@pytest.mark.parametrize("content", [b"import phalanx\n# \xff\xfe optim\n", b"\xff\xfe", b"import (", b"\x00", b""])
+@pytest.mark.parametrize("content", [b"import phalanx\n# \xff\xfe optim\n", b"\xff\xfe", b"import (", b"\x00"])
 def test_a_file_that_is_no_program_is_left_to_the_ranks(script: Path, content: bytes) -> None:
     script.write_bytes(content)
-    assert preload.needed_by(str(script), is_elastic=False) == (preload.TRAINING if b"optim" in content else ())
+    assert preload.needed_by(str(script), is_elastic=False) == (
+        preload.TRAINING if b"optim" in content else preload.TORCH
+    )
     assert preload.needed_by(str(script), is_elastic=True) == preload.TRAINING
 
 
@@ -53,13 +54,31 @@ def test_who_may_join_a_running_job_has_everything_imported(script: Path, text: 
     assert preload.needed_by(str(script), is_elastic=True) == preload.TRAINING
 
 
-def test_a_script_of_the_standard_library_needs_nothing(script: Path) -> None:
-    script.write_text("import json, os.path\nfrom collections.abc import Sequence\n")
-    assert preload.needed_by(str(script), is_elastic=True) == ()
+@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize("text", ["import json, os.path\nfrom collections.abc import Sequence\n", "print(1)\n", ""])
+def test_a_script_of_the_standard_library_needs_nothing(script: Path, text: str, is_elastic: bool) -> None:
+    script.write_text(text)
+    assert preload.needed_by(str(script), is_elastic=is_elastic) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import importlib\nimportlib.import_module(name)\n",
+        "from runpy import run_path\n",
+        "import sys\n__import__(sys.argv[1])\n",
+        "import pickle, sys\npickle.load(sys.stdin.buffer)()\n",
+        "import sys\nexec(sys.argv[1])\n",
+    ],
+)
+def test_a_script_that_may_import_what_it_does_not_name_has_torch_imported(script: Path, text: str) -> None:
+    script.write_text(text)
+    assert preload.needed_by(str(script), is_elastic=False) == preload.TORCH
 
 
 def test_a_module_is_not_looked_for(script: Path) -> None:
-    assert preload.needed_by("-m package.train", is_elastic=False) == ()
+    assert preload.needed_by("-m package.train", is_elastic=False) == preload.TORCH
+    assert preload.needed_by("-m package.train", is_elastic=True) == preload.TRAINING
 
 
 def test_nothing_that_may_load_a_driver_is_imported_before_the_fork(
@@ -67,4 +86,4 @@ def test_nothing_that_may_load_a_driver_is_imported_before_the_fork(
 ) -> None:
     script.write_text(TRAINS)
     monkeypatch.setattr(preload, "is_cuda_build", lambda libraries: True)
-    assert preload.needed_by(str(script), is_elastic=False) == ()
+    assert preload.needed_by(str(script), is_elastic=False) == preload.TORCH

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from phalanx.errors import BackendError, InternalError
 from phalanx.ps.server.snapshots.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.records import read_records
+from phalanx.ps.snapshot.shard_threads import map_in_threads
 from phalanx.ps.snapshot.write import WriteRequest
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.placement import SHARDS
@@ -111,3 +112,24 @@ def test_a_shard_that_holds_nothing_has_no_file(tmp_path: Path) -> None:
     assert 1 <= len(files) <= 3
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(name for name, _, _ in files.values())
     assert sum(len(r.arrays[0]) for p in tmp_path.iterdir() for r in read_records(p)) == 3
+
+
+@pytest.mark.parametrize(("shards", "threads"), [(range(SHARDS), 2), (range(5), 4), (range(0), 1), ([7, 3, 9], 1)])
+def test_shards_are_taken_in_parts_and_given_in_order(shards: Sequence[int], threads: int) -> None:
+    assert list(map_in_threads(lambda shard: shard * 2, shards, threads=threads, name="test")) == [
+        s * 2 for s in shards
+    ]
+
+
+def test_what_a_shard_raises_ends_those_that_have_not_begun() -> None:
+    begun = []
+
+    def call(shard: int) -> None:
+        begun.append(shard)
+        if shard == 3:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        list(map_in_threads(call, range(SHARDS), threads=1, name="test"))
+    assert begun[:4] == [0, 1, 2, 3]
+    assert 4 not in begun

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from phalanx.data.ctr.slots import check_hash_space, hash_texts
 from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:  # whoever serves rows hashes texts without torch
+    from torch import Tensor
 
 Texts = Sequence[str | bytes] | NDArray[np.str_] | NDArray[np.bytes_] | NDArray[np.object_]
 
@@ -30,6 +31,13 @@ def hash_ids(texts: Texts, salt: str, *, hash_space: int | None = None) -> Tenso
     Raises:
         ConfigError: If something is no text, names the first one; or the hash space is out of range.
     """
+    import torch
+
+    return torch.from_numpy(hash_to_array(texts, salt, hash_space=hash_space))
+
+
+def hash_to_array(texts: Texts, salt: str, *, hash_space: int | None = None) -> NDArray[np.int64]:
+    """Return what `hash_ids` does, as a NumPy array."""
     check_hash_space(hash_space)
     if not isinstance(salt, str) or isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
         raise ConfigError(
@@ -42,7 +50,7 @@ def hash_ids(texts: Texts, salt: str, *, hash_space: int | None = None) -> Tenso
         ids = hash_texts(salt, flat, hash_space)
     except (TypeError, UnicodeEncodeError):
         raise ConfigError(_describe_wrong(flat)) from None
-    return torch.from_numpy(ids).view(shape)
+    return ids.reshape(shape)
 
 
 def _describe_wrong(texts: list[Any]) -> str:

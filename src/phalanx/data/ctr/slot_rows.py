@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-Batch = tuple[Tensor, ...]
+if TYPE_CHECKING:  # whoever has rows as arrays needs no torch
+    from torch import Tensor
+
+Batch: TypeAlias = "tuple[Tensor, ...]"
 """(dense, ids, label), or (dense, ids, offsets, label) where slots hold any number of ids; without label where none is.
 
 dense is float32 (n, dense fields), label float32 (n,). ids is int64 (n, slots); with offsets it is (ids,), and
@@ -71,6 +73,8 @@ class SlotRows:
 
     def tensors(self) -> Batch:
         """Return the rows as a batch in new memory, so that changing it leaves the rows as they are."""
+        import torch
+
         parts = [self.dense, self.ids, *([] if self.offsets is None else [self.offsets])]
         if len(self.label) or not len(self):
             parts.append(self.label)

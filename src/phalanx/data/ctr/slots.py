@@ -18,17 +18,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from phalanx.data.ctr.slot_bags import split_columns, split_tokens
 from phalanx.data.ctr.slot_rows import SlotRows
 from phalanx.data.ctr.slots_python import BROKEN, BrokenLine, SlotParser, hash_texts_python
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.versions import HAS_NATIVE
+
+if TYPE_CHECKING:  # whoever hashes texts needs no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +106,8 @@ class SlotSchema:
         Raises:
             ConfigError: If the batch is not one of this schema.
         """
+        from phalanx.data.ctr.slot_bags import split_columns, split_tokens
+
         return split_columns(self.sparse, ids) if offsets is None else split_tokens(self.sparse, ids, offsets)
 
 

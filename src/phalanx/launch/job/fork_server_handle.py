@@ -53,8 +53,8 @@ class ForkServerHandle:
         # Should the server itself be killed, what its children left behind comes to us.
         linux.adopt_orphans()
 
-    def configure(self, environment: dict[str, str], *, preload: Sequence[str] = ()) -> None:
-        """Fix the environment in which torch is loaded, and let the server load it, and further modules."""
+    def configure(self, environment: dict[str, str], *, preload: Sequence[str]) -> None:
+        """Fix the environment in which libraries are loaded, and let the server load these modules."""
         self._environment, self._preload = environment, preload
         self._send({"configure": environment, "preload": list(preload)})
 

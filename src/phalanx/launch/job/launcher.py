@@ -127,6 +127,8 @@ class Launcher:
         threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
         environment = {"OMP_NUM_THREADS": threads, "PHALANX_LANG": language()}
         needed = preload.needed_by(self._options.training_script, is_elastic=request.elastic is not None)
+        if request.nodes.is_multi_node:
+            needed = needed or preload.TORCH  # of which the store is where launchers meet
         self._server.configure(environment, preload=needed)
         return describe_threads(self._options, request, host, threads, is_users=bool(chosen))
 

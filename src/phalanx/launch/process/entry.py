@@ -14,6 +14,7 @@ import os
 import random
 import re
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -41,11 +42,6 @@ _PEER_WORDS = re.compile(
 
 _OUR_FRAMES = (__file__, runpy.run_module.__code__.co_filename)
 """Files between the server and the script, which say nothing about the script's mistake."""
-
-
-def prepare() -> None:
-    """Do once, in the server, what every child would otherwise do for itself."""
-    importlib.import_module("torch.distributed.rendezvous")
 
 
 def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
@@ -78,7 +74,12 @@ def _run_service(message: dict[str, Any], fds: list[int]) -> int:
 
 
 def _serve_store(listen_fd: int, host: str, port: int) -> NoReturn:
-    """Serve the job's key-value store until this process is stopped, so that it outlives every rank."""
+    """Serve the job's key-value store until this process is stopped, so that it outlives every rank.
+
+    In a server without torch it is imported when somebody connects, and who waits in the queue until then is served.
+    """
+    if "torch" not in sys.modules:
+        select.select([listen_fd], [], [])
     from torch._C._distributed_c10d import TCPStore
 
     _store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)

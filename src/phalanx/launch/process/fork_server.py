@@ -1,10 +1,10 @@
-"""`ForkServer`: a process with torch imported that forks every rank.
+"""`ForkServer`: a process with torch imported, where the script needs it, that forks every rank.
 
 It has one thread, forks from it, and never touches CUDA. It serves one launcher over one socket; when that socket
 closes, for whatever reason, it kills everything it ever started, and what that started, and ends.
 
     launcher -> server   {"configure": {name: value}, "preload": [...]}   environment, before libraries are loaded;
-                                                                          further modules to import
+                                                                          modules to import
                          {"spawn": id, "target": ..., ...} + descriptors   see `entry.run_child`
                          {"signal": number, "ids": [...]}                  to the process groups of these
     server -> launcher   {"spawned": id, "pid": n}
@@ -114,7 +114,7 @@ def main() -> None:
     launcher.set_inheritable(False)
     linux.adopt_orphans()
     from phalanx.launch import preload
-    from phalanx.launch.process import entry
+    from phalanx.launch.process import entry  # noqa: F401 -- for all children
 
     preload.warm_up(until=lambda: bool(select.select([launcher.fileno()], [], [], 0)[0]))
     first = wire.receive(launcher)
@@ -122,11 +122,10 @@ def main() -> None:
         return
     os.environ.update(first[0]["configure"])
     try:
-        preload.preload(first[0].get("preload", ()))
+        preload.preload(first[0]["preload"])
     except ImportError as error:
         wire.send(launcher, {"fatal": f"torch cannot be imported: {error}"})
         return
-    entry.prepare()
     ForkServer(launcher).serve()
     # The launcher waits for this process, and the interpreter would take torch apart for half a second first.
     os._exit(0)

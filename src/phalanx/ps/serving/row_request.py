@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from phalanx.errors import ConfigError
 from phalanx.ps.stores.base import Keys
-from phalanx.ps.text_ids import hash_ids
+from phalanx.ps.text_ids import hash_to_array
 
 BINARY = "application/octet-stream"
 
@@ -47,8 +47,7 @@ def read_ids(body: bytes, content_type: str) -> Keys:
 def _hash(texts: list[Any], salt: str, hash_space: object) -> Keys:
     if hash_space is not None and type(hash_space) is not int:
         raise ConfigError(f"hash_space is {str(hash_space)[:80]!r}, which is no integer. Send one, or leave it out.")
-    ids: Keys = hash_ids(texts, salt, hash_space=hash_space).numpy()
-    return ids
+    return hash_to_array(texts, salt, hash_space=hash_space)
 
 
 def _read_binary(body: bytes) -> Keys:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from phalanx.errors import ConfigError, DataError, did_you_mean
 from phalanx.ps.snapshot.dense import read_extra
 from phalanx.ps.snapshot.manifest import SnapshotManifest, read_manifest
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
+from phalanx.ps.snapshot.shard_threads import map_in_threads
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.reference import ReferenceTable
@@ -139,8 +139,7 @@ def map_shards(load: Callable[[int], int], shards: Iterable[int], progress: Work
     threads = 1 if is_ordered else min(len(shards), len(os.sched_getaffinity(0)), _MOST_THREADS)
     if threads <= 1:
         return _sum_rows(map(load, shards), progress)
-    with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-        return _sum_rows(pool.map(load, shards), progress)
+    return _sum_rows(map_in_threads(load, shards, threads=threads, name="load"), progress)
 
 
 def _sum_rows(of_shards: Iterable[int], progress: WorkProgress) -> int:

@@ -7,7 +7,6 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from phalanx.files import open_atomically
 from phalanx.ps.snapshot.manifest import SnapshotMode
 from phalanx.ps.snapshot.records import Array, pack
+from phalanx.ps.snapshot.shard_threads import map_in_threads
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.initializers import nearest_bfloat16
 from phalanx.ps.table.moment import TableMoment
@@ -103,11 +103,12 @@ def _shard_files(
         check()
         return _write_shard(request, moments, shard)
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "snapshot") as pool:
-        for shard, (shard_rows, facts) in zip(request.shards, pool.map(write_one, request.shards), strict=True):
-            rows.update(shard_rows)
-            if facts is not None:
-                yield str(shard), facts
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    written = map_in_threads(write_one, request.shards, threads=threads, name="snapshot")
+    for shard, (shard_rows, facts) in zip(request.shards, written, strict=True):
+        rows.update(shard_rows)
+        if facts is not None:
+            yield str(shard), facts
 
 
 def _write_shard(request: WriteRequest, moments: TableMoments, shard: int) -> tuple[dict[str, int], Facts | None]:
