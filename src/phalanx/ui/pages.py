@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import yaml
@@ -140,13 +140,18 @@ def _epoch(event: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _last_reports(session: ConsoleSession, job: Job) -> list[tuple[str, dict[str, Any]]]:
-    """The last event of each rank."""
+    """The last report of each rank."""
     last = []
     for rank in session.jobs.reporting(job.id):
-        events = session.jobs.reports(job.id, rank=rank, offset=-4096).events
-        if events:
-            last.append((rank, events[-1]))
+        report = _last_report(session.jobs.reports(job.id, rank=rank, offset=-4096).events)
+        if report is not None:
+            last.append((rank, report))
     return last
+
+
+def _last_report(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the last event that is a report: a rank also writes that a split changed, or that memory ran out."""
+    return next((event for event in reversed(events) if "step" in event), None)
 
 
 def _columns(events: Iterable[dict[str, Any]]) -> list[str]:
