@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import phalanx as px
 from phalanx.comm.batch.replicas import Replicas
@@ -162,6 +163,42 @@ def test_faster_ranks_read_more_samples_and_gradients_are_those_of_one_process(
     assert [sorted(own + others) for own, others in zip(read, other, strict=True)] == [list(range(SAMPLES))] * len(read)
     for weights in (first, second):
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=1e-12)
+
+
+def train_planned(replicas: int | None) -> tuple[Tensor, list[int]]:
+    """Return the weights of a Plan for a node that is four times as fast as the other, and the rows of each batch."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 4))
+    data = TensorDataset(torch.randn(320, 256), torch.randint(4, (320,)))
+    optimizer, strategy = torch.optim.SGD(net.parameters(), lr=0.05), DistributedStrategy()
+    strategy.logical_replicas = replicas or 0
+    plan = None
+    if px.init().world_size == 2:
+        limits, cluster = ["tp=1", "pp=1", "zero=0", "recompute=none"], "a100x1+a100x1,speed=0.25"
+        sample = torch.zeros(1 << 15, 256), torch.zeros(1 << 15).long()  # so many that arithmetic takes the time
+        answer = px.auto_parallel(net, sample, F.cross_entropy, cluster=cluster, limits=limits, strategy=strategy)
+        plan, strategy = answer.plan, None
+    net, optimizer, loader = px.distribute(
+        net, optimizer, data, global_batch=64, seed=3, strategy=strategy, **({} if plan is None else {"plan": plan})
+    )
+    rows = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        rows.append(len(x))
+    return torch.cat([param.detach().flatten() for param in net.parameters()]), rows
+
+
+@pytest.mark.parametrize("replicas", [None, 8])
+def test_a_plan_for_unequal_nodes_trains_with_its_parts_from_the_first_batch_on(replicas: int | None) -> None:
+    (alone, _), *_ = run_ranks(partial(train_planned, replicas), 1)
+    (first, fast), (second, slow) = run_ranks(partial(train_planned, replicas), 2)
+    assert sum(fast) + sum(slow) == 5 * 64
+    assert sum(fast) >= 3 * sum(slow)
+    assert len(set(fast)) == len(set(slow)) == 1
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone, rtol=0 if replicas else 1e-4, atol=0 if replicas else 1e-6)
 
 
 def test_ranks_of_equal_speed_keep_equal_parts_whatever_they_wait_for_each_other() -> None:

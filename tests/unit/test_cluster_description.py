@@ -58,6 +58,27 @@ def test_words_name_a_device_a_number_and_nodes() -> None:
     assert read_cluster("A100-40GB-SXMx4, gbps=100").nodes[0].gbps == 100
 
 
+def test_words_with_plus_between_them_are_nodes_that_differ() -> None:
+    cluster = read_cluster("h100x8,nodes=2,usd=3 + a100x4,gbps=400,usd=1")
+    assert str(cluster) == "2 x (8 H100-80GB-SXM, 3200 Gb/s) + 1 x (4 A100-80GB-SXM, 400 Gb/s)"
+    assert cluster.usd_per_hour == pytest.approx(16 * 3 + 4 * 1)
+
+
+def test_a_node_may_be_slower_than_its_data_sheet() -> None:
+    full, half = read_cluster("a100x8+a100x8,speed=0.5").nodes
+    assert half.device.name == "A100-80GB-SXM at 50 %"
+    assert half.device.rate("bf16") == pytest.approx(full.device.rate("bf16") / 2)
+    assert half.device.bandwidth == full.device.bandwidth / 2
+    assert (half.device.memory, half.device.link, half.gbps) == (full.device.memory, full.device.link, full.gbps)
+    in_file = {"nodes": [{"device": "a100", "devices": 8}, {"device": "a100", "devices": 8, "speed": 0.5}]}
+    assert read_cluster(in_file).nodes == (full, half)
+
+
+def test_nodes_of_one_device_with_other_links_are_planned_with_the_slowest() -> None:
+    nodes = [{"device": "a100", "devices": 8, "link_gb_s": link} for link in (300, 100)]
+    assert read_cluster({"nodes": nodes}).weakest().nodes[0].device.link == 100e9
+
+
 def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
     (tmp_path / "mixed.toml").write_text(MIXED)
     cluster = read_cluster(tmp_path / "mixed.toml")
@@ -75,7 +96,10 @@ def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
         ("h100", r"Write DEVICExCOUNT,nodes=N"),
         ("h100x0", r"Write DEVICExCOUNT,nodes=N"),
         ("cpux0", r"Write DEVICExCOUNT,nodes=N"),
-        ("h100x8,device=a100", r"nodes=, gbps=, usd= are known"),
+        ("h100x8,device=a100", r"nodes=, gbps=, speed=, usd= are known"),
+        ("h100x8,speed=0", "Asked for speed=0 of a cluster. Give a number above 0"),
+        ("h100x8,usd=2+a100x8", r"1 x \(8 A100-80GB-SXM, 1600 Gb/s\) has no price and others have"),
+        ("h100x8+", r"Asked for the cluster 'h100x8\+'. Write DEVICExCOUNT"),
         (
             {"nodes": [{"device": "h100", "devices": 8, "gbps": 100, "strided_gbps": 200}]},
             r"strided_gbps = 200 over gbps = 100",
@@ -300,6 +324,12 @@ def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.Monke
     assert (device.bandwidth, device.link) == (pytest.approx(2 * 2**23 / 1e-3), pytest.approx(2**23 / 2e-3))
     assert here.measured is not None
     assert here.measured.at(2).threads == 1
+    slower = read_cluster("here,speed=0.5")
+    assert slower.measured is None
+    rates = slower.nodes[0].device.measured
+    assert rates is not None
+    assert rates.operator_s("elementwise", 2**23) == pytest.approx(2 * 1e-3)
+    assert rates.collective_s("send", 2**23, 2) == pytest.approx(2e-3)
     assert here.assumed[0].startswith("measured with torch 2, which is 2.")
     assert read_cluster("herex2") == here
     with pytest.raises(ConfigError, match="Asked for 4 ranks of h, which was measured with 2"):

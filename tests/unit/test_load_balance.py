@@ -450,6 +450,24 @@ def test_what_cannot_be_balanced_is_refused(plan: Plan, why: str) -> None:
         check_balance(plan)
 
 
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        ({"shares": (1, 1)}, "step.balance"),
+        ({"shares": (1, 1, 1), "balance": "samples"}, "3 entries, and 2 ranks"),
+        ({"shares": (1, 1), "balance": "replicas", "replicas": 4}, "2 replicas, and step.replicas is 4"),
+    ],
+)
+def test_shares_that_are_not_of_the_ranks_are_refused(step: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        plan_of(**step)
+
+
+def test_a_split_begins_with_the_shares_of_a_plan() -> None:
+    assert SampleSplit(2, (12, 4)).slice_rows(8, 1, (0, 0, 8)) == (6, 2)
+    assert assign_replicas(8, 2, (6, 2)) == (range(6), range(6, 8))
+
+
 def test_plans_that_said_only_whether_replicas_move_are_read() -> None:
     assert Step.model_validate({"balance": True, "replicas": 4}).balance == "replicas"
     assert Step.model_validate({"balance": False}).balance is None

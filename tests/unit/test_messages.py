@@ -95,7 +95,9 @@ def test_a_message_is_in_the_language_of_the_environment(monkeypatch: pytest.Mon
 
 def test_the_planners_errors_are_in_the_users_language(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_LANG", "zh")
-    with pytest.raises(ConfigError, match=r"没有 'nods=2' 这一项；可用：nodes=, gbps=, usd=。您是否想写 'nodes'？"):
+    with pytest.raises(
+        ConfigError, match=r"没有 'nods=2' 这一项；可用：nodes=, gbps=, speed=, usd=。您是否想写 'nodes'？"
+    ):
         read_cluster("h100x8,nods=2")
     with pytest.raises(ConfigError, match=r"r\.jsonl 第 2 行：model\.layers：应大于 0，实际为 -1。"):
         read_runs(["", '{"name": "a", "model": {"layers": -1}}'], "r.jsonl")

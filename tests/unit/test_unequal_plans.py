@@ -15,6 +15,7 @@ import phalanx as px
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.strategies import StrategyCatalog
 from phalanx.auto.planner.unequal import UnequalRanks
+from phalanx.auto.predict.prediction import USABLE
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import PlanError
 from phalanx.strategy import DistributedStrategy
@@ -72,6 +73,7 @@ def test_the_answer_names_the_parts_and_the_plan_trains_with_them() -> None:
     assert words in " ".join(str(answer).split())
     assert answer.to_json()["top_k"][0]["shares"] == {"unit": "samples", "ranks": [slow, fast]}
     assert answer.plan.step.balance == "samples"
+    assert answer.plan.step.shares == (slow, fast)
     assert any(words in reason.effect for reason in answer.plan.because)
     assert "balance=samples" in answer.explain("0")
     simulated = px.simulate_plan(
@@ -85,12 +87,34 @@ def test_the_answer_names_the_parts_and_the_plan_trains_with_them() -> None:
     assert simulated.simulation.step_time_s == pytest.approx(answer.seconds, rel=0.2)
 
 
+def test_a_plan_with_other_shares_is_simulated_with_them() -> None:
+    cluster = mixed(("slow", 1), ("fast", 1))
+    answer = planned(cluster, limits=["tp=1", "pp=1"])
+    even = answer.plan.model_copy(update={"step": answer.plan.step.model_copy(update={"shares": (1, 1)})})
+    sample = torch.zeros(4096, 2048), torch.zeros(4096).long()
+    simulated = px.simulate_plan(even, model(), sample, F.cross_entropy, cluster=read_cluster(cluster))
+    assert simulated.simulation.step_time_s > 1.5 * answer.simulate().simulation.step_time_s
+
+
+def test_layouts_that_count_as_the_weakest_node_are_named() -> None:
+    answer = planned(mixed(("slow", 2), ("fast", 2)))
+    words = "planned as 2 x (2 least of slow and fast, 400 Gb/s)"
+    assert any("tensor parallel" in why and why.endswith(words) for why in answer.to_json()["left_out"])
+    assert words in " ".join(str(answer).split())
+
+
+def test_equal_devices_in_nodes_of_other_sizes_all_train() -> None:
+    shared = best_shared(planned(mixed(("fast", 1), ("fast", 3)), rows=64, top_k=20))
+    assert shared.shares == (16, 16, 16, 16)
+
+
 def test_replicas_are_shared_whole() -> None:
     strategy = DistributedStrategy(logical_replicas=8)
     answer = planned(mixed(("slow", 1), ("fast", 1)), limits=["tp=1", "pp=1"], strategy=strategy)
     shared = best_shared(answer)
     assert sum(shared.shares) == 8
     assert shared.share_unit == answer.plan.step.balance == "replicas"
+    assert answer.plan.step.shares == shared.shares
     assert shared.shares[1] >= 6
 
 
@@ -109,10 +133,32 @@ def test_no_other_split_is_faster() -> None:
         assert shared.bound == shared.step_time_s
         least = min(
             max(ranks._price(kind, size, config, catalog).seconds for kind, size in zip((0, 1, 1), sizes, strict=True))
-            for sizes in product(range(1, 23), repeat=3)
+            for sizes in product(range(2, 21), repeat=3)
             if sum(sizes) == 24
         )
         assert shared.step_time_s == pytest.approx(least)
+
+
+@pytest.mark.parametrize("gib", [0.3, 0.35, 0.4])
+def test_no_other_split_that_memory_holds_is_faster(gib: float) -> None:
+    described = mixed(("slow", 1), ("small", 1))
+    described["devices"][2]["memory_gib"] = gib
+    cluster, rows = read_cluster(described), 4096
+    ranks = UnequalRanks(cluster, planned(described).layers, "fp32", rows)
+    rooms = [USABLE * node.device.memory for node in cluster.nodes]
+    for config in ranks.configs(has_blocks=False):
+        prices = [
+            [ranks._price(kind, size, config, StrategyCatalog(ranks._kinds[0].work.layers)) for kind in range(2)]
+            for size in range(rows + 1)
+        ]
+        fitting = [
+            max(prices[rows - size][0].seconds, prices[size][1].seconds)
+            for size in range(2, rows - 1)
+            if prices[rows - size][0].memory_bytes <= rooms[0] and prices[size][1].memory_bytes <= rooms[1]
+        ]
+        shared = ranks.candidate(config, StrategyCatalog(ranks._kinds[0].work.layers))
+        assert (shared is not None) == bool(fitting)
+        assert shared is None or shared.step_time_s == pytest.approx(min(fitting))
 
 
 def test_a_device_with_little_memory_gets_what_it_holds() -> None:

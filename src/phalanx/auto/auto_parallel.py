@@ -17,6 +17,7 @@ from phalanx.auto.layer_limits import read_limits
 from phalanx.auto.model_search import ModelSearch
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.search_restrictions import (
+    explain_unsearched_shares,
     find_sharding_obstacles,
     find_zero_bubble_obstacle,
     list_unsearched_experts,
@@ -108,7 +109,7 @@ def auto_parallel(
     in_stages = list_unsearched_pipelines(searched.configs, unsplit)
     experts = list_unsearched_experts(calls, target.devices)
     in_layers = (*_explain_whole_tokens(search), *in_stages, *experts, whole_loss)
-    not_tried = (unstaged, *unsharded.values(), *in_layers, unbalanced)
+    not_tried = (unstaged, *unsharded.values(), *in_layers, unbalanced, explain_unsearched_shares(named_cluster))
     return PlanResult(
         search=searched,
         catalog=StrategyCatalog(layers, search.allowed),

@@ -65,7 +65,7 @@ def simulate_plan(
     if is_shared:
         check_balance(plan)
         unequal = UnequalRanks(named_cluster, layers, precision, batch, memory=math.inf, replicas=plan.step.replicas)
-        shared = unequal.candidate(replace(assignment.config, rows=1), StrategyCatalog(layers))
+        shared = unequal.candidate(replace(assignment.config, rows=1), StrategyCatalog(layers), plan.step.shares)
         if shared is not None and shared.work is not None and set(assignment.call_strategies) == {WHOLE}:
             return simulate_assignment(shared, shared.work, named_cluster.usd_per_hour)
         check_devices(plan, target)

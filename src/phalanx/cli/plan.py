@@ -31,7 +31,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS]...")
 @click.option(
-    "--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16,usd=2.5. Default: the file's own, or here."
+    "--cluster",
+    help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16,usd=2.5, or h100x8+a100x8,speed=0.9. Default: the file's own, "
+    "or here.",
 )
 @click.option(
     "--limit",

@@ -297,6 +297,10 @@ class Step(Value):
     balance: Annotated[Literal["replicas", "samples"] | None, BeforeValidator(_read_balance)] = None
     """What faster ranks get more of: logical replicas, or samples of each global batch. Even parts when None."""
 
+    shares: tuple[PositiveInt, ...] | None = None
+    """With `balance`, the units that each rank which reads its own samples starts with: replicas, or samples in
+    proportion. Even parts when None. What ranks measure changes them."""
+
     replica_threads: PositiveInt = 1
     """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
 
@@ -358,6 +362,20 @@ class Plan(Value):
                 raise ValueError(f"params[{rule.match}] lives in table {rule.place.table!r}; tables: {sorted(tables)}")
         if self.ops and self.capture_digest is None:
             raise ValueError("rules for operators need the capture digest of the graph they were made for")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_are_of_its_ranks(self) -> Self:
+        shares, step = self.step.shares, self.step
+        readers = math.prod(axis.size for axis in self.mesh if axis.name in step.batch_axes)
+        if shares is None:
+            return self
+        if step.balance is None:
+            raise ValueError('step.shares are of ranks of unequal speed. Set step.balance = "samples" or "replicas"')
+        if len(shares) != readers:
+            raise ValueError(f"step.shares has {len(shares)} entries, and {readers} ranks read samples of their own")
+        if step.balance == "replicas" and sum(shares) != step.replicas:
+            raise ValueError(f"step.shares has {sum(shares)} replicas, and step.replicas is {step.replicas}")
         return self
 
     @property

@@ -13,6 +13,7 @@ from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.partition_points import PartitionPoints, find_parameter_outside_units, find_partition_points
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.search.request import Limit
+from phalanx.cluster.spec.cluster import Cluster
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
 from phalanx.strategy import DistributedStrategy
@@ -131,6 +132,17 @@ def list_unsearched_experts(calls: Iterable[ModuleCall], ranks: int) -> Iterator
     """Yield what of experts was not searched on so many ranks."""
     if ranks > 1 and find_expert_obstacle(calls) is None:
         yield tr("experts dealt to ranks together with sharding or stages, which do not train together")
+
+
+def explain_unsearched_shares(cluster: Cluster) -> str | None:
+    """Return which layouts were planned as if all nodes of a cluster were the weakest; None if they are equal."""
+    if cluster.is_uniform:
+        return None
+    return tr(
+        "parts by the speed of the nodes for ranks that hold a model together (tensor parallel, stages, experts dealt "
+        "to ranks): such layouts are planned as {weakest}",
+        weakest=cluster.weakest(),
+    )
 
 
 def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str | None) -> Iterator[str]:

@@ -142,8 +142,8 @@ def _list_reasons(config: ParallelConfig) -> Iterator[Reason]:
         yield Reason(setting=f"recompute={config.recompute}", effect=TECHNIQUES["recompute"].effect)
 
 
-def _balance(candidate: Candidate) -> dict[str, str]:
-    return {"balance": candidate.share_unit} if candidate.shares else {}
+def _balance(candidate: Candidate) -> dict[str, Any]:
+    return {"balance": candidate.share_unit, "shares": candidate.shares} if candidate.shares else {}
 
 
 def _share_reasons(candidate: Candidate) -> Iterator[Reason]:

@@ -1,8 +1,9 @@
 """`UnequalRanks`: split a global batch over devices of unequal speed, and price data parallel training so (pure).
 
-At run time ranks measure each other and share a batch by their speeds (`parallel/balance`). Here the split is the one
-whose slowest rank is done soonest by the planner's prices. Prices rise with the samples of a rank, so a split from
-which no single unit can move to advantage is the fastest of all: what it takes is a bound too.
+Ranks start with this split, measure each other and share a batch by their speeds (`parallel/balance`). It is the one
+whose slowest rank is done soonest by the planner's prices, with two samples a rank at least, as there. Prices rise with
+the samples of a rank, so a split from which no single unit can move to advantage is the fastest of all: what it takes
+is a bound too.
 
 Ranks that hold a model together wait for the slowest of them, whatever they read. Their parallel configs count as if
 all devices were the weakest.
@@ -11,7 +12,7 @@ all devices were the weakest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.auto.capture.layers import Layers
@@ -77,6 +78,8 @@ class UnequalRanks:
             position = next((i for i, other in enumerate(distinct) if other.device == node.device), len(distinct))
             distinct += [node] if position == len(distinct) else []
             self._kind_of += [position] * node.devices
+        self._least = 1 if self._is_replicas else max(1, min(2, self._units // len(self._kind_of)))
+        self._is_unequal = len(distinct) > 1 or len({node.devices for node in cluster.nodes}) > 1
         link = min(node.device.link for node in cluster.nodes)
         network = {name: min(getattr(node, name) for node in cluster.nodes) for name in ("gbps", "strided")}
         self._kinds: list[_Kind] = []
@@ -89,8 +92,8 @@ class UnequalRanks:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether devices differ, and every rank can have a unit."""
-        return len(self._kinds) > 1 and self._units >= len(self._kind_of)
+        """Whether devices or their numbers differ, and every rank can have a unit."""
+        return self._is_unequal and self._units >= len(self._kind_of)
 
     def configs(self, *, has_blocks: bool) -> Iterator[ParallelConfig]:
         """Yield the parallel configs of all ranks that can share batches unequally."""
@@ -105,16 +108,20 @@ class UnequalRanks:
                 rows=self._rows(self._units // ranks),
             )
 
-    def candidate(self, config: ParallelConfig, catalog: StrategyCatalog) -> Candidate | None:
+    def candidate(
+        self, config: ParallelConfig, catalog: StrategyCatalog, shares: Sequence[int] | None = None
+    ) -> Candidate | None:
         """Return what a parallel config takes with the fastest split; None where a rank's memory holds no part of it.
 
         Args:
             config: One of `configs`.
             catalog: Lists the strategies of layers, of which these have first.
+            shares: Units of each rank, of any sum, in place of the fastest split.
         """
         if not all(catalog.of(config).strategies.values()):
             return None
-        sizes = self._split(config, catalog)
+        in_proportion = [RankSpeed(1 / share) for share in shares or ()]
+        sizes = self._split(config, catalog) if shares is None else apportion(in_proportion, self._units)
         if sizes is None:
             return None
         prices = [self._price(kind, size, config, catalog) for kind, size in zip(self._kind_of, sizes, strict=True)]
@@ -133,9 +140,9 @@ class UnequalRanks:
 
     def _split(self, config: ParallelConfig, catalog: StrategyCatalog) -> list[int] | None:
         speeds = [self._speed(kind, config, catalog) for kind in range(len(self._kinds))]
-        if any(speed.most < 1 for speed in speeds):
+        if any(speed.most < self._least for speed in speeds):
             return None
-        sizes = apportion([speeds[kind] for kind in self._kind_of], self._units)
+        sizes = apportion([speeds[kind] for kind in self._kind_of], self._units, least=self._least)
         if sizes is None:
             return None
 
@@ -144,7 +151,7 @@ class UnequalRanks:
 
         ranks = range(len(sizes))
         for _ in range(self._units):  # prices are not quite linear: move single units while that helps
-            slowest = max((rank for rank in ranks if sizes[rank] > 1), key=seconds, default=None)
+            slowest = max((rank for rank in ranks if sizes[rank] > self._least), key=seconds, default=None)
             free = [rank for rank in ranks if rank != slowest and sizes[rank] < speeds[self._kind_of[rank]].most]
             if slowest is None or not free or seconds(slowest) < max(map(seconds, ranks)):
                 break

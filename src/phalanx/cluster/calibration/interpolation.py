@@ -14,6 +14,8 @@ from phalanx.cluster.calibration.figures import Grid, Measured, Rates
 _EXCHANGES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sharded"}
 """Words of tables of what grows with the group."""
 
+_HOST_SECONDS = ("launch_s", "backward_launch_s", "checkpoint_s", "selective_op_s")
+
 
 def with_ranks(measured: Measured, ranks: int) -> tuple[Measured, int]:
     """Return a machine with figures for this number of ranks too, and the number of ranks they are estimated from.
@@ -37,9 +39,18 @@ def _scale_rates(measured: Measured, near: int, ranks: int) -> Rates:
     for group in (size for size in range(2, ranks + 1) if ranks % size == 0):
         for name, grid in _of_group(rates, group).items():
             grids[name] = _slower(grid, single, single)
-    host = ("launch_s", "backward_launch_s", "checkpoint_s", "selective_op_s")
-    slower = {name: getattr(rates, name) * single for name in host}
+    slower = {name: getattr(rates, name) * single for name in _HOST_SECONDS}
     return rates.model_copy(update={**slower, "threads": max(1, int(after)), "grids": grids})
+
+
+def at_speed(rates: Rates, speed: float) -> Rates:
+    """Return the figures of a rank that takes 1 / `speed` times as long for all that it does alone."""
+    slower = 1 / speed
+    grids = {
+        name: _slower(grid, slower, slower) if _group(name) is None else grid for name, grid in rates.grids.items()
+    }
+    host = {name: getattr(rates, name) * slower for name in _HOST_SECONDS}
+    return rates.model_copy(update={**host, "grids": grids})
 
 
 def cores_each(cores: int, ranks: int) -> float:

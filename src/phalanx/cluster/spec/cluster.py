@@ -7,6 +7,9 @@ A cluster is named in a few words, or described by a file:
     a100-40gbx4,nodes=2,gbps=200
     cpux2, cpu                  this host's cores, dealt to two devices or one
     herex2, here                the same, as `phalanx calibrate` measured it
+    h100x8,nodes=2+a100x8,nodes=2
+                                nodes that differ, in the order of the ranks
+    a100x8+a100x8,speed=0.8     the second node takes 1 / 0.8 times as long as its data sheet says
     cluster.toml                nodes that differ, with figures of their own
     rank_table.json,device=h100 the servers of a rank table
 """
@@ -132,7 +135,7 @@ class Cluster:
 
 def _least(devices: list[Device]) -> Device:
     names = tuple(dict.fromkeys(device.name for device in devices))
-    if len(names) == 1:
+    if all(device == devices[0] for device in devices):
         return devices[0]
     common = [kind for kind in devices[0].flops if all(kind in device.flops for device in devices)]
     if not common:
@@ -157,8 +160,8 @@ def read_cluster(description: str | Path | Mapping[str, Any] | Cluster) -> Clust
     """Return a cluster from its words, a file, or what such a file holds.
 
     Args:
-        description: Words such as `h100x8,nodes=16`, `cpux2` or `here`; the path of a `.toml` or `.json` file,
-            which may be a rank table; or a mapping.
+        description: Words such as `h100x8,nodes=16`, `cpux2` or `here`, several with `+` between them where nodes
+            differ; the path of a `.toml` or `.json` file, which may be a rank table; or a mapping.
 
     Raises:
         ConfigError: If it cannot be understood; says what was found and what is known.
@@ -173,17 +176,38 @@ def read_cluster(description: str | Path | Mapping[str, Any] | Cluster) -> Clust
     if first.endswith((".toml", ".json")):
         settings = _parse_settings(rest, {"device": "", "usd": 0.0})
         return _with_price(files.read(Path(first), str(settings["device"])), settings)
-    return _parse_words(str(description), first, rest)
+    return _join([_parse_words(str(description), words) for words in str(description).split("+")])
 
 
-def _parse_words(description: str, first: str, rest: list[str]) -> Cluster:
+def _parse_words(description: str, words: str) -> Cluster:
+    first, *rest = (word.strip() for word in words.split(","))
     cluster = _this_host(first) or _preset_cluster(description, first)
     node = cluster.nodes[0]
-    settings = _parse_settings(rest, {"nodes": 1.0, "gbps": node.gbps, "usd": 0.0})
-    nodes, gbps = float(settings["nodes"]), float(settings["gbps"])
+    settings = _parse_settings(rest, {"nodes": 1.0, "gbps": node.gbps, "speed": 1.0, "usd": 0.0})
+    nodes, gbps, speed = (float(settings[name]) for name in ("nodes", "gbps", "speed"))
     if nodes % 1:
         raise ConfigError(tr("Asked for nodes={nodes}. Give a whole number.", nodes=f"{nodes:g}"))
-    return _with_price(replace(cluster, nodes=(replace(node, gbps=gbps),) * int(nodes)), settings)
+    node = replace(node, gbps=gbps, device=node.device.at_speed(speed))
+    measured = cluster.measured if speed == 1 else None
+    return _with_price(replace(cluster, nodes=(node,) * int(nodes), measured=measured), settings)
+
+
+def _join(parts: list[Cluster]) -> Cluster:
+    """Return one cluster of the nodes of several."""
+    if len(parts) == 1:
+        return parts[0]
+    prices = [part.usd_per_hour for part in parts]
+    unpriced = [part for part in parts if part.usd_per_hour is None]
+    if unpriced and len(unpriced) < len(parts):
+        raise ConfigError(
+            tr("Asked for a cluster of which {part} has no price and others have. Give usd= to all.", part=unpriced[0])
+        )
+    devices = sum(part.devices for part in parts)
+    return Cluster(
+        nodes=tuple(node for part in parts for node in part.nodes),
+        assumed=tuple(dict.fromkeys(assumed for part in parts for assumed in part.assumed)),
+        usd_per_device_hour=None if unpriced else sum(price or 0.0 for price in prices) / devices,
+    )
 
 
 def _with_price(cluster: Cluster, settings: Mapping[str, float | str]) -> Cluster:

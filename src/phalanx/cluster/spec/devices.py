@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.cluster.calibration.figures import Rates
+from phalanx.cluster.calibration.interpolation import at_speed
 from phalanx.errors import ConfigError
 from phalanx.i18n import suggest, tr
 
@@ -68,6 +69,18 @@ class Device:
                 )
             )
         return self.flops[precision] * self.clock * (self.sustained_fp8 if precision == "fp8" else self.sustained)
+
+    def at_speed(self, speed: float) -> Device:
+        """Return a device that takes 1 / `speed` times as long for everything but what it sends."""
+        if speed == 1:
+            return self
+        return replace(
+            self,
+            name=f"{self.name} at {100 * speed:.3g} %",
+            flops={precision: speed * rate for precision, rate in self.flops.items()},
+            bandwidth=speed * self.bandwidth,
+            measured=None if self.measured is None else at_speed(self.measured, speed),
+        )
 
 
 def _hopper(name: str, memory_gib: float, bandwidth: float, *, clock: float = 1.0, link: float = 450e9) -> Device:

@@ -40,6 +40,8 @@ class _NodeFile(BaseModel):
     device: str
     devices: int = Field(gt=0)
     count: int = Field(default=1, gt=0, le=100_000)
+    speed: float = Field(default=1.0, gt=0)
+    """What its devices do in a second over what their figures say, as measured."""
     link_gb_s: float | None = Field(default=None, gt=0)
     """Inside the node, in place of the device's own."""
     gbps: float | None = Field(default=None, gt=0)
@@ -111,7 +113,7 @@ def parse_cluster(content: Any, where: str) -> Cluster:
 
 
 def _node(node_file: _NodeFile, own: dict[str, Device], where: str) -> Node:
-    device = own.get(node_file.device) or find_preset(node_file.device)
+    device = (own.get(node_file.device) or find_preset(node_file.device)).at_speed(node_file.speed)
     gbps = node_file.gbps if node_file.gbps is not None else usual_gbps(device) * node_file.devices
     if node_file.link_gb_s is not None:
         device = replace(device, link=node_file.link_gb_s * 1e9)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,13 @@ LEAVE_BY_UPDATES = (
 """What to do where a loop leaves an epoch."""
 
 
-def assign_replicas(count: int, ranks: int) -> tuple[range, ...]:
+def assign_replicas(count: int, ranks: int, shares: Sequence[int] | None = None) -> tuple[range, ...]:
     """Return the replicas that each rank holds: runs whose lengths differ by at most 1, the longer ones first.
 
     Args:
         count: Logical replicas.
         ranks: Ranks that read their own samples.
+        shares: How many each rank holds instead.
 
     Raises:
         ConfigError: If there are fewer replicas than ranks.
@@ -52,7 +54,7 @@ def assign_replicas(count: int, ranks: int) -> tuple[range, ...]:
             f"{ranks - count} of them would have none. Ask for at least {ranks}, or start fewer ranks."
         )
     each, longer = divmod(count, ranks)
-    stops = [(rank + 1) * each + min(rank + 1, longer) for rank in range(ranks)]
+    stops = list(accumulate(shares or (each + (rank < longer) for rank in range(ranks))))
     return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
 
 

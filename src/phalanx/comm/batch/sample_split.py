@@ -15,18 +15,19 @@ START: BatchPosition = (-1, 0, 0)
 
 
 class SampleSplit:
-    """The split of global batches over the ranks that read their own samples; even until it is changed.
+    """The split of global batches over the ranks that read their own samples.
 
     Args:
         ranks: Their number.
+        parts: What part each reads until the split is changed; equal ones when None.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, parts: Sequence[int] | None = None) -> None:
+        self.ranks, self.first_parts = ranks, (1,) * ranks if parts is None else tuple(parts)
         self.furthest: BatchPosition = START
         """The furthest global batch that a loader of this rank has cut."""
 
-        self._changes: list[tuple[BatchPosition, tuple[int, ...]]] = [(START, (1,) * ranks)]
+        self._changes: list[tuple[BatchPosition, tuple[int, ...]]] = [(START, self.first_parts)]
         """After which global batch on, and what part of it each rank reads."""
 
     @property

@@ -19,6 +19,8 @@ from phalanx.plan.value import Plan
 def use_split(plan: Plan, mesh: Mesh, context: Context) -> None:
     """Split global batches by the speed of ranks from now on if a Plan asks for it, else evenly.
 
+    A split begins with the shares of the Plan, and one that was changed goes on under a Plan that begins alike.
+
     Raises:
         PlanError: If it asks for what cannot be balanced.
     """
@@ -26,8 +28,10 @@ def use_split(plan: Plan, mesh: Mesh, context: Context) -> None:
     ranks = mesh.size(mesh.batch_axes)
     if plan.step.balance != "samples" or ranks == 1:
         context.split = None
-    elif context.split is None or context.split.ranks != ranks:
-        context.split = SampleSplit(ranks)
+        return
+    split = SampleSplit(ranks, plan.step.shares)
+    if context.split is None or context.split.first_parts != split.first_parts:
+        context.split = split
 
 
 def balance_updates(optimizer: Optimizer, plan: Plan, context: Context) -> None:

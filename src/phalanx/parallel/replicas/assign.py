@@ -35,7 +35,7 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
             )
         context.use_replicas(None)
         return
-    assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes))
+    assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes), plan.step.shares)
     is_shared = membership is not None or len(assignment) < plan.step.replicas
     reason = why_inexact(plan, is_shared=is_shared) or (None if membership is None else why_lost(plan))
     if reason is not None:

@@ -115,7 +115,7 @@ def _why_not(model: nn.Module, record: ReplicaRecord, context: Context) -> str |
 
 def _with_replicas(plan: Plan, record: ReplicaRecord) -> Plan:
     """Return a Plan that splits batches over what a checkpoint was trained with."""
-    step = plan.step.model_copy(update={"replicas": record.count, "replica_threads": record.threads})
+    step = plan.step.model_copy(update={"replicas": record.count, "replica_threads": record.threads, "shares": None})
     return plan.model_copy(update={"step": step})
 
 
