@@ -48,14 +48,16 @@ void Clocks::apply(std::int64_t version) {
   wake(for_version_, version);
 }
 
-// A worker that had left is live again; in mode sync it goes on with the current step.
+// A worker that had left is live again; in mode sync it goes on with the current step, in mode bounded beside the
+// slowest: nobody waits for steps that were made while it was away.
 void Clocks::join(int worker) {
   const std::lock_guard locked(lock_);
   disconnected_at_.at(place(worker)).reset();
   if (counts_.live.at(place(worker))) return;
-  counts_.live.at(place(worker)) = true;
   std::int64_t& pushed = counts_.pushed.at(place(worker));
   if (counts_.mode == ServerMode::kSync) pushed = std::max(pushed, counts_.version);
+  if (counts_.mode == ServerMode::kBounded) pushed = std::max(pushed, complete_now());
+  counts_.live.at(place(worker)) = true;
   advance();
 }
 

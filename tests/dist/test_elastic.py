@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx as px
+from dist.test_logical_replicas import error_of
+from dist.test_replica_leaving import distributed
 from elastic_training import EPOCHS, GLOBAL, REPLICAS, SAMPLES, Net, digest, images, job, train
 from fake_launcher import FakeLauncher, spawn, tell
 from phalanx.checkpoint import saving
@@ -357,3 +359,33 @@ def loop_that_others_could_not_finish(name: str, why: str) -> None:
 )
 def test_a_loop_that_others_could_not_finish_is_an_error_before_a_rank_is_lost(name: str, why: str) -> None:
     FakeLauncher(loop_that_others_could_not_finish, name, why, members=2, env={"PHALANX_REPLICAS": "2"}).run()
+
+
+def leave_by_batches(stop: int) -> Any:
+    net, optimizer, loader = distributed()
+    updates, last = 0, digest(net)
+
+    def train() -> None:
+        nonlocal updates, last
+        for _ in range(3):
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+                if has_updated(optimizer):
+                    updates, last = updates + 1, digest(net)
+                if number == stop:
+                    break
+
+    return error_of(train), updates, last, digest(net)
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_leaving_an_epoch_after_a_number_of_batches_is_the_same_error_on_all_before_a_wrong_update(stop: int) -> None:
+    values = FakeLauncher(leave_by_batches, stop, members=2, env={"PHALANX_REPLICAS": "3"}).run()
+    (first, updates, last, weights), second = values["n0.0"], values["n0.1"]
+    assert second == values["n0.0"]  # the same text, by which the launcher knows a mistake of the script
+    assert "the ranks compute different global batches: between epoch 0 and 1" in first
+    assert "Count updates, not batches" in first
+    assert updates > 0
+    assert weights == last

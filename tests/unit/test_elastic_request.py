@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from phalanx.errors import LaunchError
 from phalanx.launch.cli import flags
 from phalanx.launch.request import request
-from phalanx.launch.request.elastic import ElasticRange
+from phalanx.launch.request.elastic import ElasticRange, WorkerRange
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 
@@ -44,6 +44,27 @@ def test_a_range_begins_with_its_end_or_with_as_many_as_there_are_cards() -> Non
 def test_what_does_not_go_with_a_range_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         resolve(**values)
+
+
+def test_a_range_of_workers_begins_with_its_end() -> None:
+    asked = resolve(server_num=1, least_workers=1, worker_num=4)
+    assert (asked.counts["worker"], asked.workers, asked.elastic) == (4, WorkerRange(least=1, most=4), None)
+    assert resolve(server_num=1, worker_num=4).workers is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"servers": "127.0.0.1:1", "workers": "127.0.0.1:2,127.0.0.1:3"},
+            "--servers and --workers list every process",
+        ),
+        ({"server_num": 1, "heter_worker_num": 1}, "which heter workers cannot follow"),
+    ],
+)
+def test_what_does_not_go_with_a_range_of_workers_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=rf"--worker_num 1:2 .*{message}"):
+        resolve(least_workers=1, worker_num=2, **values)
 
 
 def test_fewer_cards_than_the_least_number_are_refused() -> None:

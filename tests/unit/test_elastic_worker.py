@@ -131,6 +131,9 @@ def test_one_step_shows_what_is_usual_to_a_rank_that_has_just_joined(
     tell(launcher, view=view(0, "n0.0", "n0.1"))
     membership.await_start()
     assert membership.usual_step_s + membership.patience_s == pytest.approx(30.0)
+    assert membership.timed_step_s == 0.0
+    membership.expect_step(1.5)  # as the others have timed them, where this rank has just joined
+    assert membership.usual_step_s == pytest.approx(1.5)
     membership.count_step(0.2)
     assert membership.usual_step_s == pytest.approx(0.2)
     membership.count_step(0.5)

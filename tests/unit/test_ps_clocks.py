@@ -110,6 +110,18 @@ def test_a_worker_that_joins_again_goes_on_with_the_current_step() -> None:
     assert clocks.complete == 3
 
 
+def test_nobody_waits_for_the_steps_that_a_bounded_worker_was_away_for() -> None:
+    clocks = Clocks("bounded", 3, bound=1)
+    clocks.leave(2)
+    for _ in range(5):
+        clocks.push(0)
+        clocks.push(1)
+    clocks.push(1)
+    clocks.join(2)
+    assert clocks.next_step(2) == 5
+    clocks.wait(6)
+
+
 def test_bounded_pull_waits_for_the_slowest() -> None:
     clocks = Clocks("bounded", 2, bound=2)
     for _ in range(3):

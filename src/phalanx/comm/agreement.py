@@ -166,7 +166,7 @@ def _meeting() -> JobMembership | None:
 
 
 def _first_meeting() -> JobMembership | None:
-    """Return the meeting of a worker that was started again without it: what the others shared there is still known."""
+    """Return the meeting of a worker that is in no group: what the others shared in the job's store is known to all."""
     role = process_group.outsider()
     if role is None:
         return None

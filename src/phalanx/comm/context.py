@@ -90,6 +90,9 @@ class Context:
     recovery: Any = field(default=None, repr=False)
     """In an elastic job with logical replicas, the `parallel.elastic.recovery.ElasticRecovery` of this rank."""
 
+    dealer: Any = field(default=None, repr=False)
+    """Where workers beside servers come and go, the `ps.client.batch_dealer.BatchDealer` of this worker."""
+
     split: SampleSplit | None = field(default=None, repr=False)
     """How many samples of each global batch each rank reads, where that follows their speeds; even when None."""
 
@@ -202,7 +205,7 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     membership.connect()
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
     threads.share_cores(role)
-    if outsider := process_group.outsider():
+    if (outsider := process_group.outsider()) and not outsider.least_workers:
         agreement.stay_out(outsider)
     _current = Context(role=role, device=device, owns_group=owns_group)
     atexit.register(shutdown)

@@ -51,7 +51,8 @@ class JobMembership:
 
 _meeting: JobMembership | None = None
 _outsider: Role | None = None
-"""This worker, if it was started again beside servers: the others' group goes on, or fails, without it."""
+"""This worker beside servers, if it is in no group: it was started again, so that the others' group goes on, or fails,
+without it; or workers come and go, and there is no group."""
 
 _starts = 0
 _backend: str | None = None
@@ -104,8 +105,9 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT_S or 60 when omitted.
 
     Returns:
-        Whether a group was made; False for a job of one, for a server, when the script made its own group, and for a
-        worker that was started again beside servers: the others are in a group that goes on, or fails, without it.
+        Whether a group was made; False for a job of one, for a server, when the script made its own group, for a worker
+        that was started again beside servers, as the others are in a group that goes on, or fails, without it, and
+        where workers beside servers come and go.
 
     Raises:
         ConfigError: If the script's group does not fit the role, versions differ between ranks, or torch has no such
@@ -122,6 +124,9 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     if membership.current() is not None and role.is_worker:
         _backend = _choose_backend(backend)  # also of a job that has one rank now, and of a rank that joins
     if role.world_size == 1 or not role.is_worker:
+        return False
+    if role.server_endpoints and role.least_workers:
+        _outsider = role
         return False
     if role.server_endpoints and role.attempt and role.launcher == "phalanx":
         logger.warning(
@@ -224,7 +229,10 @@ def generation() -> int:
 
 
 def outsider() -> Role | None:
-    """Return this worker's role if it was started again alone, beside a group that it is not in, else None."""
+    """Return this worker's role if it trains through servers alone, else None.
+
+    It was started again beside a group that it is not in, or workers come and go.
+    """
     return _outsider
 
 

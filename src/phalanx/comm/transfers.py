@@ -58,8 +58,15 @@ def check_not_alone(verb: str) -> None:
 
     Raises:
         PeerLostError: If it was started again alone.
+        ConfigError: If workers come and go.
     """
-    if role := outsider():
+    if (role := outsider()) and role.least_workers:
+        raise ConfigError(
+            f"{verb} needs all workers, and in this job they come and go (--worker_num {role.least_workers}:"
+            f"{role.world_size}). Leave it out, compute it from a snapshot after training, or give --worker_num one "
+            "number."
+        )
+    if role:
         raise PeerLostError(
             f"{verb} needs all {role.world_size} workers, and worker {role.rank} was started again alone: it trains "
             "through the servers, and the others' group goes on without it. Leave barriers and metrics out where "

@@ -22,6 +22,7 @@ from phalanx.parallel.session import applied_to, distributed_models, session
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Average
 from phalanx.ps.client import table_client
+from phalanx.ps.client.batch_dealer import BatchDealer
 from phalanx.ps.client.connect import secret_of
 from phalanx.ps.client.table_client import TableClient
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
@@ -44,6 +45,9 @@ def tables_of(context: Context, strategy: DistributedStrategy) -> TableClient:
     session.is_in_table = table_client.holds
     if not tables.is_configured:
         tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
+    if context.role.least_workers and servers:
+        tables.leave_on_sigterm()
+        context.dealer = BatchDealer(tables, context.rank)
     return tables
 
 

@@ -78,6 +78,12 @@ def reduce_gradients(
 
 def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Reducer:
     if not dist.is_initialized() and context.is_distributed:
+        if context.role.least_workers:
+            raise PlanError(
+                "this Plan averages gradients by all-reduce, which needs all workers, and in this job they come and go "
+                f"(--worker_num {context.role.least_workers}:{context.world_size}). Keep dense parameters on the "
+                'servers, a_sync_configs = {"dense": "server"}, or give --worker_num one number.'
+            )
         raise PlanError(
             f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "
             "needs all workers. Keep dense parameters on the servers, a_sync_configs = "

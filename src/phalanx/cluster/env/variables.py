@@ -30,6 +30,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "弹性任务中进程的成员名，编号变化时不变"),
         ("PHALANX_JOINING", "rw", "", "1 in a process that joins an elastic job that runs",
          "加入正在运行的弹性任务的进程中为 1"),
+        ("PHALANX_LEAST_WORKERS", "rw", "", "Fewest workers that a job with servers goes on with, as they come and go",
+         "训练进程可增减的参数服务器任务中最少的训练进程数"),
         ("PHALANX_ATTEMPT", "rw", "0", "How many times the job, or this process alone, was started before",
          "任务或本进程此前已启动的次数"),
         ("PHALANX_JOB_ID", "rw", "", "Name of the job", "任务名"),

@@ -106,6 +106,7 @@ def _disagreement(env: Environment, first: str, second: str) -> RoleError:
 
 def _job(env: Environment) -> dict[str, Any]:
     return {
+        "least_workers": env.integer("PHALANX_LEAST_WORKERS") or 0,
         "attempt": env.integer("PHALANX_ATTEMPT") or env.integer("TORCHELASTIC_RESTART_COUNT") or 0,
         "job_id": env.text("PHALANX_JOB_ID") or env.text("TORCHELASTIC_RUN_ID") or "",
         "log_dir": env.text("PHALANX_LOG_DIR") or "",

@@ -47,6 +47,9 @@ class Role:
     endpoint: str = ""
     """`host:port` of this process; empty when the launcher did not say."""
 
+    least_workers: int = 0
+    """Fewest workers that a job with servers goes on with, as they come and go; 0 where their number is fixed."""
+
     attempt: int = 0
     """How many times the job was restarted before this run."""
 

@@ -71,6 +71,7 @@ class MembershipClient:
         self._received = b""
         self._lock = threading.RLock()
         self._steps: deque[float] = deque(maxlen=_USUAL_OF)
+        self._expected_s = 0.0
         self._suspected_at = 0.0
         self._refused = ""
 
@@ -166,11 +167,20 @@ class MembershipClient:
         """Note what a step took, for what is usual."""
         self._steps.append(seconds)
 
+    def expect_step(self, seconds: float) -> None:
+        """Note what a usual step takes on the others, for as long as none was timed here; 0 where none was there."""
+        self._expected_s = seconds
+
     @property
     def usual_step_s(self) -> float:
-        """Seconds from which the patience with a rank counts: a usual step."""
+        """Seconds from which the patience with a rank counts: a usual step, of the others before the first here."""
+        return self.timed_step_s or self._expected_s or FIRST_PATIENCE_S - self.patience_s
+
+    @property
+    def timed_step_s(self) -> float:
+        """Seconds of a usual step, as they were timed here; 0 before the first."""
         if not self._steps:
-            return FIRST_PATIENCE_S - self.patience_s
+            return 0.0
         if len(self._steps) < _FEW:
             return max(self._steps)
         return statistics.median(self._steps)

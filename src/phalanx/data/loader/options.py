@@ -6,12 +6,15 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from phalanx.comm import context
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import BatchShare
+from phalanx.data.loader.dealt_requests import Dealer, dealt_requests
 from phalanx.data.loader.fetch import PipelineFetcher, RequestLoader, SampleFetcher, load_stream
 from phalanx.data.pipeline.order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline.pipeline import Pipeline, PipelineMethods
@@ -69,6 +72,9 @@ class LoaderOptions:
         source.num_workers = _first(num_workers, source.num_workers)
         self.training = training
         self._shard = _read_shard(shard)
+        self._deal_number: int | None = None
+        """What this loader is called where batches are dealt."""
+
         self.returns = 0
         """How often the loader was sent back to samples that it had read."""
 
@@ -233,9 +239,34 @@ class LoaderOptions:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
+    @property
+    def dealer(self) -> Dealer | None:
+        """Who deals the batches of this loader to workers that come and go; None in any other job."""
+        if not (self.training and context.is_initialized()) or self._shard is not None:
+            return None
+        dealer: Dealer | None = context.current().dealer
+        return None if self.source.is_stream or self.pipeline is not None else dealer
+
+    def _dealt_batches(
+        self, order: EpochOrder, shard: DataShard, epoch: int, dealer: Dealer
+    ) -> Iterator[tuple[Any, BatchShare, int]]:
+        options = self._worker_options(epoch, shard.index)
+        is_begun = not (options["num_workers"] or options.get("pin_memory"))  # else batches are read ahead
+        if self._deal_number is None:
+            self._deal_number = dealer.number_loader()
+        deal = partial(dealer.deal, self._deal_number, count=1, is_begun=is_begun)
+        requests = dealt_requests(order, self.global_batch_for, deal, epoch, shard.count)
+        for batch, work in self._request_loader.load(requests, options):
+            if not is_begun and work.dealt is not None:
+                dealer.begin(self._deal_number, *work.dealt)
+            yield batch, work.share, work.position
+
     def _sample_batches(
         self, order: EpochOrder, shard: DataShard, epoch: int, first: int
     ) -> Iterator[tuple[Any, BatchShare, int]]:
+        if (dealer := self.dealer) is not None:
+            yield from self._dealt_batches(order, shard, epoch, dealer)
+            return
         requests = order.requests(epoch, shard, first)
         for batch, work in self._request_loader.load(requests, self._worker_options(epoch, shard.index)):
             yield batch, work.share, work.position

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.role.role import Role
-from phalanx.comm import context
+from phalanx.comm import context, process_group
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.batch.sample_split import SampleSplit
 from phalanx.comm.transfers import peers_named
@@ -98,7 +98,7 @@ def resolve_shard(requested: tuple[int, int] | None, *, training: bool = False) 
         ConfigError: If it requests another.
     """
     index, count = current_shard()
-    own = DataShard(index, count)
+    own = DataShard(index, count, is_checked=process_group.outsider() is None)
     if training and context.is_initialized() and (replicas := context.current().replicas) is not None:
         own = DataShard(index, replicas.count, replicas=replicas)
     elif training and context.is_initialized() and context.current().split is not None:

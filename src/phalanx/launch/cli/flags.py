@@ -68,8 +68,9 @@ class _CountOrRange(click.ParamType["int | range"]):
 
 
 def _split_ranges(values: dict[str, Any]) -> None:
-    """Give the ends of -n a:b and --nnodes a:b fields of their own."""
-    for name, least in (("nproc_per_node", "least_nproc"), ("nnodes", "least_nnodes")):
+    """Give the ends of -n a:b, --nnodes a:b and --worker_num a:b fields of their own."""
+    ranges = (("nproc_per_node", "least_nproc"), ("nnodes", "least_nnodes"), ("worker_num", "least_workers"))
+    for name, least in ranges:
         if isinstance(values[name], range):
             values[least], values[name] = values[name].start, values[name].stop - 1
 
@@ -195,7 +196,11 @@ _CONTEXT: dict[str, Any] = {
     type=_Count("number of servers", instead="; without servers start with -n 2"),
     help="Parameter servers on this host.",
 )
-@click.option("--worker_num", type=_Count("number of workers"), help="Parameter-server workers on this host.")
+@click.option(
+    "--worker_num",
+    type=_CountOrRange("number of workers"),
+    help="Parameter-server workers on this host; 1:4 where they may come and go.",
+)
 @click.option(
     "--heter_worker_num",
     type=_Count("number of heter workers"),

@@ -1,4 +1,4 @@
-"""`phalanx scale`: change how many ranks a running elastic job has."""
+"""`phalanx scale`: change how many ranks a running elastic job has, or workers beside parameter servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def command(job: str, ranks: int, as_json: bool) -> None:
     """Have the elastic job JOB, as `phalanx ps` lists it, go on with N ranks.
 
     JOB is the beginning of its name or the pid of its launcher. Ranks that are added take the state from others; ranks
-    that are taken away end after the step they compute. N lies in the range that the job was started with.
+    that are taken away end after the step they compute. N lies in the range that the job was started with. With
+    parameter servers N is the number of workers, which take the state from the servers.
     """
     done = ask(_control_of(job), {"scale": ranks})
     sys.stdout.write(json.dumps({"done": done}) + "\n" if as_json else f"{done}\n")
@@ -40,6 +41,6 @@ def _control_of(name: str) -> str:
     if control is None:
         raise LaunchError(
             f"Job {matches[0]['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
-            "-n 1:4 ..."
+            "-n 1:4 ..., or with parameter servers --worker_num 1:4."
         )
     return control

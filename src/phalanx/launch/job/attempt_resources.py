@@ -162,6 +162,7 @@ def facts(
         attempt=attempt,
         max_restarts=options.max_restarts,
         replicas=options.replicas,
+        least_workers=0 if request.workers is None else request.workers.least,
         check_nan_inf=options.check_nan_inf,
         flight_log=options.flight_log,
         timeout_s=options.timeout_s,

@@ -28,7 +28,7 @@ from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.local_attempt import LocalAttempt, Outcome, make_log
 from phalanx.launch.process import environment
-from phalanx.launch.reports.report import signal_name
+from phalanx.launch.reports.report import describe_briefly
 from phalanx.launch.reports.root_cause import ProcessExit
 from phalanx.launch.request import machine
 from phalanx.launch.request.topology import Process, Topology, output_files
@@ -211,7 +211,7 @@ class ElasticAttempt(LocalAttempt):
             MemberExit(
                 member_id=process.member,
                 code=process_exit.code,
-                description=_describe(process_exit),
+                description=describe_briefly(process_exit),
                 kind=process_exit.kind,
                 error=process_exit.error,
             )
@@ -351,15 +351,6 @@ class ElasticAttempt(LocalAttempt):
             if process.id in self._pids
         ]
         self.publish(rows, status)
-
-
-def _describe(process_exit: ProcessExit) -> str:
-    """Return how a process ended, in one short line."""
-    if process_exit.code < 0:
-        return f"was killed by {signal_name(-process_exit.code)}"
-    if process_exit.error:
-        return f"raised {process_exit.error.splitlines()[0]}"
-    return f"ended with exit code {process_exit.code}"
 
 
 def _alone(layout: Topology, process: Process) -> Topology:

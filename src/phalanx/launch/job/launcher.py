@@ -94,7 +94,7 @@ class Launcher:
         self._gloo_path = str(runtime / f"gloo-{self._job_id}")
         script = self._options.training_script
         with contextlib.ExitStack() as stack:
-            if request.elastic is not None:
+            if request.elastic is not None or request.workers is not None:
                 self._control = stack.enter_context(self._open_control(runtime))
             control = self._control.path if self._control is not None else None
             self._entry = stack.enter_context(
@@ -207,7 +207,7 @@ class Launcher:
             layout, facts = starter.layout, starter.facts
             with self._logs.tolerating(attempt_resources.ENDPOINTS):
                 attempt_resources.write_endpoints(layout, facts.log_dir)
-            start = LocalAttempt if request.elastic is None else self._elastic_attempt()
+            start = self._attempt_kind(request, layout, facts)
             trial = start(
                 starter=starter,
                 console=self._console,
@@ -224,7 +224,7 @@ class Launcher:
             )
             try:
                 trial.start(stage.store)
-                stage.release_sockets(keep_endpoints=restarts > 0)
+                stage.release_sockets(keep_endpoints=restarts > 0 or request.workers is not None)
                 if attempt == 0 and layout.local:
                     say_topology(layout, facts, self._console, self._inherited, is_verbose=self._options.is_verbose)
                 return trial.wait()
@@ -232,6 +232,32 @@ class Launcher:
                 self._restarts -= restarts - trial.restarts
                 if request.elastic is not None and self._budget.total is not None:
                     self._restarts = self._budget.total
+
+    def _attempt_kind(
+        self, request: LaunchRequest, layout: Topology, facts: environment.JobFacts
+    ) -> Callable[..., LocalAttempt]:
+        if request.elastic is not None:
+            return self._elastic_attempt()
+        return LocalAttempt if request.workers is None else self._workers_attempt(request, layout, facts)
+
+    def _workers_attempt(
+        self, request: LaunchRequest, layout: Topology, facts: environment.JobFacts
+    ) -> Callable[..., LocalAttempt]:
+        """Return how to make an attempt whose workers may come and go."""
+        from phalanx.launch.elastic.frozen_workers import PATIENCE_S
+        from phalanx.launch.job.workers_attempt import WorkersAttempt
+
+        self._budget.total = self._options.replacements
+        assert self._control is not None
+        assert request.workers is not None
+        return partial(
+            WorkersAttempt,
+            limits=request.workers,
+            budget=self._budget,
+            patience_s=Environment(self._inherited).seconds("PHALANX_PATIENCE_S") or PATIENCE_S,
+            control=self._control,
+            publish=lambda pids, status: self._entry.write(_process_rows(layout, facts, pids), status),
+        )
 
     def _elastic_attempt(self) -> Callable[..., LocalAttempt]:
         """Return how to make an attempt whose ranks may change; whole restarts and replaced ranks share a budget."""

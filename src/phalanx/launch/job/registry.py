@@ -165,9 +165,11 @@ def _elastic_lines(elastic: dict[str, Any]) -> list[str]:
     """Return who the members of an elastic job are, and what changed them last."""
     if not elastic:
         return []
-    members = ", ".join(f"{member['rank']} is {member['id']}" for member in elastic["members"])
-    size = f"{len(elastic['members'])} of {elastic['least']} to {elastic['most']} ranks, target {elastic['target']}"
-    lines = [f"  membership epoch {elastic['epoch']}: {size}; {members}"]
+    noun = elastic.get("noun", "ranks")
+    size = f"{len(elastic['members'])} of {elastic['least']} to {elastic['most']} {noun}, target {elastic['target']}"
+    # Workers keep their numbers; which member a rank is changes.
+    names = [f"{member['rank']} is {member['id']}" for member in elastic["members"]] if noun == "ranks" else []
+    lines = [f"  membership epoch {elastic['epoch']}: {'; '.join([size, *([', '.join(names)] if names else [])])}"]
     for event in elastic["events"]:
         stall = f", stood still for {max(event['seconds'].values()):.2f} s" if event["seconds"] else ""
         redone = f", {event['redone']} samples computed again" if event["redone"] else ""

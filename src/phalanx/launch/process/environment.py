@@ -57,6 +57,9 @@ class JobFacts:
     replicas: int | None = None
     """Logical replicas that the job asks for; None leaves it to the script."""
 
+    least_workers: int = 0
+    """Fewest workers that a job with servers goes on with; 0 where their number is fixed."""
+
 
 def build(process: Process, layout: Topology, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables to set for one process; None removes one.
@@ -127,7 +130,8 @@ def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str 
 def _servers(process: Process, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
     """What outlives the end of a server."""
     variables: dict[str, str | None] = {
-        "PHALANX_SERVER_RETRY_S": inherited.get("PHALANX_SERVER_RETRY_S", RETRY_S if facts.max_restarts else "0")
+        "PHALANX_SERVER_RETRY_S": inherited.get("PHALANX_SERVER_RETRY_S", RETRY_S if facts.max_restarts else "0"),
+        "PHALANX_LEAST_WORKERS": str(facts.least_workers) if facts.least_workers else None,
     }
     if process.role == "server":
         variables |= {

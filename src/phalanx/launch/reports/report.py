@@ -77,6 +77,15 @@ def describe_exit(process_exit: ProcessExit) -> str:
     )
 
 
+def describe_briefly(process_exit: ProcessExit) -> str:
+    """Return how a process ended, in one short line."""
+    if process_exit.code < 0:
+        return f"was killed by {signal_name(-process_exit.code)}"
+    if process_exit.error:
+        return f"raised {process_exit.error.splitlines()[0]}"
+    return f"ended with exit code {process_exit.code}"
+
+
 def render_hang(verdict: Verdict, timeout_s: float) -> str:
     """Return the framed report of a job that is stalled.
 

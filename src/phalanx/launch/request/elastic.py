@@ -1,4 +1,4 @@
-"""`ElasticRange`: how many ranks and nodes an elastic job may have (pure)."""
+"""`ElasticRange`: how many ranks and nodes an elastic job may have; `WorkerRange` with parameter servers (pure)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,40 @@ class ElasticRange:
     most_ranks: int
     least_nodes: int = 1
     most_nodes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRange:
+    """How many workers a job with parameter servers may have, from `--worker_num a:b`."""
+
+    least: int
+    most: int
+
+
+def worker_range(options: Options) -> WorkerRange | None:
+    """Return how many workers a job may have, or None where `--worker_num` is one number.
+
+    Args:
+        options: What the user typed.
+
+    Raises:
+        LaunchError: If the options do not go together.
+    """
+    if options.least_workers is None:
+        return None
+    assert options.worker_num is not None
+    flag = f"--worker_num {options.least_workers}:{options.worker_num}"
+    if options.servers or options.workers:
+        raise LaunchError(
+            f"{flag} lets the number of workers change, and --servers and --workers list every process. Start them on "
+            f"this host with --server_num 1 {flag}, or give --worker_num one number."
+        )
+    if options.heter_worker_num or options.heter_workers:
+        raise LaunchError(
+            f"{flag} lets workers come and go, which heter workers cannot follow. Drop --heter_worker_num, or give "
+            "--worker_num one number."
+        )
+    return WorkerRange(least=options.least_workers, most=options.worker_num)
 
 
 def elastic_range(options: Options, ranks_here: int) -> ElasticRange | None:

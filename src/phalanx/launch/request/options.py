@@ -37,6 +37,9 @@ class Options:
     heter_workers: str = ""
     server_num: int | None = None
     worker_num: int | None = None
+    least_workers: int | None = None
+    """The smaller number of --worker_num a:b; `worker_num` is the larger."""
+
     heter_worker_num: int | None = None
     rank_table: str | None = None
     log_dir: str = "log"
@@ -94,6 +97,8 @@ class Options:
         shown["ips"] = f"{self.ips}{self._source('ips')}" if self.ips else self._hosts()
         if self.least_nproc is not None:
             shown["nproc_per_node"] = f"{self.least_nproc}:{self.nproc_per_node}"
+        if self.least_workers is not None:
+            shown["worker_num"] = f"{self.least_workers}:{self.worker_num}"
         shown["training_script_args"] = str(list(self.training_script_args))
         return sorted(shown.items())
 

@@ -10,7 +10,7 @@ from phalanx.cluster.env.environment import split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.i18n import tr
 from phalanx.launch.request.devices import assign_gpus, ranks_per_node
-from phalanx.launch.request.elastic import ElasticRange, elastic_range
+from phalanx.launch.request.elastic import ElasticRange, WorkerRange, elastic_range, worker_range
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.nodes import Nodes, collective_nodes, listed_nodes
 from phalanx.launch.request.options import DEFAULT_PORT, Options
@@ -48,6 +48,9 @@ class LaunchRequest:
     elastic: ElasticRange | None = None
     """How many ranks the job may have where that can change."""
 
+    workers: WorkerRange | None = None
+    """How many workers a job with parameter servers may have where that can change."""
+
     mode_flags: tuple[str, ...] = ()
     """The flags that decided the mode, for the log."""
 
@@ -74,6 +77,7 @@ def resolve(options: Options, machine: Machine) -> LaunchRequest:
             f"--server_dir {options.server_dir} is for parameter servers, and none were asked for. "
             "Add --server_num 1 --worker_num 2, or drop it."
         )
+    workers = worker_range(options)
     counts: dict[RoleName, int]
     endpoints: dict[RoleName, tuple[str, ...]] = {}
     if mode == "collective":
@@ -95,6 +99,7 @@ def resolve(options: Options, machine: Machine) -> LaunchRequest:
         endpoints=endpoints,
         ranks=options.table.ranks_by_server if options.table else (),
         elastic=elastic_range(options, counts["worker"]),
+        workers=workers,
         gpus=assign_gpus(options, machine, counts["worker"], only_if_asked=mode == "ps"),
         mode_flags=mode_flags,
     )

@@ -54,6 +54,9 @@ class MemberProgress:
     is_call_complete: bool = False
     """Whether it has the result of the next one."""
 
+    usual_s: float = 0.0
+    """Seconds of a usual step, as it has timed them; 0 before the first."""
+
     optimizers: tuple[ShardProgress, ...] = ()
     """What it has of every optimizer whose state ranks shard."""
 

@@ -23,6 +23,7 @@ from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import Context
 from phalanx.comm.elastic.membership import MembershipClient, wait_for
 from phalanx.errors import ConfigError, PeerLostError, ShardLostError
+from phalanx.parallel.data.replicas.round_place import check_places, same_place
 from phalanx.parallel.elastic.assignment import ReplicaAssignment
 from phalanx.parallel.elastic.meeting import (
     await_next_view,
@@ -137,7 +138,7 @@ class ElasticRecovery:
         self._is_whole = self.failure is None
         if self.failure is None:
             try:
-                self._commit()
+                self._commit(self._epoch_and_position())
             except RuntimeError as error:
                 if not self.lose(error):
                     raise
@@ -149,10 +150,19 @@ class ElasticRecovery:
             model.finish()
         return True
 
-    def _commit(self) -> None:
+    def _epoch_and_position(self) -> tuple[int, int]:
+        """Return the epoch of the global batch at hand, and the position after it."""
+        turn = self.replicas.turn
+        return (-1, -1) if turn is None else turn.place
+
+    def _commit(self, epoch_and_position: tuple[int, int] = (-2, -2)) -> None:
         """Tell the other members that the sums are whole here, and learn which planned view all have. Collective.
 
+        Args:
+            epoch_and_position: Of the global batch that the sums are of; of a call that changes nothing a constant.
+
         Raises:
+            ConfigError: On all members, if they have sums of different global batches; nothing was updated with them.
             PeerLostError: If the membership has changed, or changes meanwhile.
         """
         self.membership.check()
@@ -160,9 +170,12 @@ class ElasticRecovery:
         assert newest is not None
         assert view is not None
         epoch = newest.epoch if newest.epoch > view.epoch else -1
-        agreed = torch.tensor([epoch, -int(self.is_stop_requested)], dtype=torch.int64)
+        agreed = torch.tensor(
+            [epoch, -int(self.is_stop_requested), *same_place(*epoch_and_position)], dtype=torch.int64
+        )
         if len(view.members) > 1:
             wait_for(dist.all_reduce(agreed, dist.ReduceOp.MIN, async_op=True))
+        check_places(agreed[2:].tolist(), self.replicas)
         self._agreed, self.is_stopping = int(agreed[0]), bool(agreed[1])
         now = time.monotonic()
         if self._commit_at is not None:
@@ -289,6 +302,7 @@ class ElasticRecovery:
             is_joining=is_joining,
             calls=self.calls,
             is_call_complete=is_call_complete,
+            usual_s=self.membership.timed_step_s,
         )
         while True:
             if view is None:
@@ -297,6 +311,8 @@ class ElasticRecovery:
             mine = self.shards.add_to(own)
             try:
                 everyone = exchange_progress(mine, self.membership, view, attempt)
+                # A rank that has just joined need not wait longer for a frozen one than those that have timed steps.
+                self.membership.expect_step(max(progress.usual_s for progress in everyone))
                 agreement = Agreement.of(everyone, self.replicas.count)
                 if mine.is_joining and view.ids.index(self.membership.id) not in agreement.members:
                     attempt += 1

@@ -7,7 +7,7 @@ looked at before there is an optimizer. A table of dense parameters is made with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan.rules.servers import DENSE
 from phalanx.ps.client.consistency import ConsistencyMode
 from phalanx.ps.client.dense import DenseTable
+from phalanx.ps.client.first_values import give_first_values
 from phalanx.ps.client.parameter import TableParameter, free_name, give_name
 from phalanx.ps.snapshot.manifest import read_manifest
 from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, Rows
@@ -196,9 +197,11 @@ class TableRegistry:
         return True
 
     def _assign(self, name: str, values: Tensor, *, is_empty: bool) -> None:
+        update = TableUpdate(name, np.arange(len(values)), values.contiguous().numpy(), kind="assign")
+        if self._context.role.least_workers:
+            give_first_values(self._context, self._mode(), name, lambda: [update] if is_empty else [])
         # A worker that was started again finds the values there, and nobody to agree with.
-        if self._context.role.attempt == 0:
-            update = TableUpdate(name, np.arange(len(values)), values.contiguous().numpy(), kind="assign")
+        elif self._context.role.attempt == 0:
             self._mode().assign([update] if is_empty and self._context.rank == 0 else [])
             agree(f"first values of {name}", list(values.shape))
 
@@ -231,7 +234,9 @@ class TableRegistry:
         self._dense[optimizer] = tables
         mode, is_first = self._mode(), self._context.rank == 0
         mode.declare([table.spec(rule_of(optimizer, table.group)) for table in tables])
-        if self._context.role.attempt == 0:
+        if self._context.role.least_workers:
+            give_first_values(self._context, mode, tables[0].name, lambda: _missing_values(mode, tables))
+        elif self._context.role.attempt == 0:
             reports = mode.store.report() if is_first else {}
             mode.assign([table.values() for table in tables if is_first and not reports[table.name].rows])
             agree("dense tables", [len(table.params) for table in tables])
@@ -272,3 +277,9 @@ class TableRegistry:
             agree("dense tables of a snapshot without them", [table.name for table in lacking])
         for optimizer in self._dense:
             self.read_dense(optimizer, mode.pull(self.dense_specs(optimizer)))
+
+
+def _missing_values(mode: ConsistencyMode, tables: Sequence[DenseTable]) -> list[TableUpdate]:
+    """Return this worker's values of dense tables that have none."""
+    reports = mode.store.report()
+    return [table.values() for table in tables if not reports[table.name].rows]

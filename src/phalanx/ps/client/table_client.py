@@ -11,12 +11,15 @@ import atexit
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -85,6 +88,7 @@ class TableClient:
         """Whether the servers know that this worker used no table."""
 
         self._has_warned = False
+        self._is_asked_to_leave = False
         self._opener: weakref.ref[nn.Parameter] | None = None
         """The parameter that got the first gradient since the last step; a model that is deleted is not kept for it."""
 
@@ -111,6 +115,13 @@ class TableClient:
             ConfigError: If tables are in use in another way.
         """
         self.is_configured = True
+        role = self.context.role
+        if not dense and role.least_workers and role.server_endpoints:
+            raise ConfigError(
+                "Dense parameters were asked for on the workers, averaged at each step (a_sync_configs "
+                '{"dense": "all_reduce"}, or a Plan), and in this job workers come and go (--worker_num '
+                f"{role.least_workers}:{role.world_size}). Keep them on the servers, or give --worker_num one number."
+            )
         if self._mode is not None and (push, dense) != (self.push, self.registry.dense_default):
             raise ConfigError(
                 f"tables are in use in mode {self.push.mode!r} already, and are now asked for mode {push.mode!r}. Give "
@@ -128,6 +139,7 @@ class TableClient:
     def pull(self, pull_specs: Sequence[tuple[TableParameter, Keys]]) -> list[Rows]:
         """Return the rows of unique ids, shape (n, dim) each, as of this worker's step."""
         self.end_dropped_step()
+        self.leave_if_asked()
         for parameter, _ in pull_specs:
             self.registry.use(parameter)
         if not self.registry.optimizers and not self._hooks:
@@ -272,6 +284,26 @@ class TableClient:
         if not self._has_reported and role.is_worker and role.server_endpoints:
             self._has_reported = True
             report_unused(role, failed=failed, connect_s=connect_s)
+
+    def leave_on_sigterm(self) -> None:
+        """Let SIGTERM mean that this worker leaves after the step it computes, unless the script uses the signal."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._ask_to_leave)
+
+    def _ask_to_leave(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_asked_to_leave = True
+
+    def leave_if_asked(self) -> None:
+        """Leave between two steps if this worker was asked to.
+
+        Raises:
+            SystemExit: With code 0, when it has left.
+        """
+        if self._is_asked_to_leave and self._opener is None:
+            logger.info("worker %d leaves: it was asked to by SIGTERM", self.context.rank)
+            self.finish()
+            raise SystemExit(0)
 
     def close(self) -> None:
         """Let go of the tables at the end of the process.

@@ -107,7 +107,10 @@ def run(
                 recovery.recover(role.job_id)
             snapshot_check = _make_snapshot_check(service, names) if load is not None else None
         status = StatusFile(service, settings.text("PHALANX_STATUS_FILE"))
-        watch(service, recovery, 0.0 if restarts else GRACE_S, snapshot_check, JoinTimeout(join_timeout_s), status)
+        # Where workers come and go the launcher says which are gone, and when no more will come.
+        grace_s = 0.0 if restarts or role.least_workers else GRACE_S
+        may_come = role.least_workers > 0
+        watch(service, recovery, grace_s, snapshot_check, JoinTimeout(join_timeout_s), status, may_come=may_come)
     finally:
         service.stop()
         listener.stop()
@@ -156,17 +159,24 @@ def watch(
     snapshot_check: SnapshotTableCheck | None,
     join_timeout: JoinTimeout,
     status: StatusFile,
+    *,
+    may_come: bool = False,
 ) -> None:
-    """Return when the server is to end; raises if it is because a worker is lost."""
+    """Return when the server is to end; raises if it is because a worker is lost.
+
+    Where workers `may_come` when all have left, it ends by SIGTERM alone.
+    """
     reported, last = time.monotonic(), ""
     with _SigtermFlag() as sigterm:
         while not service.stopped.wait(TICK_S):
             clocks = service.state.clocks
             status.tick()
             _compare_tables(service, snapshot_check)
-            # One that left may still evaluate or save.
-            if clocks is not None and not clocks.live and (sigterm.seen or not service.is_connected):
+            # One that left may still evaluate or save, and another may come.
+            is_over = sigterm.seen or not (may_come or service.is_connected)
+            if clocks is not None and not clocks.live and is_over:
                 logger.info("server %d: all workers have left", service.state.server)
+                _say_untrained(service)
                 _compare_tables(service, snapshot_check, has_ended=True)
                 sigterm.after = signal.SIG_IGN
                 return
@@ -186,6 +196,12 @@ def watch(
                 last = line
     if service.failure is not None:
         raise service.failure
+
+
+def _say_untrained(service: Service) -> None:
+    if batches := service.state.deals.returned:
+        listed = ", ".join(f"{batch.number} of epoch {batch.epoch}" for batch in batches)
+        logger.warning("nobody trained %d batches that lost workers had: %s", len(batches), listed)
 
 
 def _compare_tables(service: Service, snapshot_check: SnapshotTableCheck | None, *, has_ended: bool = False) -> None:

@@ -23,6 +23,7 @@ from phalanx.ps.server.log import UNLOGGED, LogEntry
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.records import Array
 from phalanx.ps.stores.base import Keys, ServerMode
+from phalanx.ps.stores.deals import Deals, DealtBatch, is_count
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet, get_table
 from phalanx.ps.stores.update import COLUMNS, KINDS, TableUpdate
@@ -52,6 +53,7 @@ class ServerState:
         self.clients = ClientStates(engine)
         self.clocks: Clocks | None = None
         self.leases = Leases()
+        self.deals = Deals()
         self.sources: list[SnapshotSource] = []
         """Snapshots that fill tables as they are declared; a later one goes first."""
 
@@ -147,6 +149,7 @@ class ServerState:
             "clients": self.clients.to_json(),
             "clocks": self.clocks.to_json() if self.clocks else None,
             "leases": self.leases.to_json(),
+            "deals": self.deals.to_json(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -160,6 +163,8 @@ class ServerState:
             for client in state["clients"]:
                 check_worker(client["worker"], clocks.workers)
         self.leases.restore(state["leases"], holders=True)
+        if deals := state.get("deals"):  # not in a state of an earlier version
+            self.deals.restore(deals)
 
     # --- operations --------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class ServerState:
             clocks.set_mode(meta["mode"], meta.get("bound") or 0)
             logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
         if self.engine.admit(entry.client, meta["worker"]):
-            self.leases.release(meta["worker"])
+            self._release(meta["worker"], clocks)
         worker = self.clients.worker_of(entry.client)
         clocks.join(worker)
         for spec in map(_spec, meta["specs"]):
@@ -206,11 +211,18 @@ class ServerState:
         return {}  # the engine has recorded what was answered
 
     def _leave(self, entry: LogEntry) -> dict[str, Any]:
-        worker = self.clients.worker_of(entry.client)
-        self.require_clocks().leave(worker)
-        self.leases.release(worker)
+        worker, clocks = self.clients.worker_of(entry.client), self.require_clocks()
+        clocks.leave(worker)
+        self._release(worker, clocks)
         self.engine.complete_steps()
         return {}
+
+    def _release(self, worker: int, clocks: Clocks) -> None:
+        """Let others have the files and batches of a worker that left, or whose process is another now."""
+        self.leases.release(worker)
+        if undone := self.deals.release(worker, clocks.next_step(worker)):
+            listed = ", ".join(f"{batch.number} of epoch {batch.epoch}" for batch in undone)
+            logger.info("batches that worker %d was dealt and did not push go to others: %s", worker, listed)
 
     def _check_shrink(self, entry: LogEntry) -> None:
         get_table(self.tables.tables, entry.meta["table"]).require_room_to_shrink()
@@ -232,6 +244,27 @@ class ServerState:
     def _progress(self, entry: LogEntry) -> dict[str, Any]:
         meta = entry.meta
         self.leases.record_progress(meta["epoch"], meta["file"], meta["offset"], end=meta.get("end", True))
+        return {}
+
+    def _check_deal(self, entry: LogEntry) -> None:
+        meta = entry.meta
+        self.deals.check(meta["loader"], meta["epoch"], meta["total"], meta["count"])
+        if meta["push"] is not None:
+            _check_counts(meta["push"])
+
+    def _deal(self, entry: LogEntry) -> dict[str, Any]:
+        meta, worker = entry.meta, self.clients.worker_of(entry.client)
+        pushed = self.require_clocks().next_step(worker)
+        return self.deals.deal(
+            worker, meta["loader"], meta["epoch"], meta["total"], meta["count"], pushed=pushed, push=meta["push"]
+        )
+
+    def _check_begin(self, entry: LogEntry) -> None:
+        _check_counts(*(entry.meta[name] for name in ("loader", "epoch", "number", "push")))
+
+    def _begin(self, entry: LogEntry) -> dict[str, Any]:
+        meta, worker = entry.meta, self.clients.worker_of(entry.client)
+        self.deals.begin(worker, DealtBatch(meta["loader"], meta["epoch"], meta["number"]), meta["push"])
         return {}
 
     def _put_clocks(self, clocks: Clocks) -> Clocks:
@@ -266,8 +299,16 @@ OPS = {
     "shrink": Operation(ServerState._shrink, ServerState._check_shrink),
     "lease": Operation(ServerState._lease, ServerState._check_lease),
     "done": Operation(ServerState._progress, ServerState._check_progress),
+    "deal": Operation(ServerState._deal, ServerState._check_deal),
+    "begin": Operation(ServerState._begin, ServerState._check_begin),
 }
 """Every request that is logged, by its name on the wire. A push comes here from the log alone."""
+
+
+def _check_counts(*numbers: object) -> None:
+    for number in numbers:
+        if not is_count(number):
+            raise ConfigError(f"A worker sent {number!r} as a count of batches. Run the same version everywhere.")
 
 
 def _spec(value: object) -> TableSpec:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.service import Service
 
 STATUS_S = 2.0
@@ -54,6 +55,7 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "mode": clocks.mode if clocks else None,
         "steps": steps,
         "lag": max(live) - min(live) if live else 0,
+        "awaited": _awaited(clocks) if clocks and counts["waiting"] else [],
         "tables": {
             name: counts | _file_counts(service, name) for name, counts in service.state.tables.report().items()
         },
@@ -62,6 +64,15 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "log_bytes": service.log.bytes if service.log else 0,
         "requests": dict(counts),
     }
+
+
+def _awaited(clocks: Clocks) -> list[tuple[int, int]]:
+    """Return the workers whom others may wait for, each with its pushes: the slowest, where some are ahead of them."""
+    if clocks.mode not in ("sync", "bounded"):
+        return []
+    pushed = {worker: clocks.steps[worker] for worker in clocks.live}
+    least = min(pushed.values(), default=0)
+    return [] if max(pushed.values(), default=0) == least else [(w, p) for w, p in pushed.items() if p == least]
 
 
 def _file_counts(service: Service, name: str) -> dict[str, int]:

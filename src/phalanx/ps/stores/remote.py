@@ -38,13 +38,13 @@ from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.client.connection import Connection
 from phalanx.ps.wire.data_frame import ValueType
-from phalanx.ps.wire.message import RpcReply
+from phalanx.ps.wire.message import Pending, RpcReply
 
 _log = logging.getLogger("phalanx.ps")
 _CONTINUES = (
     "worker %d continues where an earlier process of it ended: the servers have %d updates of that. Its data starts "
-    "where the script starts it: samples of those updates are trained again, unless it reads LeasedFiles or loads the "
-    "state_dict of its loader"
+    "where the script starts it: samples of those updates are trained again, unless the servers deal them "
+    "(LeasedFiles, or a ShardedLoader where workers come and go) or it loads the state_dict of its loader"
 )
 
 NAMED_PULLS = 8
@@ -91,6 +91,7 @@ class RemoteStore:
         self._wire_dtype = wire_dtype
         self._first_step: int | None = None
         self._in_flight: list[PushRequest] = []
+        self._begun: Pending | None = None
         self._named_pulls: deque[NamedPull] = deque(maxlen=NAMED_PULLS)
         self._connections: list[Connection] = []
         client = secrets.randbits(64)
@@ -121,6 +122,11 @@ class RemoteStore:
         for spec in specs:
             # Dense parameters are read back after every step, so rounding would reach what a worker saves of them.
             self._tables[spec.name] = _Table(spec, is_narrow=self._wire_dtype == "bfloat16" and spec.dense is None)
+
+    @property
+    def first_push(self) -> int:
+        """Pushes of earlier processes of this worker, after which its own are counted; known once it has declared."""
+        return self._first_step or 0
 
     def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
@@ -193,6 +199,35 @@ class RemoteStore:
         """Report progress on a leased file. See `TableStore.report_progress`."""
         self.flush()
         self._connections[0].call("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
+
+    def deal(
+        self, loader: int, epoch: int, total: int, count: int, *, step: int | None
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Return this worker's next batches of an epoch as (epoch, number), and how many are left of it after them.
+
+        Args:
+            loader: Which of the script's loaders.
+            epoch: Which epoch.
+            total: Batches of it.
+            count: Most batches to return.
+            step: Pushes made so far, where the batches are begun at once; see `begin_batch`.
+
+        Raises:
+            ConfigError: If another worker cut the epoch into another number of batches.
+        """
+        if self._first_step is None:
+            self.declare([])
+        push = None if step is None else self._number(step)
+        about = {"loader": loader, "epoch": epoch, "total": total, "count": count, "push": push}
+        meta = self._connections[0].call("deal", about).meta
+        return [(int(e), int(number)) for e, number in meta["batches"]], int(meta["left"])
+
+    def begin_batch(self, loader: int, epoch: int, number: int, *, step: int) -> None:
+        """Say that a dealt batch will be in the push of this number; returns once that is on its way."""
+        if self._begun is not None:
+            self._begun.result()
+        about = {"loader": loader, "epoch": epoch, "number": number, "push": self._number(step)}
+        self._begun = self._connections[0].send("begin", about)
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
         """Write a snapshot of all servers at one moment. See `TableStore.save`."""

@@ -1,4 +1,4 @@
-"""`check_same_place`: ranks that add up gradients compute the same global batch.
+"""`check_same_place`, `check_places`: ranks that add up gradients compute the same global batch.
 
 Where ranks hold different numbers of logical replicas, a loop that leaves an epoch after so many of its own batches
 leaves it at other global batches on other ranks. Collectives follow one another alike, so gradients of different global
@@ -7,6 +7,9 @@ batches would be added up.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -14,6 +17,8 @@ from phalanx.comm.batch.replicas import LEAVE_BY_UPDATES, Replicas
 from phalanx.comm.elastic.membership import wait_for
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.parallel")
 
 
 def check_same_place(replicas: Replicas, group: Group, device: torch.device) -> None:
@@ -41,4 +46,40 @@ def check_same_place(replicas: Replicas, group: Group, device: torch.device) -> 
         f"others between epoch {-first_epoch} and {last_epoch}, sample {-first_position} and {last_position}. Ranks "
         f"hold {own} logical replicas, so a loop that leaves an epoch after a number of its batches leaves it at other "
         f"global batches on each.{left} {LEAVE_BY_UPDATES}"
+    )
+
+
+def same_place(epoch: int, position: int) -> list[int]:
+    """Return what ranks compare by its minimum over them: see `check_places`.
+
+    Args:
+        epoch: Of the global batch whose gradients this rank adds up.
+        position: After it.
+    """
+    return [epoch, position, -epoch, -position]
+
+
+def check_places(least: Sequence[int], replicas: Replicas) -> None:
+    """Raise on all ranks alike if they have added up gradients of different global batches.
+
+    Where ranks leave and join they find out as they agree to update, for they may come to hold other numbers of
+    replicas at any time.
+
+    Args:
+        least: The minimum of `same_place` over the ranks.
+        replicas: Those of the job.
+
+    Raises:
+        ConfigError: If they have.
+    """
+    first_epoch, first_position, last_epoch, last_position = least[0], least[1], -least[2], -least[3]
+    if (first_epoch, first_position) == (last_epoch, last_position):
+        return
+    if replicas.left_at:
+        logger.error("this rank left an epoch at %s", replicas.left_at)
+    own = ", ".join(str(len(local)) for local in replicas.by_rank)
+    raise ConfigError(
+        f"the ranks compute different global batches: between epoch {first_epoch} and {last_epoch}, before sample "
+        f"{first_position} and {last_position}. Ranks hold {own} logical replicas, so a loop that leaves an epoch "
+        f"after a number of its batches leaves it at other global batches on each. {LEAVE_BY_UPDATES}"
     )

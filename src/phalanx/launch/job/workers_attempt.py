@@ -1,0 +1,224 @@
+"""`WorkersAttempt`: an attempt with parameter servers whose workers may be lost, replaced, added and taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch.elastic.budget import RestartBudget
+from phalanx.launch.elastic.control import ControlSocket
+from phalanx.launch.elastic.frozen_workers import FrozenWorkers
+from phalanx.launch.elastic.sign_off import SignOff
+from phalanx.launch.elastic.worker_pool import WorkerPool
+from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt, Outcome, make_log
+from phalanx.launch.process import environment
+from phalanx.launch.reports.report import describe_briefly
+from phalanx.launch.reports.root_cause import ProcessExit
+from phalanx.launch.request.elastic import WorkerRange
+from phalanx.launch.request.topology import Process
+
+logger = logging.getLogger("phalanx.launch")
+
+SAME_ERROR_S = 60.0
+"""Within which the same exception of a second worker is a mistake of the program rather than the loss of a worker."""
+
+
+@dataclass(kw_only=True)
+class WorkersAttempt(LocalAttempt):
+    """Processes of one attempt; servers have the state, so that every worker may come and go."""
+
+    limits: WorkerRange
+    budget: RestartBudget
+    """Pays for workers in the place of lost ones; `restarts` is for servers."""
+
+    patience_s: float
+    """How long a worker may be frozen."""
+
+    control: ControlSocket
+    publish: Callable[[dict[str, int], dict[str, Any]], None]
+    """Called with the pids of processes and the state of the workers whenever either changes."""
+
+    pool: WorkerPool = field(init=False)
+    _sign_offs: dict[int, SignOff] = field(default_factory=dict)
+    _fences: dict[int, str] = field(default_factory=dict)
+    """Why workers were killed here that have not ended yet."""
+
+    _leave_by: dict[int, float] = field(default_factory=dict)
+    """By worker that was asked to leave: when it is killed."""
+
+    _errors: dict[str, float] = field(default_factory=dict)
+    _survived: list[ProcessExit] = field(default_factory=list)
+    _was_budget_reported: bool = False
+    _refusal: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pool = WorkerPool(limits=self.limits, budget=self.budget)
+        self._workers = {process.rank: process for process in self.layout.local if process.role == "worker"}
+        servers = [process for process in self.layout.local if process.role == "server"]
+        status_files = [environment.status_file(process, self.facts.log_dir) for process in servers]
+        self._frozen = FrozenWorkers(self.patience_s, status_files)
+        self.control.answer = self._answer
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _register(self, ready: selectors.BaseSelector) -> None:
+        super()._register(ready)
+        self.control.register(ready)
+
+    def _poll(self, timeout_s: float) -> None:
+        super()._poll(timeout_s)
+        if self._stopping or self.stops.pending or self._failed_at is not None:
+            return
+        now = time.monotonic()
+        self._kill_frozen(now)
+        self._settle_losses()
+        self._start_missing(now)
+        if refusal := self.pool.refusal(now):
+            self._fail(refusal)
+
+    def _is_training(self) -> bool:
+        return super()._is_training() or self.pool.is_waiting(time.monotonic())
+
+    def _on_spawned(self, name: str, pid: int) -> None:
+        super()._on_spawned(name, pid)
+        self._publish()
+
+    def _publish(self) -> None:
+        if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
+            self.publish(self._pids, self.pool.status())
+
+    def _record(self, event: dict[str, Any]) -> None:
+        """Append to the run's events. A full disk is no reason to stop."""
+        path = f"{self.facts.log_dir}/events.launcher.0.jsonl"
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+        self._publish()
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def _fails_attempt(self, process: Process, process_exit: ProcessExit) -> bool:
+        if process.role != "worker":
+            return super()._fails_attempt(process, process_exit)
+        worker = process.rank
+        fence, deadline = self._fences.pop(worker, ""), self._leave_by.pop(worker, None)
+        if not process_exit.failed:
+            if (event := self.pool.finish(worker, time.time())) is not None:
+                self._record(event)
+            return False
+        if deadline is None and self._is_repeated(process_exit):
+            return True
+        self._lose(worker, fence or describe_briefly(process_exit))
+        self._survived.append(process_exit)
+        return False
+
+    def _restart_process(self, process: Process, process_exit: ProcessExit) -> None:
+        if process.role != "worker":
+            super()._restart_process(process, process_exit)
+            return
+        self._exits.append(process_exit)
+        self._failed_at = time.monotonic()
+
+    def _is_repeated(self, process_exit: ProcessExit) -> bool:
+        """Return whether another worker ended with the same exception a moment ago."""
+        if process_exit.kind != "exception":
+            return False
+        now = time.monotonic()
+        before, self._errors[process_exit.error] = self._errors.get(process_exit.error), now
+        return before is not None and now - before < SAME_ERROR_S
+
+    def _lose(self, worker: int, how: str) -> None:
+        reason = f"worker {worker} {how}"
+        event = self.pool.lose(worker, reason, time.time())
+        logger.warning("%s. The others go on without it: %d of %d", reason, event["ranks"], self.pool.target)
+        secret = bytes.fromhex(self.facts.secret)
+        self._sign_offs[worker] = SignOff(self.layout.endpoints["server"], secret, worker, self.limits.most)
+        self._record(event)
+
+    def _settle_losses(self) -> None:
+        for worker in [worker for worker, sign_off in self._sign_offs.items() if sign_off.is_done]:
+            if problem := self._sign_offs.pop(worker).problem:
+                logger.warning("the servers could not be told that worker %d is gone: %s", worker, problem)
+            self.pool.sign_off(worker)
+
+    def _kill_frozen(self, now: float) -> None:
+        pids = {
+            worker: self._pids[process.id]
+            for worker, process in self._workers.items()
+            if process.id in self._alive and process.id in self._pids and worker not in self._fences
+        }
+        for worker, why in self._frozen.look(pids, now).items():
+            logger.warning(
+                "worker %d (pid %d) %s. It is killed, so that it cannot come back.", worker, pids[worker], why
+            )
+            self._kill(worker, why)
+        for worker in [worker for worker, until in self._leave_by.items() if now > until and worker in pids]:
+            self._kill(worker, f"did not leave within {self.stop_grace_s:g} s")
+
+    def _kill(self, worker: int, why: str) -> None:
+        self._fences[worker] = why
+        self.server.signal([self._workers[worker].id], signal.SIGKILL)
+
+    def _start_missing(self, now: float) -> None:
+        for worker in self.pool.startable(now):
+            process = self._workers[worker]
+            event = self.pool.start(worker, time.time(), clock=now)
+            logger.info("%s: %d of %d", event["reason"], event["ranks"], self.pool.target)
+            make_log(process)
+            self._start(process)
+            self._record(event)
+        if self.pool.are_unreplaced(now) != self._was_budget_reported:
+            self._was_budget_reported = not self._was_budget_reported
+            if self._was_budget_reported:
+                logger.warning(
+                    "lost workers are not replaced now: the restart budget is used up (%s)", self.budget.limit
+                )
+
+    def _fail(self, refusal: str) -> None:
+        logger.error("the job cannot go on: %s", refusal)
+        self._refusal, self._failed_at = refusal, time.monotonic()
+        if self._survived:
+            self._survived.pop()  # the last loss is the cause
+
+    def _end_all(self, number: int, *, may_save: bool) -> None:
+        """As in every attempt, but servers are asked when the workers have sent what they hold back, and left."""
+        workers = [process.id for process in self._workers.values() if process.id in self._alive]
+        if may_save and number == signal.SIGTERM and workers:
+            self._stopping = True
+            self.server.signal(workers, number)
+            until = time.monotonic() + self.stop_grace_s
+            while time.monotonic() < until and not self.stops.pending and self._alive.keys() & set(workers):
+                self._poll(POLL_S)
+        super()._end_all(number, may_save=may_save)
+
+    def wait(self) -> Outcome:
+        """As of every attempt; what the job survived is not the cause of its end."""
+        try:
+            outcome = super().wait()
+        finally:
+            self.control.answer = None
+        outcome.exits = [process_exit for process_exit in outcome.exits if process_exit not in self._survived]
+        outcome.refusal = self._refusal
+        return outcome
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, command: dict[str, Any]) -> str:
+        size = command.get("scale")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise LaunchError(f"{command} is no command of this version. Known: scale, with a whole number.")
+        answer = self.pool.scale(size)
+        for worker in sorted(self.pool.leaving - self._leave_by.keys()):
+            self._leave_by[worker] = time.monotonic() + self.stop_grace_s
+            self.server.signal([self._workers[worker].id], signal.SIGTERM)
+        logger.info("phalanx scale: %s", answer)
+        self._publish()
+        return answer
