@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from phalanx.errors import PhalanxError
-from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.client.connection import Connection
 
 CONNECT_S = 60.0
 """Longest wait for a server that is started again meanwhile."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.elastic.budget import RestartBudget
+from  import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.frozen_workers import FrozenWorkers
 from phalanx.launch.elastic.sign_off import SignOff
