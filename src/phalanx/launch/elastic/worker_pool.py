@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import LaunchError
-from  import RestartBudget
+from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.request.elastic import WorkerRange
 
 

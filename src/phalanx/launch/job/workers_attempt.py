@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import LaunchError
-from  import RestartBudget
 from phalanx.launch.elastic.control import ControlSocket
 from phalanx.launch.elastic.frozen_workers import FrozenWorkers
+from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.sign_off import SignOff
 from phalanx.launch.elastic.worker_pool import WorkerPool
 from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt, Outcome, make_log
