@@ -50,6 +50,12 @@ def import_foreign() -> None:
     if VISION.is_dir():
         sys.path.append(str(VISION))
         _import_torchvision()
+    import_transformers()
+
+
+def import_transformers() -> None:
+    """Import what models of text need; torchvision, where transformers finds it, takes as long again."""
+    warnings.simplefilter("ignore")
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -54,16 +54,6 @@ def told_by(name: str, **options: Any) -> dict[str, float]:
     return {"mean loss": sum(seen.losses), **evaluated}
 
 
-def compiled() -> Gradients:
-    foreign_models.import_foreign()
-    px.init()
-    lookup = torch._dynamo.lookup_backend
-    # Traced and differentiated as graphs, which is where models differ; kernels are not built, which takes a minute.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._dynamo, "lookup_backend", lambda _: lookup("aot_eager"))
-        return by_train_step("GPT-2", compiled=True)
-
-
 def loader_options(name: str) -> dict[str, Any]:
     return {"global_batch": GLOBAL_BATCH, "shuffle": False, "collate_fn": CASES[name].collate}
 
@@ -89,12 +79,12 @@ def by_distribute(name: str) -> Gradients:
     return gradients(net)
 
 
-def by_train_step(name: str, **options: Any) -> Gradients:
+def by_train_step(name: str) -> Gradients:
     net, case = built(name), CASES[name]
     net, optimizer, loader = px.distribute(net, optimizer_of(net), Rows(case.columns()), **loader_options(name))
     assert optimizer is not None
     assert loader is not None
-    step = px.train_step(net, case.loss, optimizer, **options)
+    step = px.train_step(net, case.loss, optimizer)
     for batch in loader:
         step(batch)
     return gradients(net)
@@ -146,16 +136,10 @@ def test_a_planned_model_on_two_ranks_tells_what_one_process_tells(one: dict[str
         assert found == pytest.approx(one["told"]["BERT"], rel=1e-12)
 
 
-@pytest.mark.timeout(300)
-def test_a_compiled_step_on_two_ranks_has_the_gradients_of_an_eager_one(one: dict[str, Any]) -> None:
-    for found in run_ranks(compiled, 2, timeout_s=140.0):
-        assert_equal(found, one["GPT-2, px.distribute"], "compiled", 1e-5)  # the model takes its loss in float32
-
-
-def assert_equal(found: Gradients, reference: Gradients, label: str, tolerance: float = 1e-12) -> None:
+def assert_equal(found: Gradients, reference: Gradients, label: str) -> None:
     assert found.keys() == reference.keys()
     whole = torch.stack([gradient.norm() for gradient in reference.values()]).norm()
     for name, gradient in reference.items():
         apart = (found[name] - gradient).norm()
         # Biases of keys have no gradient in mathematics, and rounding alone in memory.
-        assert apart <= tolerance * max(gradient.norm(), 1e-4 * whole), f"{label}: {name}"
+        assert apart <= 1e-12 * max(gradient.norm(), 1e-4 * whole), f"{label}: {name}"
