@@ -25,7 +25,7 @@ class SignOff:
 
     def __init__(self, endpoints: Sequence[str], secret: bytes, worker: int, workers: int) -> None:
         self._endpoints, self._secret = endpoints, secret
-        self._about = {"mode": None, "bound": 0, "workers": workers, "worker": worker, "specs": []}
+        self._about: dict[str, object] = {"mode": None, "bound": 0, "workers": workers, "worker": worker, "specs": []}
         self.problem = ""
         """Why servers may still count the worker, once this is done; empty if all were told."""
 
