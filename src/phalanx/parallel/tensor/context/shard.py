@@ -87,8 +87,7 @@ def shard_sequence(
         What is in force while it runs.
     """
     part, members = SequenceShard(name, dim, replace(group, sizes=(1,) * ranks), way), _members(module)
-    # Messages between two ranks do not compile.
-    around = torch.compiler.disable(_computed) if way == "ring" else _computed
+    around = torch.compiler.disable(_computed)  # messages between ranks do not compile
     for index, member in enumerate(members):
         wrap_forward(member, around, part, index == 0, index == len(members) - 1)
     return part
