@@ -6,7 +6,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,22 +25,24 @@ from tensor_models import whole
 pytestmark = pytest.mark.dist
 
 WORDS, WIDTH, HEADS, TOKENS, BATCH, STEPS = 11, 12, 4, 8, 4, 3
+"""With 4 ranks each has 2 tokens, one of each half of the sequence."""
 
 
 class Block(nn.Module):
     """Attention and an MLP; `mask` is that of whole sequences, `scale` one number a feature that every token meets."""
 
-    def __init__(self, causal: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, causal: bool = True, dropout: float = 0.0, groups: int = HEADS) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal, self.groups = causal, groups
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.o = nn.Linear(WIDTH, WIDTH + 2 * WIDTH * groups // HEADS), nn.Linear(WIDTH, WIDTH)
         layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * WIDTH, WIDTH)]
         self.mlp, self.dropout = nn.Sequential(*layers), dropout
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: Tensor | float = 1.0) -> Tensor:
-        q, k, v = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+        q, k, v = heads.split([HEADS, self.groups, self.groups], 1)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=self.groups < HEADS)
         x = x + scale * self.o(y.transpose(1, 2).flatten(2))
         return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
@@ -51,14 +53,14 @@ class Transformer(nn.Module):
     def __init__(self, masked: bool = False, **settings: Any) -> None:
         super().__init__()
         self.masked = masked
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(2 * TOKENS, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.blocks = nn.ModuleList(Block(**settings) for _ in range(3))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(-2) if self.masked else None
+        mask = torch.ones(2 * [ids.shape[1]], dtype=torch.bool).triu(-2) if self.masked else None
         for block in self.blocks:
             x = block(x, mask, scale=self.scale)
         return self.head(x)
@@ -72,6 +74,8 @@ class Case:
     """Layers that are cut by features, along another axis."""
 
     strategy: dict[str, Any] = field(default_factory=dict)
+    attention: str = "all_gather"
+    tokens: int = TOKENS
 
 
 def recomputed(*names: str, **configs: Any) -> dict[str, Any]:
@@ -89,7 +93,12 @@ CASES = {
     "recompute within": Case({"dropout": 0.3}, strategy=recomputed("*.mlp")),
     "selective": Case({"dropout": 0.3}, strategy=recomputed("blocks.*", selective=True)),
     "graph": Case(strategy={"graph": True}),
+    "grouped heads": Case({"groups": 2}),
 }
+RING = ("causal", "to all", "masked", "dropout", "recompute", "selective", "graph", "grouped heads")
+RING_CASES = {f"{name}, ring": replace(CASES[name], attention="ring") for name in RING}
+ODD = 9
+"""Tokens that 3 ranks cannot halve: each has consecutive ones."""
 BOTH = {
     "features too": Case(
         {"dropout": 0.3},
@@ -103,7 +112,7 @@ def made(case: Case) -> tuple[Transformer, torch.optim.Optimizer, list[Tensor]]:
     torch.manual_seed(0)
     model = Transformer(**case.model).double()
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(WORDS, (BATCH * STEPS, TOKENS + 1), generator=generator)
+    ids = torch.randint(WORDS, (BATCH * STEPS, case.tokens + 1), generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return model, optimizer, [ids[:, :-1].contiguous(), ids[:, 1:].contiguous()]
 
@@ -112,11 +121,12 @@ def steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Tensor, Tensor]],
+    tokens: int,
     together: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor.detach().clone(),
 ) -> dict[str, Any]:
     """Train; return losses, the gradients of every step, the parameters after them and what evaluation gives."""
     losses, gradients = [], {}
-    probe = torch.arange(2 * TOKENS).view(2, TOKENS) % WORDS
+    probe = torch.arange(2 * tokens).view(2, tokens) % WORDS
     with torch.inference_mode():  # what it leaves must not disturb training
         model.eval()(probe)
     torch.manual_seed(2)
@@ -137,7 +147,7 @@ def steps(
 
 def alone(case: Case) -> dict[str, Any]:
     model, optimizer, data = made(case)
-    return steps(model, optimizer, zip(*(part.split(BATCH) for part in data), strict=True))
+    return steps(model, optimizer, zip(*(part.split(BATCH) for part in data), strict=True), case.tokens)
 
 
 def train_all(cases: dict[str, Case], degree: int) -> dict[str, dict[str, Any]]:
@@ -153,7 +163,8 @@ def train_all(cases: dict[str, Case], degree: int) -> dict[str, dict[str, Any]]:
         px.shard(model, {case.parts: "context"})
         if case.cut:
             px.shard(model, case.cut)
-        configs = {"context_parallel": True, "context_parallel_configs": {"degree": degree}}
+        context = {"degree": degree, "attention": case.attention}
+        configs = {"context_parallel": True, "context_parallel_configs": context}
         model, optimizer, loader = px.distribute(
             model,
             optimizer,
@@ -163,8 +174,10 @@ def train_all(cases: dict[str, Case], degree: int) -> dict[str, dict[str, Any]]:
             strategy=px.DistributedStrategy(**configs, **case.strategy),
         )
         assert applied_to(model).plan.axis_size("context") == degree
-        assert f"each rank along context={degree} computes 1/{degree} of the tokens" in str(px.explain(model))
-        found[name] = steps(model, optimizer, loader, partial(whole, model))
+        explained = " ".join(str(px.explain(model)).split())
+        assert f"each rank along context={degree} computes 1/{degree} of the tokens" in explained
+        assert ("go around the ranks" in explained) == (case.attention == "ring")
+        found[name] = steps(model, optimizer, loader, case.tokens, partial(whole, model))
         del model, optimizer, loader
         forget()
     return found
@@ -185,14 +198,25 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return worst
 
 
-FEW = {name: CASES[name] for name in ("causal", "masked", "recompute")}
+FEW = {
+    name: case
+    for name, case in (CASES | RING_CASES).items()
+    if name.removesuffix(", ring") in ("causal", "masked", "recompute")
+}
+THREE = {
+    f"{attention}, {tokens} tokens": Case({"groups": 2, "causal": causal}, attention=attention, tokens=tokens)
+    for attention in ("all_gather", "ring")
+    for causal, tokens in ((True, ODD), (True, 12), (False, 6))
+}
 
 
-@pytest.mark.parametrize(("ranks", "degree", "cases"), [(2, 2, CASES), (4, 2, FEW | BOTH), (4, 4, FEW)])
+@pytest.mark.parametrize(
+    ("ranks", "degree", "cases"), [(2, 2, CASES), (2, 2, RING_CASES), (3, 3, THREE), (4, 2, FEW | BOTH), (4, 4, FEW)]
+)
 def test_ranks_that_compute_parts_of_sequences_train_as_one_process(
     ranks: int, degree: int, cases: dict[str, Case]
 ) -> None:
-    found = run_ranks(train_all, ranks, cases, degree, timeout_s=110)
+    found = run_ranks(train_all, ranks, cases, degree, timeout_s=100)
     for name, case in cases.items():
         expected = alone(case)
         for rank, of in enumerate(found):
@@ -202,22 +226,32 @@ def test_ranks_that_compute_parts_of_sequences_train_as_one_process(
 LAYERS, ROWS, LONG = 2, 2, 64
 
 
-def kept(dropout: float) -> tuple[int, int]:
+def kept(dropout: float, attention: str) -> tuple[int, int]:
     """Return the bytes that a forward pass keeps on this rank, and in one process."""
     context = px.init()
     model, inputs = nn.Sequential(*(Block(dropout=dropout) for _ in range(LAYERS))), torch.randn(ROWS, LONG, WIDTH)
     in_one = saved_bytes(model, inputs)
-    px.shard(model, {"": "context"}, size=context.world_size)
-    px.distribute(model)
+    px.shard(model, {"": "context"})
+    settings = {"degree": context.world_size, "attention": attention}
+    px.distribute(model, strategy=px.DistributedStrategy(context_parallel=True, context_parallel_configs=settings))
     return saved_bytes(model, inputs), in_one
 
 
 @pytest.mark.parametrize(("ranks", "dropout"), [(2, 0.0), (2, 0.3), (4, 0.0)])
 def test_a_rank_keeps_its_part_of_the_activations_and_all_keys_and_values(ranks: int, dropout: float) -> None:
     item = ROWS * LONG * WIDTH * 4
-    for rank, (mine, in_one) in enumerate(run_ranks(kept, ranks, dropout)):
-        gathered, first, mask = LAYERS * 2 * item, item // ranks, (LONG // ranks) ** 2 * (rank + 1) * 4
-        assert mine == pytest.approx(in_one / ranks + gathered + first + (mask if rank else 0), abs=64)
+    chunk = LONG // ranks // 2
+    for rank, (mine, in_one) in enumerate(run_ranks(kept, ranks, dropout, "all_gather")):
+        gathered, first, joined = LAYERS * 2 * item, item // ranks, LAYERS * item // ranks  # of two chunks each
+        masks = chunk * chunk * ((rank + 1 if rank else 0) + 2 * ranks - rank) * 4
+        assert mine == pytest.approx(in_one / ranks + gathered + first + joined + masks, abs=64)
+
+
+@pytest.mark.parametrize(("ranks", "dropout"), [(2, 0.3), (4, 0.0)])
+def test_a_rank_of_a_ring_keeps_its_part_of_all_that_one_process_keeps(ranks: int, dropout: float) -> None:
+    item = ROWS * LONG * WIDTH * 4
+    for mine, in_one in run_ranks(kept, ranks, dropout, "ring"):
+        assert mine == pytest.approx(in_one / ranks + item // ranks, abs=64)
 
 
 class Wrong(nn.Module):

@@ -22,6 +22,7 @@ from phalanx.auto.planner.search_restrictions import (
     find_zero_bubble_obstacle,
     list_unsearched_experts,
     list_unsearched_pipelines,
+    list_unsearched_sequences,
 )
 from phalanx.auto.planner.strategies import StrategyCatalog
 from phalanx.auto.planner.to_plan import check_base
@@ -108,8 +109,11 @@ def auto_parallel(
     )
     in_stages = list_unsearched_pipelines(searched.configs, unsplit)
     experts = list_unsearched_experts(calls, target.devices)
-    in_layers = (*_explain_whole_tokens(search), *in_stages, *experts, whole_loss)
-    not_tried = (unstaged, *unsharded.values(), *in_layers, unbalanced, explain_unsearched_shares(named_cluster))
+    sequences = list_unsearched_sequences(searched.configs, search.unshared or layers.sequence_obstacle)
+    in_layers = (*_explain_whole_tokens(search), *in_stages, *experts, *(sequences if target.devices > 1 else ()))
+    offload = tr("offload of parameters, optimizer state or activations to the host's memory")
+    shares = explain_unsearched_shares(named_cluster)
+    not_tried = (unstaged, *unsharded.values(), *in_layers, whole_loss, unbalanced, offload, shares)
     return PlanResult(
         search=searched,
         catalog=StrategyCatalog(layers, search.allowed),

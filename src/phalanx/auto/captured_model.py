@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.capture.sequence_blocks import find_sequence_blocks
 from phalanx.auto.cost.machine_model import (
     OPTIMIZER_STATES,
     MachineModel,
@@ -31,6 +32,7 @@ def read_layers(
 ) -> tuple[Layers, str | None]:
     """Return the layers of a captured model, as a planner places them, and why it is in no stages, if it cannot be."""
     partition_points, unstaged = find_partition_points_or_reason(model, captured, calls)
+    sequence, sequence_obstacle = find_sequence_blocks(model, captured, calls)
     layers = Layers(
         captured=captured,
         calls=calls,
@@ -38,6 +40,8 @@ def read_layers(
         partition_points=partition_points,
         optimizer=_optimizer_kind(optimizer),
         blocks=outermost(path for group in captured.blocks for path in group),
+        sequence=sequence,
+        sequence_obstacle=sequence_obstacle,
     )
     return layers, unstaged
 

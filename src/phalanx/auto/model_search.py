@@ -28,10 +28,12 @@ from phalanx.auto.planner.strategies import StrategyCatalog, StrategyFilter
 from phalanx.auto.planner.unequal import UnequalRanks
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.auto.search.request import Limit
+from phalanx.auto.sequence_check import check_runs_in_parts
 from phalanx.auto.shape_check import check_runs_sharded
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import PlanError
+from phalanx.i18n import tr
 
 
 @dataclass
@@ -58,7 +60,11 @@ class ModelSearch:
     allowed: StrategyFilter = field(default_factory=StrategyFilter)
     """Learned over searches."""
 
+    unshared: str | None = None
+    """Why no ranks share a sequence: its code failed on a part. Learned over searches."""
+
     runs: dict[ShardedRegion, bool] = field(default_factory=dict)
+    _shared_runs: dict[int, str | None] = field(default_factory=dict)
     unequal: UnequalRanks | None = None
     """Ranks that differ and can share a batch by their speeds, in place of counting as the weakest."""
 
@@ -73,7 +79,8 @@ class ModelSearch:
         ]
         if not configs and not self._list_unequal(config_limits, StrategyCatalog(self.work.layers, self.allowed)):
             undealt = find_expert_obstacle(self.work.layers.calls)
-            reasons = self.unstaged, self.unsharded, self.unsplit, undealt
+            unshared = self.unshared or self.work.layers.sequence_obstacle
+            reasons = self.unstaged, self.unsharded, self.unsplit, undealt, unshared
             raise PlanError(explain_empty_space(limits, explain_unsearched_limits(config_limits, *reasons)))
         while True:
             catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=excluded))
@@ -98,6 +105,13 @@ class ModelSearch:
                 result = _merge(result, shared, self.top_k)
             assert result is not None
             candidates = result.top_k if isinstance(result, PlanSearch) else (result.least,)
+            failure = next(filter(None, map(self._find_sharing_failure, candidates)), None)
+            if failure is not None:
+                self.unshared = failure
+                configs = [config for config in configs if config.context == 1]
+                if not configs:
+                    raise PlanError(explain_empty_space(limits, tr(" (not searched: {why})", why=failure)))
+                continue
             failing = {region for candidate in candidates for region in self._failing(candidate)}
             if not failing:
                 if isinstance(result, PlanSearch):
@@ -155,8 +169,22 @@ class ModelSearch:
             batch_size=batch_size_of(layers.calls),
             may_split=self.unsplit is None,
             expert_degrees=layers.expert_degrees,
+            context_degrees=()
+            if layers.sequence is None or self.unshared is not None
+            else layers.sequence.degrees(self.cluster.devices),
         )
         return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)
+
+    def _find_sharing_failure(self, candidate: Candidate) -> str | None:
+        """Return why the model's code fails where ranks share a sequence as a candidate has it; None if it runs."""
+        config, blocks = candidate.config, self.work.layers.sequence
+        if config.context == 1 or blocks is None:
+            return None
+        ranks = config.context
+        if ranks not in self._shared_runs:
+            failure = check_runs_in_parts(self.model, self.sample, self.loss_fn, blocks, ranks)
+            self._shared_runs[ranks] = failure and tr("context parallel, as {why}", why=failure)
+        return self._shared_runs[ranks]
 
     def _failing(self, candidate: Candidate) -> Iterator[ShardedRegion]:
         """Yield regions of a candidate in which the model's code fails on sharded activations."""
@@ -211,6 +239,8 @@ def _get_knobs(config: ParallelConfig) -> dict[str, int | str]:
         "dp": config.data,
         "tp": config.model,
         "ep": config.experts,
+        "cp": config.context,
+        "attention": config.attention if config.context > 1 else "none",
         "pp": config.stages,
         "vpp": config.virtual,
         "zero": config.zero,

@@ -48,7 +48,7 @@ def check_runs_sharded(
         strategies: Layers, by path, and how they are computed.
         ranks: Parts.
     """
-    narrow, batch, loss = copy_parts((model, sample, loss_fn), _on_meta)
+    narrow, batch, loss = copy_parts((model, sample, loss_fn), on_meta)
     for path, strategy in strategies.items():
         layer = narrow.get_submodule(path)
         if strategy.style != "sequence" and strategy.input_state == "tokens":
@@ -62,7 +62,7 @@ def check_runs_sharded(
             layer.bias = None if layer.bias is None else _first_part(layer.bias, 0, ranks)
         elif strategy.has_sharded_input:
             layer.weight = _first_part(layer.weight, 1, ranks)
-    if _runs(narrow, batch, loss):
+    if find_failure(narrow, batch, loss) is None:
         return None
     try:  # for what asks for values, which shapes alone do not have
         capture(narrow, batch, loss)
@@ -71,8 +71,8 @@ def check_runs_sharded(
     return None
 
 
-def _runs(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> bool:
-    """Return whether both passes run on shapes alone; a capture takes several times as long."""
+def find_failure(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Exception | None:
+    """Return what both passes raise on shapes alone; None if they run. A capture takes several times as long."""
     inputs = arguments_of(model, sample, has_target=loss_fn is not None)
     try:
         with preserve_rng_state(), torch.inference_mode(False), torch.enable_grad():
@@ -80,12 +80,13 @@ def _runs(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> bool:
             result = outputs if loss_fn is None else loss_fn(outputs, inputs.target)
             ends = list_gradient_roots(result)
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    except Exception:  # noqa: BLE001  # a model's own code may raise anything; the capture says what
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001  # a model's own code may raise anything
+        return error
+    return None
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor's shape and dtype without values."""
     meta = tensor.detach().to("meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(meta, requires_grad=tensor.requires_grad)

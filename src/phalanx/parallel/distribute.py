@@ -51,6 +51,7 @@ from phalanx.parallel.update.optimizer_setup import set_up_optimizer
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
+from phalanx.strategy.configs import ContextParallelConfigs
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -109,7 +110,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         strategy = _with_replicas(use_strategy(None))
         agree("strategy", {**strategy.model_dump(mode="json"), "px.shard": describe_shards(model)})
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
-        plan = with_shard_requests(plan, model)
+        plan = with_shard_requests(plan, model, strategy.config(ContextParallelConfigs).attention)
         if context.rank == 0 and not list_applied():
             for warning in strategy.idle():
                 logger.warning("%s", warning)

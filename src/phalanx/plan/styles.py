@@ -7,6 +7,9 @@ from typing import Literal
 
 StyleName = Literal["column", "row", "vocab", "sequence", "context", "expert"]
 
+ContextAttention = Literal["all_gather", "ring"]
+"""How keys and values reach ranks that compute other tokens of a sequence: all at once, or around the ranks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelStyle:

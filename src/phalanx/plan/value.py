@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
-from phalanx.plan.styles import StyleName
+from phalanx.plan.styles import ContextAttention, StyleName
 
 
 class Value(BaseModel):
@@ -193,6 +193,9 @@ class ModuleRule(Value):
     style: StyleName | None = None
     inputs: Layout | None = None
     outputs: Layout | None = None
+    attention: ContextAttention = "all_gather"
+    """How attention of style `context` meets the keys and values of other ranks: `ring` never holds all of them."""
+
     stage: int | None = Field(default=None, ge=0)
     """Pipeline stage."""
 

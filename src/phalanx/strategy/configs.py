@@ -304,6 +304,10 @@ class ContextParallelConfigs(Configs):
     degree: Count | None = None
     """Ranks that compute a sequence together; `sep_degree` of `hybrid_configs` says the same."""
 
+    attention: Literal["all_gather", "ring"] = "all_gather"
+    """How attention meets the keys and values of other ranks. `all_gather`: each rank gathers all, and keeps them for
+    the backward pass. `ring`: they go around the ranks in both passes, and no rank holds all of them."""
+
 
 class ExpertParallelConfigs(Configs):
     """Ours. Ranks that hold the experts of a mixture together."""

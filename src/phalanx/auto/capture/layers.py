@@ -10,6 +10,7 @@ from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.module_calls import CallInput, ModuleCall
 from phalanx.auto.capture.operator_sites import find_operator_parts, operator_form
 from phalanx.auto.capture.partition_points import PartitionPoints
+from phalanx.auto.capture.sequence_blocks import SequenceBlocks
 from phalanx.plan.styles import StyleName
 
 ActivationState = Literal["whole", "features", "tokens"]
@@ -133,6 +134,12 @@ class Layers:
 
     partition_points: PartitionPoints | None = None
     """Where the model may be cut into stages; None if it cannot be."""
+
+    sequence: SequenceBlocks | None = None
+    """Blocks whose sequence several ranks may share; None if there are none."""
+
+    sequence_obstacle: str | None = None
+    """Why there are none."""
 
     operator_parts_cache: dict[tuple[object, int], bool] = field(default_factory=dict, compare=False, repr=False)
     """Whether so many ranks can compute parts of a call, by the form of its operators; kept over searches."""

@@ -16,6 +16,7 @@ from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.operators import PassTimes, ShardFraction
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.parameters import ParameterCostModel
+from phalanx.auto.cost.shared_sequence import exchange_keys, kept_bytes, mask_bytes, traveling_bytes
 from phalanx.auto.solver.problem import StrategyCost
 from phalanx.cluster.calibration.figures import Kind
 from phalanx.plan.styles import weight_dim
@@ -33,7 +34,7 @@ class LayerCostModel:
     def __init__(self, work: LayerWork, config: ParallelConfig) -> None:
         self._work, self._config, self._machine = work, config, work.machine
         self._parameters = ParameterCostModel(work, config)
-        self._meets = config.over_model if config.model > 1 else config.over_data
+        self._meets = config.over_tokens if config.model * config.context > 1 else config.over_data
         passes = config.micro_batches / config.stages
         self._waits = _waiting_share(passes * work.total_s(1 / config.batch_parts), work.machine, self._meets)
         self._seen: set[str] = set()
@@ -52,17 +53,20 @@ class LayerCostModel:
         config = self._config
         gathers_samples, ranks = self._gathers_samples(strategy), self._ranks(strategy)
         shard_fraction = _largest_part(work.call, strategy, ranks)
-        fraction = self._fraction(strategy, ranks, shard_fraction)
-        times = self._work.times(work, fraction)
+        shares = config.context > 1 and work.sequence is not None
+        tokens = config.context if shares else 1
+        parts, fraction = config.batch_parts * tokens, self._fraction(strategy, ranks, shard_fraction, tokens)
+        times = self._work.shared_times(work, config) if shares else self._work.times(work, fraction)
         comm = self._comm_over_data(work, strategy) if gathers_samples else self._comm_times(work, strategy)
+        comm = self._comm_of_sequence(work) if shares else comm
         comm, times = self._add_waits(comm, times)
         new_params = [param for param in work.call.parameters if param.name not in self._seen]
         param_cost = self._parameters.of(
-            new_params, 1 / shard_fraction if weight_dim(strategy.style) is not None else 1, strategy
+            new_params, 1 / shard_fraction if weight_dim(strategy.style) is not None else 1, strategy, on_tokens=shares
         )
         activation_bytes = (
             work.call.saved_bytes
-            / config.batch_parts
+            / parts
             / (ranks if strategy.output_state != "whole" or strategy.style == "row" else 1)
         )
         activation_bytes += work.input_bytes if gathers_samples else 0.0
@@ -72,19 +76,23 @@ class LayerCostModel:
                 work.input_bytes / config.batch_parts
             )  # put together, and kept for the gradient of the weight
         workspace_bytes, recompute_s, selective_s = (
-            work.output_bytes / config.batch_parts / (ranks if strategy.output_state != "whole" else 1),
+            work.output_bytes / parts / (ranks if strategy.output_state != "whole" else 1),
             0.0,
             0.0,
         )
         workspace_bytes += self._traveling_bytes(work) if strategy == EXPERTS else 0.0
+        extra_bytes = self._kept_of_sequence(work) if shares else 0.0
+        activation_bytes += extra_bytes
+        workspace_bytes += self._traveling_keys(work) if shares else 0.0
         if config.recompute == "selective" and work.in_block:
             selective_s = len(work.operators) * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
             recompute_s = comm.forward + self._work.recompute_s(work, fraction, config.recompute) + selective_s
             recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
-            activation_bytes = self._product_bytes(work, fraction)
-            activation_bytes += work.input_bytes / config.batch_parts if work.starts_block else 0.0
-            workspace_bytes += work.block_saved_bytes / config.batch_parts  # as if nothing were sharded
+            in_steps = work.sequence is not None and work.sequence.attention and config.attention == "ring"
+            activation_bytes = self._product_bytes(work, fraction) * (tokens if in_steps else 1)
+            activation_bytes += work.input_bytes / parts if work.starts_block else 0.0
+            workspace_bytes += work.block_saved_bytes / parts + extra_bytes  # as if nothing were sharded
         deferred = self._defer_weights(work, fraction, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
@@ -102,6 +110,35 @@ class LayerCostModel:
             workspace_bytes=workspace_bytes + param_cost.gathered_bytes,
         )
 
+    def _comm_of_sequence(self, work: CallWork) -> PassTimes:
+        """Return what ranks that share a sequence exchange in a call, and at the borders of the blocks."""
+        config, shared, comm_s = self._config, work.sequence, self._collective_s
+        assert shared is not None
+        calls = [exchange_keys(call, self._machine, config, comm_s) for call in shared.attention]
+        forward, backward = sum(call.forward for call in calls), sum(call.backward for call in calls)
+        if shared.is_last:
+            forward += comm_s("all_gather", work.output_bytes / config.batch_parts, config.over_context)
+        if shared.is_first and not work.is_first:
+            cut = work.call.inputs[0].value.bytes / config.batch_parts
+            backward += comm_s("all_gather", cut, config.over_context)
+        return PassTimes(forward, 0.0 if work.is_first else backward)
+
+    def _kept_of_sequence(self, work: CallWork) -> float:
+        """Return the bytes that ranks that share a sequence keep of a call beside their parts."""
+        config, shared, blocks = self._config, work.sequence, self._work.layers.sequence
+        assert shared is not None
+        assert blocks is not None
+        extra_bytes = sum(kept_bytes(call, config) for call in shared.attention)
+        if shared.is_first:
+            first = next(iter(blocks.attention.values()))[0]
+            extra_bytes += work.call.inputs[0].value.bytes / config.batch_parts / config.context
+            extra_bytes += mask_bytes(first, blocks.tokens, config)
+        return extra_bytes
+
+    def _traveling_keys(self, work: CallWork) -> float:
+        assert work.sequence is not None
+        return sum(traveling_bytes(call, self._config) for call in work.sequence.attention)
+
     def _ranks(self, strategy: LayerStrategy) -> int:
         """Return how many ranks compute a layer together."""
         config = self._config
@@ -112,14 +149,14 @@ class LayerCostModel:
     def _gathers_samples(self, strategy: LayerStrategy) -> bool:
         return strategy.style is not None and strategy != EXPERTS and self._config.model == 1
 
-    def _fraction(self, strategy: LayerStrategy, ranks: int, shard_fraction: float) -> ShardFraction:
-        """Return what part of a layer a rank computes."""
+    def _fraction(self, strategy: LayerStrategy, ranks: int, shard_fraction: float, tokens: int = 1) -> ShardFraction:
+        """Return what part of a layer a rank computes, of sequences that so many ranks share."""
         config = self._config
         if strategy == EXPERTS:
             return ShardFraction.of_experts(config.batch_parts, ranks, config.load)
         on_tokens = strategy.style is None and strategy.input_state == "tokens"
         shards_samples = on_tokens or strategy.style in ("parts", "sequence")
-        samples = 1 / config.batch_parts / (ranks if shards_samples else 1)
+        samples = 1 / config.batch_parts / (ranks if shards_samples else 1) / tokens
         return ShardFraction(
             samples=1.0 if self._gathers_samples(strategy) else samples,
             outer=shard_fraction if strategy.style in ("column", None) and not shards_samples else 1.0,

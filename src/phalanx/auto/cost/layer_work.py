@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from phalanx.auto.capture.graph import Operator, TensorShape
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.partition_points import unit_of
+from phalanx.auto.capture.sequence_blocks import AttentionCall, SequenceBlocks
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.operators import PassTimes, ShardFraction, estimate_passes
 from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute
+from phalanx.auto.cost.shared_sequence import ring_steps
 from phalanx.auto.solver.problem import fills_s
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import units
@@ -43,8 +46,22 @@ class CallWork:
     """Whether it is in a repeated block, which may be recomputed."""
 
     starts_block: bool
+    sequence: SequencePlace | None
+    """Of a call in blocks whose sequence ranks may share."""
+
     block_saved_bytes: float
     """On the last call of a repeated block: bytes of all that the block keeps."""
+
+
+class SequencePlace(NamedTuple):
+    """A call in blocks whose sequence ranks may share."""
+
+    attention: tuple[AttentionCall, ...]
+    is_first: bool
+    """Whether the sequence is cut before it."""
+
+    is_last: bool
+    """Whether it is put together behind it."""
 
 
 class LayerWork:
@@ -72,6 +89,7 @@ class LayerWork:
                 output_bytes=_bytes(call.outputs),
                 in_block=block is not None,
                 starts_block=block is not None and first[block] == position,
+                sequence=_place(layers.sequence, position),
                 block_saved_bytes=sum(
                     member.saved_bytes for member, b in zip(calls, block_of, strict=True) if b == block
                 )
@@ -92,6 +110,7 @@ class LayerWork:
         """By parameter, all that are in its unit."""
 
         self._times: dict[tuple[int, bool, bool, ShardFraction], PassTimes] = {}
+        self._ring_times: dict[tuple[object, ...], PassTimes] = {}
         self._again: dict[tuple[int, Recompute, ShardFraction], float] = {}
 
     def times(self, work: CallWork, fraction: ShardFraction) -> PassTimes:
@@ -102,6 +121,27 @@ class LayerWork:
                 work.operators, self.machine.operators, fraction, is_first=work.is_first, trains=work.trains
             )
         return self._times[key]
+
+    def shared_times(self, work: CallWork, config: ParallelConfig) -> PassTimes:
+        """Return the seconds of both passes of a call of which each rank computes a part of the sequence."""
+        assert work.sequence is not None
+        fraction = ShardFraction(samples=1 / config.batch_parts / config.context)
+        if config.attention != "ring" or not work.sequence.attention:
+            return self.times(work, fraction)
+        key = work.call.template, work.is_first, work.trains, config.context, config.batch_parts
+        if key not in self._ring_times:
+            attention = {call.operator for call in work.sequence.attention}
+            others = (op for at, op in zip(work.call.operators, work.operators, strict=True) if at not in attention)
+            plain = estimate_passes(
+                others, self.machine.operators, fraction, is_first=work.is_first, trains=work.trains
+            )
+            rings = [ring_steps(call, self.machine, config) for call in work.sequence.attention]
+            self._ring_times[key] = PassTimes(
+                plain.forward + sum(ring.forward for ring in rings),
+                plain.backward + (0.0 if work.is_first else sum(ring.backward for ring in rings)),
+                plain.weights,
+            )
+        return self._ring_times[key]
 
     def total_s(self, batch_fraction: float) -> float:
         """Return the seconds of both passes through all calls, of a part of the batch."""
@@ -122,7 +162,8 @@ class LayerWork:
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
         saved = work.call.saved_bytes, work.in_block, work.starts_block, work.block_saved_bytes
-        return work.call.template, work.is_first, work.trains, *saved, sizes
+        borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)
+        return work.call.template, work.is_first, work.trains, *saved, borders, sizes
 
     def least_s(self, config: ParallelConfig) -> float:
         """Return seconds that one micro-batch takes through all stages and back, whatever the strategies.
@@ -145,6 +186,9 @@ class LayerWork:
         for work, count in self._distinct:
             may_be_parts = set() if work.call.is_glue else {split_samples}
             fractions = {split_samples, *sharded_fractions} if _may_be_sharded(work.call) else {full, *may_be_parts}
+            if config.context > 1:  # no layer is cut
+                parts = config.context if work.sequence is not None else 1
+                fractions = {ShardFraction(samples=1 / config.batch_parts / parts)}
             if work.call.experts is not None and config.experts > 1:
                 fractions |= {ShardFraction.of_experts(config.batch_parts, config.experts)}
             least += count * np.min([self._passes_s(work, fraction, config) for fraction in fractions], axis=0)
@@ -152,7 +196,8 @@ class LayerWork:
 
     def _passes_s(self, work: CallWork, fraction: ShardFraction, config: ParallelConfig) -> tuple[float, ...]:
         """Return seconds of which all calls together take the largest sum."""
-        times = self.times(work, fraction)
+        is_shared = config.context > 1 and work.sequence is not None
+        times = self.shared_times(work, config) if is_shared else self.times(work, fraction)
         recompute_s = (
             self.recompute_s(work, fraction, config.recompute) if work.in_block and config.recompute != "none" else 0.0
         )
@@ -162,6 +207,13 @@ class LayerWork:
         # Of (micro-batches + stages - 1) / stages passes. Other seconds that an option has add more than they save.
         saved = (config.stages - 1) / (config.micro_batches + config.stages - 1)
         return tuple(seconds - saved * fills for fills in fills_s(times.forward, times.backward, times.weights))
+
+
+def _place(blocks: SequenceBlocks | None, position: int) -> SequencePlace | None:
+    if blocks is None or position not in blocks.calls:
+        return None
+    first, last = blocks.calls[0], blocks.calls[-1]
+    return SequencePlace(blocks.attention.get(position, ()), position == first, position == last)
 
 
 def _first(calls: tuple[ModuleCall, ...], trains: list[bool]) -> list[bool]:

@@ -92,6 +92,10 @@ class MachineModel:
     host: HostOverhead = HostOverhead()
     """What the host takes for each thing that it starts, beside operators."""
 
+    ring_operators: OperatorTimes | None = None
+    """Products and passes over memory in float32, of which a ring computes attention where no fused kernel says how
+    much a part of the keys counts; None where one does."""
+
 
 def build_measured_machine(rates: Rates) -> MachineModel:
     """Return the speed of a measured machine, for the number of ranks that the rates are of."""
@@ -135,11 +139,13 @@ def build_datasheet_machine(cluster: Cluster, precision: str = "bf16") -> Machin
             return links.send(size, across=layout.in_node == 1, sharing=layout.sharing)
         return links.all_gather(size, layout)
 
+    kernels = _EagerKernels(Kernels(node.device, DEFAULT, precision))
     return MachineModel(
-        _EagerKernels(Kernels(node.device, DEFAULT, precision)),
+        kernels,
         collective_s,
         DEFAULT.contention,
         HostOverhead.of(DEFAULT),
+        _EagerKernels(Kernels(node.device, DEFAULT, "fp32")) if "fp32" in node.device.flops else kernels,
     )
 
 

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.plan.styles import ContextAttention
 from phalanx.plan.value import Average, TopK
 
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
-GroupKind = Literal["dp", "pp", "sharding", "ep", "mp"]
+GroupKind = Literal["dp", "pp", "sharding", "ep", "sep", "mp"]
 ScheduleKind = Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 SCHEDULES: tuple[ScheduleKind, ...] = ("none", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO: tuple[Zero, ...] = (0, 1, 2, 3)
+ATTENTION: tuple[ContextAttention, ...] = ("all_gather", "ring")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,13 @@ class ParallelConfig:
 
     load: float = 1.0
     """Tokens that come to the experts of the rank that is priced, over an even share of them."""
+
+    context: int = 1
+    """Ranks that read the same samples and share their sequences in repeated blocks, style `context`. No layer is cut
+    then, and there are no stages."""
+
+    attention: ContextAttention = "all_gather"
+    """How keys and values reach the ranks that share a sequence."""
 
     zero: Zero = 0
     """Stage of sharding over the ranks of `data`: 1 optimizer state, 2 gradients too, 3 parameters too."""
@@ -75,7 +84,7 @@ class ParallelConfig:
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.data * self.model * self.stages
+        return self.data * self.model * self.context * self.stages
 
     @property
     def batch_parts(self) -> float:
@@ -89,7 +98,7 @@ class ParallelConfig:
     @property
     def shards_over_data(self) -> bool:
         """Whether layers may be cut over ranks that read other samples."""
-        plain = self.zero == 0 and self.experts == 1 and not self.rows
+        plain = self.zero == 0 and self.experts == self.context == 1 and not self.rows
         return plain and self.model == self.stages == 1 and self.data > 1
 
     @property
@@ -112,7 +121,11 @@ class ParallelConfig:
     @property
     def order(self) -> tuple[GroupKind, ...]:
         """Kinds of parallelism by Fleet's names, those whose ranks are furthest apart first."""
-        return ("dp", "pp", "sharding", "ep", "mp") if self.model_inside else ("mp", "sharding", "dp", "pp", "ep")
+        return (
+            ("dp", "pp", "sharding", "ep", "sep", "mp")
+            if self.model_inside
+            else ("mp", "sharding", "dp", "pp", "ep", "sep")
+        )
 
     @property
     def sizes(self) -> dict[GroupKind, int]:
@@ -121,6 +134,7 @@ class ParallelConfig:
             "sharding" if self.zero else "dp": self.data // self.experts,
             "pp": self.stages,
             "ep": self.experts,
+            "sep": self.context,
             "mp": self.model,
         }
         return {kind: sizes[kind] for kind in self.order if kind in sizes}
@@ -148,11 +162,27 @@ class ParallelConfig:
         return self._layout("mp")
 
     @property
+    def over_context(self) -> GroupTopology:
+        """Where the ranks lie that share a sequence."""
+        return self._layout("sep")
+
+    @property
+    def over_ring(self) -> GroupTopology:
+        """Where two neighbours of a ring lie, of the two that are furthest apart."""
+        topology = self.over_context
+        return GroupTopology(2, 2 if topology.ranks <= topology.in_node else 1, topology.sharing)
+
+    @property
+    def over_tokens(self) -> GroupTopology:
+        """Where the ranks lie that may have other tokens of the same samples."""
+        return self.over_context if self.context > 1 else self.over_model
+
+    @property
     def over_data_and_tokens(self) -> GroupTopology:
         """Where the ranks lie that read other samples, or other tokens of the same."""
-        data, model = self.over_data, self.over_model
-        in_node = min(data.ranks * model.ranks, data.in_node * model.in_node)
-        return GroupTopology(data.ranks * model.ranks, in_node, min(data.sharing, model.sharing))
+        data, tokens = self.over_data, self.over_tokens
+        in_node = min(data.ranks * tokens.ranks, data.in_node * tokens.in_node)
+        return GroupTopology(data.ranks * tokens.ranks, in_node, min(data.sharing, tokens.sharing))
 
     @property
     def over_stages(self) -> GroupTopology:
@@ -162,6 +192,8 @@ class ParallelConfig:
 
     def __str__(self) -> str:
         parts = [f"data={self.data}", *([f"experts={self.experts}"] if self.experts > 1 else []), f"model={self.model}"]
+        if self.context > 1:
+            parts.append(f"context={self.context} attention={self.attention}")
         if self.stages > 1:
             virtual = f"x{self.virtual}" if self.virtual > 1 else ""
             parts.append(f"stages={self.stages}{virtual} micro={self.micro_batches}")

@@ -51,13 +51,16 @@ class ParameterCostModel:
         self._bucket = min(sum(param.bytes for param in trained), BUCKET_BYTES) or 1
         self._late_exchange = None if config.update is None else _LateExchange(trained, config, work.machine)
 
-    def of(self, new_params: Sequence[ParamShape], parts: float, strategy: LayerStrategy) -> ParameterCost:
+    def of(
+        self, new_params: Sequence[ParamShape], parts: float, strategy: LayerStrategy, *, on_tokens: bool = False
+    ) -> ParameterCost:
         """Return what a layer's parameters cost.
 
         Args:
             new_params: Those that no layer before it has.
             parts: Into how many parts they are sharded.
             strategy: How the layer is computed.
+            on_tokens: Whether each rank of those that share a sequence computes it for some of the tokens.
         """
         config = self._config
         trained = [param for param in new_params if param.trainable]
@@ -70,7 +73,7 @@ class ParameterCostModel:
         elif config.zero and self._machine.host.sharded_s is not None:
             grad_sync_s, gather_s, gather_again_s, copy_s = 0.0, self._sharded_s(new_params, parts), 0.0, 0.0
         else:
-            grad_sync_s, copy_s = self._grad_sync(trained, size, parts, strategy)
+            grad_sync_s, copy_s = self._grad_sync(trained, size, parts, strategy, on_tokens)
             gather_s = self._collective_s("all_gather", size + frozen, parts, config.over_data) if config.zero else 0.0
             gather_again_s = gather_s if config.zero == 3 else 0.0
         shards = config.data if config.zero else 1
@@ -97,17 +100,17 @@ class ParameterCostModel:
         )
 
     def _grad_sync(
-        self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy
+        self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy, on_tokens: bool
     ) -> tuple[float, float]:
         """Return the seconds of exchanging gradients of so many bytes, and of moving them to where they are sent."""
         config, host = self._config, self._machine.host
         is_dealt = strategy.style == "expert"
         copies = config.data if config.model > 1 or parts == 1 else 1
         copies, where = (config.data // config.experts, config.over_copies) if is_dealt else (copies, config.over_data)
-        partial = _list_partial_gradients(trained, strategy)
+        partial = list(trained) if on_tokens else _list_partial_gradients(trained, strategy)
         partial_bytes, sync_s, copy_s = sum(param.bytes for param in partial), 0.0, 0.0
         if partial_bytes and config.zero:
-            sync_s += self._collective_s("all_reduce", partial_bytes / config.data, parts, config.over_model)
+            sync_s += self._collective_s("all_reduce", partial_bytes / config.data, parts, config.over_tokens)
         elif partial_bytes:
             sync_s += self._collective_s("all_reduce", partial_bytes, parts, config.over_data_and_tokens)
         full_bytes = size if config.zero else size - partial_bytes
@@ -115,10 +118,10 @@ class ParameterCostModel:
             kind: Kind = "reduce_scatter" if config.zero else "all_reduce"
             sync_s += self._collective_s(kind, full_bytes, parts, where)
             copy_s = self._machine.operators.operator_s("elementwise", full_bytes)
-        if host.averaged_s is not None and not config.zero and config.data * config.model > 1:
+        if host.averaged_s is not None and not config.zero and config.data * config.model * config.context > 1:
             unsharded = [param for param in trained if not _is_sharded(param, strategy)]
-            hooked = trained if copies > 1 else partial if config.model > 1 else unsharded
-            copy_s += len(hooked) * host.averaged_s(where if config.data > 1 else config.over_model)
+            hooked = trained if copies > 1 else partial if config.model * config.context > 1 else unsharded
+            copy_s += len(hooked) * host.averaged_s(where if config.data > 1 else config.over_tokens)
         # Stages average once a step, after all micro-batches.
         return (sync_s + copy_s, 0.0) if config.stages > 1 else (sync_s, copy_s)
 

@@ -49,7 +49,13 @@ def list_comm_costs(
         if collective_s is None
         else HostOverhead()
     )
-    only = replace(machine, operators=_NO_TIME, collective_s=collective_s or machine.collective_s, host=host)
+    only = replace(
+        machine,
+        operators=_NO_TIME,
+        ring_operators=None,
+        collective_s=collective_s or machine.collective_s,
+        host=host,
+    )
     return list_call_costs(assignment, LayerWork(work.layers, only))
 
 

@@ -15,11 +15,12 @@ from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute
 from phalanx.auto.planner.assignment import Assignment
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
-from phalanx.plan.rules.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
+from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.sites import regions
 from phalanx.plan.stages import stage_of, units
+from phalanx.plan.styles import ContextAttention
 from phalanx.plan.value import (
     AllReduce,
     Average,
@@ -36,6 +37,9 @@ from phalanx.plan.value import (
 )
 
 _STATES: dict[int, ActivationState] = {-1: "features", -2: "tokens"}
+
+_AXES = (DATA_AXIS, STAGE_AXIS, SHARD_AXIS, EXPERT_AXIS, CONTEXT_AXIS, MODEL_AXIS)
+"""Mesh axes that have a price, those whose ranks are furthest apart first."""
 
 _FOLLOWING = (WHOLE, LayerStrategy(None, "features", "features"), LayerStrategy(None, "tokens", "tokens"))
 """Strategies of calls without a rule: they take activations as they arrive."""
@@ -54,7 +58,7 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
         PlanError: If the cost model has no price for something that the Plan says.
     """
     sizes = {axis.name: axis.size for axis in plan.mesh}
-    for name in sizes.keys() - {DATA_AXIS, SHARD_AXIS, STAGE_AXIS, EXPERT_AXIS, MODEL_AXIS}:
+    for name in sizes.keys() - set(_AXES):
         raise _unpriced(f"mesh axis {name!r}")
     if plan.servers or plan.tables:
         raise _unpriced("servers and tables")
@@ -72,7 +76,12 @@ def read_plan(plan: Plan, layers: Layers, *, batch_size: int, per_node: int) -> 
     experts, zero = _read_expert_degree(plan, layers), update.zero if isinstance(update, ReduceScatter) else 0
     if experts > 1 and (stages > 1 or zero or late is not None):
         raise _unpriced(f"style 'expert' together with stages or params.update = {update.kind}")
+    context, attention = _read_context(plan, layers)
+    if context > 1 and (stages > 1 or experts > 1 or late is not None or sizes.get(MODEL_AXIS, 1) > 1):
+        raise _unpriced("style 'context' together with other layers that are cut, stages, or late updates")
     config = ParallelConfig(
+        context=context,
+        attention=attention,
         data=math.prod(sizes.get(axis, 1) for axis in (DATA_AXIS, SHARD_AXIS, EXPERT_AXIS)),
         experts=experts,
         model=sizes.get(MODEL_AXIS, 1),
@@ -146,9 +155,27 @@ def _read_expert_degree(plan: Plan, layers: Layers) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def _read_context(plan: Plan, layers: Layers) -> tuple[int, ContextAttention]:
+    """Return how many ranks share a sequence, and how keys and values reach them."""
+    size = next((axis.size for axis in plan.mesh if axis.name == CONTEXT_AXIS), 1)
+    rules = [rule for rule in plan.modules if rule.style == "context"]
+    if size == 1:
+        return 1, "all_gather"
+    blocks = layers.sequence
+    if blocks is None:
+        raise _unpriced(f"mesh axis {CONTEXT_AXIS!r}: {layers.sequence_obstacle}")
+    inputs = {CONTEXT_AXIS: Shard(dim=-2)}
+    wrong = next((rule for rule in rules if rule.match != blocks.path or rule.inputs != inputs), None)
+    if wrong is not None or len(rules) != 1:
+        raise _unpriced(f"style 'context' of {wrong.match if wrong else 'several modules'!r} but {blocks.path!r}")
+    if blocks.tokens % size:
+        raise _unpriced(f"sequences of {blocks.tokens} over {size} ranks")
+    return size, rules[0].attention
+
+
 def _is_model_inside(plan: Plan) -> bool:
     order = [axis.name for axis in plan.mesh if axis.size > 1]
-    if order == [name for name in (DATA_AXIS, STAGE_AXIS, SHARD_AXIS, EXPERT_AXIS, MODEL_AXIS) if name in order]:
+    if order == [name for name in _AXES if name in order]:
         return True
     if order == [name for name in (MODEL_AXIS, SHARD_AXIS, DATA_AXIS, STAGE_AXIS, EXPERT_AXIS) if name in order]:
         return False
@@ -169,6 +196,8 @@ def _read_stages(plan: Plan, layers: Layers) -> tuple[str, ...]:
 
 def _read_strategies(plan: Plan, layers: Layers, config: ParallelConfig) -> tuple[LayerStrategy, ...]:
     rules = [rule for rule in plan.modules if rule.style or rule.inputs]
+    if config.context > 1:  # read already
+        rules = [rule for rule in rules if rule.style != "context"]
     axis = MODEL_AXIS if config.model > 1 else DATA_AXIS
     in_parts = regions(plan)
     strategies: list[LayerStrategy] = []

@@ -64,8 +64,8 @@ class LowerBound:
             config.stages if self._machine.host.waiting_s else config.stages > 1,
             config.zero_bubble,
         )
-        ranks = config.data, config.model, config.experts
-        key = *ranks, config.zero, config.recompute, *pricing, config.over_data, config.over_model
+        ranks = config.data, config.model, config.experts, config.context, config.attention
+        key = *ranks, config.zero, config.recompute, *pricing, config.over_data, config.over_tokens
         if key not in self._costs:
             self._costs[key] = self._priced(config, listed.strategies)
         seconds = self._in_stages(config, self._costs[key]) if config.stages > 1 else self._together(self._costs[key])

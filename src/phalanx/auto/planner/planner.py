@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.auto.cost.layer_work import LayerWork
-from phalanx.auto.cost.parallel_config import RECOMPUTE, ZERO, ParallelConfig, divisors
+from phalanx.auto.cost.parallel_config import ATTENTION, RECOMPUTE, ZERO, ParallelConfig, divisors
 from phalanx.auto.planner.candidate import Candidate, build_candidate
 from phalanx.auto.planner.lower_bound import LowerBound
 from phalanx.auto.planner.search_restrictions import explain_empty_space
@@ -163,6 +163,7 @@ def list_configs(
     batch_size: int = 0,
     may_split: bool = True,
     expert_degrees: Sequence[int] = (),
+    context_degrees: Sequence[int] = (),
 ) -> Iterator[ParallelConfig]:
     """Yield every parallel config of the ranks.
 
@@ -174,6 +175,7 @@ def list_configs(
         batch_size: Samples of a global batch; 0 if they are not known.
         may_split: Whether gradients of weights may be computed apart from those of inputs.
         expert_degrees: Numbers of ranks, above 1, that may hold one copy of experts together.
+        context_degrees: Numbers of ranks, above 1, that divide the ranks and may share sequences.
     """
     node_ranks, recompute_kinds = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
     for stages, model in itertools.product(divisors(ranks), repeat=2):
@@ -193,6 +195,16 @@ def list_configs(
                     yield from (replace(config, experts=ranks) for ranks in expert_degrees if data % ranks == 0)
                 if may_split and config.can_split:
                     yield replace(config, zero_bubble=True)
+    for context in context_degrees:
+        data = ranks // context
+        if 0 < batch_size < data:
+            continue
+        zeros = ZERO if data > 1 else ZERO[:1]
+        for zero, recompute, attention in itertools.product(zeros, recompute_kinds, ATTENTION):
+            yield ParallelConfig(
+                data=data, context=context, attention=attention, zero=zero, recompute=recompute,
+                per_node=node_ranks, batch_size=batch_size,
+            )  # fmt: skip
 
 
 def _micro_batches(batch_size: int, data: int) -> list[int]:

@@ -18,8 +18,17 @@ from phalanx.errors import PlanError
 from phalanx.i18n import tr
 from phalanx.strategy import DistributedStrategy
 
-_PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none", "zero": 0, "ep": 1}
-"""What a parallel config without stages, sharding and experts dealt to ranks says."""
+_PLAIN: dict[str, int | str] = {
+    "pp": 1,
+    "vpp": 1,
+    "micro": 1,
+    "schedule": "none",
+    "zero": 0,
+    "ep": 1,
+    "cp": 1,
+    "attention": "none",
+}
+"""What a parallel config without stages, sharding, experts dealt to ranks and shared sequences says."""
 
 
 def find_partition_points_or_reason(
@@ -86,6 +95,7 @@ def explain_unsearched_limits(
     unsharded: Mapping[bool, str],
     unsplit: str | None,
     undealt: str | None = None,
+    unshared: str | None = None,
 ) -> str:
     """Return why what limits ask for is not searched, as the end of a sentence; nothing if it is.
 
@@ -95,11 +105,13 @@ def explain_unsearched_limits(
         unsharded: As `find_sharding_obstacles` returns it.
         unsplit: As `find_zero_bubble_obstacle` returns it.
         undealt: As `find_expert_obstacle` returns it.
+        unshared: Why no ranks share a sequence, if none do.
     """
     beyond = [limit for limit in limits if limit.knob in _PLAIN and not limit.allows(_PLAIN)]
-    relevant = [limit for limit in beyond if limit.knob != "ep"]
+    relevant = [limit for limit in beyond if limit.knob not in ("ep", "cp", "attention")]
     in_stages = any(limit.knob != "zero" for limit in relevant)
-    why = [undealt] if len(beyond) > len(relevant) else []
+    why = [undealt] if any(limit.knob == "ep" for limit in beyond) else []
+    why += [unshared] if any(limit.knob in ("cp", "attention") for limit in beyond) else []
     why += [unstaged] if in_stages else []
     if in_stages and all(limit.knob in ("zero", "micro") for limit in relevant):
         why.append(
@@ -143,6 +155,20 @@ def explain_unsearched_shares(cluster: Cluster) -> str | None:
         "to ranks): such layouts are planned as {weakest}",
         weakest=cluster.weakest(),
     )
+
+
+def list_unsearched_sequences(searched: Iterable[ParallelConfig], obstacle: str | None) -> Iterator[str]:
+    """Yield what of sequences that ranks share was not searched.
+
+    Args:
+        searched: The parallel configs that were searched.
+        obstacle: Why no ranks share a sequence, if none do.
+    """
+    shared = any(config.context > 1 for config in searched)
+    if shared:
+        yield tr("context parallel together with tensor parallel, stages or experts dealt to ranks")
+    elif obstacle is not None:
+        yield obstacle
 
 
 def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str | None) -> Iterator[str]:

@@ -11,7 +11,7 @@ from phalanx.auto.cost.parallel_config import GroupKind, ParallelConfig
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
-from phalanx.plan.rules.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS, batch_axes
+from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, SHARD_AXIS, STAGE_AXIS, batch_axes
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
 from phalanx.plan.shape import ModelShape
@@ -36,6 +36,7 @@ _AXES: dict[GroupKind, str] = {
     "pp": STAGE_AXIS,
     "sharding": SHARD_AXIS,
     "ep": EXPERT_AXIS,
+    "sep": CONTEXT_AXIS,
     "mp": MODEL_AXIS,
 }
 
@@ -65,6 +66,8 @@ def build_plan(candidate: Candidate, layers: Layers, base: DistributedStrategy |
         plan = with_cut_layers(plan, styled, axis)
     if candidate.config.experts > 1:
         plan = with_cut_layers(plan, tuple(_list_dealt(candidate, layers)), EXPERT_AXIS)
+    if candidate.config.context > 1:
+        plan = with_cut_layers(plan, (_share_sequence(candidate.config, layers),), CONTEXT_AXIS)
     plan = _add_operator_rules(plan, candidate, layers)
     reason = Reason(
         setting=f"planner: {candidate.config}",
@@ -99,6 +102,7 @@ def _check_conflicts(base: DistributedStrategy, config: ParallelConfig) -> None:
         "pipeline": config.stages > 1,
         "tensor_parallel": config.model > 1,
         "expert_parallel": config.experts > 1,
+        "context_parallel": config.context > 1,
         "recompute": config.recompute != "none",
     }
     conflict = first_conflict(base.techniques | {name for name, is_on in planned.items() if is_on})
@@ -203,6 +207,20 @@ def _list_dealt(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
             names = (param.name for param in layers.captured.parameters)
             stacked = tuple(name for name in names if name.rpartition(".")[0] == path)
             yield Styled(module=path, style="expert", experts=stacked)
+
+
+def _share_sequence(config: ParallelConfig, layers: Layers) -> Styled:
+    assert layers.sequence is not None
+    names = tuple(param.name for param in layers.sequence.parameters)
+    tokens = _DIMS["tokens"]
+    return Styled(
+        module=layers.sequence.path,
+        style="context",
+        others=names,
+        inputs=tokens,
+        outputs=tokens,
+        attention=config.attention,
+    )
 
 
 _DIMS: dict[ActivationState, int | None] = {"whole": None, "features": -1, "tokens": -2}

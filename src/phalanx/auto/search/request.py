@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.auto.cost.parallel_config import RECOMPUTE, SCHEDULES
+from phalanx.auto.cost.parallel_config import ATTENTION, RECOMPUTE, SCHEDULES
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import ORDERS, RunSpec
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
@@ -22,7 +22,7 @@ _SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 KNOBS = (*_SHARED, "order")
 """What a search chooses for a run spec, and what limits may name; `micro` is the sequences of a micro-batch."""
 
-PLAN_KNOBS = (*_SHARED, "schedule", "ep")
+PLAN_KNOBS = (*_SHARED, "schedule", "ep", "cp", "attention")
 """The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a run spec
 is part of its description."""
 
@@ -35,7 +35,12 @@ _FIXED: Labels = {
 }
 """What a run spec has besides, which is not searched, and the message that says why."""
 
-_CHOICES: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "order": ORDERS}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "recompute": RECOMPUTE,
+    "schedule": SCHEDULES,
+    "order": ORDERS,
+    "attention": ATTENTION,
+}
 
 STYLES = ("whole", "column", "row", "vocab", "sequence", "parts", "expert")
 """How a limit may have layers computed."""

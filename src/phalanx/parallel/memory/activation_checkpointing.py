@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.data.forward_hooks import Forward, buffers_kept, wrap_forward
 from phalanx.parallel.memory.guard.pass_state import ModuleState
-from phalanx.parallel.tensor.context import active_sequence_shard
+from phalanx.parallel.tensor.context.shard import active_sequence_shard
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule, matches
 

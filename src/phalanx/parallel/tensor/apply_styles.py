@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.comm.groups import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.tensor.context import shard_sequence
+from phalanx.parallel.tensor.context.shard import shard_sequence
 from phalanx.parallel.tensor.experts import shard_experts
 from phalanx.parallel.tensor.same_samples import SameSamplesCheck, share_random_stream
 from phalanx.parallel.tensor.shard_spec import ShardSpec, hold
@@ -49,7 +49,7 @@ def shard_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         if styled.style.spans_attention:
             dim = _dim(styled.rule.inputs, styled.axis)
             assert dim is not None
-            part = shard_sequence(styled.name, styled.module, dim, group_spec, ranks)
+            part = shard_sequence(styled.name, styled.module, dim, group_spec, ranks, styled.rule.attention)
             if mesh.size((STAGE_AXIS,)) == 1:  # else it may be in the stage of another rank
                 model.register_forward_hook(part.look)
         if styled.style.keeps_logits_sharded and isinstance(styled.module, nn.Linear):

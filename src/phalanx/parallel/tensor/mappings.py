@@ -51,7 +51,7 @@ class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, spec: ShardSpec) -> Tensor:
         ctx.dim, ctx.spec = dim, spec
-        return torch.cat(transfers.all_gather(x, dim, spec.sizes, spec.group), dim)
+        return spec.join(transfers.all_gather(x, dim, spec.sizes, spec.group), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,7 +66,8 @@ class _ScatterTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.cat(transfers.all_gather(grads[0], ctx.dim, ctx.spec.sizes, ctx.spec.group), ctx.dim), None, None
+        spec: ShardSpec = ctx.spec
+        return spec.join(transfers.all_gather(grads[0], ctx.dim, spec.sizes, spec.group), ctx.dim), None, None
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:

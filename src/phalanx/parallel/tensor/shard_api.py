@@ -15,7 +15,7 @@ from phalanx.parallel.tensor.expert_modules import EXPERTS_KIND, holds_experts
 from phalanx.parallel.tensor.layers.gathered_linear import ModelParallelLinear
 from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, MODEL_AXIS
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
-from phalanx.plan.styles import STYLES, StyleName, weight_dim
+from phalanx.plan.styles import STYLES, ContextAttention, StyleName, weight_dim
 from phalanx.plan.value import OnRanks, Plan, Shard, matches
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -97,8 +97,13 @@ def shard(
     return model
 
 
-def with_shard_requests(plan: Plan, model: nn.Module) -> Plan:
+def with_shard_requests(plan: Plan, model: nn.Module, attention: ContextAttention = "all_gather") -> Plan:
     """Return a strategy's Plan with the layers that `shard` was called for, and with those that were built sharded.
+
+    Args:
+        plan: The Plan.
+        model: The model.
+        attention: How keys and values reach other ranks in modules with style `context`.
 
     Raises:
         PlanError: If it does not fit the mesh.
@@ -106,7 +111,11 @@ def with_shard_requests(plan: Plan, model: nn.Module) -> Plan:
     for request in model_record(model).shard_requests:
         has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
         axis = request.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
-        plan = with_cut_layers(plan, request.styled, axis, request.size)
+        styled = [
+            replace(layer, attention=attention) if STYLES[layer.style].spans_attention else layer
+            for layer in request.styled
+        ]
+        plan = with_cut_layers(plan, styled, axis, request.size)
     sizes = {axis.name: axis.size for axis in plan.mesh}
     styles = [STYLES[rule.style] for rule in plan.modules if rule.style is not None]
     if sizes.get(CONTEXT_AXIS, 1) > 1 and not any(style.spans_attention for style in styles):

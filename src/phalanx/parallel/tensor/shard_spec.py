@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class ShardSpec:
     sizes: tuple[int, ...]
     """Size of every rank's slice, in rank order."""
 
+    zigzag: bool = False
+    """Whether a slice is two chunks, one of each half of the dim: of 2n chunks rank i has number i and 2n - 1 - i. Then
+    sizes are equal and even. Of causal attention, in which a token meets those before it, ranks so compute equal
+    parts."""
+
     @property
     def start(self) -> int:
         """Where this rank's slice begins."""
@@ -40,9 +46,24 @@ class ShardSpec:
         """Size of this rank's slice."""
         return self.sizes[self.index]
 
+    def of_rank(self, index: int) -> ShardSpec:
+        """Return it as another rank of the group sees it."""
+        return replace(self, index=index)
+
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of a whole tensor, sharing its memory."""
-        return x.narrow(dim, self.start, self.mine)
+        """Return this rank's slice of a whole tensor, sharing its memory unless it is two chunks."""
+        if not self.zigzag:
+            return x.narrow(dim, self.start, self.mine)
+        chunk = self.mine // 2
+        late = 2 * len(self.sizes) - 1 - self.index
+        return torch.cat([x.narrow(dim, self.index * chunk, chunk), x.narrow(dim, late * chunk, chunk)], dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Return the whole tensor of all ranks' slices, in rank order."""
+        if not self.zigzag:
+            return torch.cat(list(parts), dim)
+        early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
+        return torch.cat([*early, *reversed(late)], dim)
 
     def __deepcopy__(self, _: dict[int, Any]) -> ShardSpec:
         return self  # A copied layer is of the same group, and groups cannot be copied.

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import is_module_held
-from phalanx.parallel.tensor.context import check_context
+from phalanx.parallel.tensor.context.shard import check_context
 from phalanx.parallel.tensor.expert_modules import EXPERTS_KIND, holds_experts
 from phalanx.parallel.tensor.layers.dropout import ShardedDropout
 from phalanx.parallel.tensor.layers.gathered_linear import GatheredRowLinear, ModelParallelLinear

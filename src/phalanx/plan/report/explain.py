@@ -18,7 +18,7 @@ from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
 from phalanx.plan.report.layer_profile import LayerKind, fractions, fractions_table
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
-from phalanx.plan.styles import STYLES
+from phalanx.plan.styles import STYLES, ContextAttention
 from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
 from phalanx.strategy.table import as_text
 
@@ -76,6 +76,14 @@ class TokensRow:
     style: str
     axis: str
     ranks: int
+    attention: ContextAttention
+    """Of style `context`: how attention meets the keys and values of other ranks."""
+
+
+_ATTENTION: dict[ContextAttention, str] = {
+    "all_gather": ", whose keys and values every rank gathers",
+    "ring": ", whose keys and values go around the ranks",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class Explanation:
 
     def _placement_lines(self) -> Iterator[str]:
         for row in self.tokens:
-            sees = "; attention sees all" if STYLES[row.style].spans_attention else ""
+            sees = f"; attention sees all{_ATTENTION[row.attention]}" if STYLES[row.style].spans_attention else ""
             yield f"{row.match}: each rank along {row.axis}={row.ranks} computes 1/{row.ranks} of the tokens{sees}"
         if self.plan.ops:
             yield f"{len(self.plan.ops)} operators of the forward pass are placed one by one"
@@ -258,7 +266,7 @@ def _tokens(plan: Plan) -> Iterator[TokensRow]:
         if rule.style is not None and STYLES[rule.style].shards_tokens:
             for axis, placed in (rule.inputs or {}).items():
                 if isinstance(placed, Shard) and plan.axis_size(axis) > 1:
-                    yield TokensRow(rule.match, rule.style, axis, plan.axis_size(axis))
+                    yield TokensRow(rule.match, rule.style, axis, plan.axis_size(axis), rule.attention)
 
 
 def _rank_bytes(param: ParamShape, plan: Plan) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.plan.rules.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXIS
-from phalanx.plan.styles import STYLES, StyleName, weight_dim
+from phalanx.plan.styles import STYLES, ContextAttention, StyleName, weight_dim
 from phalanx.plan.value import (
     Average,
     Axis,
@@ -45,6 +45,9 @@ class Styled:
     outputs: int | None = None
     """Dim along which its output is sharded; replicated when None."""
 
+    attention: ContextAttention = "all_gather"
+    """Of style `context`: how keys and values reach other ranks."""
+
 
 def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int | None = None) -> Plan:
     """Return a Plan in which these layers are sharded along a mesh axis. Pure.
@@ -74,6 +77,7 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
             style=layer.style,
             inputs=_layout(axis, None if is_hybrid else layer.inputs),
             outputs=_layout(axis, None if is_hybrid else layer.outputs),
+            attention=layer.attention,
         )
         for layer in styled
         if weight_dim(layer.style) is None or not layer.others  # such a module computes what it did

@@ -244,11 +244,25 @@ class PlanResult:
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
         """The dimensions that were searched, and their values."""
-        names = ("data", "experts", "model", "stages", "virtual", "micro_batches", "schedule", "zero", "recompute")
+        names = (
+            "data",
+            "context",
+            "attention",
+            "experts",
+            "model",
+            "stages",
+            "virtual",
+            "micro_batches",
+            "schedule",
+            "zero",
+            "recompute",
+        )
         tried = self.search.configs
         values = {name: _distinct_values([getattr(config, name) for config in tried]) for name in names}
         if values["experts"] == (1,):
             del values["experts"]
+        if values["context"] == (1,):
+            del values["context"], values["attention"]
         inside = {config.model_inside for config in tried if config.data > 1 and config.model > 1}
         outermost = tuple("data" if is_inside else "model" for is_inside in sorted(inside, reverse=True))
         return {

@@ -18,6 +18,8 @@ from phalanx.units import format_bytes, format_seconds
 
 _SPACE: Labels = {
     "data": "data",
+    "context": "context",
+    "attention": "attention",
     "experts": "experts",
     "model": "model",
     "stages": "stages",

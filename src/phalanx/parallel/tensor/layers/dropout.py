@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -48,5 +50,5 @@ def drop_part(x: Tensor, p: float, dim: int, spec: ShardSpec) -> Tensor:
     sizes = transfers.part_sizes(x, axis, None, dim != -1, spec.group)
     shape = (*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
     mask = F.dropout(x.new_ones(shape), p)
-    mine = ShardSpec(spec.group, spec.index, tuple(sizes)).part(mask, axis).clone()  # a view would keep the whole mask
+    mine = replace(spec, sizes=tuple(sizes)).part(mask, axis).clone()  # a view would keep the whole mask
     return x * mine

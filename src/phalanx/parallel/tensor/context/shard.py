@@ -1,8 +1,9 @@
 """`shard_sequence`: context parallel: a module's sequence dim over ranks, with attention over all tokens.
 
 Tokens are cut before a named module and put together behind it, so that embeddings, positions, heads and losses see
-whole sequences. Inside, a rank's queries meet the keys and values of all ranks, which are gathered (Grattafiori et al.,
-arXiv:2407.21783, section 3.3.2); the gradients of those come back by a reduce-scatter.
+whole sequences. Inside, a rank's queries meet the keys and values of all ranks (`sequence_attention`). A rank has a
+chunk of the beginning of the sequence and one of its end (`ShardSpec.zigzag`), so that causal attention is as much work
+for every rank.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from phalanx.comm import collectives
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
+from phalanx.parallel.tensor.context.attention import TOKENS, SequenceAttention, deal_tokens
 from phalanx.parallel.tensor.layers.dropout import drop_part
 from phalanx.parallel.tensor.mappings import copy_to, gather_from, scatter_to
 from phalanx.parallel.tensor.shard_spec import ShardSpec
-
-_TOKENS = -2
-"""Dim of tokens in what attention takes, and in most activations."""
+from phalanx.plan.styles import ContextAttention
 
 _MIXING = (nn.MultiheadAttention, nn.RNNBase, nn.BatchNorm1d)
 """Modules that mix tokens, or take their statistics, another way than by attention that comes here."""
@@ -70,7 +69,9 @@ def check_context(model: nn.Module, named: Sequence[tuple[str, nn.Module]]) -> N
                 )
 
 
-def shard_sequence(name: str, module: nn.Module, dim: int, group: ShardSpec, ranks: int) -> SequenceShard:
+def shard_sequence(
+    name: str, module: nn.Module, dim: int, group: ShardSpec, ranks: int, way: ContextAttention = "all_gather"
+) -> SequenceShard:
     """Let a module compute this rank's part of the sequence, in place.
 
     Args:
@@ -80,13 +81,15 @@ def shard_sequence(name: str, module: nn.Module, dim: int, group: ShardSpec, ran
         dim: Dim of activations that is the sequence.
         group: Names the ranks, and this rank's place among them.
         ranks: How many there are.
+        way: How keys and values reach other ranks.
 
     Returns:
         What is in force while it runs.
     """
-    part, members = SequenceShard(name, dim, replace(group, sizes=(1,) * ranks)), _members(module)
+    part, members = SequenceShard(name, dim, replace(group, sizes=(1,) * ranks), way), _members(module)
+    around = torch.compiler.disable(_computed)  # messages between ranks do not compile
     for index, member in enumerate(members):
-        wrap_forward(member, _computed, part, index == 0, index == len(members) - 1)
+        wrap_forward(member, around, part, index == 0, index == len(members) - 1)
     return part
 
 
@@ -103,16 +106,16 @@ class SequenceShard(TorchFunctionMode):
     entered. Collective over the group.
     """
 
-    def __init__(self, name: str, dim: int, spec: ShardSpec) -> None:
+    def __init__(self, name: str, dim: int, spec: ShardSpec, way: ContextAttention) -> None:
         super().__init__()
-        self._name, self._dim, self._spec = name, dim, spec
+        self._name, self._dim, self._spec, self._way = name, dim, spec, way
+        self._attention = SequenceAttention(spec, way, self._error)
         self._lengths: set[int] = set()
         self._tokens = 0
         self._met_attention = False
-        self._causal_mask: tuple[tuple[Any, ...], Tensor] | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> SequenceShard:
-        return SequenceShard(self._name, self._dim, self._spec)
+        return SequenceShard(self._name, self._dim, self._spec, self._way)
 
     def __torch_function__(self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what torch would, but for attention and dropouts.
@@ -157,7 +160,7 @@ class SequenceShard(TorchFunctionMode):
             )
         self._lengths.add(length)
         self._tokens = length // ranks
-        spec = replace(self._spec, sizes=(length // ranks,) * ranks)
+        spec = deal_tokens(self._spec, length // ranks)
 
         def mine(value: Tensor) -> Tensor:
             if value is x and is_cut:
@@ -217,66 +220,7 @@ class SequenceShard(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0 or input.dim() < 2:
             return F.dropout(input, p, training, inplace)
-        return drop_part(input, p, _TOKENS, self._spec)
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **named: Any,
-    ) -> Tensor:
-        """Return the attention of this rank's queries to the keys of all; shapes (..., tokens, features)."""
-        if dropout_p > 0:
-            raise self._error(
-                f"drops attention scores (dropout_p={dropout_p}), of which ranks would drop the same. Set it to 0; "
-                "dropouts of activations may stay"
-            )
-        tokens, spec = query.shape[_TOKENS], self._spec
-        if key.shape[_TOKENS] != tokens:  # of another sequence, which every rank has whole
-            if is_causal:
-                raise self._error(
-                    f"asks for causal attention of {tokens} queries to {key.shape[_TOKENS]} keys: to which of them is "
-                    "not clear where queries are cut"
-                )
-            mask = self._rows(attn_mask, tokens, key.shape[_TOKENS])
-            return F.scaled_dot_product_attention(query, key, value, mask, **named)
-        key, value = (
-            collectives.all_gather(tensor, _TOKENS, same_shapes=True, group=spec.group) for tensor in (key, value)
-        )
-        if is_causal and attn_mask is None:
-            seen = tokens * (spec.index + 1)
-            key, value = key.narrow(_TOKENS, 0, seen), value.narrow(_TOKENS, 0, seen)
-            mask = self._causal(query, seen) if spec.index else None
-            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, **named)
-        mask = self._rows(attn_mask, tokens, key.shape[_TOKENS])
-        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **named)
-
-    def _causal(self, query: Tensor, seen: int) -> Tensor:
-        """Return the mask of queries that stand last among the keys they may see; one for all layers."""
-        tokens = query.shape[_TOKENS]
-        # What is made for inference cannot be kept for a backward pass.
-        looks = tokens, seen, query.dtype, query.device, torch.is_inference_mode_enabled()
-        if self._causal_mask is None or self._causal_mask[0] != looks:
-            hidden = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).triu(seen - tokens + 1)
-            mask = torch.zeros(tokens, seen, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
-            self._causal_mask = looks, mask
-        return self._causal_mask[1]
-
-    def _rows(self, mask: Tensor | None, tokens: int, keys: int) -> Tensor | None:
-        """Return the rows of a mask that are those of this rank's queries."""
-        if mask is None or (mask.shape[-1] in (1, keys) and mask.dim() > 1 and mask.shape[-2] in (1, tokens)):
-            return mask
-        ranks = len(self._spec.sizes)
-        if mask.dim() > 1 and mask.shape[-1] in (1, keys) and mask.shape[-2] == tokens * ranks:
-            return mask.narrow(-2, tokens * self._spec.index, tokens)
-        raise self._error(
-            f"gives attention a mask of shape {tuple(mask.shape)}. It takes (..., {tokens * ranks} queries, {keys} "
-            "keys): make it for whole sequences, outside of the module, or use is_causal"
-        )
+        return drop_part(input, p, TOKENS, deal_tokens(self._spec, input.shape[TOKENS]))
 
 
 _in_force: ContextVar[SequenceShard | None] = ContextVar("phalanx_part_of_a_sequence", default=None)

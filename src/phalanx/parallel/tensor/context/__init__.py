@@ -1,0 +1,1 @@
+"""Context parallel: ranks share the sequences of modules, attention included."""
