@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx import accelerator
 from phalanx.errors import LaunchError
 
 pytestmark = pytest.mark.dist
@@ -63,7 +64,7 @@ def test_what_cannot_be_copied_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(LaunchError, match=r"Call px.shutdown\(\) first"):
         px.launch(print_nothing, 1)
     px.shutdown()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(accelerator, "device_in_use", lambda: torch.device("cuda", 0))
     with pytest.raises(LaunchError, match="which has used a card already, and CUDA does not survive that"):
         px.launch(print_nothing, 1)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from phalanx import accelerator
 from phalanx.cluster import network
 from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
@@ -86,10 +85,11 @@ def test_a_master_that_resolves_to_loopback_on_another_host_is_an_error(monkeypa
         _interface(monkeypatch, second, {"gpu01": "127.0.1.1"})
 
 
-def _cuda(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
-    chosen: list[torch.device] = []
-    fake = SimpleNamespace(is_available=lambda: count > 0, device_count=lambda: count, set_device=chosen.append)
-    monkeypatch.setattr(process_group.torch, "cuda", fake)
+def _cuda(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+    chosen: list[int] = []
+    monkeypatch.setattr(accelerator, "find_kind", lambda: "cuda" if count else None)
+    monkeypatch.setattr(accelerator, "count_devices", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     return chosen
 
 
@@ -98,7 +98,7 @@ def test_a_rank_takes_its_card_or_the_only_visible_one(monkeypatch, count, local
     chosen = _cuda(monkeypatch, count)
     device = process_group.pick_device(Role(local_rank=local_rank, local_world_size=4, rank=0, world_size=1))
     assert device == torch.device("cuda", index)
-    assert chosen == [device]
+    assert chosen == [index]
 
 
 def test_servers_and_hosts_without_cards_compute_on_the_cpu(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import phalanx.comm.context as context_of
+from phalanx import accelerator
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -84,15 +85,15 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     sizes = {key: -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for key, tensor in tensors.items()}
     total = sum(sizes.values())
     buffer, _saves.buffer = _saves.buffer, None
-    is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    device = next((tensor.device for tensor in tensors.values() if accelerator.is_accelerator(tensor.device)), None)
     if buffer is None or buffer.numel() < total:
-        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_on_gpu)
+        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=device is not None and accelerator.can_pin())
     copies, at = {}, 0
     for key, tensor in tensors.items():
         copies[key] = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         copies[key].copy_(tensor, non_blocking=True)
         at += sizes[key]
-    if is_on_gpu:
-        torch.cuda.synchronize()
+    if device is not None:
+        accelerator.synchronize(device)
     _saves.buffer = buffer
     return copies

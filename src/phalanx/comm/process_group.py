@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from phalanx import __version__
+from phalanx import __version__, accelerator
 from phalanx.cluster import network
 from phalanx.cluster.env.environment import split_endpoint
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
@@ -79,18 +79,16 @@ def pick_device(role: Role) -> torch.device:
     Raises:
         ConfigError: If several cards are visible, but fewer than ranks on this host.
     """
-    if role.kind == "server" or not torch.cuda.is_available():
+    if role.kind == "server" or accelerator.find_kind() is None:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = accelerator.count_devices()
     card = role.local_rank if role.device_index is None else role.device_index
     if 1 < count <= card:
         raise ConfigError(
             f"Local rank {role.local_rank} needs card {card}, but this host shows {count}. "
             f"Start at most {count} ranks here, or set CUDA_VISIBLE_DEVICES per rank."
         )
-    device = torch.device("cuda", card if count > 1 else 0)
-    torch.cuda.set_device(device)
-    return device
+    return accelerator.select_device(card if count > 1 else 0)
 
 
 def start(role: Role, *, backend: str | None = None, timeout_s: float | None = None) -> bool:
@@ -293,7 +291,7 @@ def rendezvous_timeout_s() -> float:
 
 def log_group(backend: str, local_rank: int, ring: int, group: dist.ProcessGroup | None = None) -> None:
     """Log the line that says a group of ranks stands, and what carries its tensors; `shm+gloo` spans several hosts."""
-    card = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    card = accelerator.current_index()
     own_group = group or dist.distributed_c10d._get_default_group()
     name = "nccl" if card >= 0 and "nccl" in backend else getattr(own_group, "carrier", backend)
     size = dist.get_world_size(group)
@@ -304,7 +302,7 @@ def _choose_backend(argument: str | None) -> str:
     shared_memory.register()
     chosen = argument or os.environ.get("PHALANX_BACKEND", "").strip()
     if not chosen:
-        return f"cpu:{shared_memory.NAME},cuda:nccl" if torch.cuda.is_available() else shared_memory.NAME
+        return accelerator.default_backend(shared_memory.NAME)
     backends = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
     for part in chosen.lower().split(","):
         name = part.rpartition(":")[2]
@@ -318,15 +316,11 @@ def _choose_backend(argument: str | None) -> str:
 
 
 def _log_card() -> None:
-    if not torch.cuda.is_available():
+    description = accelerator.describe_device()
+    if description is None:
         logger.debug("CUDA available: False, torch %s", torch.__version__)
-        return
-    card = torch.cuda.get_device_properties(torch.cuda.current_device())
-    logger.info(
-        "CUDA available: True, device: %s, compute capability: %d.%d, CUDA runtime: %s, cuDNN: %s",
-        card.name, card.major, card.minor, torch.version.cuda,
-        torch.backends.cudnn.version(),
-    )  # fmt: skip
+    else:
+        logger.info("%s", description)
 
 
 def _adopt(role: Role) -> None:

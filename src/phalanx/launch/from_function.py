@@ -101,8 +101,7 @@ def _check(fn: object, n: object) -> None:
             "px.launch was called inside a rank of a job. Call it in a process of its own, or call the function here: "
             "the launcher has started all ranks already."
         )
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if "torch" in sys.modules and _has_used_device():
         raise LaunchError(
             "px.launch copies this process, which has used a card already, and CUDA does not survive that. Restart the "
             "notebook and touch cards only inside the function, or write a script for `phalanx run`."
@@ -113,6 +112,12 @@ def _check(fn: object, n: object) -> None:
             "px.launch copies this process, which is a job of one already: px.init() or px.distribute was called here. "
             "Call px.shutdown() first, and px.init() inside the function."
         )
+
+
+def _has_used_device() -> bool:
+    from phalanx.accelerator import device_in_use  # loads torch
+
+    return device_in_use() is not None
 
 
 def _store() -> Any:

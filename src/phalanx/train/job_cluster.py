@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 import phalanx.comm.context as context_of
+from phalanx import accelerator
 from phalanx.cluster.role.role import Role
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.cluster.spec.detect import measured_node
@@ -45,4 +46,4 @@ def job_cluster() -> Cluster | None:
     role = Role.detect()
     if role.launcher == "none":
         return None
-    return cluster_of(role, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return cluster_of(role, torch.device(accelerator.find_kind() or "cpu"))

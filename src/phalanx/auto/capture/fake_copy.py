@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from phalanx import accelerator
+
 Substitute = Callable[[Tensor], Tensor]
 
 
@@ -67,8 +69,7 @@ def _list_tensors(model: nn.Module) -> Iterator[Any]:
 def preserve_rng_state() -> Iterator[None]:
     """Put torch's, Python's and NumPy's random numbers back after the block, which finds the same ones each time."""
     python, numpy = random.getstate(), np.random.get_state()
-    cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(cards):
+    with accelerator.fork_random_numbers(accelerator.device_in_use()):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs, for good
         random.seed(0)
         np.random.seed(0)

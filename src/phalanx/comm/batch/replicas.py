@@ -23,6 +23,7 @@ from phalanx.comm.local.random_state import seed_all
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from phalanx.comm.batch.loaded_batches import Iteration
@@ -116,12 +117,12 @@ class Replicas:
     Args:
         assignment: The replicas of each rank, in the order of the ranks.
         rank: Which of them is this one.
-        uses_cuda: Whether random numbers are drawn on a GPU too.
+        device: What computes, whose random numbers are seeded beside those of the CPU.
         is_elastic: Whether ranks may leave and join, so that any rank may come to hold several replicas.
     """
 
     def __init__(
-        self, assignment: tuple[range, ...], rank: int, *, uses_cuda: bool = False, is_elastic: bool = False
+        self, assignment: tuple[range, ...], rank: int, *, device: torch.device | None = None, is_elastic: bool = False
     ) -> None:
         self.assignment = assignment
         """The replicas of each rank now."""
@@ -133,7 +134,7 @@ class Replicas:
         self._set_by_rank(assignment, rank)
         self._next: tuple[range, ...] | None = None
         self._pins = 0
-        self._uses_cuda = uses_cuda
+        self._device = device
         self._turn: ReplicaTurn | None = None
         self.progress = TurnProgress()
         """What was done in the turn that is on, or was on last."""
@@ -284,7 +285,7 @@ class Replicas:
                 if (listener := reference()) is not None:
                     listener(turn.replica, is_continued)
         if self.streams is None:
-            seed_all(turn.seed, cuda=self._uses_cuda)
+            seed_all(turn.seed, device=self._device)
         else:
             self.streams.switch(turn.replica)
 
@@ -348,4 +349,4 @@ class Replicas:
         if self.group.is_open:
             self.group.spans_epochs = True
         if self.streams is None:
-            seed_all(seed, cuda=self._uses_cuda)
+            seed_all(seed, device=self._device)

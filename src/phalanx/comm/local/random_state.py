@@ -12,12 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 
-def seed_all(seed: int, *, cuda: bool = False) -> None:
-    """Start the global generators from `seed`, 0 to 2**64 - 1; that of the GPU only if asked to."""
+_DEVICE_KEY = accelerator.CUDA
+"""What checkpoints call the state of the GPU's random numbers, whatever its maker."""
+
+
+def seed_all(seed: int, *, device: torch.device | None = None) -> None:
+    """Start the global generators from `seed`, 0 to 2**64 - 1, and that of a device that is not the CPU."""
     torch.default_generator.manual_seed(seed)
-    if cuda:
-        torch.cuda.manual_seed(seed)
+    if device is not None:
+        accelerator.seed_device(device, seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -29,22 +34,24 @@ class RandomState:
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     torch: Tensor
-    cuda: Tensor | None
-    """None where no GPU is in use."""
+    device_state: Tensor | None
+    """That of the GPU; None where none is in use."""
 
     @classmethod
     def current(cls) -> RandomState:
         """Return the state now."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(random.getstate(), tuple(np.random.get_state(legacy=True)), torch.get_rng_state(), cuda)
+        device = accelerator.device_in_use()
+        state = None if device is None else accelerator.random_state(device)
+        return cls(random.getstate(), tuple(np.random.get_state(legacy=True)), torch.get_rng_state(), state)
 
     def restore(self) -> None:
         """Let all generators go on from this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+        device = None if self.device_state is None else accelerator.current_device()
+        if device is not None and self.device_state is not None:
+            accelerator.set_random_state(device, self.device_state)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -59,10 +66,11 @@ class RandomState:
     def has_changed(self) -> bool:
         """Return whether anything drew random numbers since this state was taken."""
         now = RandomState.current()
-        has_cuda_changed = self.cuda is not None and (now.cuda is None or not torch.equal(self.cuda, now.cuda))
+        ours, theirs = self.device_state, now.device_state
+        has_device_changed = ours is not None and (theirs is None or not torch.equal(ours, theirs))
         (_, keys, *rest), (_, keys_now, *rest_now) = self.numpy, now.numpy
         return (
-            has_cuda_changed
+            has_device_changed
             or not torch.equal(self.torch, now.torch)
             or self.python != now.python
             or rest != rest_now
@@ -78,17 +86,17 @@ class RandomState:
             "numpy": (kind, torch.from_numpy(np.array(keys, dtype=np.int64)), *rest),
             "torch": self.torch,
         }
-        return state if self.cuda is None else {**state, "cuda": self.cuda}
+        return state if self.device_state is None else {**state, _DEVICE_KEY: self.device_state}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> RandomState:
         """Return what `to_dict` was called on."""
         version, internal, gauss = state["python"]
         kind, keys, *rest = state["numpy"]
-        cuda = state.get("cuda")
+        on_device = state.get(_DEVICE_KEY)
         return cls(
             (version, tuple(internal.tolist()), gauss),
             (kind, keys.numpy().astype(np.uint32), *rest),
             state["torch"].clone(),
-            None if cuda is None else cuda.clone(),
+            None if on_device is None else on_device.clone(),
         )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from phalanx import accelerator
 from phalanx.comm.waits.timeouts import chosen_timeout
 
 NAME = "shm"
@@ -37,8 +38,8 @@ class NamedGroup(_TorchGroup):  # type: ignore[misc]
         self._store, self._timeout = PrefixStore(str(number), options.store), chosen_timeout(options.timeout)
         self._group_name, self._group_description = str(options.group_id), "undefined"
         self._others: dict[str, Any] = {}
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            self._others["cuda"] = self._nccl()
+        if accelerator.has_nccl():
+            self._others[accelerator.CUDA] = self._nccl()
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -82,7 +83,7 @@ class NamedGroup(_TorchGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU, *(torch.device(name) for name in self._others if name == "cuda")]
+        return [_CPU, *(torch.device(name) for name in self._others if name != "gloo")]
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cpu":
@@ -110,6 +111,6 @@ class NamedGroup(_TorchGroup):  # type: ignore[misc]
     def _nccl(self) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", self._store), self._rank, self._size, options)
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
         nccl._set_sequence_number_for_group()
         return nccl

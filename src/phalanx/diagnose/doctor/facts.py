@@ -70,10 +70,10 @@ def _torch() -> Check:
     finally:
         if was_enabled:
             gc.enable()
-    import torch
+    from phalanx import accelerator
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return checks.torch_build(version, f"CUDA {torch.version.cuda}: {', '.join(gpus)}" if gpus else "no CUDA GPU")
+    gpus = accelerator.list_names()
+    return checks.torch_build(version, f"{accelerator.runtime_name()}: {', '.join(gpus)}" if gpus else "no GPU")
 
 
 def _native_core() -> Check:

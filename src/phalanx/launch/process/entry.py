@@ -353,7 +353,7 @@ def _finish(code: int, failed: bool) -> int:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         if not failed and code == 0:
-            _check_gpu(sys.modules.get("torch"))
+            _check_gpu(_index_of_device())
             _leave_process_group()
             gc.collect()
     except SystemExit as stop:
@@ -364,16 +364,28 @@ def _finish(code: int, failed: bool) -> int:
     return code
 
 
-def _check_gpu(torch: Any) -> None:
+def _index_of_device() -> int | None:
+    """Return the number of the device that the script computed on; None if it used the CPU alone."""
+    if not os.environ.get("FLAGS_selected_gpus") or "torch" not in sys.modules:  # noqa: SIM112 -- Fleet's spelling
+        return None
+    from phalanx.accelerator import device_in_use  # loads torch
+
+    device = device_in_use()
+    return None if device is None else device.index
+
+
+def _check_gpu(index: int | None) -> None:
     """Warn when the script computed on a GPU that the launcher gave to another rank.
 
     Looked at in the end rather than caught in the act: torch itself is left alone.
+
+    Args:
+        index: From `_index_of_device`.
     """
     selected = os.environ.get("FLAGS_selected_gpus", "").split(",")  # noqa: SIM112 -- Fleet's spelling
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if selected == [""] or torch is None or not torch.cuda.is_initialized():
+    if selected == [""] or index is None:
         return
-    index = torch.cuda.current_device()
     used = visible[index] if index < len(visible) else str(index)
     if used not in selected:
         logger.warning(

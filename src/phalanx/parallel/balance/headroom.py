@@ -8,14 +8,13 @@ or that of the GPU.
 from __future__ import annotations
 
 import hashlib
-import os
 import resource
-import socket
 from collections.abc import Iterable
 from functools import cache
 
 import torch
 
+from phalanx import accelerator
 from phalanx.cluster.cgroup import ControlGroups
 from phalanx.cluster.proc import available_bytes, process_memory
 from phalanx.comm.collectives import all_gather
@@ -41,9 +40,8 @@ class Headroom:
 
     def free(self) -> float:
         """Return the bytes that this rank may still take."""
-        if self._device.type == "cuda":
-            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            return float(torch.cuda.mem_get_info(self._device)[0]) / self._ranks + cached
+        if accelerator.is_accelerator(self._device):
+            return accelerator.free_bytes(self._device) / self._ranks + accelerator.cached_bytes(self._device)
         self._groups.refresh()
         group = self._groups.memory_left()
         limit, left = resource.getrlimit(resource.RLIMIT_AS)[0], available_bytes()
@@ -71,8 +69,8 @@ class Headroom:
         return count if not each else current + int(min(count, max(0.0, (1 - RESERVED_FRACTION) * self.free() / each)))
 
     def _used_bytes(self) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(self._device))
+        if accelerator.is_accelerator(self._device):
+            return float(accelerator.peak_bytes(self._device))
         return float(process_memory().resident)  # the allocator keeps what a step frees (`comm/context`)
 
 
@@ -81,7 +79,7 @@ def count_sharing_ranks(context: Context) -> int:
 
     Collective where ranks compute on GPUs.
     """
-    if context.device.type != "cuda":
+    if not accelerator.is_accelerator(context.device):
         return context.role.local_world_size
     own = torch.tensor([_gpu_id(context.device)], dtype=torch.int64, device=context.device)
     return all_gather(own, same_shapes=True).tolist().count(int(own))
@@ -89,10 +87,7 @@ def count_sharing_ranks(context: Context) -> int:
 
 def _gpu_id(device: torch.device) -> int:
     """Return a number that is the same in all processes that see a GPU, however it is numbered there."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    seen = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index)
-    name = repr(seen) if uuid is None else str(uuid)  # torch 2.4 tells no UUID
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    return int.from_bytes(hashlib.sha256(accelerator.identify(device).encode()).digest()[:7], "little")
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from phalanx import accelerator
 from phalanx.cluster.cgroup import ControlGroups
 from phalanx.comm.waits.waiting import waits
 
@@ -57,15 +58,15 @@ class StepClock:
 
     def __init__(self, device: torch.device, groups: ControlGroups | None = None) -> None:
         self._groups = groups or ControlGroups()
-        self._is_cuda = device.type == "cuda"
+        self._device = device if accelerator.is_accelerator(device) else None
         self._batch: _Mark | None = None
         """When the batch at hand was asked for."""
 
         self._has_batch = False
         self._update: _Mark | None = None
         self._rows = 0
-        if self._is_cuda:
-            waits.mark = mark = partial(_mark_wait)  # one of its own, to end with this clock
+        if self._device is not None:
+            waits.mark = mark = partial(_mark_wait, self._device)  # one of its own, to end with this clock
             weakref.finalize(self, _end_marks, mark)
         self._begin()
 
@@ -133,8 +134,8 @@ class StepClock:
 
     def _now(self) -> _Mark:
         cpu_s = 0.0 if self._cores is None else self._groups.cpu_seconds()
-        if self._is_cuda:
-            return _Mark(0.0, cpu_s, _cuda_event(), len(waits.marks))
+        if self._device is not None:
+            return _Mark(0.0, cpu_s, accelerator.record_event(self._device), len(waits.marks))
         return _Mark(time.perf_counter() - waits.seconds, cpu_s)
 
 
@@ -156,20 +157,14 @@ class _Mark:
         return max(0.0, _elapsed_s(self.event, later.event) - waited)
 
 
-def _mark_wait() -> Any:
+def _mark_wait(device: torch.device) -> Any:
     """Return an event of now; None while a graph is captured, which nothing is timed in."""
-    return None if torch.cuda.is_current_stream_capturing() else _cuda_event()
+    return None if accelerator.is_capturing(device) else accelerator.record_event(device)
 
 
 def _end_marks(mark: Callable[[], Any]) -> None:
     if waits.mark is mark:
         waits.mark, waits.marks = None, []
-
-
-def _cuda_event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _elapsed_s(first: Any, last: Any) -> float:

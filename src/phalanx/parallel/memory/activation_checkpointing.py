@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from phalanx import accelerator
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.data.forward_hooks import Forward, buffers_kept, wrap_forward
 from phalanx.parallel.memory.guard.pass_state import ModuleState
@@ -79,7 +80,7 @@ def recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any
     """Compute a module's forward pass, and again in backward, as a rule says."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    keep = save_on_cpu(pin_memory=torch.cuda.is_available()) if rule.offload else nullcontext()
+    keep = save_on_cpu(pin_memory=accelerator.can_pin()) if rule.offload else nullcontext()
     selective = rule.recompute == "selective"
     with keep:
         if not torch.compiler.is_compiling():

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from phalanx import accelerator
 from phalanx.data.loader.binding import Inputs, call
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.forward_hooks import buffers_kept
@@ -79,8 +80,12 @@ def activation_bytes(model: nn.Module, inputs: Inputs) -> int:
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     counter = _AllocationTracker((*model.parameters(), *model.buffers(), *leaves))
-    cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(cards), torch.enable_grad(), buffers_kept(model), counter:
+    with (
+        accelerator.fork_random_numbers(accelerator.device_in_use()),
+        torch.enable_grad(),
+        buffers_kept(model),
+        counter,
+    ):
         outputs = call(model, inputs)
     graph = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     del outputs

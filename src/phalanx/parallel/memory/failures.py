@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx import accelerator
 from phalanx.cluster.proc import available_bytes, process_memory
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)")
@@ -98,8 +99,8 @@ class MemoryFailure:
 
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is left: of the device, or of this host and this process's limits."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if accelerator.is_accelerator(device):
+        return accelerator.free_bytes(device)
     left, used = [available_bytes() or 0], process_memory()
     for limit, size in ((resource.RLIMIT_AS, used.address_space), (resource.RLIMIT_DATA, used.data)):
         most = resource.getrlimit(limit)[0]

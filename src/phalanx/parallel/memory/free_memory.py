@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from phalanx import accelerator
+
 _MMAP_THRESHOLD = -3  # in malloc.h
 _LARGE_BYTES = 1 << 20
 
@@ -19,8 +21,8 @@ _LARGE_BYTES = 1 << 20
 def free_caches(device: torch.device) -> None:
     """Free what nothing refers to, and what allocators keep for later."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if accelerator.is_accelerator(device):
+        accelerator.empty_cache(device)
     else:
         _call_libc("malloc_trim", 0)
 

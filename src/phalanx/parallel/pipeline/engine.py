@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from phalanx import accelerator
 from phalanx.comm import transfers
 from phalanx.comm.batch.share import row_weight_of
 from phalanx.comm.collectives import all_gather
@@ -359,7 +360,7 @@ def _run_forward(forward: Forward, pipeline: PipelineEngine, *inputs: Any, **nam
 def _without_traces(stages: Sequence[StageModule], device: torch.device) -> Iterator[None]:
     """Leave random streams and buffers as they were."""
     buffers = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    with accelerator.fork_random_numbers(device), torch.enable_grad():
         yield
     for buffer, value in buffers:
         buffer.data.copy_(value)

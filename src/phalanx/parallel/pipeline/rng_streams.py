@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from phalanx import accelerator
 from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
 from phalanx.data.sampling.seeding import seeded
 
@@ -53,10 +54,9 @@ class Streams:
         number = self._turns[stage]
         self._turns[stage] += 1
         seed = seed_of(self._base, number * (self._stages + 1) + stage)
-        on_card = self._device.type == "cuda"
-        with seeded(seed), torch.random.fork_rng([self._device] if on_card else [], enabled=on_card):
-            if on_card:
-                torch.cuda.manual_seed(seed)
+        has_own = accelerator.is_accelerator(self._device)
+        with seeded(seed), accelerator.fork_random_numbers(self._device, enabled=has_own):
+            accelerator.seed_device(self._device, seed)
             yield
 
 

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from phalanx import accelerator
 from phalanx.comm.batch.replicas import Replicas, assign_replicas
 from phalanx.comm.context import Context
 from phalanx.comm.elastic import membership as members
@@ -65,9 +66,7 @@ def split_over_replicas(plan: Plan, assignment: tuple[range, ...], mesh: Mesh, c
     before = context.replicas
     if before is None or (before.count, len(before.assignment)) != (plan.step.replicas, len(assignment)):
         index, membership = mesh.index(mesh.batch_axes), members.current()
-        replicas = Replicas(
-            assignment, index, uses_cuda=context.device.type == "cuda", is_elastic=membership is not None
-        )
+        replicas = Replicas(assignment, index, device=context.device, is_elastic=membership is not None)
         context.use_replicas(replicas)
         context.recovery = None if membership is None else ElasticRecovery(context, membership, replicas)
     torch.set_num_threads(plan.step.replica_threads)
@@ -75,6 +74,6 @@ def split_over_replicas(plan: Plan, assignment: tuple[range, ...], mesh: Mesh, c
 
 def _limits(context: Context) -> str:
     """Return what the promise of equal bits depends on, as the end of a sentence."""
-    if context.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+    if accelerator.is_accelerator(context.device) and not torch.are_deterministic_algorithms_enabled():
         return " of one kind of GPU, if torch.use_deterministic_algorithms(True) is set, which it is not"
     return f" with {'GPUs' if context.device.type == 'cuda' else 'processors'} of one kind"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx import accelerator
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.groups import Group
 from phalanx.data.stream.stream_batches import digest
@@ -77,8 +78,8 @@ def share_random_stream(group: Group, device_type: str) -> None:
     state = torch.get_rng_state()
     dist.broadcast(state, group=group, group_src=0)
     torch.set_rng_state(state)
-    if device_type == "cuda":
-        on_card = torch.cuda.get_rng_state()
-        moved = on_card.cuda()
-        dist.broadcast(moved, group=group, group_src=0)
-        torch.cuda.set_rng_state(moved.cpu())
+    device = torch.device(device_type)
+    if accelerator.is_accelerator(device):
+        on_device = accelerator.random_state(device).to(device)
+        dist.broadcast(on_device, group=group, group_src=0)
+        accelerator.set_random_state(device, on_device.cpu())

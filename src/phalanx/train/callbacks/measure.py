@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.cluster.proc import process_memory
 from phalanx.comm import context
 from phalanx.comm.batch.share import BatchShare
@@ -62,10 +63,10 @@ class Throughput:
 
 def memory(device: torch.device) -> dict[str, int]:
     """Return `memory_bytes` and `peak_memory_bytes`: of the device's allocator, or of this process on a CPU."""
-    if device.type == "cuda":
+    if accelerator.is_accelerator(device):
         return {
-            "memory_bytes": torch.cuda.memory_allocated(device),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+            "memory_bytes": accelerator.allocated_bytes(device),
+            "peak_memory_bytes": accelerator.peak_bytes(device),
         }
     resident = process_memory().resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

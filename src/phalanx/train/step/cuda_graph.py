@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.module_tracker import ModuleTracker
 
+from phalanx.accelerator import CUDA, device_module
 from phalanx.errors import ConfigError
 
 Pass = Callable[[Any, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -45,7 +46,7 @@ class GraphedStep:
         self._calls = 0
         self._shapes: list[Any] = []
         self._buffers: list[Any] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None
         self._result: tuple[Tensor, dict[str, Tensor]] | None = None
         self.replays = 0
         """Steps that the graph ran."""
@@ -71,9 +72,10 @@ class GraphedStep:
 
     def _run_on_side_stream(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run on a side stream, as a capture will."""
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        cuda = device_module(torch.device(CUDA))
+        main, side = cuda.current_stream(), cuda.Stream()
         side.wait_stream(main)
-        with torch.cuda.stream(side):
+        with cuda.stream(side):
             result = self._run(inputs, target)
         main.wait_stream(side)
         return result
@@ -81,9 +83,10 @@ class GraphedStep:
     def _capture(self, values: list[Any], structure: Any) -> None:
         self._shapes = _shapes(values)
         self._buffers = [value.clone() if isinstance(value, Tensor) else value for value in values]
-        graph = torch.cuda.CUDAGraph()
+        cuda = device_module(torch.device(CUDA))
+        graph = cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with cuda.graph(graph):
                 loss, fetched = self._run(*tree_unflatten(self._buffers, structure))
         except torch.OutOfMemoryError:
             raise

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.accelerator import can_capture_graphs
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
@@ -80,7 +81,7 @@ def can_capture(model: nn.Module, current: Context, *, compiled: bool) -> bool:
     assert applied is not None
     step: Any = applied.plan.step
     against = {
-        "the device is no CUDA card": current.device.type != "cuda",
+        "the device is no CUDA card": not can_capture_graphs(current.device),
         "gradients of several ranks meet in the backward pass": current.is_distributed,
         "the step is compiled": compiled,
         "gradient_merge adds up several batches": step.accumulate > 1,
@@ -90,7 +91,7 @@ def can_capture(model: nn.Module, current: Context, *, compiled: bool) -> bool:
         ),
     }
     why = next((reason for reason, is_so in against.items() if is_so), None)
-    if why is not None and current.device.type == "cuda" and current.rank == 0:
+    if why is not None and can_capture_graphs(current.device) and current.rank == 0:
         logger.info("dataset_sink_mode launches steps one by one, without a CUDA graph: %s", why)
     return why is None
 

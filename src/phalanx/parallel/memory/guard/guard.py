@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from phalanx import accelerator
 from phalanx.comm.local.call_count import calls_issued
 from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
 from phalanx.parallel.memory.free_memory import can_run_out
@@ -184,7 +185,7 @@ class MemoryGuard:
             return False
         if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
             return False  # who looks at what operators do must not see ours
-        return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        return not accelerator.is_capturing(self.device)
 
     def run(self, compute: Callable[[], T], inputs: Any) -> T:
         """Return what a forward pass computes, repeated if memory runs out.

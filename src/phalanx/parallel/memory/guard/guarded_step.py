@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from phalanx.accelerator import is_accelerator
 from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import state_of
 from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
@@ -129,4 +130,4 @@ def _is_foreach(group: dict[str, Any]) -> bool:
     if group.get("fused") or "foreach" not in group:
         return False
     chosen = group["foreach"]
-    return bool(chosen) if chosen is not None else any(param.is_cuda for param in group["params"])
+    return bool(chosen) if chosen is not None else any(is_accelerator(param.device) for param in group["params"])

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from phalanx import accelerator
 from phalanx.parallel.memory.guard.changing_buffers import (
     CannotRepeatError,
     ChangingBuffers,
@@ -28,14 +30,15 @@ class RandomNumbers:
     """The random numbers that a model's forward passes draw: torch's always, others if the first pass drew any."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._draws_others: bool | None = None
 
     def keep(self) -> list[Restore]:
         """Return what gives generators back the states that they have now."""
         states: list[Restore] = [_restore(torch.set_rng_state, torch.get_rng_state())]
-        if self._is_cuda:
-            states.append(_restore(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+        if accelerator.is_accelerator(self._device):
+            setter = partial(accelerator.set_random_state, self._device)
+            states.append(_restore(setter, accelerator.random_state(self._device)))
         if self._draws_others is None or self._draws_others:
             states += [_restore(setter, state) for setter, state in _other_states()]
         return states

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import phalanx.comm.context as context_of
+from phalanx import accelerator
 from phalanx.comm.events.event_file import append_event
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward, wrap_innermost_forward
 from phalanx.parallel.memory.activation_checkpointing import recomputed
@@ -195,7 +196,7 @@ def _offload(blocks: Sequence[Block]) -> None:
 
 
 def _kept_on_host(forward: Forward, *inputs: Any, **named: Any) -> Any:
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+    with save_on_cpu(pin_memory=accelerator.can_pin()):
         return forward(*inputs, **named)
 
 
