@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import foreign_models
 import phalanx as px
+from benchmarks.published_models import import_foreign
 from foreign_models import ROWS, TOKENS, TRANSFORMERS, WORDS, Rows, words
 from phalanx.errors import ConfigError
 from ranks import run_ranks
@@ -82,7 +82,7 @@ def trained(build: Callable[[], nn.Module], kind: str, entry: str, global_batch:
 
 def everything() -> dict[str, Gradients]:
     """Train every model; in one run, for each process would import the models again."""
-    foreign_models.import_foreign()
+    import_foreign()
     is_compiling = px.init().world_size <= 2
     return exact() | ({"compiled": compiled()} if is_compiling else {})
 
