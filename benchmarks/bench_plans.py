@@ -28,18 +28,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.plans_grid import chosen_of, every_candidate
 from benchmarks.plans_rank import MODELS
 from benchmarks.report import machine
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.planner.candidate import Candidate
-from phalanx.auto.planner.planner import list_configs
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.planner.to_plan import build_plan
 from phalanx.cluster.calibration.figures import read_measured
-from phalanx.errors import ConfigError, PlanError
+from phalanx.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 RANK_SCRIPT = ROOT / "benchmarks" / "plans_rank.py"
@@ -79,47 +79,6 @@ class Trained:
         return statistics.median(taken * usual / beside for taken, beside, _ in self.rounds[first::step])
 
 
-GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
-    "transformer": {
-        ("tokens",): (("whole",), ("vocab",)),
-        ("blocks.*.[qkv]", "blocks.*.o"): (("whole", "whole"), ("column", "row"), ("column", "whole"), ("row", "row")),
-        ("blocks.*.mlp.0", "blocks.*.mlp.2"): (("whole", "whole"), ("column", "row"), ("whole", "row"), ("row", "row")),
-        ("head",): (("whole",), ("column",), ("row",)),
-    },
-    "alexnet": {(f"classifier.{place}",): (("whole",), ("column",), ("row",)) for place in (0, 2, 4)},
-}
-"""Layers that are styled together, and in which styles."""
-
-
-def every_candidate(answer: PlanResult, name: str, ranks: int) -> Iterator[Candidate]:
-    """Yield the best Plan of every arrangement and every combination of styles in the grid, each once."""
-    met = set()
-    grid = GRID[name]
-    for at in list_configs(ranks, has_blocks=bool(answer.layers.blocks)):
-        where = (f"dp={at.data}", f"tp={at.model}", f"zero={at.zero}", f"recompute={at.recompute}")
-        for styles in itertools.product(*grid.values()):
-            said = [
-                f"{layer}={style}"
-                for layers, group in zip(grid, styles, strict=True)
-                for layer, style in zip(layers, group, strict=True)
-            ]
-            try:
-                found = answer.search_again((*where, *said)).best
-            except PlanError:
-                continue  # no such styles under this arrangement
-            key = str(at), tuple(found.strategies.items())
-            if key not in met:
-                met.add(key)
-                yield found
-
-
-def chosen_of(found: list[Candidate], most: int) -> list[Candidate]:
-    """Return at most so many of all Plans, the fastest and the slowest among them, evenly over the order."""
-    ordered = sorted(found, key=lambda one: one.step_time_s)
-    step = max(1.0, (len(ordered) - 1) / (most - 1))
-    return [ordered[round(place * step)] for place in range(min(most, len(ordered)))]
-
-
 def train(chosen: list[Trained], name: str, ranks: int, *, steps: int, rounds: int) -> None:
     """Train all Plans for some more rounds, a few of them in each job."""
     before = max(len(one.rounds) for one in chosen)
@@ -157,8 +116,16 @@ def predicted_s(answer: PlanResult, one: Trained) -> float:
     )
 
 
-def calibrate(ranks: int, *, quick: bool) -> None:
-    """Measure this machine, unless it was with so many ranks."""
+def calibrate(ranks: int, folder: Path | None, *, quick: bool) -> None:
+    """Measure this machine, unless it was with so many ranks; from now on its figures count.
+
+    Args:
+        ranks: That compute at once.
+        folder: Where its figures are kept; where this user's are when None.
+        quick: Measure little.
+    """
+    if folder is not None:
+        os.environ["XDG_CACHE_HOME"] = str(folder.resolve())
     try:
         read_measured().at(ranks)
     except ConfigError:
@@ -188,24 +155,33 @@ def main() -> None:
     parser.add_argument(
         "--nearest", type=int, metavar="N", help="with --keep: give further rounds to the N fastest of those kept only"
     )
+    parser.add_argument(
+        "--calibrations",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --keep: hold what is measured against N calibrations, which are kept too",
+    )
     parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     asked = parser.parse_args()
-    calibrate(max(asked.ranks), quick=asked.quick)
+    if asked.calibrations > 1 and not asked.keep:
+        parser.error("--calibrations needs --keep, for what they measure")
+    folders: list[Path | None] = [None]
+    if asked.calibrations > 1:
+        folders = [asked.keep / f"calibration_{number}" for number in range(asked.calibrations)]
     told = []
     cases = list(itertools.product(asked.cases.split(","), asked.ranks))
     for name, ranks in track(cases, "measuring Plans", console=Console(stderr=True)):
-        make, batch, loss_fn = MODELS[name]
-        torch.manual_seed(0)
-        answer = auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
+        answers = list(_list_answers(name, ranks, folders, most_ranks=max(asked.ranks), quick=asked.quick))
         file = asked.keep and asked.keep / f"{name}_{ranks}.json"
         if file and file.exists():
             kept = json.loads(file.read_text())
             count, found = kept["plans"], [Trained.read(one) for one in kept["trained"]]
         else:
-            everything = list(every_candidate(answer, name, ranks))
+            everything = list(every_candidate(answers[0], name, ranks))
             chosen = chosen_of(everything, 4 if asked.quick else asked.most)
-            count, found = len(everything), [Trained.of(one, answer) for one in chosen]
+            count, found = len(everything), [Trained.of(one, answers[0]) for one in chosen]
         if asked.rounds:
             again = _fastest(found, asked.nearest) if asked.nearest and found[0].rounds else found
             train(again, name, ranks, steps=3 if asked.quick else 5, rounds=1 if asked.quick else asked.rounds)
@@ -213,11 +189,22 @@ def main() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
         if found[0].rounds:
-            told.append(_is_reported(answer, f"{name} {ranks} ranks", count, found))
+            told.append(_is_reported(answers, f"{name} {ranks} ranks", count, found))
     if asked.json:
         print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": told}))
     else:
         _print_error(told)
+
+
+def _list_answers(
+    name: str, ranks: int, folders: list[Path | None], *, most_ranks: int, quick: bool
+) -> Iterator[PlanResult]:
+    """Yield what the planner says of a model under every calibration."""
+    make, batch, loss_fn = MODELS[name]
+    for folder in folders:
+        calibrate(most_ranks, folder, quick=quick)
+        torch.manual_seed(0)
+        yield auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
 
 
 def _usual(found: list[Trained]) -> float:
@@ -231,39 +218,40 @@ def _fastest(found: list[Trained], count: int) -> list[Trained]:
     return sorted(found, key=lambda one: one.seconds(usual))[:count]
 
 
-def _is_reported(answer: PlanResult, case: str, count: int, found: list[Trained]) -> dict[str, object]:
-    predicted = [predicted_s(answer, one) for one in found]
+def _is_reported(answers: list[PlanResult], case: str, count: int, found: list[Trained]) -> dict[str, Any]:
+    """Return the figures of a case: a list where there is one for each calibration; Plans are told under the first."""
     usual = _usual(found)
     seconds = [one.seconds(usual) for one in found]
     halves = [[one.seconds(usual, first, 2) for one in found] for first in (0, 1)] if len(found[0].rounds) > 1 else []
-    pairs = list(zip(predicted, seconds, strict=True))
+    predictions = [[predicted_s(answer, one) for one in found] for answer in answers]
+    paired = [list(zip(predicted, seconds, strict=True)) for predicted in predictions]
     return {
         "case": case,
         "plans": count,
         "measured": len(found),
         "rounds": min(len(one.rounds) for one in found),
-        "spearman": spearman(predicted, seconds),
+        "spearman": [spearman(predicted, seconds) for predicted in predictions],
         "halves": spearman(*halves) if halves else None,
-        "regret": min(pairs)[1] / min(seconds) - 1,
-        "median_error": statistics.median(abs(p / s - 1) for p, s in pairs),
+        "regret": [min(pairs)[1] / min(seconds) - 1 for pairs in paired],
+        "median_error": [statistics.median(abs(p / s - 1) for p, s in pairs) for pairs in paired],
         "all": [
             {
                 "plan": str(one.config),
                 "layers": {
                     segment.path: str(way)
-                    for segment, way in zip(answer.layers.calls, one.call_strategies, strict=True)
+                    for segment, way in zip(answers[0].layers.calls, one.call_strategies, strict=True)
                     if way.style is not None
                 },
                 "predicted_ms": p * 1e3,
                 "measured_ms": one.seconds(usual) * 1e3,
                 "faults": statistics.median(faults for _, _, faults in one.rounds),
             }
-            for one, p in zip(found, predicted, strict=True)
+            for one, p in zip(found, predictions[0], strict=True)
         ],
     }
 
 
-def _print_error(told: list[dict[str, object]]) -> None:
+def _print_error(told: list[dict[str, Any]]) -> None:
     grid = Table()
     for name in ("case", "plans", "measured", "rounds", "spearman", "halves", "regret", "median_error"):
         grid.add_column(name)
@@ -273,10 +261,10 @@ def _print_error(told: list[dict[str, object]]) -> None:
             str(one["plans"]),
             str(one["measured"]),
             str(one["rounds"]),
-            f"{one['spearman']:.3f}",
+            ", ".join(f"{value:.3f}" for value in one["spearman"]),
             "" if one["halves"] is None else f"{one['halves']:.3f}",
-            f"{one['regret']:.1%}",
-            f"{one['median_error']:.1%}",
+            ", ".join(f"{value:.1%}" for value in one["regret"]),
+            ", ".join(f"{value:.1%}" for value in one["median_error"]),
         )
     Console().print(grid)
 

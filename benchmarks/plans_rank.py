@@ -58,6 +58,40 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+class GPT(nn.Module):
+    """Scores of the next of 4096 tokens, from fused queries, keys and values: most parameters are of the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(4096, 192), nn.Embedding(64, 192)
+        self.blocks = nn.ModuleList(FusedBlock(192, 6) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(192), nn.Linear(192, 4096)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return scores of shape (rows, places, 4096)."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class FusedBlock(nn.Module):
+    """A block of GPT-2, whose queries, keys and values are one layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what comes out, of the shape of `x`: (rows, places, width)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
 class AlexNet(nn.Module):
     """AlexNet (Krizhevsky, arXiv:1404.5997) for images of 64 x 64, half as wide."""
 
@@ -90,6 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
         lambda: (torch.randint(512, (16, 64)), torch.randint(512, (16, 64))),
         of_tokens,
     ),
+    "gpt": (GPT, lambda: (torch.randint(4096, (16, 64)), torch.randint(4096, (16, 64))), of_tokens),
     "alexnet": (AlexNet, lambda: (torch.randn(16, 3, 64, 64), torch.randint(100, (16,))), F.cross_entropy),
 }
 """How to make a model and a global batch, and its loss."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-VISION = Path(sys.prefix) / "vision"
-"""Where `make setup` puts torchvision and timm."""
+from benchmarks.published_models import VISION
 
 ROWS, TOKENS, WORDS, CLASSES = 16, 6, 40, 3
 
@@ -42,41 +38,6 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         return {name: column[row] for name, column in self._columns.items()}
-
-
-def import_foreign() -> None:
-    """Import what the models are from; their own warnings are no concern of ours."""
-    warnings.simplefilter("ignore")
-    if VISION.is_dir():
-        sys.path.append(str(VISION))
-        _import_torchvision()
-    import_transformers()
-
-
-def import_transformers() -> None:
-    """Import what models of text need; torchvision, where transformers finds it, takes as long again."""
-    warnings.simplefilter("ignore")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-
-
-def _import_torchvision() -> None:
-    """Import torchvision also where its operators, which no model here calls, are built for another torch."""
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _libraries.append(library)
-        import torchvision  # noqa: F401
-
-
-_libraries: list[Any] = []
-"""A library's operators are there as long as it is."""
 
 
 def words(seed: int) -> Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import foreign_models
 import phalanx as px
+from benchmarks.published_models import import_foreign
 from foreign_models import CASES, ROWS, Rows, built
 from phalanx.data import ShardedLoader
 from phalanx.train.callbacks.run import Run
@@ -27,7 +27,7 @@ Gradients = dict[str, Tensor]
 
 def trained() -> dict[str, Any]:
     """Train every model by every entry point; return what each gives."""
-    foreign_models.import_foreign()
+    import_foreign()
     px.init()
     found: dict[str, Any] = {}
     for name in CASES:
@@ -40,7 +40,7 @@ def trained() -> dict[str, Any]:
 
 
 def planned() -> dict[str, float]:
-    foreign_models.import_foreign()
+    import_foreign()
     px.init()
     return told_by("BERT", parallel_mode="auto_parallel")
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import foreign_models
 import phalanx as px
+from benchmarks.published_models import import_transformers
 from foreign_models import ROWS, TOKENS, TRANSFORMERS, WORDS, Rows, padding, words
 from phalanx.errors import ConfigError
 from ranks import graphs_without_kernels, run_ranks
@@ -85,7 +85,7 @@ def trained(build: Callable[[], nn.Module], kind: str, entry: str, global_batch:
 
 def everything() -> dict[str, Gradients]:
     """Train every model; in one run, for each process would import the models again."""
-    foreign_models.import_transformers()
+    import_transformers()
     ranks, found = px.init().world_size, exact()
     if ranks == 1:
         found["compiled"] = gpt2(compiled=False)

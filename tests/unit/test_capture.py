@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from examples.alexnet_hybrid.model import AlexNet
 from examples.resnet.model import ResNet
 from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.grouped_product import run_grouped_product
 from phalanx.auto.capture.step import Arguments, _advice, capture
 from phalanx.errors import ConfigError
 
@@ -330,6 +331,47 @@ def test_what_fake_tensors_cannot_do_is_done_on_dummies() -> None:
     assert captured.level == "hooks"
     assert captured.reasons[0].startswith("graph: RuntimeError: .numpy() is not supported")
     assert captured.within("layer")[0].flops == 2 * 2 * 4 * 4
+
+
+def test_dummies_that_this_host_has_no_memory_for_are_an_error_and_not_tried() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Numeric(), nn.Linear(4, 2**40))
+    with pytest.raises(ConfigError, match=r"\.numpy\(\) is not supported.*dummies would take 4\S+ GiB of memory, and"):
+        capture(model, torch.zeros(2, 4))
+
+
+class Grouped(nn.Module):
+    """A product of one matrix for each group of rows, as mixtures of experts have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+        return F.grouped_mm(x, self.experts, offs=ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_of_any_dtype_need_no_dummies(dtype: torch.dtype) -> None:
+    model, rows = Grouped().to(dtype), torch.zeros(6, 8, dtype=dtype)
+    captured = capture(model, rows)
+    assert captured.level == "graph"
+    products = [op for op in captured.operators if op.name == "aten._grouped_mm.default"]
+    assert [op.outputs[0].shape for op in products if op.phase == "forward"] == [tuple(model(rows).shape)]
+    assert (3, 8, 16) in [op.outputs[0].shape for op in products if op.phase == "backward"], "a gradient of each matrix"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "groups"),
+    [((6, 8), (3, 8, 16), 3), ((8, 12), (12, 16), 3), ((3, 5, 8), (3, 8, 16), 0), ((3, 4, 8), (8, 16), 3)],
+)
+def test_shapes_of_grouped_products_are_those_of_torch(
+    left: tuple[int, ...], right: tuple[int, ...], groups: int
+) -> None:
+    offs = torch.linspace(0, 16 if len(left) == 3 else left[-2], groups + 1)[1:].int() if groups else None
+    factors = torch.randn(left), torch.randn(right)
+    assert run_grouped_product(*factors, offs).shape == F.grouped_mm(*factors, offs=offs).shape
 
 
 def test_recomputed_operators_belong_to_their_modules() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.layer_work import LayerWork
-from phalanx.auto.cost.machine_model import HostOverhead, build_measured_machine
+from phalanx.auto.cost.machine_model import HostOverhead, build_datasheet_machine, build_measured_machine
 from phalanx.auto.cost.parallel_config import ParallelConfig, Zero
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
@@ -103,6 +103,14 @@ def test_the_host_hears_of_every_gradient_that_is_averaged(answer: PlanResult) -
     assert backward("whole", averaging) - backward("whole", HostOverhead()) == pytest.approx(4), "a weight and a bias"
     assert backward("row", averaging) - backward("row", HostOverhead()) == pytest.approx(2), "the bias is whole"
     assert backward("column", averaging) == pytest.approx(backward("column", HostOverhead())), "each rank has its part"
+
+
+@pytest.mark.parametrize("cluster", ["h100x8", "cpux2"])
+def test_a_batched_product_starts_once_and_computes_all(cluster: str) -> None:
+    operators = build_datasheet_machine(read_cluster(cluster)).operators
+    one, many = operators.matmul_s(64, 64, 64), operators.matmul_s(64, 64, 64, batch=64)
+    assert one <= many < 64 * one
+    assert operators.matmul_s(256, 256, 256, batch=4096) > 2 * operators.matmul_s(256, 256, 256, batch=1024)
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, "kept"), (2, "kept"), (3, "freed")])

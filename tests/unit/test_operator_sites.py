@@ -33,6 +33,23 @@ def dims(parts: OperatorParts | None) -> dict[str, tuple[int, ...]] | None:
     return None if parts is None else {site.operator: cut for site, cut in parts.placed}
 
 
+class Biased(nn.Module):
+    """Adds rows of a table that indices choose, as windows of attention do with relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(9, 8))
+        self.register_buffer("chosen", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[self.chosen]
+
+
+def test_what_dtensor_fails_on_is_left_whole() -> None:
+    step, found = captured(Biased(), shape=(ROWS, 3, 8))
+    assert find_operator_parts(step, found["0"].operators, 2) is None
+
+
 def test_what_works_on_each_row_is_computed_in_parts_of_the_rows() -> None:
     step, found = captured(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
     assert [dims(find_operator_parts(step, found[str(place)].operators, 2)) for place in range(4)] == [

@@ -161,6 +161,32 @@ def test_a_mask_stays_whole_where_heads_are_cut() -> None:
     assert [read.follows for read in attention.inputs] == [True, True, True, False]
 
 
+class Padded(Masked):
+    """Samples differ in length, and caches of keys and values begin empty, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Cached()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = (torch.arange(x.shape[1]) < lengths.unsqueeze(1))[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+        return self.o(self.attention(self.q(x), self.k(x), self.v(x), mask))
+
+
+class Cached(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 3)).transpose(1, 2) for part in (q, k, v))
+        k, v = (torch.cat([torch.tensor([]), part], dim=-2) for part in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def test_a_mask_of_the_samples_stays_whole_where_heads_are_cut() -> None:
+    found = list_module_calls(capture(Padded(), (torch.zeros(2, 6, 12), torch.ones(2, dtype=torch.long))))
+    attention = next(s for s in found if s.path == "attention")
+    assert (attention.last_dim_parts, attention.keeps_rows) == (4, True)
+    assert [read.follows for read in attention.inputs if isinstance(read.source, int)] == [True, True, True, False]
+
+
 class Twice(nn.Module):
     def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx import accelerator
+from phalanx.cluster.proc import available_bytes
+from phalanx.errors import ConfigError
+from phalanx.i18n import tr
+from phalanx.units import format_bytes
 
 Substitute = Callable[[Tensor], Tensor]
 
@@ -49,6 +53,33 @@ def make_dummy(meant: torch.device, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
     return values.requires_grad_(tensor.requires_grad)
+
+
+def check_dummy_memory(parts: tuple[Any, ...], reason: str) -> None:
+    """Check that dummies would not take all memory of this host, which ends processes without a word.
+
+    Args:
+        parts: The model first, then all that it takes.
+        reason: Why there have to be dummies.
+
+    Raises:
+        ConfigError: If there is too little memory for all tensors, and gradients of those that need one.
+    """
+    tensors = {id(tensor): tensor for tensor in _tensors(parts)}.values()
+    needed = sum(tensor.numel() * tensor.element_size() * (2 if tensor.requires_grad else 1) for tensor in tensors)
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise ConfigError(
+            tr(
+                "capture runs {model} on tensors with the shapes of the sample, and it failed: {why}; dummies would "
+                "take {needed} of memory, and {available} are left. Change the code that fails, or take a smaller "
+                "model or batch.",
+                model=type(parts[0]).__name__,
+                why=reason,
+                needed=format_bytes(needed, up=True),
+                available=format_bytes(available),
+            )
+        )
 
 
 def _tensors(parts: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -96,6 +96,7 @@ class _CallReader:
         self._run_of = {at: number for number, run in enumerate(self._runs) for at in run}
         self._read_later = self._outputs_read_later()
         self._rows, self._mixing = self._followed_rows()
+        self._learned = self._list_learned()
 
     def calls(self) -> tuple[ModuleCall, ...]:
         kinds = dict(self._captured.modules)
@@ -130,9 +131,10 @@ class _CallReader:
     def _passing(self, run: Sequence[int]) -> tuple[int, Callable[[Read], bool]]:
         """Return the parts of a cut of the last dimension that passes, and which reads from outside it cuts.
 
-        Tried are all activations, then those that have rows: masks and positions may be whole.
+        Tried are all activations, then those that have rows, then those that depend on parameters: positions, and masks
+        of the samples, may be whole.
         """
-        for follows in (_is_activation, lambda read: _is_activation(read) and self._has_rows(read)):
+        for follows in (_is_activation, lambda read: _is_activation(read) and self._has_rows(read), self._is_learned):
             parts = self._through(run, follows)
             if parts:
                 return parts, follows
@@ -193,6 +195,17 @@ class _CallReader:
 
     def _has_rows(self, read: Read) -> bool:
         return isinstance(read.source, str) or self._rows[read.source, read.output] is not None
+
+    def _is_learned(self, read: Read) -> bool:
+        return read.source in self._learned
+
+    def _list_learned(self) -> set[int | str]:
+        """Return the operators whose outputs depend on parameters."""
+        learned: set[int | str] = set()
+        for at, operator in enumerate(self._ops):
+            if operator.parameters or any(read.source in learned for read in operator.reads()):
+                learned.add(at)
+        return learned
 
     def _outputs_read_later(self) -> dict[int, list[tuple[int, int]]]:
         later: dict[int, dict[tuple[int, int], None]] = defaultdict(dict)

@@ -205,7 +205,9 @@ def _reshape(operator: Operator, find: _Find) -> ShardedDims | None:
 
 
 def _concatenate(operator: Operator, find: _Find) -> ShardedDims | None:
-    reads, sizes = list(operator.reads()), len(_shape(operator))
+    sizes = len(_shape(operator))
+    # torch takes an empty vector beside tensors of any shape, and leaves it out: so caches of keys and values begin.
+    reads = [read for read in operator.reads() if read.value.shape != (0,) or sizes == 1]
     (dim,) = _dims(operator, "dim", sizes)
     is_new = sizes > len(reads[0].value.shape)  # stack makes a dimension, cat joins along one
     sharded_dims = {find(read) for read in reads}

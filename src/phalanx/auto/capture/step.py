@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.auto.capture.blocks import find_repeated_blocks, is_inside, merge_operators
 from phalanx.auto.capture.expert_calls import ExpertCalls, count_chosen_tokens
-from phalanx.auto.capture.fake_copy import copy_parts, make_dummy, preserve_rng_state, resolve_meta_device
+from phalanx.auto.capture.fake_copy import (
+    check_dummy_memory,
+    copy_parts,
+    make_dummy,
+    preserve_rng_state,
+    resolve_meta_device,
+)
 from phalanx.auto.capture.graph import LEVELS, CapturedStep, Level, Operator
 from phalanx.auto.capture.operator_sites import find_mismatch
 from phalanx.auto.capture.tracer import Tracer
@@ -159,6 +165,7 @@ def _trace(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) ->
             return _run_step(model, inputs, loss_fn, mode), []
     except Exception as error:  # noqa: BLE001  # a model's own code may raise anything
         reason = _first_line(error)
+    check_dummy_memory((model, inputs.positional, inputs.keywords, inputs.target), reason)
     try:
         return _run_step(model, inputs, loss_fn, None), [f"{name}: {reason}" for name in LEVELS[:2]]
     except Exception as error:

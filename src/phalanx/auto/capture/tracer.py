@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from phalanx.auto.capture.expert_calls import ExpertCalls, read_expert_call
 from phalanx.auto.capture.graph import Argument, Operator, Phase, Read, TensorShape
+from phalanx.auto.capture.grouped_product import GROUPED, run_grouped_product
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr
 
@@ -150,6 +151,8 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, module: str) -> Any:
+        if func is GROUPED and self._mode is not None:
+            return run_grouped_product(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

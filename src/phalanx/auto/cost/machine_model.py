@@ -25,8 +25,8 @@ ShardingTime = Callable[[Sharding, float, float, GroupTopology], float]
 class OperatorTimes(Protocol):
     """What one rank gets while all ranks work, in seconds; every operator counts with the time to start it."""
 
-    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
-        """Return the seconds of a product of (m, k) by (k, n)."""
+    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32", *, batch: float = 1) -> float:
+        """Return the seconds of `batch` products of (m, k) by (k, n), which one operator computes."""
 
     def conv_s(
         self,
@@ -155,9 +155,9 @@ class _EagerKernels:
 
     kernels: Kernels
 
-    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
+    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32", *, batch: float = 1) -> float:
         # In the precision of the job, whatever a model's parameters have before it is distributed.
-        return self._at_least_launch(self.kernels.matmul(m, n, k))
+        return self._at_least_launch(self.kernels.matmul(m, n, k, batch=batch))
 
     def conv_s(
         self,

@@ -93,8 +93,8 @@ def _times(op: Operator, machine: OperatorTimes, share: ShardFraction, is_first:
     product = _product(op, shapes, share)
     if product is not None:
         batch, m, n, k = product
-        forward = batch * machine.matmul_s(m, n, k)
-        to_weight, to_input = batch * machine.matmul_s(n, k, m), batch * machine.matmul_s(m, k, n)
+        forward = machine.matmul_s(m, n, k, batch=batch)
+        to_weight, to_input = machine.matmul_s(n, k, m, batch=batch), machine.matmul_s(m, k, n, batch=batch)
         has_right = trains if op.parameters else not is_first
         backward = (to_weight if has_right else 0.0) + (0.0 if is_first else to_input)
         return PassTimes(forward, backward, to_weight if has_right and op.parameters else 0.0)

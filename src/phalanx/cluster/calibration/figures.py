@@ -132,9 +132,12 @@ class Rates(_Frozen):
     shared: dict[str, float] = Field(default_factory=dict)
     """By backend: extra seconds for each second that a collective and computation run side by side."""
 
-    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
-        """Return the seconds of a linear layer of (n, k) on (m, k)."""
-        return self._grid(f"matmul {dtype}").at(m, n, k)
+    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32", *, batch: float = 1) -> float:
+        """Return the seconds of a linear layer of (n, k) on (m, k), or of a batched product of such matrices.
+
+        A batched product takes as long as one of all their rows: 0.9 to 1.2 times, from 96 of 64 rows to 8 of 1024.
+        """
+        return self._grid(f"matmul {dtype}").at(batch * m, n, k)
 
     def conv_s(
         self,
