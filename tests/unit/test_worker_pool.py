@@ -14,9 +14,9 @@ import pytest
 from launching import wait_until
 from phalanx.cluster import proc
 from phalanx.errors import LaunchError
-from phalanx.launch.elastic.frozen_workers import FrozenWorkers, read_awaited
 from phalanx.launch.elastic.joiners import RestartBudget
-from phalanx.launch.elastic.worker_pool import WorkerPool
+from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers, read_awaited
+from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.request.elastic import WorkerRange
 
 

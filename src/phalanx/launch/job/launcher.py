@@ -244,7 +244,7 @@ class Launcher:
         self, request: LaunchRequest, layout: Topology, facts: environment.JobFacts
     ) -> Callable[..., LocalAttempt]:
         """Return how to make an attempt whose workers may come and go."""
-        from phalanx.launch.elastic.frozen_workers import PATIENCE_S
+        from phalanx.launch.elastic.workers.frozen_workers import PATIENCE_S
         from phalanx.launch.job.workers_attempt import WorkersAttempt
 
         self._budget.total = self._options.replacements

@@ -14,10 +14,10 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.control import ControlSocket
-from phalanx.launch.elastic.frozen_workers import FrozenWorkers
 from phalanx.launch.elastic.joiners import RestartBudget
-from phalanx.launch.elastic.sign_off import SignOff
-from phalanx.launch.elastic.worker_pool import WorkerPool
+from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers
+from phalanx.launch.elastic.workers.sign_off import SignOff
+from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt, Outcome, make_log
 from phalanx.launch.process import environment
 from phalanx.launch.reports.report import describe_briefly
