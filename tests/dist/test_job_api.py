@@ -419,8 +419,8 @@ def test_a_failed_job_opens_the_log_of_the_rank_that_failed(server):
     (paths.logs(folder) / "workerlog.1").write_text("the reason\n")
     server.end(job, Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
     token = server.owner_token()
-    assert "the reason" in _page(server, token, f"/jobs/{job.id}").text
-    other = _page(server, token, f"/jobs/{job.id}?rank=0").text
+    assert "the reason" in _page(server, token, f"/jobs/{job.id}?tab=logs").text
+    other = _page(server, token, f"/jobs/{job.id}?tab=logs&rank=0").text
     assert "the reason" not in other
     assert 'data-empty="This rank wrote nothing."' in other
 
