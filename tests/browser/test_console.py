@@ -246,12 +246,17 @@ def test_a_workspace_is_filled_and_emptied(browser, server):
     _until(browser, lambda: "ann" in _text(browser))
     assert server.store.workspaces.get("filled").members == {"ann": MemberRole.VIEWER}
     browser.get(f"{server.url}/ui/tokens")
-    browser.find_element(By.ID, "name").send_keys("laptop", Keys.ENTER)
+    Select(browser.find_element(By.ID, "days")).select_by_visible_text("until it is removed")
+    browser.find_element(By.ID, "name").send_keys("lap/top", Keys.ENTER)
     _until(browser, lambda: browser.find_elements(By.ID, "new-token"))
     text = browser.find_element(By.ID, "new-token").text
     assert server.store.tokens.actor_of(text).owner
     browser.get(f"{server.url}/ui/tokens")
     assert text not in browser.page_source
+    assert [token.expires for token in server.store.tokens.find() if token.name == "lap/top"] == [None]
+    browser.find_element(By.CSS_SELECTOR, "button[aria-label='Remove lap/top']").click()
+    browser.switch_to.alert.accept()
+    _until(browser, lambda: "lap/top" not in _text(browser))
 
 
 def test_what_the_checks_of_submission_say_is_shown(browser, server, tmp_path):

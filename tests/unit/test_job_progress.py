@@ -40,6 +40,13 @@ def test_more_steps_than_were_planned_are_all_of_them() -> None:
     assert (progress.fraction, progress.remaining_s) == (1.0, 0.0)
 
 
+def test_times_that_no_clock_gave_tell_no_end() -> None:
+    events = [{"step": 0, "time": 0}, {"step": 1, "time": 9e299, "total_steps": 2**53 - 1}]
+    progress = compute_progress(events)
+    assert progress is not None
+    assert progress.remaining_s is None
+
+
 _VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)
 )

@@ -62,8 +62,10 @@ def _page_instead(handler: Callable[[Request, Exception], Response]) -> Callable
     def handle(request: Request, error: Exception) -> Response:
         if not request.url.path.startswith(f"{ROOT}/"):
             return handler(request, error)
-        status = error.status_code if isinstance(error, HTTPException) else 404
         say = speaker(language(request))
+        if request.method == "POST" and isinstance(error, RequestValidationError):
+            return _problem_page(request, 422, say("field missing"))
+        status = error.status_code if isinstance(error, HTTPException) else 404
         problem = str(error.detail) if isinstance(error, HTTPException) and status != 404 else say("not found")
         return _problem_page(request, status, problem)
 

@@ -200,7 +200,7 @@ def _read(kind: Kind, text: str) -> Any:
             raise ValueError(f"This is no YAML: {error}") from None
     if kind == "yes":
         return text == "true"
-    return text
+    return text.replace("\r\n", "\n")  # as browsers send lines
 
 
 def _pair(line: str) -> tuple[str, str]:

@@ -110,6 +110,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "Follows the form. Paste a job.yaml here to fill the form.",
         "随表单变化。可在此粘贴 job.yaml 以填写表单。",
     ),
+    "yaml typed": (
+        "The YAML was changed and the form not filled from it. Go on with the form as it is?",
+        "YAML 已修改，但尚未用它填写表单。仍按表单提交？",
+    ),
     "check": ("Check without submitting", "仅检查，不提交"),
     "would submit": ("This would be started; nothing was submitted.", "将启动如下命令；尚未提交。"),
     "free now": ("This machine, given to jobs:", "本机已分配："),
@@ -138,6 +142,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "attempt": ("Attempt", "尝试"),
     "attempts": ("Attempts", "尝试"),
     "no jobs": ("No jobs yet.", "尚无作业。"),
+    "no match": ("No job matches.", "没有符合条件的作业。"),
     "no jobs help": (
         "Submit one with `phalanx job submit job.yaml`.",
         "用 `phalanx job submit job.yaml` 提交。",
@@ -223,6 +228,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "lines help": ("One per line.", "每行一个。"),
     "pairs help": ("NAME=value, one per line.", "每行一个 NAME=value。"),
+    "field missing": ("A field is empty or cannot be as it is.", "有字段为空或取值无效。"),
     "form wrong": ("Not submitted. Fix the fields marked below.", "未提交。请按各字段的提示修改。"),
     "queue empty": ("The queue is empty.", "没有等待中的作业。"),
     "capacity": ("This machine", "本机"),

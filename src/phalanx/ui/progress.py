@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_LONGEST_S = 1e10
+"""Longer than any training: times that no clock gave."""
+
 _SPARK_WIDTH, _SPARK_HEIGHT = 90, 20
 
 
@@ -66,7 +69,10 @@ def _remaining_s(events: Sequence[Mapping[str, Any]], done: int, total: int) -> 
     if first_step is None or first_time is None or last_time is None:
         return None
     steps, seconds = done - 1 - first_step, last_time - first_time
-    return max(0, total - done) * seconds / steps if steps > 0 and seconds > 0 else None
+    if steps <= 0 or seconds <= 0:
+        return None
+    remaining = max(0, total - done) * seconds / steps
+    return remaining if remaining < _LONGEST_S else None
 
 
 def _sparkline(values: Sequence[float]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Form, Query
 from fastapi.responses import RedirectResponse, Response
 
-from phalanx.errors import AccessError, ConfigError, StateError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.jobs.models import Job, JobState
 from phalanx.ui.progress import JobProgress, compute_progress
 from phalanx.ui.session import ROOT, ConsoleSession, current_session
@@ -32,7 +33,7 @@ _SORTS: dict[str, Callable[[Job], Any]] = {
     "priority": lambda job: job.priority,
     "owner": lambda job: job.owner,
     "submitted": lambda job: job.created,
-    "duration": lambda job: ((job.ended or job.created) - job.started).total_seconds() if job.started else -1.0,
+    "duration": lambda job: ((job.ended or datetime.now(UTC)) - job.started).total_seconds() if job.started else -1.0,
 }
 """Columns that a list is sorted by, and by what of a job."""
 
@@ -97,7 +98,6 @@ def _list_values(session: ConsoleSession, workspace: str, query: ListQuery) -> d
         "counts": [(state, counts[state]) for state in JobState if counts.get(state)],
         "total": sum(counts.values()),
         "progress": {job.id: progress for job in shown if (progress := read_progress(session, job)) is not None},
-        "stoppable": {job.id for job in shown if not job.state.is_terminal and session.may_stop(job)},
     }
 
 
@@ -142,7 +142,7 @@ def act_on_selected(
     for name in job:
         try:
             actions[action](name)
-        except (AccessError, StateError) as error:
+        except PhalanxError as error:
             refusals.append(f"{name}: {error}")
     if refusals:
         return session.page("problem.html", 409, problem="\n".join(refusals))

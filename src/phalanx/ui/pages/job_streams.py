@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -38,7 +39,7 @@ def log_file(session: CurrentSession, job: str, rank: str, attempt: AttemptNumbe
     """Send one log whole, as a file to save."""
     number = attempt or session.jobs.job(job).attempt or 1
     first = session.jobs.log(job, rank=rank, attempt=attempt)  # an unknown rank is an error before anything is sent
-    name = f"{job}-{number}-{rank}.log".encode("ascii", "replace").decode().replace('"', "_")
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{job}-{number}-{rank}.log")
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     pieces = _pieces(session, job, rank, attempt, first.text, first.next)
     return StreamingResponse(pieces, media_type="text/plain; charset=utf-8", headers=headers)

@@ -35,7 +35,7 @@ _HIDDEN = frozenset(
 _MAIN = ("name", "command", "code", "datasets", "resources", "backend", "kubernetes", "slurm", "env", "secrets")
 """Fields that are shown at once; backends' own only where that backend is chosen."""
 
-_SOURCES = {"path": ("path",), "git": ("git", "ref", "secret"), "name": ("name",)}
+_SOURCES = {"path": ("path",), "git": ("git", "ref", "secret"), "name": ("name", "ref", "secret")}
 """Where code can come from, and the fields that belong to it."""
 
 _SOURCE, _NAMES, _YAML, _ACTION, _REQUEST = "code.source", "datasets.names", "yaml", "action", "request"
@@ -66,7 +66,8 @@ class Draft:
 
     def build_job(self, workspace: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the job as JSON, and what could not be read of it, by path."""
-        foreign = {f"code.{name}" for key, names in _SOURCES.items() if key != self.source for name in names}
+        own = _SOURCES[self.source]
+        foreign = {f"code.{name}" for names in _SOURCES.values() for name in names if name not in own}
         job, errors = form.collect(_SCHEMA, {path: text for path, text in self.filled.items() if path not in foreign})
         in_full = job.get("datasets", [])
         if self.names and isinstance(in_full, list):

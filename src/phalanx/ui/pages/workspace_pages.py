@@ -20,8 +20,8 @@ routes = APIRouter(include_in_schema=False)
 Text = Annotated[str, Form()]
 
 _DAY_S = 86_400.0
-LIFETIMES = {"7": 7 * _DAY_S, "30": 30 * _DAY_S, "90": 90 * _DAY_S, "": None}
-"""Seconds that a new token can be made for, by the days that the form offers; empty: until it is removed."""
+LIFETIMES = {"7": 7 * _DAY_S, "30": 30 * _DAY_S, "90": 90 * _DAY_S, "0": None}
+"""Seconds that a new token can be made for, by the days that the form offers; 0: until it is removed."""
 
 
 def _back(workspace: str, page: str) -> Response:
@@ -172,8 +172,8 @@ def put_member(session: CurrentSession, workspace: str, name: Text, role: Annota
     return _back(workspace, "members")
 
 
-@routes.post("/w/{workspace}/members/{name}/remove")
-def remove_member(session: CurrentSession, workspace: str, name: str) -> Response:
+@routes.post("/w/{workspace}/members/remove")
+def remove_member(session: CurrentSession, workspace: str, name: Text) -> Response:
     """Remove a member."""
     session.jobs.remove_member(workspace, name)
     return _back(workspace, "members")
@@ -213,8 +213,8 @@ def add_token(session: CurrentSession, name: Text, days: Text = "30", owner: Tex
     return _tokens(session, new_text=new.text)
 
 
-@routes.post("/tokens/{owner}/{name}/remove")
-def remove_token(session: CurrentSession, owner: str, name: str) -> Response:
+@routes.post("/tokens/remove")
+def remove_token(session: CurrentSession, owner: Text, name: Text) -> Response:
     """Revoke a token."""
     session.jobs.remove_token(name, owner=owner)
     return RedirectResponse(f"{ROOT}/tokens", 303)

@@ -50,7 +50,10 @@ const plotter = (box, { isSmoothed = true, scales = {} } = {}) => {
   };
   return (key, title, lines, axis) => {
     const data = table(lines);
-    if (!data.slice(1).some((values) => values.some((value) => value !== null))) return;
+    if (!data.slice(1).some((values) => values.some((value) => value !== null))) {
+      if (drawn[key]) { drawn[key].plot.destroy(); drawn[key].figure.remove(); delete drawn[key]; }
+      return;
+    }
     const isLog = chartOptions.log && isSmoothed;
     const shape = [axis.label, isLog, ...lines.keys()].join();
     if (drawn[key]?.shape === shape) { drawn[key].plot.setData(data); return; }

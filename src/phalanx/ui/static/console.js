@@ -56,7 +56,7 @@ if (waiting) {
 const job = document.querySelector("[data-job-form]");
 if (job) {
   const yaml = job.elements.yaml;
-  let timer;
+  let timer, isTyped = false; // a typed YAML fills the form when asked to, and is not overwritten before
   const showFields = () => {
     const backend = job.elements.backend.value || "local";
     for (const part of job.querySelectorAll("[data-backend]")) part.hidden = part.dataset.backend !== backend;
@@ -66,14 +66,18 @@ if (job) {
     if (answer.ok) yaml.value = await answer.text();
   };
   job.addEventListener("input", (event) => {
-    if (event.target === yaml) return; // typed or pasted: it fills the form when asked to
-    showFields();
     clearTimeout(timer);
+    if (event.target === yaml) { isTyped = true; return; }
+    showFields();
+    if (isTyped) return;
     timer = setTimeout(() => follow().catch((error) => console.warn("The YAML does not follow.", error)), 300);
   });
   job.elements.backend.addEventListener("change", showFields);
   showFields();
   document.getElementById("problem")?.focus();
+  job.addEventListener("submit", (event) => {
+    if (isTyped && event.submitter?.value !== "fill" && !confirm(job.dataset.typed)) event.preventDefault();
+  });
 }
 
 document.addEventListener("change", (event) => { if (event.target.matches("[data-submit]")) event.target.form.requestSubmit(); });
