@@ -31,9 +31,11 @@ WORDS, WIDTH, HEADS, TOKENS, BATCH, STEPS = 11, 12, 4, 8, 4, 3
 class Block(nn.Module):
     """Attention and an MLP; `mask` is that of whole sequences, `scale` one number a feature that every token meets."""
 
-    def __init__(self, causal: bool = True, dropout: float = 0.0, groups: int = HEADS) -> None:
+    def __init__(
+        self, causal: bool = True, dropout: float = 0.0, groups: int = HEADS, interleaved: bool = False
+    ) -> None:
         super().__init__()
-        self.causal, self.groups = causal, groups
+        self.causal, self.groups, self.interleaved = causal, groups, interleaved
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.o = nn.Linear(WIDTH, WIDTH + 2 * WIDTH * groups // HEADS), nn.Linear(WIDTH, WIDTH)
         layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * WIDTH, WIDTH)]
@@ -42,6 +44,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: Tensor | float = 1.0) -> Tensor:
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
         q, k, v = heads.split([HEADS, self.groups, self.groups], 1)
+        if self.interleaved:  # features of queries do not lie one after the other
+            q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (HEADS, -1, 3)).transpose(1, 2).unbind(-1)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=self.groups < HEADS)
         x = x + scale * self.o(y.transpose(1, 2).flatten(2))
         return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
@@ -94,8 +98,9 @@ CASES = {
     "selective": Case({"dropout": 0.3}, strategy=recomputed("blocks.*", selective=True)),
     "graph": Case(strategy={"graph": True}),
     "grouped heads": Case({"groups": 2}),
+    "interleaved": Case({"interleaved": True}),
 }
-RING = ("causal", "to all", "masked", "dropout", "recompute", "selective", "graph", "grouped heads")
+RING = ("causal", "to all", "masked", "dropout", "recompute", "selective", "graph", "grouped heads", "interleaved")
 RING_CASES = {f"{name}, ring": replace(CASES[name], attention="ring") for name in RING}
 ODD = 9
 """Tokens that 3 ranks cannot halve: each has consecutive ones."""

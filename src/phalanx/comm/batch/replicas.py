@@ -127,6 +127,9 @@ class Replicas:
         self.assignment = assignment
         """The replicas of each rank now."""
 
+        self.first_assignment = assignment
+        """Those of each rank when it was made."""
+
         self.is_elastic = is_elastic
         self.revision = 0
         """How often the replicas of this rank changed because ranks left or joined."""

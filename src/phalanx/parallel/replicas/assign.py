@@ -64,7 +64,11 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
 def split_over_replicas(plan: Plan, assignment: tuple[range, ...], mesh: Mesh, context: Context) -> None:
     """Assign the replicas of a Plan to its ranks, and compute with its number of threads."""
     before = context.replicas
-    if before is None or (before.count, len(before.assignment)) != (plan.step.replicas, len(assignment)):
+    is_same = before is not None and (
+        (before.count, len(before.assignment)) == (plan.step.replicas, len(assignment))
+        and (plan.step.shares is None or before.first_assignment == assignment)
+    )
+    if not is_same:
         index, membership = mesh.index(mesh.batch_axes), members.current()
         replicas = Replicas(assignment, index, device=context.device, is_elastic=membership is not None)
         context.use_replicas(replicas)

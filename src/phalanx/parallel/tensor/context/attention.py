@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -93,11 +94,17 @@ class SequenceAttention:
                 "gives attention a mask that is learned, whose gradients a ring does not make. Choose "
                 'context_parallel_configs = {"attention": "all_gather"}'
             )
+        kind = query.device.type
+        has_autocast = torch.amp.is_autocast_available(kind)
+        if has_autocast and torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch's attention
+            query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+        query = query if query.stride(-1) == 1 else query.contiguous()  # kernels take features one after the other
         shared = query.shape[:-3] if enable_gqa else query.shape[:TOKENS]
         key, value = (x.expand(*shared, *x.shape[len(shared) - query.dim() :]) for x in (key, value))
         spec = deal_tokens(self._spec, query.shape[TOKENS])
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        return ring_attention(query, key, value, mask, RingCall(spec, scale, is_causal))
+        with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():  # scores stay in float32
+            return ring_attention(query, key, value, mask, RingCall(spec, scale, is_causal))
 
     def _gathered(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, **named: Any

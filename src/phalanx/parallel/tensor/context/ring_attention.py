@@ -12,6 +12,7 @@ end (`ShardSpec.zigzag`), half of the pairs of each step are left for every rank
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,36 +100,51 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, output, log_sum = ctx.saved_tensors
-        call: RingCall = ctx.call
-        wide = log_sum.dtype
-        to_query = torch.zeros_like(query, dtype=wide)
-        behind: RingShift | None = None
-        for source, (keys, values) in _around(key, value, call):
-            to_key, to_value = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
-            region = call.region(source)
-            if region is not None:
-                rows, columns = region.queries, region.keys
-                added = attend_backward(
-                    grads[0].narrow(_TOKENS, *rows),
-                    query.narrow(_TOKENS, *rows),
-                    keys.narrow(_TOKENS, *columns),
-                    values.narrow(_TOKENS, *columns),
-                    call.mask_of(mask, source),
-                    PartialAttention(output.narrow(_TOKENS, *rows), log_sum.narrow(-1, *rows)),
-                    call.scale,
-                    is_causal=region.is_causal,
-                )
-                to_query.narrow(_TOKENS, *rows).add_(added.query)
-                to_key.narrow(_TOKENS, *columns).copy_(added.key)
-                to_value.narrow(_TOKENS, *columns).copy_(added.value)
-            packed = _pack(to_key, to_value)
-            if behind is not None:  # what the ranks before computed for these keys
-                packed += behind.wait()
-            behind = RingShift(packed, call.spec.group)
-        assert behind is not None  # there are steps
-        to_key, to_value = _unpack(behind.wait(), key, value)
-        return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype), None, None
+        kind = grads[0].device.type
+        # A script may call backward under autocast too, which would round scores that forward did not.
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            return (*_to_inputs(grads[0], ctx.call, *ctx.saved_tensors), None, None)
+
+
+def _to_inputs(
+    grad: Tensor,
+    call: RingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    output: Tensor,
+    log_sum: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, those of keys and values sent once around the ring."""
+    wide = log_sum.dtype
+    to_query = torch.zeros_like(query, dtype=wide)
+    behind: RingShift | None = None
+    for source, (keys, values) in _around(key, value, call):
+        to_key, to_value = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
+        region = call.region(source)
+        if region is not None:
+            rows, columns = region.queries, region.keys
+            added = attend_backward(
+                grad.narrow(_TOKENS, *rows),
+                query.narrow(_TOKENS, *rows),
+                keys.narrow(_TOKENS, *columns),
+                values.narrow(_TOKENS, *columns),
+                call.mask_of(mask, source),
+                PartialAttention(output.narrow(_TOKENS, *rows), log_sum.narrow(-1, *rows)),
+                call.scale,
+                is_causal=region.is_causal,
+            )
+            to_query.narrow(_TOKENS, *rows).add_(added.query)
+            to_key.narrow(_TOKENS, *columns).copy_(added.key)
+            to_value.narrow(_TOKENS, *columns).copy_(added.value)
+        packed = _pack(to_key, to_value)
+        if behind is not None:  # what the ranks before computed for these keys
+            packed += behind.wait()
+        behind = RingShift(packed, call.spec.group)
+    assert behind is not None  # there are steps
+    to_key, to_value = _unpack(behind.wait(), key, value)
+    return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)
 
 
 def _tokens_outermost(output: Tensor) -> Tensor:
