@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_worker_that_is_stopped_for_longer_than_the_patience_is_frozen() -> No
 
 def test_a_worker_that_does_nothing_while_servers_wait_for_it_is_frozen(tmp_path: Path) -> None:
     status = tmp_path / "status.server.0.json"
-    status.write_text(json.dumps({"awaited": [[0, 7]]}))
+    status.write_text(json.dumps({"time": time.time(), "awaited": [[0, 7]]}))
     with subprocess.Popen(["sleep", "60"]) as process:
         wait_until(lambda: proc.state(process.pid) == "S")
         frozen = FrozenWorkers(1.0, [str(status)])
@@ -114,8 +115,13 @@ def test_a_worker_that_does_nothing_while_servers_wait_for_it_is_frozen(tmp_path
 def test_whom_servers_wait_for_is_read_from_what_they_report(tmp_path: Path) -> None:
     path = tmp_path / "status.server.0.json"
     assert read_awaited(str(path)) == []
-    path.write_text(json.dumps({"awaited": [[1, 7]]}))
+    path.write_text(json.dumps({"time": time.time(), "awaited": [[1, 7]]}))
     assert read_awaited(str(path)) == [(1, 7)]
-    for broken in ("", "[]", "{}", '{"awaited": 3}', '{"awaited": [1]}', '{"awaited": [["x", 1]]}', "\xff"):
+    path.write_text(json.dumps({"time": time.time() - 60, "awaited": [[1, 7]]}))
+    assert read_awaited(str(path)) == []  # that server is away
+    for broken in ("3", "[1]", '[["x", 1]]', "{}"):
+        path.write_text(f'{{"time": {time.time()}, "awaited": {broken}}}')
+        assert read_awaited(str(path)) == []
+    for broken in ("", "[]", "{}", '{"time": "x", "awaited": []}', "\xff"):
         path.write_text(broken)
         assert read_awaited(str(path)) == []

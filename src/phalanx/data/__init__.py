@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, so that orders and row
     from phalanx.data.readers.digits import DigitsDataset
     from phalanx.data.readers.download import download
     from phalanx.data.readers.flowers import FlowersDataset
-    from phalanx.data.readers.idx import FashionMnistDataset, MnistDataset, read_idx
+    from phalanx.data.readers.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
     from phalanx.data.samples.labels import check_labels
     from phalanx.data.stream.generator_dataset import GeneratorDataset
 
@@ -34,6 +34,7 @@ __all__ = [
     "FashionMnistDataset",
     "FlowersDataset",
     "GeneratorDataset",
+    "IdxDataset",
     "InMemoryDataset",
     "MnistDataset",
     "Pipeline",

@@ -47,7 +47,8 @@ def tables_of(context: Context, strategy: DistributedStrategy) -> TableClient:
         tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
     if context.role.least_workers and servers:
         tables.leave_on_sigterm()
-        context.dealer = BatchDealer(tables, context.rank)
+        if context.dealer is None:  # it numbers the loaders of the whole script
+            context.dealer = BatchDealer(tables, context.rank)
     return tables
 
 

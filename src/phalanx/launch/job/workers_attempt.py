@@ -182,6 +182,9 @@ class WorkersAttempt(LocalAttempt):
                     "lost workers are not replaced now: the restart budget is used up (%s)", self.budget.limit
                 )
 
+    def _note_lingering(self) -> None:
+        """Nothing: workers that left or were replaced end long before the others."""
+
     def _fail(self, refusal: str) -> None:
         logger.error("the job cannot go on: %s", refusal)
         self._refusal, self._failed_at = refusal, time.monotonic()
@@ -197,6 +200,14 @@ class WorkersAttempt(LocalAttempt):
             until = time.monotonic() + self.stop_grace_s
             while time.monotonic() < until and not self.stops.pending and self._alive.keys() & set(workers):
                 self._poll(POLL_S)
+            if late := [process.title for process in self._workers.values() if process.id in self._alive]:
+                # Another wait as long would end after the scheduler has killed this launcher, servers unasked.
+                logger.warning(
+                    "killing %s after %g s: what they hold back is lost. Set PHALANX_STOP_GRACE_S to wait longer",
+                    ", ".join(late),
+                    self.stop_grace_s,
+                )
+                self.server.signal([process.id for process in self._workers.values()], signal.SIGKILL)
         super()._end_all(number, may_save=may_save)
 
     def wait(self) -> Outcome:

@@ -80,4 +80,4 @@ def _limits(context: Context) -> str:
     """Return what the promise of equal bits depends on, as the end of a sentence."""
     if accelerator.is_accelerator(context.device) and not torch.are_deterministic_algorithms_enabled():
         return " of one kind of GPU, if torch.use_deterministic_algorithms(True) is set, which it is not"
-    return f" with {'GPUs' if context.device.type == 'cuda' else 'processors'} of one kind"
+    return f" with {'GPUs' if accelerator.is_accelerator(context.device) else 'processors'} of one kind"

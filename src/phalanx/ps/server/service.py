@@ -65,6 +65,9 @@ class Service:
 
         self._budget = 0
         self._connections: Counter[int] = Counter()
+        self._served: Counter[int] = Counter()
+        """Requests in answer, by client: pulls and pushes do not come here."""
+
         self._connections_lock = threading.Lock()
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
             **dict.fromkeys(OPS, self._change),
@@ -84,12 +87,24 @@ class Service:
                 f"A server has no operation {request.op!r}.{did_you_mean(request.op, self._answers)} "
                 "Run the same version of phalanx everywhere."
             )
+        with self._connections_lock:
+            self._served[request.client] += 1
         try:
             return answer(request)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
             if isinstance(e, PhalanxError):
                 raise
             raise ConfigError(f"The request {request.op!r} is malformed: {e!r}. Send what the protocol says.") from e
+        finally:
+            with self._connections_lock:
+                self._served -= Counter({request.client: 1})
+
+    @property
+    def served_workers(self) -> set[int]:
+        """Workers that wait for this server themselves, such as one that saves."""
+        with self._connections_lock:
+            clients = list(self._served)
+        return {worker for client in clients if (worker := self.engine.worker_of(client)) is not None}
 
     @property
     def failure(self) -> PhalanxError | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "mode": clocks.mode if clocks else None,
         "steps": steps,
         "lag": max(live) - min(live) if live else 0,
-        "awaited": _awaited(clocks) if clocks and counts["waiting"] else [],
+        "awaited": _awaited(clocks, service.served_workers) if clocks and counts["waiting"] else [],
         "tables": {
             name: counts | _file_counts(service, name) for name, counts in service.state.tables.report().items()
         },
@@ -66,13 +66,20 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
     }
 
 
-def _awaited(clocks: Clocks) -> list[tuple[int, int]]:
-    """Return the workers whom others may wait for, each with its pushes: the slowest, where some are ahead of them."""
+def _awaited(clocks: Clocks, served: Collection[int]) -> list[tuple[int, int]]:
+    """Return the workers whom others may wait for, each with its pushes: the slowest, where some are ahead of them.
+
+    Args:
+        clocks: The pushes of each worker.
+        served: Workers that wait for this server, and are not to blame.
+    """
     if clocks.mode not in ("sync", "bounded"):
         return []
     pushed = {worker: clocks.steps[worker] for worker in clocks.live}
     least = min(pushed.values(), default=0)
-    return [] if max(pushed.values(), default=0) == least else [(w, p) for w, p in pushed.items() if p == least]
+    if max(pushed.values(), default=0) == least:
+        return []
+    return [(worker, pushes) for worker, pushes in pushed.items() if pushes == least and worker not in served]
 
 
 def _file_counts(service: Service, name: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,6 +16,9 @@ LOOK_S = 0.25
 
 STATUS_S = 1.0
 """Between two looks at what servers report; they do so every two seconds."""
+
+_STALE_S = 6.0
+"""Age after which the status of a server counts for nothing: three times as long as between two."""
 
 PATIENCE_S = 2.0
 """Seconds that a worker may be stopped, or waited for, unless PHALANX_PATIENCE_S says."""
@@ -51,7 +55,8 @@ class FrozenWorkers:
             self._suspect_awaited(pids, now)
         for verdict in self._suspects.verdicts(now):
             worker = int(verdict.member.id)
-            if verdict.is_frozen and pids.get(worker) == verdict.member.pid:
+            is_awaited = any(awaited == worker for awaited, _ in self._awaited)
+            if verdict.is_frozen and is_awaited and pids.get(worker) == verdict.member.pid:
                 reasons.setdefault(worker, verdict.why)
         return reasons
 
@@ -75,9 +80,11 @@ class FrozenWorkers:
 
 
 def read_awaited(path: str) -> list[tuple[int, int]]:
-    """Return (worker, its pushes) of those whom requests of a server wait for; nothing where it does not say."""
+    """Return (worker, its pushes) of those whom requests of a server wait for; nothing where it does not say lately."""
     try:
         status = json.loads(Path(path).read_bytes())
+        if time.time() - status["time"] > _STALE_S:
+            return []  # the server is away, and its workers wait for it
         return [(int(worker), int(pushes)) for worker, pushes in status["awaited"]]
     except (OSError, ValueError, TypeError, KeyError):
         return []  # it has not reported yet, or a script wrote there

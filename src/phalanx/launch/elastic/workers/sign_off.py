@@ -56,8 +56,8 @@ class SignOff:
                 pending.result()
             for pending in [connection.send("leave", {}) for connection in connections]:
                 pending.result()
-        except PhalanxError as error:
-            self.problem = str(error)
+        except (PhalanxError, OSError, ValueError, LookupError) as error:
+            self.problem = str(error) or repr(error)
         finally:
             for connection in connections:
                 connection.close()
