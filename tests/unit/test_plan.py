@@ -182,7 +182,8 @@ def test_explain_names_the_axis_along_which_tokens_are_apart():
         modules=tuple(ModuleRule(match=m, style=style, inputs={axis: Shard(dim=-2)}) for m, style, axis in styled),
     )
     shown = explain(plan, ModelShape(params=()))
-    assert "a: each rank along context=2 computes 1/2 of the tokens; attention sees all, whose keys and values every rank gathers\n" in str(shown)
+    gathered = "attention sees all, whose keys and values every rank gathers"
+    assert f"a: each rank along context=2 computes 1/2 of the tokens; {gathered}\n" in str(shown)
     assert "b: each rank along model=4 computes 1/4 of the tokens" in str(shown)
     assert [one["match"] for one in json.loads(shown.to_json())["tokens"]] == ["a", "b"]
 
