@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKED_ON = ("2.9.1", "2.10.0", "2.13.0")
-"""Releases of torch in which all names were there."""
+"""Releases of torch in which all names were there; `_grouped_mm` was looked for in the last alone."""
 
 PRIVATE_NAMES: frozenset[str] = frozenset({
     "torch.UntypedStorage._new_shared",
@@ -42,6 +42,9 @@ PRIVATE_NAMES: frozenset[str] = frozenset({
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.ops.aten._grouped_mm.default",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.distributed.Backend._plugins",
     "torch.distributed.distributed_c10d",
     "torch.distributed.distributed_c10d.AllgatherOptions",
@@ -128,13 +131,13 @@ def _exists(name: str) -> bool:
 def _resolve(name: str) -> Any:
     """Return what a full name stands for; raises AttributeError or ImportError if there is nothing."""
     module, *rest = name.split(".")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in rest:
         module = f"{module}.{part}"
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             importlib.import_module(module)
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _has_attribute(owner: str, name: str) -> bool:
