@@ -105,3 +105,10 @@ def test_a_job_comes_back_from_its_form(nodes, env, secrets, backend, readonly):
     again, errors = form.collect(SCHEMA, filled)
     assert not errors
     assert TrainingJob.model_validate(again) == job
+
+
+@given(st.text(alphabet=["\n", "\\", "n", '"', "=", " "], max_size=8))
+def test_a_variable_of_any_value_comes_back_from_the_form(value):
+    job = TrainingJob(name="a", command="c", code={"git": "u"}, env={"A": value, "B": "b"})
+    again, errors = form.collect(SCHEMA, form.filled_from(SCHEMA, job.model_dump(mode="json")))
+    assert (again["env"], errors) == (job.env, {})

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers, read_awaited
 from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.request.elastic import WorkerRange
+from phalanx.ps.server.status import awaited_workers
 
 
 def pool(least: int = 1, most: int = 3, restarts: int | None = None) -> WorkerPool:
@@ -125,3 +128,11 @@ def test_whom_servers_wait_for_is_read_from_what_they_report(tmp_path: Path) -> 
     for broken in ("", "[]", "{}", '{"time": "x", "awaited": []}', "\xff"):
         path.write_text(broken)
         assert read_awaited(str(path)) == []
+
+
+def test_a_worker_that_waits_for_the_server_itself_is_not_awaited() -> None:
+    clocks: Any = SimpleNamespace(mode="sync", live={0, 1, 2}, steps=[7, 7, 8])
+    assert awaited_workers(clocks, set()) == [(0, 7), (1, 7)]
+    assert awaited_workers(clocks, {1}) == [(0, 7)]
+    clocks.mode = "async"
+    assert awaited_workers(clocks, set()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -207,7 +208,21 @@ def _pair(line: str) -> tuple[str, str]:
     name, sign, value = line.partition("=")
     if not sign:
         raise ValueError(f"Write NAME=value on each line, not {line.strip()!r}")
-    return name.strip(), value
+    return name.strip(), _several_lines(value) or value
+
+
+def _several_lines(value: str) -> str:
+    """Return the text of several lines that a JSON string in quotes stands for; empty if it is none."""
+    try:
+        text = json.loads(value) if value.startswith('"') else ""
+    except ValueError:
+        return ""
+    return text if isinstance(text, str) and "\n" in text else ""
+
+
+def _quote_lines(text: str) -> str:
+    """Return a value on one line: one of several lines as a JSON string, which `_several_lines` reads back."""
+    return json.dumps(text, ensure_ascii=False) if "\n" in text or _several_lines(text) else text
 
 
 def _set_value(job: dict[str, Any], path: str, value: Any) -> None:
@@ -236,7 +251,7 @@ def _format_value(kind: Kind, value: Any) -> str | None:
     if kind == "lines":
         return "\n".join(value)
     if kind == "pairs":
-        return "\n".join(f"{name}={part}" for name, part in value.items())
+        return "\n".join(f"{name}={_quote_lines(part)}" for name, part in value.items())
     if kind == "yaml":
         return (
             str(yaml.safe_dump(value if isinstance(value, Mapping) else list(value), sort_keys=False)) if value else ""

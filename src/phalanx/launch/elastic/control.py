@@ -26,6 +26,18 @@ _PATH_LIMIT = 107
 """Most bytes of a Unix socket's path (sun_path)."""
 
 
+def read_scale(command: dict[str, Any]) -> int:
+    """Return the number of ranks that a command asks for.
+
+    Raises:
+        LaunchError: If it is another command.
+    """
+    size = command.get("scale")
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise LaunchError(f"{command} is no command of this version. Known: scale, with a whole number.")
+    return size
+
+
 class ControlSocket:
     """A socket that only this user can reach; a context that removes it."""
 

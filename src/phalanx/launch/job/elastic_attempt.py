@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from phalanx.cluster.view import Member, View
-from phalanx.errors import LaunchError
 from phalanx.launch.elastic.agent import ElasticAgent
-from phalanx.launch.elastic.control import ControlSocket
+from phalanx.launch.elastic.control import ControlSocket, read_scale
 from phalanx.launch.elastic.history import EpochEvent
 from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.nodes.probes import NodeProbes
@@ -266,10 +265,7 @@ class ElasticAttempt(LocalAttempt):
         """Nothing: members that leave end long before the others."""
 
     def _answer(self, command: dict[str, Any]) -> str:
-        size = command.get("scale")
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise LaunchError(f"{command} is no command of this version. Known: scale, with a whole number.")
-        answer = self.agent.scale(size)
+        answer = self.agent.scale(read_scale(command))
         logger.info("phalanx scale: %s", answer)
         return answer
 

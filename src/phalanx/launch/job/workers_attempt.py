@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.errors import LaunchError
-from phalanx.launch.elastic.control import ControlSocket
+from phalanx.launch.elastic.control import ControlSocket, read_scale
 from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers
 from phalanx.launch.elastic.workers.sign_off import SignOff
@@ -223,10 +222,7 @@ class WorkersAttempt(LocalAttempt):
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _answer(self, command: dict[str, Any]) -> str:
-        size = command.get("scale")
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise LaunchError(f"{command} is no command of this version. Known: scale, with a whole number.")
-        answer = self.pool.scale(size)
+        answer = self.pool.scale(read_scale(command))
         for worker in sorted(self.pool.leaving - self._leave_by.keys()):
             self._leave_by[worker] = time.monotonic() + self.stop_grace_s
             self.server.signal([self._workers[worker].id], signal.SIGTERM)

@@ -55,7 +55,7 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "mode": clocks.mode if clocks else None,
         "steps": steps,
         "lag": max(live) - min(live) if live else 0,
-        "awaited": _awaited(clocks, service.served_workers) if clocks and counts["waiting"] else [],
+        "awaited": awaited_workers(clocks, service.served_workers) if clocks and counts["waiting"] else [],
         "tables": {
             name: counts | _file_counts(service, name) for name, counts in service.state.tables.report().items()
         },
@@ -66,7 +66,7 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
     }
 
 
-def _awaited(clocks: Clocks, served: Collection[int]) -> list[tuple[int, int]]:
+def awaited_workers(clocks: Clocks, served: Collection[int]) -> list[tuple[int, int]]:
     """Return the workers whom others may wait for, each with its pushes: the slowest, where some are ahead of them.
 
     Args:

@@ -10,20 +10,17 @@ from fastapi.responses import Response
 
 from phalanx.jobs.models import Job
 from phalanx.jobs.spec.training_job import TrainingJob
-from phalanx.ui.pages.job_list import CurrentSession, read_progress
+from phalanx.ui.pages.job_list import MOST_COMPARED, CurrentSession, read_progress
 from phalanx.ui.session import ROOT
 
 routes = APIRouter(include_in_schema=False)
-
-_MOST = 8
-"""Most runs side by side: as many colours as lines can be told apart by."""
 
 
 @routes.get("/w/{workspace}/compare")
 def compare(
     session: CurrentSession,
     workspace: str,
-    job: Annotated[list[str], Query(max_length=_MOST)] = [],  # noqa: B006
+    job: Annotated[list[str], Query(max_length=MOST_COMPARED)] = [],  # noqa: B006
 ) -> Response:
     """Show up to eight jobs side by side."""
     session.check_workspace(workspace)

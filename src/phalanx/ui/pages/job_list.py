@@ -23,8 +23,10 @@ PageNumber = Annotated[int, Query(ge=1, le=10_000)]
 
 _ROWS = 50
 _MOST_SELECTED = 200
-_MOST_COMPARED = 8
-_TAIL_BYTES = 8192
+MOST_COMPARED = 8
+"""Most runs side by side: as many colours as lines can be told apart by."""
+
+TAIL_BYTES = 8192
 """Bytes of a rank's reports from which progress is told: some dozens of events."""
 
 _SORTS: dict[str, Callable[[Job], Any]] = {
@@ -119,7 +121,7 @@ def read_progress(session: ConsoleSession, job: Job) -> JobProgress | None:
     if not job.attempt:
         return None
     ranks = session.jobs.reporting(job.id)
-    return compute_progress(session.jobs.reports(job.id, rank=ranks[0], offset=-_TAIL_BYTES).events) if ranks else None
+    return compute_progress(session.jobs.reports(job.id, rank=ranks[0], offset=-TAIL_BYTES).events) if ranks else None
 
 
 @routes.post("/w/{workspace}/selected")
@@ -133,7 +135,9 @@ def act_on_selected(
     """Stop, run again or compare the selected jobs; what cannot be done is said for each job, the rest is done."""
     session.check_workspace(workspace)
     if action == "compare":
-        chosen = urlencode([("job", name) for name in job[:_MOST_COMPARED]])
+        if len(job) > MOST_COMPARED:
+            raise ConfigError(f"{len(job)} jobs were selected; at most {MOST_COMPARED} are compared. Select fewer.")
+        chosen = urlencode([("job", name) for name in job])
         return RedirectResponse(f"{ROOT}/w/{workspace}/compare?{chosen}", 303)
     actions: dict[str, Callable[[str], Job]] = {"stop": session.jobs.stop, "retry": session.jobs.retry}
     if action not in actions:

@@ -13,7 +13,7 @@ from phalanx.jobs.api.streams import LOG_START
 from phalanx.jobs.models import Attempt, Job, JobState
 from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.ui import formatting
-from phalanx.ui.pages.job_list import CurrentSession
+from phalanx.ui.pages.job_list import TAIL_BYTES, CurrentSession
 from phalanx.ui.pages.job_streams import AttemptNumber
 from phalanx.ui.progress import compute_progress
 from phalanx.ui.session import ROOT, ConsoleSession
@@ -28,8 +28,6 @@ _EPOCHS, _EPOCH_NODES = 10, 16
 
 _COLUMNS = 30
 """Most values of a report that are shown: a script may report as many as it likes."""
-
-_TAIL_BYTES = 8192
 
 
 @routes.get("/jobs/{job}")
@@ -128,7 +126,7 @@ def _epoch(event: dict[str, Any]) -> dict[str, Any] | None:
 def _last_reports(session: ConsoleSession, job: Job) -> list[tuple[str, list[dict[str, Any]]]]:
     """The last events of each rank that has any."""
     ranks = session.jobs.reporting(job.id)
-    parts = ((rank, session.jobs.reports(job.id, rank=rank, offset=-_TAIL_BYTES).events) for rank in ranks)
+    parts = ((rank, session.jobs.reports(job.id, rank=rank, offset=-TAIL_BYTES).events) for rank in ranks)
     return [(rank, events) for rank, events in parts if events]
 
 
