@@ -69,7 +69,7 @@ bench-quick: $(STAMP)  ## every benchmark once and small: that it works, not wha
 	$(BIN)/python -m benchmarks --quick
 
 .PHONY: gpu
-gpu: $(STAMP)    ## on a machine with a GPU: every gpu test and one-GPU benchmarks, 10 minutes; writes benchmarks/results/gpu_*.md
+gpu: $(STAMP)    ## on a machine with a GPU: every gpu test and one-GPU benchmarks; writes benchmarks/results/gpu_*.md
 	$(BIN)/python -m benchmarks.gpu
 
 wheel:           ## an sdist, a wheel of this machine and its SBOM in dist/, tried in an empty environment

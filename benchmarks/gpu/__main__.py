@@ -1,4 +1,4 @@
-"""Run every gpu test and the benchmarks of one GPU, and write a page: `make gpu`; less than 10 minutes.
+"""Run every gpu test and the benchmarks of one GPU, and write a page: `make gpu`.
 
     python -m benchmarks.gpu                    # writes benchmarks/results/gpu_NAME.md
     python -m benchmarks.gpu --try-on-cpu       # the cases at toy size where there is no GPU: no page, no figures

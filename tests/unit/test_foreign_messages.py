@@ -58,7 +58,7 @@ REQUESTS: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("shrink", {"table": "items"}, []),
     ("lease", {"epoch": 0, "files": ["a", "b"]}, []),
     ("done", {"epoch": 0, "file": "a", "offset": 3, "end": True}, []),
-    ("deal", {"loader": 0, "epoch": 0, "total": 3, "count": 1, "push": 0}, []),
+    ("lease_batches", {"loader": 0, "epoch": 0, "total": 3, "count": 1, "push": 0}, []),
     ("begin", {"loader": 0, "epoch": 0, "number": 0, "push": 1}, []),
     ("leave", {}, []),
     ("report", {}, []),

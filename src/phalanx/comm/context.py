@@ -90,8 +90,8 @@ class Context:
     recovery: Any = field(default=None, repr=False)
     """In an elastic job with logical replicas, the `parallel.elastic.recovery.ElasticRecovery` of this rank."""
 
-    dealer: Any = field(default=None, repr=False)
-    """Where workers beside servers come and go, the `ps.client.batch_dealer.BatchDealer` of this worker."""
+    batch_source: Any = field(default=None, repr=False)
+    """Where workers beside servers come and go, the `ps.client.leased_batches.LeasedBatches` of this worker."""
 
     split: SampleSplit | None = field(default=None, repr=False)
     """How many samples of each global batch each rank reads, where that follows their speeds; even when None."""

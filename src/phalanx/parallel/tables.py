@@ -22,8 +22,8 @@ from phalanx.parallel.session import applied_to, distributed_models, session
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Average
 from phalanx.ps.client import table_client
-from phalanx.ps.client.batch_dealer import BatchDealer
 from phalanx.ps.client.connect import secret_of
+from phalanx.ps.client.leased_batches import LeasedBatches
 from phalanx.ps.client.table_client import TableClient
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
 from phalanx.ps.snapshot.read import open_snapshot
@@ -47,8 +47,8 @@ def tables_of(context: Context, strategy: DistributedStrategy) -> TableClient:
         tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
     if context.role.least_workers and servers:
         tables.leave_on_sigterm()
-        if context.dealer is None:  # it numbers the loaders of the whole script
-            context.dealer = BatchDealer(tables, context.rank)
+        if context.batch_source is None:  # it numbers the loaders of the whole script
+            context.batch_source = LeasedBatches(tables, context.rank)
     return tables
 
 

@@ -344,11 +344,11 @@ class ShardedLoader:
         Taken inside the loop it counts the current batch as done.
 
         Raises:
-            ConfigError: If the servers deal the batches, as workers come and go: they keep the position.
+            ConfigError: If the servers lease the batches, as workers come and go: they keep the position.
         """
-        if self._options.dealer is not None:
+        if self._options.batch_source is not None:
             raise ConfigError(
-                "The state of a loader was asked for, and in this job the servers deal its batches to workers that "
+                "The state of a loader was asked for, and in this job the servers lease its batches to workers that "
                 "come and go (--worker_num a:b): none has a position of its own. Leave the loader out of what is "
                 "saved; save tables with fleet.save_persistables between two epochs."
             )

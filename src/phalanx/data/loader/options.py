@@ -14,8 +14,8 @@ import torch
 from phalanx.comm import context
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import BatchShare
-from phalanx.data.loader.dealt_requests import Dealer, dealt_requests
 from phalanx.data.loader.fetch import PipelineFetcher, RequestLoader, SampleFetcher, load_stream
+from phalanx.data.loader.leased_requests import BatchSource, leased_requests
 from phalanx.data.pipeline.order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline.pipeline import Pipeline, PipelineMethods
 from phalanx.data.pipeline.stream import PipelineStream
@@ -72,8 +72,8 @@ class LoaderOptions:
         source.num_workers = _first(num_workers, source.num_workers)
         self.training = training
         self._shard = _read_shard(shard)
-        self._deal_number: int | None = None
-        """What this loader is called where batches are dealt."""
+        self._loader_number: int | None = None
+        """What this loader is called where batches are leased."""
 
         self.returns = 0
         """How often the loader was sent back to samples that it had read."""
@@ -240,32 +240,32 @@ class LoaderOptions:
     # -- parts -------------------------------------------------------------------------------------------------
 
     @property
-    def dealer(self) -> Dealer | None:
-        """Who deals the batches of this loader to workers that come and go; None in any other job."""
+    def batch_source(self) -> BatchSource | None:
+        """Who leases the batches of this loader to workers that come and go; None in any other job."""
         if not (self.training and context.is_initialized()) or self._shard is not None:
             return None
-        dealer: Dealer | None = context.current().dealer
-        return None if self.source.is_stream or self.pipeline is not None else dealer
+        batch_source: BatchSource | None = context.current().batch_source
+        return None if self.source.is_stream or self.pipeline is not None else batch_source
 
-    def _dealt_batches(
-        self, order: EpochOrder, shard: DataShard, epoch: int, dealer: Dealer
+    def _leased_batches(
+        self, order: EpochOrder, shard: DataShard, epoch: int, batch_source: BatchSource
     ) -> Iterator[tuple[Any, BatchShare, int]]:
         options = self._worker_options(epoch, shard.index)
         is_begun = not (options["num_workers"] or options.get("pin_memory"))  # else batches are read ahead
-        if self._deal_number is None:
-            self._deal_number = dealer.number_loader()
-        deal = partial(dealer.deal, self._deal_number, count=1, is_begun=is_begun)
-        requests = dealt_requests(order, self.global_batch_for, deal, epoch, shard.count)
+        if self._loader_number is None:
+            self._loader_number = batch_source.number_loader()
+        lease = partial(batch_source.lease, self._loader_number, count=1, is_begun=is_begun)
+        requests = leased_requests(order, self.global_batch_for, lease, epoch, shard.count)
         for batch, work in self._request_loader.load(requests, options):
-            if not is_begun and work.dealt is not None:
-                dealer.begin(self._deal_number, *work.dealt)
+            if not is_begun and work.lease is not None:
+                batch_source.begin(self._loader_number, *work.lease)
             yield batch, work.share, work.position
 
     def _sample_batches(
         self, order: EpochOrder, shard: DataShard, epoch: int, first: int
     ) -> Iterator[tuple[Any, BatchShare, int]]:
-        if (dealer := self.dealer) is not None:
-            yield from self._dealt_batches(order, shard, epoch, dealer)
+        if (batch_source := self.batch_source) is not None:
+            yield from self._leased_batches(order, shard, epoch, batch_source)
             return
         requests = order.requests(epoch, shard, first)
         for batch, work in self._request_loader.load(requests, self._worker_options(epoch, shard.index)):

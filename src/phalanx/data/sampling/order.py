@@ -35,8 +35,8 @@ class BatchRequest:
     sample_seeds: NDArray[np.uint64] | None = None
     """Where those of each sample start, the same on any rank; for pipelines."""
 
-    dealt: tuple[int, int] | None = None
-    """Epoch and number of a batch that was dealt to this worker."""
+    lease: tuple[int, int] | None = None
+    """Epoch and number of a batch that was leased to this worker."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To a worker goes what it needs, in few bytes: dataclasses are slow to pickle, and this is done per batch.

@@ -199,7 +199,7 @@ def watch(
 
 
 def _say_untrained(service: Service) -> None:
-    if batches := service.state.deals.returned:
+    if batches := service.state.batch_leases.returned:
         listed = ", ".join(f"{batch.number} of epoch {batch.epoch}" for batch in batches)
         logger.warning("nobody trained %d batches that lost workers had: %s", len(batches), listed)
 

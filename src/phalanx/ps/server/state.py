@@ -23,7 +23,7 @@ from phalanx.ps.server.log import UNLOGGED, LogEntry
 from phalanx.ps.snapshot.read import SnapshotSource
 from phalanx.ps.snapshot.records import Array
 from phalanx.ps.stores.base import Keys, ServerMode
-from phalanx.ps.stores.deals import Deals, DealtBatch, is_count
+from phalanx.ps.stores.batch_leases import BatchLeases, LeasedBatch, is_count
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet, get_table
 from phalanx.ps.stores.update import COLUMNS, KINDS, TableUpdate
@@ -53,7 +53,7 @@ class ServerState:
         self.clients = ClientStates(engine)
         self.clocks: Clocks | None = None
         self.leases = Leases()
-        self.deals = Deals()
+        self.batch_leases = BatchLeases()
         self.sources: list[SnapshotSource] = []
         """Snapshots that fill tables as they are declared; a later one goes first."""
 
@@ -149,7 +149,7 @@ class ServerState:
             "clients": self.clients.to_json(),
             "clocks": self.clocks.to_json() if self.clocks else None,
             "leases": self.leases.to_json(),
-            "deals": self.deals.to_json(),
+            "batch_leases": self.batch_leases.to_json(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -163,8 +163,8 @@ class ServerState:
             for client in state["clients"]:
                 check_worker(client["worker"], clocks.workers)
         self.leases.restore(state["leases"], holders=True)
-        if deals := state.get("deals"):  # not in a state of an earlier version
-            self.deals.restore(deals)
+        if leases := state.get("batch_leases"):  # not in a state of an earlier version
+            self.batch_leases.restore(leases)
 
     # --- operations --------------------------------------------------------------------------------------------------
 
@@ -220,9 +220,9 @@ class ServerState:
     def _release(self, worker: int, clocks: Clocks) -> None:
         """Let others have the files and batches of a worker that left, or whose process is another now."""
         self.leases.release(worker)
-        if undone := self.deals.release(worker, clocks.next_step(worker)):
+        if undone := self.batch_leases.release(worker, clocks.next_step(worker)):
             listed = ", ".join(f"{batch.number} of epoch {batch.epoch}" for batch in undone)
-            logger.info("batches that worker %d was dealt and did not push go to others: %s", worker, listed)
+            logger.info("batches that worker %d leased and did not push go to others: %s", worker, listed)
 
     def _check_shrink(self, entry: LogEntry) -> None:
         get_table(self.tables.tables, entry.meta["table"]).require_room_to_shrink()
@@ -246,16 +246,16 @@ class ServerState:
         self.leases.record_progress(meta["epoch"], meta["file"], meta["offset"], end=meta.get("end", True))
         return {}
 
-    def _check_deal(self, entry: LogEntry) -> None:
+    def _check_lease_batches(self, entry: LogEntry) -> None:
         meta = entry.meta
-        self.deals.check(meta["loader"], meta["epoch"], meta["total"], meta["count"])
+        self.batch_leases.check(meta["loader"], meta["epoch"], meta["total"], meta["count"])
         if meta["push"] is not None:
             _check_counts(meta["push"])
 
-    def _deal(self, entry: LogEntry) -> dict[str, Any]:
+    def _lease_batches(self, entry: LogEntry) -> dict[str, Any]:
         meta, worker = entry.meta, self.clients.worker_of(entry.client)
         pushed = self.require_clocks().next_step(worker)
-        return self.deals.deal(
+        return self.batch_leases.lease(
             worker, meta["loader"], meta["epoch"], meta["total"], meta["count"], pushed=pushed, push=meta["push"]
         )
 
@@ -264,7 +264,7 @@ class ServerState:
 
     def _begin(self, entry: LogEntry) -> dict[str, Any]:
         meta, worker = entry.meta, self.clients.worker_of(entry.client)
-        self.deals.begin(worker, DealtBatch(meta["loader"], meta["epoch"], meta["number"]), meta["push"])
+        self.batch_leases.begin(worker, LeasedBatch(meta["loader"], meta["epoch"], meta["number"]), meta["push"])
         return {}
 
     def _put_clocks(self, clocks: Clocks) -> Clocks:
@@ -299,7 +299,7 @@ OPS = {
     "shrink": Operation(ServerState._shrink, ServerState._check_shrink),
     "lease": Operation(ServerState._lease, ServerState._check_lease),
     "done": Operation(ServerState._progress, ServerState._check_progress),
-    "deal": Operation(ServerState._deal, ServerState._check_deal),
+    "lease_batches": Operation(ServerState._lease_batches, ServerState._check_lease_batches),
     "begin": Operation(ServerState._begin, ServerState._check_begin),
 }
 """Every request that is logged, by its name on the wire. A push comes here from the log alone."""

@@ -43,7 +43,7 @@ from phalanx.ps.wire.message import Pending, RpcReply
 _log = logging.getLogger("phalanx.ps")
 _CONTINUES = (
     "worker %d continues where an earlier process of it ended: the servers have %d updates of that. Its data starts "
-    "where the script starts it: samples of those updates are trained again, unless the servers deal them "
+    "where the script starts it: samples of those updates are trained again, unless the servers lease them "
     "(LeasedFiles, or a ShardedLoader where workers come and go) or it loads the state_dict of its loader"
 )
 
@@ -200,7 +200,7 @@ class RemoteStore:
         self.flush()
         self._connections[0].call("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
 
-    def deal(
+    def lease_batches(
         self, loader: int, epoch: int, total: int, count: int, *, step: int | None
     ) -> tuple[list[tuple[int, int]], int]:
         """Return this worker's next batches of an epoch as (epoch, number), and how many are left of it after them.
@@ -219,11 +219,11 @@ class RemoteStore:
             self.declare([])
         push = None if step is None else self._number(step)
         about = {"loader": loader, "epoch": epoch, "total": total, "count": count, "push": push}
-        meta = self._connections[0].call("deal", about).meta
+        meta = self._connections[0].call("lease_batches", about).meta
         return [(int(e), int(number)) for e, number in meta["batches"]], int(meta["left"])
 
     def begin_batch(self, loader: int, epoch: int, number: int, *, step: int) -> None:
-        """Say that a dealt batch will be in the push of this number; returns once that is on its way."""
+        """Say that a leased batch will be in the push of this number; returns once that is on its way."""
         if self._begun is not None:
             self._begun.result()
         about = {"loader": loader, "epoch": epoch, "number": number, "push": self._number(step)}

@@ -1,4 +1,4 @@
-"""`BatchDealer`: asks server 0 for the batches of a loader, where workers come and go."""
+"""`LeasedBatches`: asks server 0 for the batches of a loader, where workers come and go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.ps.stores.remote import RemoteStore
 logger = logging.getLogger("phalanx.ps")
 
 
-class BatchDealer:
+class LeasedBatches:
     """This worker's way to the batches.
 
     Args:
@@ -29,7 +29,7 @@ class BatchDealer:
         self._loaders += 1
         return self._loaders - 1
 
-    def deal(self, loader: int, epoch: int, total: int, count: int, *, is_begun: bool) -> list[tuple[int, int]]:
+    def lease(self, loader: int, epoch: int, total: int, count: int, *, is_begun: bool) -> list[tuple[int, int]]:
         """Return the next batches of an epoch as (epoch, number): of an earlier one where a lost worker left some.
 
         Args:
@@ -44,7 +44,7 @@ class BatchDealer:
             SystemExit: If this worker was asked to leave.
         """
         self._client.leave_if_asked()
-        batches, left = self._store.deal(
+        batches, left = self._store.lease_batches(
             loader, epoch, total, count, step=self._client.mode.pushes if is_begun else None
         )
         if (loader, epoch) not in self._places:
@@ -63,5 +63,5 @@ class BatchDealer:
     def _store(self) -> RemoteStore:
         store = self._client.mode.store
         if not isinstance(store, RemoteStore):
-            raise InternalError("batches are dealt by servers, and this job has none")
+            raise InternalError("batches are leased by servers, and this job has none")
         return store

@@ -1,4 +1,4 @@
-"""`dealt_requests`: the batches of an epoch that a worker is dealt, where workers come and go."""
+"""`leased_requests`: the batches of an epoch that a worker leases, where workers come and go."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from phalanx.data.sampling.order import BatchRequest, EpochOrder, SampleOrder
 from phalanx.data.sampling.ranks import DataShard
 
 
-class Dealer(Protocol):
-    """Who has the batches; `phalanx.ps.client.batch_dealer.BatchDealer` is one."""
+class BatchSource(Protocol):
+    """Who has the batches; `phalanx.ps.client.leased_batches.LeasedBatches` is one."""
 
     def number_loader(self) -> int:
         """Return the number of another loader."""
         ...
 
-    def deal(self, loader: int, epoch: int, total: int, count: int, *, is_begun: bool) -> list[tuple[int, int]]:
-        """Return the next batches of an epoch as (epoch, number); none when all of it was dealt."""
+    def lease(self, loader: int, epoch: int, total: int, count: int, *, is_begun: bool) -> list[tuple[int, int]]:
+        """Return the next batches of an epoch as (epoch, number); none when all of it was leased."""
         ...
 
     def begin(self, loader: int, epoch: int, number: int) -> None:
@@ -26,20 +26,20 @@ class Dealer(Protocol):
         ...
 
 
-def dealt_requests(
+def leased_requests(
     order: EpochOrder,
     global_batch: Callable[[int], int],
-    deal: Callable[[int, int], list[tuple[int, int]]],
+    lease: Callable[[int, int], list[tuple[int, int]]],
     epoch: int,
     count: int,
 ) -> Iterator[BatchRequest]:
-    """Yield the requests of batches as this worker is dealt them. A batch is one worker's part of a global batch.
+    """Yield the requests of batches as this worker gets them. A batch is one worker's part of a global batch.
 
     Args:
         order: Of the epoch.
         global_batch: Rows of a global batch for a number of parts.
-        deal: Returns the next batches of an epoch of so many, as (epoch, number); of an earlier one where some are
-            left, none when all were dealt.
+        lease: Returns the next batches of an epoch of so many, as (epoch, number); of an earlier one where some are
+            left, none when all were leased.
         epoch: Which epoch.
         count: Parts of a global batch, one for each worker that there may be.
     """
@@ -56,6 +56,6 @@ def dealt_requests(
         shard = DataShard(part, count, is_checked=False)
         return next(order.requests(of_epoch, shard, step * global_batch(count)))
 
-    while batches := deal(epoch, total):
+    while batches := lease(epoch, total):
         for of_epoch, number in batches:
-            yield replace(request_of(of_epoch, number), dealt=(of_epoch, number))
+            yield replace(request_of(of_epoch, number), lease=(of_epoch, number))
