@@ -374,5 +374,6 @@ def test_pages_fit_a_telephone(browser, server):
 def test_signing_out(browser: Chrome, server: JobServer, tmp_path: Path) -> None:
     browser.get(f"{server.url}/ui/w/default/")
     browser.find_element(By.CSS_SELECTOR, "button.plain").click()
+    _until(browser, lambda: "/ui/sign-in" in browser.current_url)  # another page would stop what the click began
     browser.get(f"{server.url}/ui/queue")
     assert "/ui/sign-in" in browser.current_url

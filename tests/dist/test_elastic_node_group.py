@@ -101,6 +101,20 @@ def nodes(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Nodes]]:
         group.mesh.close()
 
 
+def test_a_greeting_comes_once_to_nodes_that_connect_later_too(nodes: Callable[..., Nodes]) -> None:
+    three = nodes()
+    heard: list[tuple[int, int]] = []
+    for node, group in three.groups.items():
+        group.on_other = lambda sender, message, node=node: (
+            heard.append((node, sender)) if "arrive" in message else None
+        )
+    three.run_until(lambda: three.groups[2].mesh.connected == {1}, among={1, 2})
+    three.groups[2].greet({"arrive": {"capacity": 1, "store": "store2:1"}})
+    three.run_until(lambda: three.are_connected() and len(heard) == 2)
+    three.start()
+    assert sorted(heard) == [(0, 2), (1, 2)]
+
+
 def test_a_fact_of_one_node_makes_the_same_view_on_all(nodes: Callable[..., Nodes]) -> None:
     three = nodes()
     three.start()

@@ -50,13 +50,15 @@ class Scaling:
     def arrive(self) -> None:
         """Tell the nodes of a job that runs what this one brings."""
         own = self.group.places[self._node]
-        self.group.broadcast({"arrive": {"capacity": own.capacity, "store": own.store}})
+        # The one that decides may not be connected yet.
+        self.group.greet({"arrive": {"capacity": own.capacity, "store": own.store}})
 
     def welcome(self, node: int, capacity: int, store: str) -> None:
         """Take in a node that comes later."""
         self.group.places[node] = NodePlace(capacity, store)
         if self.group.is_coordinator and not self.is_closed:
-            size = min(self._membership.limits.most, sum(self._membership.targets.values()) + capacity)
+            others = sum(size for other, size in self._membership.targets.items() if other != node)
+            size = min(self._membership.limits.most, others + capacity)
             self.group.scale(distribute_ranks(size, self._live_capacity), f"node {node} is there")
 
     # Members and nodes that leave.
