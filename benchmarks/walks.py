@@ -124,8 +124,8 @@ WALKS = {
 def main() -> None:
     """Print the files of each walk."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("walks", nargs="*", default=list(WALKS), choices=list(WALKS))
-    for name in parser.parse_args().walks:
+    parser.add_argument("walks", nargs="*", choices=[*WALKS, []], metavar="WALK", help="all unless named")
+    for name in parser.parse_args().walks or WALKS:
         script, arguments = WALKS[name]
         with tempfile.TemporaryDirectory() as folder:
             for place in (Path(folder), Path(folder, "code")):

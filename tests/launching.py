@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -15,8 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from warm_launcher import WarmProcess
+
 BIN = Path(sys.executable).parent
 RUN = (str(BIN / "phalanx"), "run")
+
+WARM = ("warm",)
+"""A launcher that is forked where torch is imported already: see `warm_launcher`."""
 
 SPARSE_MODEL = """
 import torch, torch.nn.functional as F
@@ -45,17 +51,21 @@ class Launch:
     program: tuple[str, ...] = RUN
     environment: Mapping[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    process: subprocess.Popen[str] = field(init=False)
+    process: subprocess.Popen[str] | WarmProcess = field(init=False)
     out: str = ""
     err: str = ""
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        environment = {**inherited, "LAUNCH_TEST_MARK": self.mark, **self.environment}
+        if self.program == WARM:
+            self.process = WarmProcess(self.arguments, self.cwd, environment)
+            return
         self.process = subprocess.Popen(
             [*self.program, *self.arguments],
             cwd=self.cwd,
-            env={**inherited, "LAUNCH_TEST_MARK": self.mark, **self.environment},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,7 +92,9 @@ class Launch:
         return (self.cwd / "log" / name).read_text()
 
     def alive(self) -> list[int]:
-        """Pids of every process that carries the mark, the launcher's own included."""
+        """Pids of every process that carries the mark or is of a warm launcher's session, the launcher included."""
+        if isinstance(self.process, WarmProcess):
+            return [pid for pid in _pids() if _session(pid) == self.process.pid]
         return [pid for pid in _pids() if f"LAUNCH_TEST_MARK={self.mark}".encode() in _environment(pid)]
 
     def gone_within(self, timeout_s: float) -> float:
@@ -115,6 +127,13 @@ def launch(cwd: Path, *arguments: str, timeout_s: float = 60.0, **more: object) 
 def launch_servers(cwd: Path, servers: int, workers: int, *arguments: str, **more: object) -> Launch:
     """Run a job with parameter servers, as `launch` does."""
     return launch(cwd, "--server_num", str(servers), "--worker_num", str(workers), *arguments, **more)  # type: ignore[arg-type]
+
+
+launch_warm = functools.partial(launch, program=WARM)
+"""`launch` for a test of what happens after ranks have begun."""
+
+launch_servers_warm = functools.partial(launch_servers, program=WARM)
+"""The same with parameter servers."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -155,6 +174,14 @@ def _environment(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
+
+
+def _session(pid: int) -> int:
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(session)
 
 
 def _command(pid: int) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "phalanx"
+from vocabulary import SOURCE, tree_of
 
 _IN_TEXT = re.compile(r"torch(?:\.\w+)*\.(?:_\w+|distributed_c10d)(?:\.\w+)*")
 """A name in a string, as modules that are looked up in `sys.modules`."""
 
 
+@functools.cache
 def private_names(source: Path = SOURCE) -> dict[str, set[str]]:
     """Return the private names that files use, each with those files.
 
@@ -20,7 +22,7 @@ def private_names(source: Path = SOURCE) -> dict[str, set[str]]:
     (`._cdata`) is a private attribute of an object that nothing in the files defines, so that is somebody else's.
     """
     paths = [path for path in sorted(source.rglob("*.py")) if path.name != "torch_names.py"]  # the list itself
-    trees = {path: ast.parse(path.read_text()) for path in paths}
+    trees = {path: tree_of(path) for path in paths}
     own = set().union(*map(_defined, trees.values()))
     names: dict[str, set[str]] = defaultdict(set)
     for path, tree in trees.items():

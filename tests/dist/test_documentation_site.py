@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import launch
+from launching import launch_warm
 
 pytestmark = pytest.mark.dist
 
@@ -63,8 +63,7 @@ def test_the_first_script_prints_the_same_losses_on_two_processes(tmp_path: Path
     (tmp_path / "train.py").write_text(parallel)
     outputs = []
     for ranks in (1, 2):
-        program = (sys.executable, "-m", "phalanx.launch")
-        done = launch(tmp_path, "-n", str(ranks), "train.py", program=program)
+        done = launch_warm(tmp_path, "-n", str(ranks), "train.py")
         outputs.append(re.findall(r"epoch \d: loss \d\.\d{4}", done.out))
     assert len(outputs[0]) == 3
     assert outputs[0] == outputs[1]

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from launching import launch_warm
 from ranks import run_ranks
 from tensor_models import whole
 
@@ -73,12 +72,9 @@ def test_no_unit_is_dropped_in_evaluation():
 
 
 def train(folder: Path, ranks: int, *arguments: str) -> tuple[dict[str, float], dict[int, float], str]:
-    command = [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log_dir", folder / "log"]
-    done = subprocess.run(
-        [*command, FOLDER / "train.py", *arguments], cwd=folder, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    log = (folder / "log" / "workerlog.0").read_text()
+    done = launch_warm(folder, "-n", str(ranks), str(FOLDER / "train.py"), *arguments, timeout_s=100)
+    assert done.code == 0, done.out + done.err
+    log = done.log("workerlog.0")
     losses = {int(step): float(loss) for step, loss in LINE.findall(log)}
     return json.loads(log.splitlines()[-1].removeprefix("RESULT ")), losses, log
 

@@ -1,13 +1,14 @@
 """The ResNet example: one file, real images, the same result at any number of ranks, eager and compiled."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from launching import launch_warm
 
 pytestmark = pytest.mark.dist
 
@@ -17,11 +18,10 @@ EPOCH_LINE = re.compile(r"\[Epoch (\d+), batch (\d+)\] loss: (\d+\.\d{5}), acc1:
 
 
 def train(folder: Path, ranks: int, *arguments: str, timeout: float = 100, **variables: str):
-    command = [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log_dir", folder / "log", SCRIPT]
-    environment = os.environ | variables
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    log = (folder / "log" / "workerlog.0").read_text()
+    folder.mkdir(exist_ok=True)
+    done = launch_warm(folder, "-n", str(ranks), str(SCRIPT), *arguments, timeout_s=timeout, environment=variables)
+    assert done.code == 0, done.out + done.err
+    log = done.log("workerlog.0")
     result = json.loads(log.splitlines()[-1].removeprefix("RESULT "))
     losses = {(int(e), int(b)): float(loss) for e, b, loss in EPOCH_LINE.findall(log)}
     return result, losses, log

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from examples.wide_and_deep.flights import Flights, open_flights
+from launching import launch_servers_warm
 from phalanx.data.ctr.synthetic import SyntheticClicks
 
 pytestmark = pytest.mark.dist
@@ -59,11 +60,9 @@ def alone(*command: str) -> dict:
 
 
 def shared(folder: Path, *arguments: str) -> tuple[dict, list[str]]:
-    command = [sys.executable, "-m", "phalanx.launch", "--server_num", "1", "--worker_num", "2"]
-    command += ["--log_dir", str(folder / "log"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = [(folder / "log" / f"workerlog.{worker}").read_text() for worker in range(2)]
+    done = launch_servers_warm(folder, 1, 2, *arguments, timeout_s=200)
+    assert done.code == 0, done.out + done.err
+    logs = [done.log(f"workerlog.{worker}") for worker in range(2)]
     result = re.search(r"^RESULT (.*)$", logs[0], re.MULTILINE)
     assert result is not None, logs[0]
     return json.loads(result[1]), logs

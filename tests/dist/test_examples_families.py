@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launching import launch, result_of
+from launching import launch_warm, result_of
 from phalanx.data.readers.cifar import RECORD_BYTES, TEST_FILES, TRAIN_FILES
 from phalanx.parallel.session import session
 from ranks import run_ranks
@@ -111,7 +111,7 @@ def test_the_whole_of_cifar_is_195_batches_of_8_times_32_and_the_mode_must_fit(t
     for name in (*TRAIN_FILES, *TEST_FILES):
         with (tmp_path / name).open("wb") as file:
             file.truncate(10_000 * RECORD_BYTES)  # black aeroplanes
-    done = launch(tmp_path, "-n", "2", str(EXAMPLES / "cifar_auto_parallel" / "train.py"), "--data", str(tmp_path),
+    done = launch_warm(tmp_path, "-n", "2", str(EXAMPLES / "cifar_auto_parallel" / "train.py"), "--data", str(tmp_path),
                   "--parallel_mode", "STAND_ALONE")  # fmt: skip
     assert done.code == 1
     assert "===============ds_num 195\n" in done.log("workerlog.0")
@@ -119,7 +119,7 @@ def test_the_whole_of_cifar_is_195_batches_of_8_times_32_and_the_mode_must_fit(t
 
 
 def test_the_same_file_runs_with_the_launcher(tmp_path: Path, alone: dict[str, Any]) -> None:
-    done = launch(tmp_path, "-n", "2", str(EXAMPLES / "families" / "graph.py"), "--smoke")
+    done = launch_warm(tmp_path, "-n", "2", str(EXAMPLES / "families" / "graph.py"), "--smoke")
     assert done.code == 0, done.out + done.err
     found = result_of(done.log("workerlog.0"))
     assert found["loss"] == pytest.approx(alone["graph"]["loss"], abs=1e-4)
@@ -130,7 +130,7 @@ def test_the_planner_finds_how_to_train_the_network(tmp_path: Path) -> None:
     train = str(EXAMPLES / "cifar_auto_parallel" / "train.py")
     # Later losses differ by 1e-2 between one process with one thread and one with two.
     said = ("--smoke", "--steps", "3", "--norm", "group", "--lr", "0.001", "--parallel_mode")
-    done = launch(tmp_path, "-n", "2", train, *said, "AUTO_PARALLEL")
+    done = launch_warm(tmp_path, "-n", "2", train, *said, "AUTO_PARALLEL")
     assert done.code == 0, done.out + done.err
     assert re.search(r"AUTO_PARALLEL trains with data=\d model=\d .* predicted .* ms a step", done.log("workerlog.0"))
     alone = python(tmp_path, train, *said, "STAND_ALONE")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from launching import launch
+from launching import launch_warm
 
 pytestmark = pytest.mark.dist
 
@@ -106,7 +106,7 @@ def test_two_ranks_train_as_one_process(package: str, script: str, tmp_path: Pat
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make setup")
     (tmp_path / "train.py").write_text(script + SAVED)
-    run = launch(tmp_path, "-n", "2", "train.py", timeout_s=110.0)
+    run = launch_warm(tmp_path, "-n", "2", "train.py", timeout_s=110.0)
     assert run.code == 0, run.out + run.err
     expected = [2, *(pytest.approx(weight, rel=1e-5) for weight in by_hand())]
     for rank in (0, 1):

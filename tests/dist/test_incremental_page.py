@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import launch_servers
+from launching import launch_servers_warm
 
 pytestmark = pytest.mark.dist
 
@@ -21,7 +21,7 @@ def test_the_second_day_starts_from_the_rows_of_the_first(tmp_path: Path) -> Non
     for day in ("1", "2"):
         command = f"phalanx run --server_num 1 --worker_num 2 daily.py {day}"
         assert command in PAGE
-        done = launch_servers(tmp_path, 1, 2, "daily.py", day)
+        done = launch_servers_warm(tmp_path, 1, 2, "daily.py", day)
         assert done.code == 0, done.out + done.err
         losses.append(float(re.findall(rf"day {day}: loss (\S+)", done.out)[-1]))
     assert losses[1] < losses[0] < 0.7

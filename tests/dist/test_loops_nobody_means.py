@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import launch
+from launching import launch_warm
 from phalanx.launch.rank.isolated_ranks import watch_steps
 from ranks import run_ranks
 
@@ -51,7 +51,7 @@ DDP = "torch.distributed.init_process_group('gloo')\nmodel = torch.nn.parallel.D
 def launched(folder: Path, script: str) -> str:
     """Return what a job prints that the launcher has started."""
     (folder / "train.py").write_text(START + script + LOOP)
-    done = launch(folder, "-n", "2", "train.py")
+    done = launch_warm(folder, "-n", "2", "train.py")
     assert done.code == 0, done.err
     assert "trained" in done.out
     return done.out + done.err

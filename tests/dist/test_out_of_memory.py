@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import launch
+from launching import launch_warm
 
 pytestmark = pytest.mark.dist
 
@@ -20,7 +20,7 @@ torch.empty(1 << 50)
 
 def test_the_error_file_and_the_screen_have_the_note(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = launch(tmp_path, "-n", "1", "train.py")
+    job = launch_warm(tmp_path, "-n", "1", "train.py")
     assert job.code != 0
     (found,) = [json.loads(path.read_text()) for path in (tmp_path / "log").glob("**/*.json") if "error" in path.name]
     for shown in (found["traceback"], job.out + job.err):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import SPARSE_MODEL, free_ports, launch_servers
+from launching import SPARSE_MODEL, free_ports, launch_servers_warm
 from phalanx import fleet
 from ranks import FLEET_ONLY, Outcome, run_ranks
 
@@ -123,7 +123,7 @@ def test_a_server_whose_workers_were_killed_before_their_first_table_ends_and_sa
 
 def test_under_the_launcher_servers_end_without_a_complaint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = launch_servers(tmp_path, 1, 2, "train.py", "leaves at once")
+    done = launch_servers_warm(tmp_path, 1, 2, "train.py", "leaves at once")
     assert done.code == 0, done.out
     assert "ERROR" not in done.out
     assert "server 0: all workers have left" in done.log("serverlog.0")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launching import SPARSE_MODEL, launch, launch_servers, result_of
+from launching import SPARSE_MODEL, launch_servers_warm, launch_warm, result_of
 
 pytestmark = pytest.mark.dist
 
@@ -71,7 +71,7 @@ FAILS = FLEET.replace("    train()\n", "    train()\n    assert not fleet.is_fir
 
 def test_the_words_of_fleet_train_on_servers(tmp_path):
     (tmp_path / "train.py").write_text(FLEET)
-    done = launch_servers(tmp_path, 2, 2, "train.py", "sync")
+    done = launch_servers_warm(tmp_path, 2, 2, "train.py", "sync")
     assert done.code == 0, done.out + done.err + done.log("workerlog.0")
     assert "SERVED" in done.log("serverlog.1")
     assert "parameter server: mode sync, 2 workers, 2 servers" in done.log("workerlog.0")
@@ -80,17 +80,17 @@ def test_the_words_of_fleet_train_on_servers(tmp_path):
 
 def test_a_server_that_does_not_serve_ends_the_job_at_once(tmp_path):
     (tmp_path / "train.py").write_text(FLEET.replace("fleet.run_server()\n", "sys.exit(0)\n"))
-    done = launch_servers(tmp_path, 1, 2, "train.py", "sync")
+    done = launch_servers_warm(tmp_path, 1, 2, "train.py", "sync")
     assert done.code == 1
     assert "server 0 raised RoleError: the script ended on server 0 without serving" in done.out + done.err
 
 
 def test_distribute_serves_on_a_server_and_the_same_file_runs_alone(tmp_path):
     (tmp_path / "train.py").write_text(TORCH)
-    done = launch_servers(tmp_path, 1, 2, "train.py", "sync")
+    done = launch_servers_warm(tmp_path, 1, 2, "train.py", "sync")
     assert done.code == 0, done.out + done.err + done.log("workerlog.0")
     assert "all workers have left" in done.log("serverlog.0")
-    alone = launch(tmp_path, "--log_dir", "alone", "-n", "1", "train.py", "sync")
+    alone = launch_warm(tmp_path, "--log_dir", "alone", "-n", "1", "train.py", "sync")
     assert alone.code == 0
     # The table is named after its place in the model in both runs, so both start from the same rows.
     log = (tmp_path / "alone" / "workerlog.0").read_text()
@@ -99,7 +99,7 @@ def test_distribute_serves_on_a_server_and_the_same_file_runs_alone(tmp_path):
 
 def test_a_worker_that_fails_after_training_in_geo_mode_ends_the_job_with_its_error(tmp_path):
     (tmp_path / "train.py").write_text(FAILS)
-    done = launch_servers(tmp_path, 2, 2, "train.py", "geo")
+    done = launch_servers_warm(tmp_path, 2, 2, "train.py", "geo")
     assert done.code == 1
     assert "rank 0 raised AssertionError: a bug of the script" in done.out + done.err
     # It trained: the loss fell, and the servers added up what the copies had learned.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import phalanx as px
-from launching import Launch
+from launching import WARM, Launch
 from phalanx.checkpoint import saving
 from phalanx.checkpoint.tensors import safetensors_file
 from phalanx.errors import BackendError
@@ -147,7 +147,7 @@ px.export_state_dict(model, sys.argv[2])
 
 def test_a_job_that_is_asked_to_end_saves_exits_0_and_goes_on_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    running = Launch(("-n", "2", "train.py", "100000000", "never"), tmp_path)
+    running = Launch(("-n", "2", "train.py", "100000000", "never"), tmp_path, program=WARM)
     for rank in range(2):
         running.wait_for(tmp_path / f"up.{rank}")
     running.process.send_signal(signal.SIGTERM)
@@ -159,7 +159,10 @@ def test_a_job_that_is_asked_to_end_saves_exits_0_and_goes_on_elsewhere(tmp_path
     other = tmp_path / "other"
     other.mkdir()
     (other / "train.py").write_text(TRAIN)
-    through = [Launch(("-n", "1", "train.py", total, "resumed"), tmp_path), Launch(("train.py", total, "whole"), other)]
+    through = [
+        Launch(("-n", "1", "train.py", total, "resumed"), tmp_path, program=WARM),
+        Launch(("train.py", total, "whole"), other, program=WARM),
+    ]
     for job in through:
         assert job.wait(60).code == 0, job.out + job.err
     resumed, whole = nn.Linear(6, 2), nn.Linear(6, 2)
@@ -179,7 +182,7 @@ def test_a_last_background_save_that_fails_is_an_exit_code(tmp_path: Path) -> No
     plain = Launch(("train.py",), tmp_path, program=(sys.executable,)).wait()
     assert plain.code == 1
     assert "the last background save failed" in plain.err
-    launched = Launch(("train.py",), tmp_path).wait()
+    launched = Launch(("train.py",), tmp_path, program=WARM).wait()
     assert launched.code == 1
     launched.gone_within(1.0)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launching import BIN, Launch, launch_servers, result_of, wait_until
+from launching import BIN, WARM, Launch, launch_servers_warm, result_of, wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -106,7 +106,7 @@ def test_a_lost_worker_holds_nobody_up_and_every_sample_is_trained_once_in_an_ep
     servers, order, expected = CASES[case]
     (tmp_path / "train.py").write_text(SCRIPT)
     flags = ("--server_num", str(servers), "--worker_num", "1:3", "train.py", json.dumps(order))
-    done = Launch(flags, tmp_path).wait(100.0)
+    done = Launch(flags, tmp_path, program=WARM).wait(100.0)
     done.gone_within(1.0)
     assert done.code == 0, done.out + done.err
     victim, how = order["victim"], order["how"]
@@ -125,7 +125,7 @@ def test_workers_leave_after_their_step_and_come_back_as_the_job_is_scaled(tmp_p
     (tmp_path / "train.py").write_text(SCRIPT)
     order = {"mode": "async", "epochs": 10_000, "pace_s": 0.1}
     flags = ("--server_num", "1", "--worker_num", "1:3", "train.py", json.dumps(order))
-    job = Launch(flags, tmp_path)
+    job = Launch(flags, tmp_path, program=WARM)
     for worker in range(3):
         wait_until((tmp_path / f"trains.{worker}.0").exists)
     scale = subprocess.run(
@@ -156,7 +156,7 @@ def test_a_job_whose_workers_raise_the_same_error_ends_with_it(tmp_path: Path) -
         "from phalanx import fleet\nfleet.init(is_collective=False)\n"
         "if fleet.is_server():\n    fleet.run_server()\nelse:\n    raise ValueError('no such column')\n"
     )
-    done = launch_servers(tmp_path, 1, "1:2", "train.py")  # type: ignore[arg-type]
+    done = launch_servers_warm(tmp_path, 1, "1:2", "train.py")  # type: ignore[arg-type]
     assert done.code == 1
     assert "ValueError: no such column" in done.out
 
@@ -164,7 +164,7 @@ def test_a_job_whose_workers_raise_the_same_error_ends_with_it(tmp_path: Path) -
 def test_dense_parameters_that_are_averaged_by_all_workers_are_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     order = ASYNC | {"configs": {"dense": "all_reduce"}}
-    done = launch_servers(tmp_path, 1, "1:2", "train.py", json.dumps(order))  # type: ignore[arg-type]
+    done = launch_servers_warm(tmp_path, 1, "1:2", "train.py", json.dumps(order))  # type: ignore[arg-type]
     assert done.code == 1
     log = done.log("workerlog.0")
     assert "in this job workers come and go (--worker_num 1:2). Keep them on the servers" in log
@@ -173,7 +173,7 @@ def test_dense_parameters_that_are_averaged_by_all_workers_are_refused_at_start(
 def test_a_stop_asks_every_worker_to_leave_and_is_a_good_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     order = {"mode": "sync", "epochs": 10_000, "pace_s": 0.1}
-    job = Launch(("--server_num", "1", "--worker_num", "1:2", "train.py", json.dumps(order)), tmp_path)
+    job = Launch(("--server_num", "1", "--worker_num", "1:2", "train.py", json.dumps(order)), tmp_path, program=WARM)
     for worker in range(2):
         wait_until((tmp_path / f"trains.{worker}.0").exists)
     job.process.send_signal(signal.SIGTERM)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.doctor_faults import FAULTS, Fault
-from launching import BIN, Launch, free_port, launch, wait_until
+from launching import BIN, WARM, Launch, free_port, launch_warm, wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -26,7 +26,7 @@ SOON = ("--hang_after", "1", "--hang_timeout", "1")
 
 def hang(folder: Path, fault: Fault, *flags: str) -> Launch:
     (folder / "train.py").write_text(fault.script)
-    return launch(folder, "-n", str(fault.ranks), *flags, "train.py")
+    return launch_warm(folder, "-n", str(fault.ranks), *flags, "train.py")
 
 
 def report_of(done: Launch) -> str:
@@ -164,7 +164,9 @@ for step, (x, y) in enumerate(loader):
 
 def test_a_rank_of_an_elastic_job_that_loops_without_end_is_named(tmp_path: Path, running: list[Launch]) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
-    running.append(Launch(("-n", "1:2", "--hang_after", "1", "--hang_timeout", "0", "train.py"), tmp_path))
+    running.append(
+        Launch(("-n", "1:2", "--hang_after", "1", "--hang_timeout", "0", "train.py"), tmp_path, program=WARM)
+    )
     wait_until(lambda: listed(running[0]).get("hang"))
     verdict = json.loads((tmp_path / "log" / "hang.json").read_text())
     assert (verdict["culprits"], verdict["works"]) == (["rank 1"], True)
@@ -222,7 +224,7 @@ def start_nodes(folder: Path, count: int, is_faulty: str, fault: str, *flags: st
         *flags,
     )
     logs = [("--node_rank", str(node), "--log_dir", f"log{node}") for node in range(count)]
-    return [Launch((*own, *shared, "train.py"), folder) for own in logs]
+    return [Launch((*own, *shared, "train.py"), folder, program=WARM) for own in logs]
 
 
 def hang_of(folder: Path, node: int) -> dict[str, Any]:
@@ -295,7 +297,7 @@ def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path,
 def test_the_first_steps_may_take_longer(tmp_path: Path) -> None:
     script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", "time.sleep(2.5)")
     (tmp_path / "train.py").write_text(script.replace("\nsteps()\n", "\nsteps(2)\n"))
-    done = launch(tmp_path, "-n", "2", *SOON, "train.py")
+    done = launch_warm(tmp_path, "-n", "2", *SOON, "train.py")
     assert done.code == 0
     assert "the job is stalled" not in done.out
 
@@ -413,7 +415,7 @@ def test_launchers_of_several_hosts_name_the_rank_together(tmp_path: Path, runni
     port = free_port()
     for node in (1, 2):
         flags = ("--ips", "127.0.0.1,127.0.0.2", "--node_rank", str(node - 1), "-n", "1", "--log_dir", f"log{node}")
-        running.append(Launch((*flags, "--http_port", port, *SOON, "train.py"), tmp_path))
+        running.append(Launch((*flags, "--http_port", port, *SOON, "train.py"), tmp_path, program=WARM))
     for job in running:
         job.wait()
         report = report_of(job)

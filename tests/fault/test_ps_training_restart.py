@@ -2,7 +2,7 @@
 
 import pytest
 
-from launching import SPARSE_MODEL, launch_servers, result_of
+from launching import SPARSE_MODEL, launch_servers_warm, result_of
 
 pytestmark = pytest.mark.fault
 
@@ -65,7 +65,7 @@ DENSE_ROWS = 2
 
 def start(folder, victim, mode, *flags):
     (folder / "train.py").write_text(SCRIPT)
-    return launch_servers(folder, 1, 2, *flags, "train.py", victim, mode, timeout_s=100.0)
+    return launch_servers_warm(folder, 1, 2, *flags, "train.py", victim, mode, timeout_s=100.0)
 
 
 def failures(folder, rank):

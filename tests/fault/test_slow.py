@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import BIN, Launch, launch
+from launching import BIN, WARM, Launch, launch_warm
 
 pytestmark = pytest.mark.fault
 
@@ -158,7 +158,7 @@ def script(slow: Slow) -> str:
 def test_the_slow_rank_and_the_cause_are_named(tmp_path: Path, slow: Slow, request: pytest.FixtureRequest) -> None:
     group = [str(request.getfixturevalue("quota"))] if slow.is_throttled else []
     (tmp_path / "train.py").write_text(script(slow))
-    done = launch(tmp_path, "-n", "2", "train.py", *group, timeout_s=100.0)
+    done = launch_warm(tmp_path, "-n", "2", "train.py", *group, timeout_s=100.0)
     assert done.code == 0, done.out + done.err
     found = re.search(
         r"^rank 0 waited (\d+) s an hour for rank 1 \((\d+)% of the time\): (.*)$", done.out, re.MULTILINE
@@ -179,7 +179,7 @@ def test_nothing_is_said_of_ranks_that_are_alike(tmp_path: Path) -> None:
     even = "os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})\ndef fault(): pass\n"
     loop = LOOP.replace("work(WORK_S)", "work(0.001); time.sleep(0.05)")
     (tmp_path / "train.py").write_text(BEGIN + SHM + even + loop)
-    done = launch(tmp_path, "-n", "2", "--slow_share", "0.3", "train.py")  # whoever else runs here may take a core
+    done = launch_warm(tmp_path, "-n", "2", "--slow_share", "0.3", "train.py")  # whoever else runs here may take a core
     assert done.code == 0, done.out + done.err
     assert not re.search(r"waited|goodput", done.out)
     assert not (tmp_path / "log" / "slow.json").exists()
@@ -187,7 +187,7 @@ def test_nothing_is_said_of_ranks_that_are_alike(tmp_path: Path) -> None:
 
 def test_nothing_is_counted_where_the_user_says_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script(FAULTS["sleep, gloo"]) + "print('callbacks', len(gc.callbacks))\n")
-    done = launch(tmp_path, "-n", "2", "--slow_share", "0", "train.py")
+    done = launch_warm(tmp_path, "-n", "2", "--slow_share", "0", "train.py")
     assert done.code == 0, done.out + done.err
     assert "callbacks 0" in done.out
     assert "waited" not in done.out
@@ -203,7 +203,7 @@ def test_a_running_job_says_which_rank_is_slow_to_whoever_asks(tmp_path: Path) -
     (tmp_path / "train.py").write_text(
         script(FAULTS["sleep, shm, DDP"]).replace("STEPS, WORK_S = 130", "STEPS, WORK_S = 9999")
     )
-    job = Launch(("-n", "2", "train.py"), tmp_path)
+    job = Launch(("-n", "2", "train.py"), tmp_path, program=WARM)
     try:
         deadline = time.monotonic() + 40.0
         lines: list[str] = []
@@ -250,7 +250,7 @@ for step, (x, y) in enumerate(loader):
 
 def test_a_slow_rank_of_an_elastic_job_is_named_by_its_id_whatever_its_number(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
-    done = launch(tmp_path, "-n", "1:3", "train.py", timeout_s=100.0)
+    done = launch_warm(tmp_path, "-n", "1:3", "train.py", timeout_s=100.0)
     assert done.code == 0, done.out + done.err
     # It was rank 1, and rank 0 when n0.0 was lost; n0.3 took the place of that.
     (line,) = re.findall(r"^n0\.\S+.* waited \d+ s an hour for .*$", done.out, re.MULTILINE)

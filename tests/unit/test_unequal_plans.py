@@ -139,24 +139,25 @@ def test_no_other_split_is_faster() -> None:
         assert shared.step_time_s == pytest.approx(least)
 
 
-@pytest.mark.parametrize("gib", [0.3, 0.35, 0.4])
-def test_no_other_split_that_memory_holds_is_faster(gib: float) -> None:
-    described = mixed(("slow", 1), ("small", 1))
-    described["devices"][2]["memory_gib"] = gib
-    cluster, rows = read_cluster(described), 4096
-    ranks = UnequalRanks(cluster, planned(described).layers, "fp32", rows)
+@pytest.mark.parametrize("most", [10, 150, 230])
+def test_no_other_split_that_memory_holds_is_faster(most: int) -> None:
+    described, rows = mixed(("slow", 1), ("small", 1)), 256
+    layers = planned(described).layers
+    catalog = StrategyCatalog(layers)
+    roomy = UnequalRanks(read_cluster(described), layers, "fp32", rows)
+    memory = roomy._price(1, most, next(roomy.configs(has_blocks=False)), catalog).memory_bytes
+    described["devices"][2]["memory_gib"] = memory / USABLE / 2**30
+    cluster = read_cluster(described)
+    ranks = UnequalRanks(cluster, layers, "fp32", rows)
     rooms = [USABLE * node.device.memory for node in cluster.nodes]
     for config in ranks.configs(has_blocks=False):
-        prices = [
-            [ranks._price(kind, size, config, StrategyCatalog(ranks._kinds[0].work.layers)) for kind in range(2)]
-            for size in range(rows + 1)
-        ]
+        prices = [[ranks._price(kind, size, config, catalog) for kind in range(2)] for size in range(rows + 1)]
         fitting = [
             max(prices[rows - size][0].seconds, prices[size][1].seconds)
             for size in range(2, rows - 1)
             if prices[rows - size][0].memory_bytes <= rooms[0] and prices[size][1].memory_bytes <= rooms[1]
         ]
-        shared = ranks.candidate(config, StrategyCatalog(ranks._kinds[0].work.layers))
+        shared = ranks.candidate(config, catalog)
         assert (shared is not None) == bool(fitting)
         assert shared is None or shared.step_time_s == pytest.approx(min(fitting))
 

@@ -17,6 +17,15 @@ from phalanx.launch.process import wire
 _BOOT = "import sys; sys.path.append({root!r}); from phalanx.launch.process.fork_server import main; main()"
 
 
+def start_process(fd: int) -> int:
+    """Start the fork server in a process group of its own, with `fd` as its end of the socket; return its pid."""
+    root = str(Path(phalanx.__file__).parents[1])
+    # -P: a random.py in the user's folder must not become the standard library's.
+    command = [sys.executable, "-P", "-c", _BOOT.format(root=root)]
+    actions = [(os.POSIX_SPAWN_DUP2, fd, 3)]  # `fork_server.SOCKET_FD`; that module is not for this process
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setpgroup=0)
+
+
 class ForkServerLostError(PeerLostError):
     """The fork server died, and every process of the job on this host with it."""
 
@@ -37,17 +46,8 @@ class ForkServerHandle:
         self.socket, theirs = wire.pair()
         self._has_children = False
         self._has_ended = False
-        root = str(Path(phalanx.__file__).parents[1])
-        # -P: a random.py in the user's folder must not become the standard library's.
-        command = [sys.executable, "-P", "-c", _BOOT.format(root=root)]
         with theirs:
-            self.pid = os.posix_spawn(
-                sys.executable,
-                command,
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
-                setpgroup=0,
-            )
+            self.pid = start_process(theirs.fileno())
         from phalanx.launch.process import linux
 
         # Should the server itself be killed, what its children left behind comes to us.
