@@ -268,6 +268,11 @@ def test_what_all_launchers_saw_is_judged() -> None:
     assert news.verdict.culprits == ("rank 1",)
 
 
+@pytest.mark.parametrize("now", ["-inf", 1.7e308, "nan"])
+def test_times_that_no_clock_shows_are_no_report(now: Any) -> None:
+    assert report([{**node, "now": now} for node in LOOK]) is None
+
+
 @broken
 @given(everywhere=broken_json(LOOK))
 def test_what_another_launcher_saw_is_a_report_that_can_be_shown_or_nothing(everywhere: Any) -> None:

@@ -47,20 +47,34 @@ def probe_to_json(observations: Sequence[Observation], patience_s: float) -> dic
     return {"now": time.monotonic(), "patience_s": patience_s, "processes": [each.to_json() for each in short]}
 
 
+LONGEST_S = 1e12
+"""What no clock shows."""
+
+
 def merge_probes(nodes: Sequence[dict[str, Any]]) -> JobProbe:
     """Return what all nodes saw together, in this node's time.
 
     Raises:
         ValueError: If it is nothing that a launcher of this version wrote; so may the other errors of `UNREADABLE`.
     """
-    # What has no end, and half a pair of surrogates, can be neither judged nor shown.
-    json.dumps(nodes, allow_nan=False, ensure_ascii=False).encode()
     now = time.monotonic()
-    return JobProbe(
-        observations=[
-            Observation.from_json(process, shift_s=now - float(node["now"]))
-            for node in nodes
-            for process in node["processes"]
-        ],
-        patience_s=max((float(node["patience_s"]) for node in nodes), default=0.0),
-    )
+    observations = [
+        Observation.from_json(process, shift_s=now - float(node["now"]))
+        for node in nodes
+        for process in node["processes"]
+    ]
+    patience_s = max((float(node["patience_s"]) for node in nodes), default=0.0)
+    values = [observation.to_json() for observation in observations]
+    # Half a pair of surrogates can be neither judged nor shown.
+    json.dumps(values, ensure_ascii=False).encode()
+    _check_times([*values, patience_s])
+    return JobProbe(observations=observations, patience_s=patience_s)
+
+
+def _check_times(values: Any) -> None:
+    """Raise ValueError for numbers with a point, at any depth, that no clock shows: differences may have no end."""
+    if isinstance(values, float) and not abs(values) < LONGEST_S:
+        raise ValueError(f"{values!r} seconds")
+    if isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            _check_times(value)
