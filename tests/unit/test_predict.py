@@ -504,10 +504,34 @@ def test_intervals_hold_four_of_five_published_rows() -> None:
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    [("A100", "A100-80GB-SXM"), ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"), ("a100 pcie", "A100-80GB-PCIe")],
+    [
+        ("A100", "A100-80GB-SXM"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"),
+        ("a100 pcie", "A100-80GB-PCIe"),
+        ("H100 PCIe", "H100-80GB-PCIe"),
+        ("l40s", "L40S-48GB-PCIe"),
+        ("AMD Instinct MI300X", "MI300X-192GB-OAM"),
+    ],
 )
 def test_devices_are_matched_by_family(name: str, preset: str) -> None:
     assert read_run(described(cluster={"device": name})).device.name == preset
+
+
+def test_devices_sustain_less_than_their_peak_and_name_their_source() -> None:
+    for device in DEVICES.values():
+        assert "data sheet" in device.source
+        for precision in device.flops:
+            assert device.rate(precision) < device.flops[precision]
+    # Half the power for 114 of 132 multiprocessors, at 0.76 of the clock that the power of the others leaves.
+    sxm, card = (DEVICES[name] for name in ("H100-80GB-SXM", "H100-80GB-PCIe"))
+    clock = (350 / 114 / (700 / 132)) ** 0.5
+    assert card.rate("bf16") == pytest.approx(sxm.rate("bf16") * clock * 114 / 132)
+
+
+def test_a_step_on_other_cards_is_as_much_slower_as_their_rates_say() -> None:
+    seconds = {name: predict(described(cluster={"device": name})).step_time_s for name in ("h100", "h100-pcie", "l40s")}
+    assert seconds["h100"] < seconds["h100-pcie"] < seconds["l40s"]
+    assert predict(described(cluster={"device": "mi300x"})).memory_gib < 192
 
 
 def test_every_constant_has_a_prior_near_its_value() -> None:
