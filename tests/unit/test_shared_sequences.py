@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.auto.capture.step import capture
+from phalanx.auto.cost.layer_work import CallWork
+from phalanx.auto.cost.operators import ShardFraction
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.report.traffic import count_traffic
 from phalanx.auto.sequence_check import check_runs_in_parts
@@ -107,6 +110,33 @@ def test_a_ring_is_chosen_where_all_keys_and_values_do_not_fit() -> None:
     assert tight.seconds == pytest.approx(ring.seconds)
     with pytest.raises(PlanError, match=r"every one needs .* \(data=1 model=1 context=4 attention=ring"):
         planned(1, "recompute=none", "cp=4", memory=ring.memory - 1)
+
+
+def test_what_a_ring_computes_again_and_keeps_is_that_of_its_products() -> None:
+    ring, gather = (planned(1, f"attention={way}", "cp=4", "recompute=none") for way in ("ring", "all_gather"))
+    work, config = ring.work, ring.search.best.config
+    attends = next(one for one in work.all if one.sequence is not None and one.sequence.attention)
+    plain, fused, part = work.machine.ring_operators, work.machine.operators, ShardFraction(samples=1 / 4)
+    assert plain is not None  # of a GPU by its data sheet
+    full, selective = (replace(config, recompute=kind) for kind in ("full", "selective"))
+    # Four steps of 512 tokens and two heads of 32 features; of a causal mask half is skipped.
+    rows = HEADS * 512 / 2
+    scores_s = 4 * plain.operator_s("elementwise", 4 * rows * 512)
+    merge_s = 3 * 2 * fused.operator_s("elementwise", LONG / 4 * WIDTH * 4)
+    all_s = 4 * (2 * plain.matmul_s(rows, 512, 32) + scores_s) + merge_s
+    others_s = work.recompute_s(attends, part, replace(gather.search.best.config, recompute="full"))
+    others_s -= fused.attention_s(HEADS / 4, LONG, 32)
+    assert work.recompute_s(attends, part, full) == pytest.approx(others_s + all_s)
+    scores_again_s = work.recompute_s(attends, part, selective) - (4 * scores_s + merge_s)
+    assert 0 <= scores_again_s < work.recompute_s(attends, part, full) - all_s + 1e-12  # what else is no product
+    # Scores of all keys and what each step makes of its values, in float32: one step whole, three half.
+    kept = work.product_bytes(attends, part, selective)
+    assert kept == pytest.approx(4 * HEADS * 512 * (512 + 32) * (1 + 3 / 2) + _products_beside_attention(attends) / 4)
+    assert planned(1, "attention=ring", "cp=4", "recompute=full").seconds > ring.seconds + 2 * all_s
+
+
+def _products_beside_attention(work: CallWork) -> float:
+    return sum(op.written_bytes for op in work.operators if op.flops and "attention" not in op.name)
 
 
 def test_ranks_that_share_a_sequence_send_what_the_way_says() -> None:

@@ -173,13 +173,7 @@ class ModelSearch:
             if layers.sequence is None or self.unshared is not None
             else layers.sequence.degrees(self.cluster.devices),
         )
-        keeps_scores = self.work.machine.ring_operators is not None  # a ring of products, which selective keeps
-        return (
-            config
-            for config in configs
-            if (not config.zero or (config.stages > 1) not in self.unsharded)
-            and not (keeps_scores and config.attention == "ring" and config.recompute == "selective")
-        )
+        return (config for config in configs if not config.zero or (config.stages > 1) not in self.unsharded)
 
     def _find_sharing_failure(self, candidate: Candidate) -> str | None:
         """Return why the model's code fails where ranks share a sequence as a candidate has it; None if it runs."""
