@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx as px
-from benchmarks.predict_fit import PUBLISHED, read_measured, shipped
+from benchmarks.bench_predict import judge_fit, memory_rows
+from benchmarks.predict_fit import PUBLISHED, read_measured, read_published, shipped
 from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.cost.constants import DEFAULT, constants_of
 from phalanx.auto.cost.kernels import Kernels, alignment
@@ -532,6 +533,27 @@ def test_a_step_on_other_cards_is_as_much_slower_as_their_rates_say() -> None:
     seconds = {name: predict(described(cluster={"device": name})).step_time_s for name in ("h100", "h100-pcie", "l40s")}
     assert seconds["h100"] < seconds["h100-pcie"] < seconds["l40s"]
     assert predict(described(cluster={"device": "mi300x"})).memory_gib < 192
+
+
+def test_no_published_run_that_ran_is_called_infeasible_and_memory_is_right_within_5_percent() -> None:
+    judged = judge_fit(read_published())
+    assert len(judged["ran"]) > 400
+    assert judged["ran, and is called infeasible"] == judged["ran out of memory, and is called feasible"] == []
+    every = next(row for row in memory_rows(read_measured()) if row["source"] == "all")
+    assert every["rows"] >= 49
+    assert float(every["median"]) < 5
+
+
+def test_runs_are_told_apart_that_ran_out_of_memory() -> None:
+    runs = [
+        described(name="small", measured={"oom": True}),
+        described(name="large", model={"layers": 4000}, measured={"oom": True}),
+        described(name="ran", model={"layers": 4000}, measured={"step_time_s": 1.0}),
+    ]
+    judged = judge_fit([read_run(run) for run in runs])
+    assert judged["ran out of memory"] == ["small", "large"]
+    assert judged["ran out of memory, and is called feasible"] == ["small"]
+    assert judged["ran, and is called infeasible"] == ["ran"]
 
 
 def test_every_constant_has_a_prior_near_its_value() -> None:
