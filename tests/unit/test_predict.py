@@ -518,6 +518,29 @@ def test_devices_are_matched_by_family(name: str, preset: str) -> None:
     assert read_run(described(cluster={"device": name})).device.name == preset
 
 
+def test_the_busiest_experts_compute_send_and_keep_as_much_more() -> None:
+    def step(load: float) -> tuple[StepSeconds, RunSpec]:
+        model = {"experts": 8, "top_k": 2, "expert_load": load}
+        run = read_run(described(model=model, parallel={"tp": 1, "dp": 8, "ep": 4}, batch={"global": 32}))
+        return StepSeconds(run, DEFAULT), run
+
+    (even, run), (busy, uneven) = step(1), step(3)
+    h, tokens = run.model.hidden, run.micro * run.model.seq
+    kernels = even.kernels
+    sent = [
+        kernels.matmul(rows, 4 * h, h, batch=2) + kernels.matmul(rows, h, 4 * h, batch=2)
+        for rows in (tokens, 3 * tokens)
+    ]
+    inner = kernels.streamed(2 * 2 * tokens * 2 * 4 * h)  # activations of two choices, read and written in 16 bit
+    assert busy.block.forward - even.block.forward == pytest.approx(sent[1] - sent[0] + 2 * inner)
+    assert busy.tensor_parallel_forward > 2 * even.tensor_parallel_forward
+    assert block_bytes(uneven.model_copy(update={"recompute": "none"})) > block_bytes(
+        run.model_copy(update={"recompute": "none"})
+    )
+    with pytest.raises(ConfigError, match=r"expert_load \(2\) is of experts, and there are none"):
+        read_run(described(model={"expert_load": 2}))
+
+
 def test_devices_sustain_less_than_their_peak_and_name_their_source() -> None:
     for device in DEVICES.values():
         assert "data sheet" in device.source
