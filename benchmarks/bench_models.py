@@ -2,6 +2,10 @@
 
 Says of every model and number of devices how long its capture and its search take in processor time, how far the Plan
 may be from the best, and what it is predicted to take. Nothing is computed and no memory of the models is there.
+
+`--apply` trains small models of the same code on ranks of this machine instead, in float64, under the Plan that is
+chosen for them and under others (`published_rank.limits_of`), and says how far losses and parameters are from those of
+one process after three steps of SGD with momentum.
 """
 
 from __future__ import annotations
@@ -9,15 +13,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.published_models import PUBLISHED, batch, build, build_small, import_foreign
-from benchmarks.published_rank import sample
+from benchmarks.published_rank import ROWS_OF, sample
 from benchmarks.report import machine
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.capture.module_calls import list_module_calls
@@ -26,6 +36,7 @@ from phalanx.errors import PlanError
 from phalanx.strategy import DistributedStrategy
 
 PER_NODE = 8
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +115,59 @@ def format_table(rows: list[PlannedModel]) -> str:
     return "\n".join(lines)
 
 
+def apply_plans(names: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Train the small models alone and on ranks; return how far apart they are, a row for each model and Plan."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (1, *ranks):
+            command = [
+                *(sys.executable, "-m", "phalanx.launch", "-n", str(count), "--log_dir", f"{folder}/log"),
+                *(str(ROOT / "benchmarks" / "published_rank.py"), folder, ",".join(names), ",".join(map(str, ranks))),
+            ]
+            env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
+            if done.returncode:
+                raise RuntimeError(f"{count} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+            if count > 1:
+                rows += json.loads((Path(folder) / ROWS_OF.format(ranks=count)).read_text())
+    return sorted(rows, key=lambda row: names.index(row["model"]))
+
+
+def format_applied(rows: list[dict[str, Any]]) -> str:
+    """Return rows of `apply_plans` as a table in Markdown: a line for each model and way."""
+    ranks = sorted({row["ranks"] for row in rows})
+    heads = [head for count in ranks for head in (f"Plan on {count} ranks", "loss", "parameters")]
+    lines = [f"| model | limits | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    before = ""
+    for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows):
+        cells = ["" if model == before else model, way]
+        for count in ranks:
+            row = next(row for row in rows if (row["model"], row["way"], row["ranks"]) == (model, way, count))
+            plan = row["plan"].replace(" recompute=none", "").replace(" model=1 zero=0", "")
+            cells += [plan, f"{row['loss']:.0e}", f"{row['params']:.0e}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        before = model
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Plan the models asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(PUBLISHED), help="which models, separated by commas")
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 16, 64], help="in nodes of eight")
     parser.add_argument("--quick", action="store_true", help="small models on eight devices, only to see that it works")
+    parser.add_argument("--apply", action="store_true", help="train small models under their Plans, on --ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of --apply")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     options = parser.parse_args()
     unknown = set(options.cases.split(",")) - set(PUBLISHED)
     if unknown:
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(PUBLISHED)}")
+    if options.apply:
+        applied = apply_plans(options.cases.split(","), options.ranks)
+        facts = {"bench": "bench_models", "machine": machine(), "applied": applied}
+        print(json.dumps(facts) if options.json else format_applied(applied))
+        return
     import_foreign()
     cases = list(itertools.product(options.cases.split(","), [PER_NODE] if options.quick else options.devices))
     rows = [

@@ -16,7 +16,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.predict_fit import FAMILIES, FITTED, linearise, predict_with, read_measured, seconds, source_of
+from benchmarks.predict_fit import (
+    FAMILIES,
+    FITTED,
+    linearise,
+    predict_with,
+    read_measured,
+    read_published,
+    seconds,
+    source_of,
+)
 from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import DEFAULT
 from phalanx.auto.predict.interval import estimate_interval
@@ -106,16 +115,52 @@ def _row(kind: str, name: str, off: dict[str, np.ndarray], intervals: np.ndarray
 
 
 def memory_rows(runs: Sequence[RunSpec]) -> list[Row]:
-    """Return the errors of memory by source in %; nothing in them is fitted."""
+    """Return the errors of memory in %, by source and of all; nothing in them is fitted."""
     sizes: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         if "memory_gib" in run.measured:
             predicted = predict(run, interval=False).memory_gib
             sizes[source_of(run)].append(abs(predicted / float(run.measured["memory_gib"]) - 1) * 100)
+    every = [off for own in sizes.values() for off in own]
     return [
         {"source": source, "rows": len(off), "median": float(np.median(off)), "most": max(off)}
-        for source, off in sorted(sizes.items())
+        for source, off in [*sorted(sizes.items()), ("all", every)]
     ]
+
+
+def judge_fit(runs: Sequence[RunSpec]) -> dict[str, list[str]]:
+    """Return the names of runs that ran, and of those that ran out of memory, and which `fits` is wrong of.
+
+    Args:
+        runs: Published ones; where `measured` has `oom`, that is true, a run ended so.
+    """
+    judged: dict[str, list[str]] = {name: [] for name in JUDGED}
+    for run in runs:
+        fits, ran = predict(run, interval=False).fits, not run.measured.get("oom")
+        judged["ran" if ran else "ran out of memory"].append(run.name)
+        if fits != ran:
+            judged["ran, and is called infeasible" if ran else "ran out of memory, and is called feasible"].append(
+                run.name
+            )
+    return judged
+
+
+JUDGED = (
+    "ran",
+    "ran, and is called infeasible",
+    "ran out of memory",
+    "ran out of memory, and is called feasible",
+)
+
+
+def print_judged(judged: dict[str, list[str]]) -> None:
+    """Print how many runs fit, and which should not have been called so."""
+    grid = Table(title="whether runs fit: all published rows, those in doubt too")
+    for name in ("a run that", "rows"):
+        grid.add_column(name, justify="left" if name != "rows" else "right")
+    for name, runs in judged.items():
+        grid.add_row(name, str(len(runs)) + (f" ({', '.join(runs)})" if "," in name and runs else ""))
+    Console(width=120).print(grid)
 
 
 def print_memory(rows: Sequence[Row]) -> None:
@@ -148,6 +193,7 @@ def main() -> None:
     """Fit, or show the errors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="print the constants that all rows together say")
+    parser.add_argument("--memory", action="store_true", help="only errors of memory, and whether runs fit")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="changes nothing: it takes seconds")
     options = parser.parse_args()
@@ -156,12 +202,15 @@ def main() -> None:
         values = np.exp(linearise(runs).solve(np.arange(len(runs))))
         print(json.dumps(dict(zip(FITTED, values.tolist(), strict=True)), indent=1))
         return
-    rows = left_out(runs)
+    rows = [] if options.memory else left_out(runs)
     if options.json:
-        print(json.dumps({"bench": "predict", "rows": rows, "memory": memory_rows(runs)}))
+        judged = {name: len(names) for name, names in judge_fit(read_published()).items()}
+        print(json.dumps({"bench": "predict", "rows": rows, "memory": memory_rows(runs), "fits": judged}))
         return
-    print_left_out(rows)
+    if not options.memory:
+        print_left_out(rows)
     print_memory(memory_rows(runs))
+    print_judged(judge_fit(read_published()))
 
 
 if __name__ == "__main__":

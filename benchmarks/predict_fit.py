@@ -31,16 +31,21 @@ SPREAD_OF_ROWS = 0.05
 _STEP = 0.02
 
 
-def read_measured() -> list[RunSpec]:
-    """Return the published runs with a measured step time, without doubt.
+def read_published() -> list[RunSpec]:
+    """Return the published runs, those in doubt too.
 
     vTrain's rows of a single node are left out: they are the output of a simulator (docs/design/predict.md).
     """
     runs: list[RunSpec] = []
     for path in (PUBLISHED, UNSEEN):
         with path.open() as lines:
-            runs += [run for run in read_runs(lines, path.name) if not run.doubt and run.measured_step_time_s]
+            runs += read_runs(lines, path.name)
     return [run for run in runs if "vTrain single-node" not in run.source]
+
+
+def read_measured() -> list[RunSpec]:
+    """Return the published runs with a measured step time, without doubt."""
+    return [run for run in read_published() if not run.doubt and run.measured_step_time_s]
 
 
 def source_of(run: RunSpec) -> str:

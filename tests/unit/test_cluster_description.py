@@ -291,13 +291,20 @@ def test_cards_are_found_by_their_drivers_names(tmp_path: Path, monkeypatch: pyt
         ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
         ("NVIDIA H200", "H200-141GB-SXM"),
         ("NVIDIA H800", "H800-80GB-SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB-SXM"),
+        ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
+        ("NVIDIA H100 NVL", "H100-94GB-NVL"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
+        ("NVIDIA L40S", "L40S-48GB-PCIe"),
+        ("NVIDIA L40", "L40-48GB-PCIe"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB-SXM"),
     ],
 )
 def test_cards_have_presets(card: str, name: str) -> None:
     assert detect.preset_for_gpu(card).name == name
 
 
-@pytest.mark.parametrize("card", ["Tesla T4", "NVIDIA H100 PCIe"])
+@pytest.mark.parametrize("card", ["Tesla T4", "NVIDIA A10G", "NVIDIA H800 PCIe"])
 def test_cards_without_a_preset_are_named(card: str) -> None:
     with pytest.raises(ConfigError, match=f"found {card}, which has no preset"):
         detect.preset_for_gpu(card)

@@ -126,3 +126,18 @@ def test_what_a_plan_says_of_operators_must_make_sense_by_itself() -> None:
             regions(plan_of(site))
     with pytest.raises(PlanError, match=r"ranks along 'data' read other rows\. Place them along one axis"):
         axis_of(plan_of("act:0:aten.relu.default", axis="data"))
+
+
+def test_a_step_is_the_same_where_tokens_are_labels_too_as_one_tensor_or_two() -> None:
+    class Predicts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 5)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.table(ids).flatten(0, 1), labels.flatten())
+
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    one, two = ({"ids": ids, "labels": labels} for labels in (ids, ids.clone()))
+    assert capture(Predicts(), one).digest() == capture(Predicts(), two).digest()
+    assert one["labels"] is ids

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx as px
-from benchmarks.predict_fit import PUBLISHED, read_measured, shipped
+from benchmarks.bench_predict import judge_fit, memory_rows
+from benchmarks.predict_fit import PUBLISHED, read_measured, read_published, shipped
 from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.cost.constants import DEFAULT, constants_of
 from phalanx.auto.cost.kernels import Kernels, alignment
@@ -504,10 +505,78 @@ def test_intervals_hold_four_of_five_published_rows() -> None:
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    [("A100", "A100-80GB-SXM"), ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"), ("a100 pcie", "A100-80GB-PCIe")],
+    [
+        ("A100", "A100-80GB-SXM"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"),
+        ("a100 pcie", "A100-80GB-PCIe"),
+        ("H100 PCIe", "H100-80GB-PCIe"),
+        ("l40s", "L40S-48GB-PCIe"),
+        ("AMD Instinct MI300X", "MI300X-192GB-OAM"),
+    ],
 )
 def test_devices_are_matched_by_family(name: str, preset: str) -> None:
     assert read_run(described(cluster={"device": name})).device.name == preset
+
+
+def test_the_busiest_experts_compute_send_and_keep_as_much_more() -> None:
+    def step(load: float) -> tuple[StepSeconds, RunSpec]:
+        model = {"experts": 8, "top_k": 2, "expert_load": load}
+        run = read_run(described(model=model, parallel={"tp": 1, "dp": 8, "ep": 4}, batch={"global": 32}))
+        return StepSeconds(run, DEFAULT), run
+
+    (even, run), (busy, uneven) = step(1), step(3)
+    h, tokens = run.model.hidden, run.micro * run.model.seq
+    kernels = even.kernels
+    sent = [
+        kernels.matmul(rows, 4 * h, h, batch=2) + kernels.matmul(rows, h, 4 * h, batch=2)
+        for rows in (tokens, 3 * tokens)
+    ]
+    inner = kernels.streamed(2 * 2 * tokens * 2 * 4 * h)  # activations of two choices, read and written in 16 bit
+    assert busy.block.forward - even.block.forward == pytest.approx(sent[1] - sent[0] + 2 * inner)
+    assert busy.tensor_parallel_forward > 2 * even.tensor_parallel_forward
+    assert block_bytes(uneven.model_copy(update={"recompute": "none"})) > block_bytes(
+        run.model_copy(update={"recompute": "none"})
+    )
+    with pytest.raises(ConfigError, match=r"expert_load \(2\) is of experts, and there are none"):
+        read_run(described(model={"expert_load": 2}))
+
+
+def test_devices_sustain_less_than_their_peak_and_name_their_source() -> None:
+    for device in DEVICES.values():
+        assert "data sheet" in device.source
+        for precision in device.flops:
+            assert device.rate(precision) < device.flops[precision]
+    # Half the power for 114 of 132 multiprocessors, at 0.76 of the clock that the power of the others leaves.
+    sxm, card = (DEVICES[name] for name in ("H100-80GB-SXM", "H100-80GB-PCIe"))
+    clock = (350 / 114 / (700 / 132)) ** 0.5
+    assert card.rate("bf16") == pytest.approx(sxm.rate("bf16") * clock * 114 / 132)
+
+
+def test_a_step_on_other_cards_is_as_much_slower_as_their_rates_say() -> None:
+    seconds = {name: predict(described(cluster={"device": name})).step_time_s for name in ("h100", "h100-pcie", "l40s")}
+    assert seconds["h100"] < seconds["h100-pcie"] < seconds["l40s"]
+    assert predict(described(cluster={"device": "mi300x"})).memory_gib < 192
+
+
+def test_no_published_run_that_ran_is_called_infeasible_and_memory_is_right_within_5_percent() -> None:
+    judged = judge_fit(read_published())
+    assert len(judged["ran"]) > 400
+    assert judged["ran, and is called infeasible"] == judged["ran out of memory, and is called feasible"] == []
+    every = next(row for row in memory_rows(read_measured()) if row["source"] == "all")
+    assert every["rows"] >= 49
+    assert float(every["median"]) < 5
+
+
+def test_runs_are_told_apart_that_ran_out_of_memory() -> None:
+    runs = [
+        described(name="small", measured={"oom": True}),
+        described(name="large", model={"layers": 4000}, measured={"oom": True}),
+        described(name="ran", model={"layers": 4000}, measured={"step_time_s": 1.0}),
+    ]
+    judged = judge_fit([read_run(run) for run in runs])
+    assert judged["ran out of memory"] == ["small", "large"]
+    assert judged["ran out of memory, and is called feasible"] == ["small"]
+    assert judged["ran, and is called infeasible"] == ["ran"]
 
 
 def test_every_constant_has_a_prior_near_its_value() -> None:

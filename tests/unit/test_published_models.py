@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_models import PlannedModel, format_table
+from benchmarks.bench_models import PlannedModel, format_applied, format_table
 from benchmarks.published_models import VISION
 
 ROOT = Path(__file__).parents[2]
@@ -35,4 +35,17 @@ def test_models_without_a_plan_have_a_row_too() -> None:
     assert format_table(rows).splitlines()[2:] == [
         "| Large | 2,000M | 7 | 8 | 1.0 | 2.0 |  | No Plan fits |  |  |",
         "|  |  |  | 16 | 1.0 | 2.0 | 0.0 | data=16 | 12.3 | 5.0 |",
+    ]
+
+
+def test_models_that_trained_are_listed_with_the_plans_of_all_numbers_of_ranks_in_a_line() -> None:
+    facts = {"model": "Mixtral-8x7B", "loss": 1.2e-16, "params": 0.0}
+    rows = [
+        {**facts, "ranks": ranks, "way": way, "plan": f"data={ranks} model=1 zero=0 recompute=none"}
+        for way in ("chosen", "cut")
+        for ranks in (2, 4)
+    ]
+    assert format_applied(rows).splitlines()[2:] == [
+        "| Mixtral-8x7B | chosen | data=2 | 1e-16 | 0e+00 | data=4 | 1e-16 | 0e+00 |",
+        "|  | cut | data=2 | 1e-16 | 0e+00 | data=4 | 1e-16 | 0e+00 |",
     ]

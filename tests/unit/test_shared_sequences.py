@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.auto import model_search
 from phalanx.auto.capture.step import capture
+from phalanx.auto.cost.layer_work import CallWork
+from phalanx.auto.cost.operators import ShardFraction
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.report.traffic import count_traffic
 from phalanx.auto.sequence_check import check_runs_in_parts
@@ -30,6 +34,7 @@ class Block(nn.Module):
         super().__init__()
         self.how, self.norm = how, nn.LayerNorm(WIDTH)
         self.qkv, self.o, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = torch.ones(128, 128, dtype=torch.bool) if how == "mask of a table" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "positions":
@@ -37,9 +42,14 @@ class Block(nn.Module):
         if self.how == "means":
             x = x - x.mean(1, keepdim=True)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, 1)
-        p = 0.1 if self.how == "drops" else 0.0
+        p, count = 0.1 if self.how == "drops" else 0.0, x.shape[1]
         if self.how == "by hand":
             y = (q @ k.mT).softmax(-1) @ v
+        elif self.how in ("mask", "counted mask", "mask of a table"):
+            seen = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()
+            if self.how == "counted mask":
+                seen = torch.arange(count, device=x.device).unsqueeze(1) >= torch.arange(count, device=x.device)
+            y = F.scaled_dot_product_attention(q, k, v, self.table[:count, :count] if "table" in self.how else seen)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         tokens = LONG if self.how == "fixed" else x.shape[1]
@@ -56,7 +66,8 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         for block in self.blocks:
-            x = block(x).roll(1, 1) if block.how == "between" else block(x)
+            x = block(x=x) if block.how == "keyword" else block(x)
+            x = x.roll(1, 1) if block.how == "between" else x
         return self.head(x)
 
 
@@ -109,6 +120,33 @@ def test_a_ring_is_chosen_where_all_keys_and_values_do_not_fit() -> None:
         planned(1, "recompute=none", "cp=4", memory=ring.memory - 1)
 
 
+def test_what_a_ring_computes_again_and_keeps_is_that_of_its_products() -> None:
+    ring, gather = (planned(1, f"attention={way}", "cp=4", "recompute=none") for way in ("ring", "all_gather"))
+    work, config = ring.work, ring.search.best.config
+    attends = next(one for one in work.all if one.sequence is not None and one.sequence.attention)
+    plain, fused, part = work.machine.ring_operators, work.machine.operators, ShardFraction(samples=1 / 4)
+    assert plain is not None  # of a GPU by its data sheet
+    full, selective = (replace(config, recompute=kind) for kind in ("full", "selective"))
+    # Four steps of 512 tokens and two heads of 32 features; of a causal mask half is skipped.
+    rows = HEADS * 512 / 2
+    scores_s = 4 * plain.operator_s("elementwise", 4 * rows * 512)
+    merge_s = 3 * 2 * fused.operator_s("elementwise", LONG / 4 * WIDTH * 4)
+    all_s = 4 * (2 * plain.matmul_s(rows, 512, 32) + scores_s) + merge_s
+    others_s = work.recompute_s(attends, part, replace(gather.search.best.config, recompute="full"))
+    others_s -= fused.attention_s(HEADS / 4, LONG, 32)
+    assert work.recompute_s(attends, part, full) == pytest.approx(others_s + all_s)
+    scores_again_s = work.recompute_s(attends, part, selective) - (4 * scores_s + merge_s)
+    assert 0 <= scores_again_s < work.recompute_s(attends, part, full) - all_s + 1e-12  # what else is no product
+    # Scores of all keys and what each step makes of its values, in float32: one step whole, three half.
+    kept = work.product_bytes(attends, part, selective)
+    assert kept == pytest.approx(4 * HEADS * 512 * (512 + 32) * (1 + 3 / 2) + _products_beside_attention(attends) / 4)
+    assert planned(1, "attention=ring", "cp=4", "recompute=full").seconds > ring.seconds + 2 * all_s
+
+
+def _products_beside_attention(work: CallWork) -> float:
+    return sum(op.written_bytes for op in work.operators if op.flops and "attention" not in op.name)
+
+
 def test_ranks_that_share_a_sequence_send_what_the_way_says() -> None:
     keys = LONG * WIDTH * 4
     border = LONG * WIDTH * 4
@@ -152,7 +190,12 @@ OBSTACLES = {
     "positions": "operator aten.add.Tensor of 'blocks.0' mixes tokens",
     "by hand": "its blocks call no torch.nn.functional.scaled_dot_product_attention",
     "between": "the model computes something between its blocks",
+    "mask": "gives attention a mask of shape (32, 32). It takes (..., 64 queries, 64 keys)",
+    "counted mask": "counts its 32 tokens from 0 (arange)",
+    "mask of a table": "counts its 32 tokens from 0 (__getitem__)",
+    "keyword": "takes as its first input the activations, whose dim -2 is cut; found NoneType",
 }
+"""What the captured operators tell, and what style `context` refuses where it is tried on shapes."""
 
 
 @pytest.mark.parametrize("how", OBSTACLES)
@@ -163,6 +206,54 @@ def test_the_answer_names_why_ranks_share_no_sequence(how: str) -> None:
     assert any(OBSTACLES[how] in why for why in answer().left_out)
     with pytest.raises(PlanError, match="No parallel configuration"):
         answer("cp=2")
+
+
+def test_masks_that_are_learned_leave_rings_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = F.scaled_dot_product_attention
+    learned = torch.zeros(64, 64, requires_grad=True)
+
+    class Biased(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x).unsqueeze(1)
+            return attend(x, x, x, learned.to(x.device)).squeeze(1)
+
+    model, sample, blocks = Net(), batch(4, 64), planned(4, tokens=64).layers.sequence
+    model.blocks = nn.ModuleList(Biased() for _ in range(2))
+    assert blocks is not None
+    assert check_runs_in_parts(model, sample, loss, blocks, 2) is None
+    why = check_runs_in_parts(model, sample, loss, blocks, 2, way="ring")
+    assert why is not None
+    assert "a mask that is learned, whose gradients a ring does not make" in why
+
+    def fails(*_: object, way: str, **__: object) -> str | None:
+        return why if way == "ring" else None
+
+    monkeypatch.setattr(model_search, "check_runs_in_parts", fails)
+    answer = px.auto_parallel(Net(), batch(4, 64), loss, cluster=FEW, limits=("tp=1", "pp=1"), top_k=50)
+    assert {config.attention for config in answer.search.configs if config.context > 1} == {"all_gather"}
+    assert any(one.startswith("attention=ring: context parallel, as") for one in answer.left_out)
+
+
+def test_as_many_samples_as_tokens_are_seen_for_what_a_rank_has() -> None:
+    class Masked(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            x, seen = self.words(ids), torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)
+            for block in self.blocks:
+                x = block(x, seen)
+            return self.head(x)
+
+    class Attends(Block):
+        def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+            heads = self.norm(x).unsqueeze(1)
+            return F.scaled_dot_product_attention(heads, heads, heads, seen).squeeze(1)
+
+    model, blocks = Masked(), planned(4, tokens=64).layers.sequence
+    model.blocks = nn.ModuleList(Attends() for _ in range(2))
+    assert blocks is not None
+    assert check_runs_in_parts(model, batch(4, 64), loss, blocks, 2, rows={2}) is None
+    why = check_runs_in_parts(model, batch(128, 64), loss, blocks, 2, rows={64})
+    assert why is not None
+    assert "as many rows as tokens" in why
 
 
 def test_code_that_fixes_its_tokens_is_left_out_when_it_was_tried() -> None:

@@ -290,6 +290,41 @@ def test_a_run_of_which_all_is_whole_takes_exactly_the_closed_form() -> None:
     assert simulate_run(run).simulation.step_time_s == pytest.approx(predict(run).step_time_s)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 32), (8, 8)])
+def test_zero_bubble_takes_the_closed_form_with_and_without_recomputation(
+    recompute: str, stages: int, microbatches: int
+) -> None:
+    parallel, batch = {"tp": 8, "pp": stages, "dp": 8 // stages}, {"global": microbatches * 8 // stages, "micro": 1}
+    cluster, model = {**RUN["cluster"], "nodes": 8}, {**RUN["model"], "layers": 32}
+    run = read_run(
+        RUN
+        | {"parallel": parallel, "batch": batch, "cluster": cluster, "model": model}
+        | {"recompute": recompute, "schedule": "zero-bubble"}
+    )
+    simulated, expected = simulate_run(run).simulation.step_time_s, predict(run, interval=False).step_time_s
+    assert simulated == pytest.approx(expected, rel=0.035)
+    plain = run.model_copy(update={"schedule": "1f1b"})
+    assert expected < predict(plain, interval=False).step_time_s
+
+
+def test_experts_that_get_more_tokens_hold_up_all_ranks_in_both() -> None:
+    parallel = {"tp": 1, "dp": 8, "ep": 8}
+
+    def seconds(load: float) -> tuple[float, float, float]:
+        model = {**RUN["model"], "experts": 8, "top_k": 2, "layers": 4, "expert_load": load}
+        run = read_run(RUN | {"parallel": parallel, "model": model, "batch": {"global": 8, "micro": 1}})
+        simulated = simulate_run(run).simulation
+        return predict(run, interval=False).step_time_s, simulated.step_time_s, simulated.peaks[0]
+
+    even, busy, all_on_one, more = (seconds(load) for load in (1, 2, 8, 100))
+    assert even[0] < busy[0] < all_on_one[0]
+    assert all_on_one == more  # a rank gets all tokens at most
+    assert even[2] < busy[2]
+    for predicted, simulated, _ in (even, busy, all_on_one):
+        assert simulated == pytest.approx(predicted, rel=0.03)
+
+
 def test_schedules_of_a_run_differ_as_they_should() -> None:
     plain, interleaved, zero = described(), described(parallel={"vpp": 3}), described(schedule="zero-bubble")
     gpipe = described(schedule="gpipe")

@@ -109,7 +109,7 @@ def auto_parallel(
     )
     in_stages = list_unsearched_pipelines(searched.configs, unsplit)
     experts = list_unsearched_experts(calls, target.devices)
-    sequences = list_unsearched_sequences(searched.configs, search.unshared or layers.sequence_obstacle)
+    sequences = list_unsearched_sequences(searched.configs, search.explain_unshared())
     in_layers = (*_explain_whole_tokens(search), *in_stages, *experts, *(sequences if target.devices > 1 else ()))
     offload = tr("offload of parameters, optimizer state or activations to the host's memory")
     shares = explain_unsearched_shares(named_cluster)

@@ -34,6 +34,7 @@ from phalanx.cluster.spec.cluster import Cluster
 from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
+from phalanx.plan.styles import ContextAttention
 
 
 @dataclass
@@ -60,11 +61,11 @@ class ModelSearch:
     allowed: StrategyFilter = field(default_factory=StrategyFilter)
     """Learned over searches."""
 
-    unshared: str | None = None
-    """Why no ranks share a sequence: its code failed on a part. Learned over searches."""
+    unshared: dict[ContextAttention, str] = field(default_factory=dict)
+    """Why no ranks share a sequence this way: its code failed on a part. Learned over searches."""
 
     runs: dict[ShardedRegion, bool] = field(default_factory=dict)
-    _shared_runs: dict[int, str | None] = field(default_factory=dict)
+    _shared_runs: dict[tuple[int, ContextAttention, frozenset[int]], str | None] = field(default_factory=dict)
     unequal: UnequalRanks | None = None
     """Ranks that differ and can share a batch by their speeds, in place of counting as the weakest."""
 
@@ -79,8 +80,7 @@ class ModelSearch:
         ]
         if not configs and not self._list_unequal(config_limits, StrategyCatalog(self.work.layers, self.allowed)):
             undealt = find_expert_obstacle(self.work.layers.calls)
-            unshared = self.unshared or self.work.layers.sequence_obstacle
-            reasons = self.unstaged, self.unsharded, self.unsplit, undealt, unshared
+            reasons = self.unstaged, self.unsharded, self.unsplit, undealt, self.explain_unshared()
             raise PlanError(explain_empty_space(limits, explain_unsearched_limits(config_limits, *reasons)))
         while True:
             catalog = StrategyCatalog(self.work.layers, replace(self.allowed, excluded=excluded))
@@ -107,8 +107,7 @@ class ModelSearch:
             candidates = result.top_k if isinstance(result, PlanSearch) else (result.least,)
             failure = next(filter(None, map(self._find_sharing_failure, candidates)), None)
             if failure is not None:
-                self.unshared = failure
-                configs = [config for config in configs if config.context == 1]
+                configs = [config for config in configs if self._may_share(config)]
                 if not configs:
                     raise PlanError(explain_empty_space(limits, tr(" (not searched: {why})", why=failure)))
                 continue
@@ -169,28 +168,46 @@ class ModelSearch:
             batch_size=batch_size_of(layers.calls),
             may_split=self.unsplit is None,
             expert_degrees=layers.expert_degrees,
-            context_degrees=()
-            if layers.sequence is None or self.unshared is not None
-            else layers.sequence.degrees(self.cluster.devices),
+            context_degrees=() if layers.sequence is None else layers.sequence.degrees(self.cluster.devices),
         )
-        keeps_scores = self.work.machine.ring_operators is not None  # a ring of products, which selective keeps
         return (
             config
             for config in configs
-            if (not config.zero or (config.stages > 1) not in self.unsharded)
-            and not (keeps_scores and config.attention == "ring" and config.recompute == "selective")
+            if (not config.zero or (config.stages > 1) not in self.unsharded) and self._may_share(config)
         )
 
+    def _may_share(self, config: ParallelConfig) -> bool:
+        return config.context == 1 or config.attention not in self.unshared
+
+    def explain_unshared(self) -> str | None:
+        """Return why no ranks share a sequence, or none in one of the ways; None if all were searched."""
+        return self.work.layers.sequence_obstacle or next(iter(self.unshared.values()), None)
+
     def _find_sharing_failure(self, candidate: Candidate) -> str | None:
-        """Return why the model's code fails where ranks share a sequence as a candidate has it; None if it runs."""
-        config, blocks = candidate.config, self.work.layers.sequence
-        if config.context == 1 or blocks is None:
+        """Return why the model's code fails where ranks share a sequence as a candidate has it; None if it runs.
+
+        If it fails whichever way keys and values travel, it would fail with other numbers of ranks too.
+        """
+        config = candidate.config
+        if config.context == 1:
             return None
-        ranks = config.context
-        if ranks not in self._shared_runs:
-            failure = check_runs_in_parts(self.model, self.sample, self.loss_fn, blocks, ranks)
-            self._shared_runs[ranks] = failure and tr("context parallel, as {why}", why=failure)
-        return self._shared_runs[ranks]
+        failure = self._try_sharing(config, config.attention)
+        if failure is not None:
+            self.unshared[config.attention] = failure
+            other: ContextAttention = "ring" if config.attention == "all_gather" else "all_gather"
+            if (fails_too := self._try_sharing(config, other)) is not None:
+                self.unshared[other] = fails_too
+        return failure
+
+    def _try_sharing(self, config: ParallelConfig, way: ContextAttention) -> str | None:
+        blocks = self.work.layers.sequence
+        assert blocks is not None  # or there are no such configs
+        rows = frozenset((config.batch_size // config.data, -(-config.batch_size // config.data)))
+        run = config.context, way, rows
+        if run not in self._shared_runs:
+            why = check_runs_in_parts(self.model, self.sample, self.loss_fn, blocks, config.context, rows=rows, way=way)
+            self._shared_runs[run] = why and tr("context parallel, as {why}", why=why)
+        return self._shared_runs[run]
 
     def _failing(self, candidate: Candidate) -> Iterator[ShardedRegion]:
         """Yield regions of a candidate in which the model's code fails on sharded activations."""

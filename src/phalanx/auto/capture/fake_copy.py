@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from phalanx import accelerator
 from phalanx.cluster.proc import available_bytes
@@ -27,6 +27,22 @@ def copy_parts(parts: tuple[Any, ...], substitute: Substitute) -> tuple[Any, ...
     # Copying looks an object up by its id first: tensors that are answered there are never copied themselves.
     memo: dict[int, Any] = {id(tensor): substitute(tensor) for tensor in _tensors(parts)}
     return copy.deepcopy(parts, memo)
+
+
+def separate_tensors(arguments: Any) -> Any:
+    """Return arguments in which a tensor that is there twice, as tokens that are labels too often are, is two.
+
+    A loader makes two of it, and a step is to be the same step.
+    """
+    met: set[int] = set()
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) in met:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        met.add(id(tensor))
+        return tensor
+
+    return tree_map_only(Tensor, once, arguments)
 
 
 def resolve_meta_device(parts: tuple[Any, ...]) -> torch.device:

@@ -27,6 +27,7 @@ from phalanx.auto.capture.fake_copy import (
     make_dummy,
     preserve_rng_state,
     resolve_meta_device,
+    separate_tensors,
 )
 from phalanx.auto.capture.graph import LEVELS, CapturedStep, Level, Operator
 from phalanx.auto.capture.operator_sites import find_mismatch
@@ -73,7 +74,7 @@ def capture(
                 nearest=suggest(level, LEVELS),
             )
         )
-    inputs = arguments_of(model, sample, has_target=loss_fn is not None)
+    inputs = separate_tensors(arguments_of(model, sample, has_target=loss_fn is not None))
     seen, reasons = _trace(model, inputs, loss_fn)
     parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
     blocks = find_repeated_blocks(seen.operators, parameters)

@@ -87,10 +87,11 @@ class LayerCostModel:
         if config.recompute == "selective" and work.in_block:
             selective_s = len(work.operators) * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
-            recompute_s = comm.forward + self._work.recompute_s(work, fraction, config.recompute) + selective_s
+            recompute_s = comm.forward + self._work.recompute_s(work, fraction, config) + selective_s
             recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
-            in_steps = work.sequence is not None and work.sequence.attention and config.attention == "ring"
-            activation_bytes = self._product_bytes(work, fraction) * (tokens if in_steps else 1)
+            activation_bytes = (
+                self._work.product_bytes(work, fraction, config) if config.recompute == "selective" else 0.0
+            )
             activation_bytes += work.input_bytes / parts if work.starts_block else 0.0
             workspace_bytes += work.block_saved_bytes / parts + extra_bytes  # as if nothing were sharded
         deferred = self._defer_weights(work, fraction, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
@@ -197,11 +198,6 @@ class LayerCostModel:
         )
         forward, backward = 1.0 if comm.forward else late, 1.0 if comm.backward else late
         return waited, PassTimes(work.forward * forward, work.backward * backward, work.weights * backward)
-
-    def _product_bytes(self, work: CallWork, fraction: ShardFraction) -> float:
-        if self._config.recompute == "full":
-            return 0.0
-        return sum(op.written_bytes for op in work.operators if op.flops) * fraction.samples * fraction.outer
 
     def _comm_over_data(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
         """Return the collectives of a layer that gathers the samples of all ranks; terms travel to who adds them."""

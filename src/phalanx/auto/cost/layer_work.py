@@ -17,8 +17,8 @@ from phalanx.auto.capture.partition_points import unit_of
 from phalanx.auto.capture.sequence_blocks import AttentionCall, SequenceBlocks
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.operators import PassTimes, ShardFraction, estimate_passes
-from phalanx.auto.cost.parallel_config import ParallelConfig, Recompute
-from phalanx.auto.cost.shared_sequence import ring_steps
+from phalanx.auto.cost.parallel_config import ParallelConfig
+from phalanx.auto.cost.shared_sequence import ring_again_s, ring_product_bytes, ring_steps
 from phalanx.auto.solver.problem import fills_s
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import units
@@ -111,7 +111,7 @@ class LayerWork:
 
         self._times: dict[tuple[int, bool, bool, ShardFraction], PassTimes] = {}
         self._ring_times: dict[tuple[object, ...], PassTimes] = {}
-        self._again: dict[tuple[int, Recompute, ShardFraction], float] = {}
+        self._again: dict[tuple[object, ...], float] = {}
 
     def times(self, work: CallWork, fraction: ShardFraction) -> PassTimes:
         """Return the seconds of both passes of a part of a call."""
@@ -126,19 +126,19 @@ class LayerWork:
         """Return the seconds of both passes of a call of which each rank computes a part of the sequence."""
         assert work.sequence is not None
         fraction = ShardFraction(samples=1 / config.batch_parts / config.context)
-        if config.attention != "ring" or not work.sequence.attention:
+        rings = ring_calls(work, config)
+        if not rings:
             return self.times(work, fraction)
         key = work.call.template, work.is_first, work.trains, config.context, config.batch_parts
         if key not in self._ring_times:
-            attention = {call.operator for call in work.sequence.attention}
-            others = (op for at, op in zip(work.call.operators, work.operators, strict=True) if at not in attention)
+            others = self._without(rings, work)
             plain = estimate_passes(
                 others, self.machine.operators, fraction, is_first=work.is_first, trains=work.trains
             )
-            rings = [ring_steps(call, self.machine, config) for call in work.sequence.attention]
+            steps = [ring_steps(call, self.machine, config) for call in rings]
             self._ring_times[key] = PassTimes(
-                plain.forward + sum(ring.forward for ring in rings),
-                plain.backward + (0.0 if work.is_first else sum(ring.backward for ring in rings)),
+                plain.forward + sum(ring.forward for ring in steps),
+                plain.backward + (0.0 if work.is_first else sum(ring.backward for ring in steps)),
                 plain.weights,
             )
         return self._ring_times[key]
@@ -148,13 +148,29 @@ class LayerWork:
         passes = ((count, self.times(work, ShardFraction(samples=batch_fraction))) for work, count in self._distinct)
         return sum(count * (times.forward + times.backward) for count, times in passes)
 
-    def recompute_s(self, work: CallWork, fraction: ShardFraction, recompute: Recompute) -> float:
+    def recompute_s(self, work: CallWork, fraction: ShardFraction, config: ParallelConfig) -> float:
         """Return the seconds of what is recomputed of it; `selective` keeps the results of products."""
-        key = work.call.template, recompute, fraction
+        rings = ring_calls(work, config)
+        ranks = (config.context, config.batch_parts) if rings else None
+        key = work.call.template, config.recompute, fraction, ranks
         if key not in self._again:
-            recomputed = (op for op in work.operators if recompute == "full" or not op.flops)
-            self._again[key] = estimate_passes(recomputed, self.machine.operators, fraction, is_first=True).forward
+            others = self._without(rings, work)
+            recomputed = (op for op in others if config.recompute == "full" or not op.flops)
+            plain_s = estimate_passes(recomputed, self.machine.operators, fraction, is_first=True).forward
+            self._again[key] = plain_s + sum(ring_again_s(call, self.machine, config) for call in rings)
         return self._again[key]
+
+    def _without(self, rings: Iterable[AttentionCall], work: CallWork) -> tuple[Operator, ...]:
+        """Return the operators of a call but the attention of rings."""
+        attention = {call.operator for call in rings}
+        return tuple(op for at, op in zip(work.call.operators, work.operators, strict=True) if at not in attention)
+
+    def product_bytes(self, work: CallWork, fraction: ShardFraction, config: ParallelConfig) -> float:
+        """Return the bytes of the results of products of a part of a call, which `selective` keeps."""
+        rings = ring_calls(work, config)
+        written_bytes = sum(op.written_bytes for op in self._without(rings, work) if op.flops)
+        rings_bytes = sum(ring_product_bytes(call, self.machine, config) for call in rings)
+        return written_bytes * fraction.samples * fraction.outer + rings_bytes
 
     def alike(self, work: CallWork) -> tuple[object, ...]:
         """Return what prices know of a call, but for what was met before it: those with the same cost the same."""
@@ -198,15 +214,19 @@ class LayerWork:
         """Return seconds of which all calls together take the largest sum."""
         is_shared = config.context > 1 and work.sequence is not None
         times = self.shared_times(work, config) if is_shared else self.times(work, fraction)
-        recompute_s = (
-            self.recompute_s(work, fraction, config.recompute) if work.in_block and config.recompute != "none" else 0.0
-        )
+        recompute_s = self.recompute_s(work, fraction, config) if work.in_block and config.recompute != "none" else 0.0
         seconds = times.forward + times.backward + recompute_s
         if not config.zero_bubble:
             return seconds, seconds, seconds
         # Of (micro-batches + stages - 1) / stages passes. Other seconds that an option has add more than they save.
         saved = (config.stages - 1) / (config.micro_batches + config.stages - 1)
         return tuple(seconds - saved * fills for fills in fills_s(times.forward, times.backward, times.weights))
+
+
+def ring_calls(work: CallWork, config: ParallelConfig) -> tuple[AttentionCall, ...]:
+    """Return the attention of a call that is computed around a ring; none where ranks share no sequence so."""
+    is_ring = config.context > 1 and config.attention == "ring"
+    return work.sequence.attention if is_ring and work.sequence is not None else ()
 
 
 def _place(blocks: SequenceBlocks | None, position: int) -> SequencePlace | None:

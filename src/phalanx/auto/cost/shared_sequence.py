@@ -1,4 +1,4 @@
-"""Cost of attention whose sequence several ranks share: `ring_steps`, `exchange_keys`, `kept_bytes` (pure).
+"""Cost of attention whose sequence several ranks share: `ring_steps`, `ring_again_s`, `exchange_keys` (pure).
 
 What is sent and kept is what `parallel/tensor/context/attention` sends and keeps.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from phalanx.auto.capture.sequence_blocks import AttentionCall
 from phalanx.auto.cost.collectives import GroupTopology
-from phalanx.auto.cost.machine_model import MachineModel
+from phalanx.auto.cost.machine_model import MachineModel, OperatorTimes
 from phalanx.auto.cost.operators import PassTimes
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.cluster.calibration.figures import Kind
@@ -22,10 +22,33 @@ _FLOAT32 = 4
 
 def ring_steps(call: AttentionCall, machine: MachineModel, config: ParallelConfig) -> PassTimes:
     """Return the seconds of the attention of all steps of a ring, and of what merges their results."""
-    step = _step(call, machine, config)
-    merged = call.query_bytes / config.batch_parts / config.context
-    merge_s = 2 * machine.operators.operator_s("elementwise", merged) * (config.context - 1)
+    step, merge_s = _step(call, machine, config), _merge_s(call, machine, config)
     return PassTimes(config.context * step.forward + merge_s, config.context * step.backward + merge_s)
+
+
+def ring_again_s(call: AttentionCall, machine: MachineModel, config: ParallelConfig) -> float:
+    """Return the seconds of what a backward pass computes again of the attention of a ring.
+
+    Where the results of products are kept (`selective`), those are the passes over scores, and merging.
+    """
+    if config.recompute == "full":
+        return ring_steps(call, machine, config).forward
+    scores_s = 0.0 if machine.ring_operators is None else _scores_s(call, machine.ring_operators, config)
+    return config.context * scores_s + _merge_s(call, machine, config)
+
+
+def ring_product_bytes(call: AttentionCall, machine: MachineModel, config: ParallelConfig) -> float:
+    """Return the bytes of the results of products in all steps of a ring, which `selective` keeps.
+
+    A fused kernel's result is its output. Plain products have scores in float32 too, of all keys: with a causal mask
+    a step meets half of its scores, but for the one in which a rank meets its own keys.
+    """
+    steps, outputs = config.context, call.query_bytes / config.batch_parts
+    if machine.ring_operators is None:
+        return outputs
+    tokens, rows = call.tokens / steps, call.score_rows / config.batch_parts / steps
+    met = (steps + 1) / 2 if call.mask_item_bytes else steps
+    return _FLOAT32 * rows * (tokens + call.features) * met
 
 
 def exchange_keys(
@@ -89,8 +112,23 @@ def _step(call: AttentionCall, machine: MachineModel, config: ParallelConfig) ->
     if plain is None:
         extent = heads, tokens, call.features
         return PassTimes(machine.operators.attention_s(*extent), machine.operators.attention_s(*extent, backward=True))
-    # Of a causal mask half is skipped.
-    rows = heads * tokens * (0.5 if call.mask_item_bytes else 1.0)
-    product_s = plain.matmul_s(rows, tokens, call.features)
-    scores_s = _SCORE_PASSES * plain.operator_s("elementwise", _FLOAT32 * rows * tokens)
+    product_s = plain.matmul_s(_score_rows(call, config), tokens, call.features)
+    scores_s = _scores_s(call, plain, config)
     return PassTimes(2 * product_s + scores_s, 5 * product_s + 1.5 * scores_s)
+
+
+def _score_rows(call: AttentionCall, config: ParallelConfig) -> float:
+    """Return the queries, times heads, that meet all keys of a step: of a causal mask half is skipped."""
+    rows = call.score_rows / config.batch_parts / config.context
+    return rows * (0.5 if call.mask_item_bytes else 1.0)
+
+
+def _scores_s(call: AttentionCall, plain: OperatorTimes, config: ParallelConfig) -> float:
+    """Return the seconds of a step's passes over scores in memory."""
+    keys = call.tokens / config.context
+    return _SCORE_PASSES * plain.operator_s("elementwise", _FLOAT32 * _score_rows(call, config) * keys)
+
+
+def _merge_s(call: AttentionCall, machine: MachineModel, config: ParallelConfig) -> float:
+    merged = call.query_bytes / config.batch_parts / config.context
+    return 2 * machine.operators.operator_s("elementwise", merged) * (config.context - 1)

@@ -11,7 +11,7 @@ from phalanx.auto.capture.graph import CapturedStep
 from phalanx.auto.capture.layers import Layers
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.capture.partition_points import PartitionPoints, find_parameter_outside_units, find_partition_points
-from phalanx.auto.cost.parallel_config import ParallelConfig
+from phalanx.auto.cost.parallel_config import ATTENTION, ParallelConfig
 from phalanx.auto.search.request import Limit
 from phalanx.cluster.spec.cluster import Cluster
 from phalanx.errors import PlanError
@@ -162,13 +162,13 @@ def list_unsearched_sequences(searched: Iterable[ParallelConfig], obstacle: str 
 
     Args:
         searched: The parallel configs that were searched.
-        obstacle: Why no ranks share a sequence, if none do.
+        obstacle: Why no ranks share a sequence, or none in one of the ways; None if all were searched.
     """
-    shared = any(config.context > 1 for config in searched)
-    if shared:
+    ways = {config.attention for config in searched if config.context > 1}
+    if ways:
         yield tr("context parallel together with tensor parallel, stages or experts dealt to ranks")
-    elif obstacle is not None:
-        yield obstacle
+    if obstacle is not None and len(ways) < len(ATTENTION):
+        yield f"attention={(set(ATTENTION) - ways).pop()}: {obstacle}" if ways else obstacle
 
 
 def list_unsearched_pipelines(searched: Iterable[ParallelConfig], unsplit: str | None) -> Iterator[str]:

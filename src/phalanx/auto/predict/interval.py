@@ -79,6 +79,7 @@ def _alternatives(run: RunSpec, field: str) -> Iterator[RunSpec]:
         "recompute": ("none", "selective", "full"),
         "compile": (not run.compile,),
         "model.flash": (not run.model.flash,),
+        "model.expert_load": (1.0, 2 * run.model.expert_load) if run.model.experts else (),
         "cluster.node_gbps": (gbps / 2, gbps * 2),
         "batch.micro": (max(1, micro // 2), 2 * micro),
         "parallel.sequence_parallel": (True, False),

@@ -107,7 +107,7 @@ def block_bytes(run: RunSpec) -> float:
     rest = token_count * model.hidden / (tp if run.parallel.sequence_parallel else 1)
     if run.recompute == "full":
         return HALF * rest
-    inner = token_count * max(1, model.top_k) * model.inner / tp
+    inner = run.expert_load * token_count * max(1, model.top_k) * model.inner / tp
     if keeps_every_second_product(run) and model.gated:
         # The block's input and output, queries, values, the attention's output, the gate.
         return HALF * (2 * rest + (2 * model.hidden + (model.qkv - model.hidden) / 2) * token_count / tp + inner)

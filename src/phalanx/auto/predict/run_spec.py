@@ -41,6 +41,8 @@ class ModelOf(_Part):
     experts: int = Field(default=0, ge=0)
     top_k: int = Field(default=0, ge=0)
     moe_ffn: int | None = Field(default=None, gt=0)
+    expert_load: float = Field(default=1.0, ge=1)
+    """Tokens that come to the experts of the busiest rank, over an even share of them."""
     flash: bool = True
 
     @model_validator(mode="after")
@@ -65,6 +67,8 @@ class ModelOf(_Part):
                     chosen=self.top_k,
                 )
             )
+        if self.expert_load > 1 and not self.experts:
+            raise ValueError(tr("expert_load ({load:g}) is of experts, and there are none", load=self.expert_load))
         return self
 
     @property
@@ -326,6 +330,11 @@ class RunSpec(_Part):
     def micro_batches(self) -> float:
         """Micro-batches of a replica in one step; not whole if the last one is smaller."""
         return self.replica_batch / self.micro
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens that come to the busiest rank over an even share; all that the ranks have at most."""
+        return min(self.model.expert_load, self.parallel.ep)
 
     @property
     def sharded_model(self) -> ModelOf:

@@ -138,7 +138,8 @@ class StepSeconds:
         if run.model.experts and par.ep > 1:
             experts = GroupTopology(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
             own = boundary_bytes(run) / (par.tp if par.sequence_parallel else 1)
-            seconds += 2 * self.links.all_to_all(own * run.model.top_k, experts)
+            # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
+            seconds += 2 * self.links.all_to_all(run.expert_load * own * run.model.top_k, experts)
         if par.cp > 1:
             kv = 2 * boundary_bytes(run) * run.sharded_model.keys_heads / run.model.heads / par.tp
             ring = group_topology(run, "cp")
@@ -206,9 +207,22 @@ class StepSeconds:
         return 2 * par.vpp * once
 
     @cached_property
+    def weights(self) -> float:
+        """Seconds of the gradients of weights in a block's backward pass, which zero-bubble schedules compute apart."""
+        return self.block.weights * self.compute_backward / (self.block.backward + self.recompute.forward)
+
+    @cached_property
     def _idle_share(self) -> float:
-        # Zero-bubble schedules fill the idle time of a stage with gradients of weights, a third of a pass.
-        return 1 / 3 if self.run.schedule == "zero-bubble" else 1.0
+        """What a stage waits, of the passes of all others: with zero bubble less what gradients of weights fill.
+
+        That is forward + inputs - weights for each of the others, and no less than either pass for which others wait
+        (`auto/solver/problem`).
+        """
+        if self.run.schedule != "zero-bubble":
+            return 1.0
+        inputs = self.backward - self.weights
+        idle = max(self.forward + inputs - self.weights, self.forward, inputs)
+        return idle / (self.forward + self.backward)
 
     @cached_property
     def _gradients(self) -> float:

@@ -91,7 +91,7 @@ def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
     wide = (2 if model.gated else 1) * model.inner
     if model.experts:
         own_experts = model.experts / run.parallel.ep
-        each = token_count * model.top_k / own_experts
+        each = run.expert_load * token_count * model.top_k / own_experts
         layers += [
             (each, wide / tp, h, own_experts),
             (each, h, model.inner / tp, own_experts),
@@ -153,7 +153,7 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
     model, tp = run.sharded_model, run.parallel.tp
     rest = boundary_bytes(run) / (tp if run.parallel.sequence_parallel else 1)
-    inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / tp
+    inner = HALF * run.expert_load * tokens(run) * (max(1, model.top_k) * model.inner) / tp
     qkv = HALF * tokens(run) * model.qkv / tp
     # Reads and writes: two norms (2 and 3 each way), two residual sums with dropout (3 or 3.5), the activation.
     sums = 8.5 if run.compile else 10.5

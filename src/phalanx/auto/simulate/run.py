@@ -94,10 +94,7 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
     own, is_last = blocks[stage], stage == len(blocks) - 1
     head = seconds.head if is_last else None
     backward = own * seconds.compute_backward + (head.backward if head else 0.0)
-    apart = (
-        own * seconds.block.weights * seconds.compute_backward / (seconds.block.backward + seconds.recompute.forward)
-    )
-    apart += head.weights if head else 0.0
+    apart = own * seconds.weights + (head.weights if head else 0.0)
     collectives_forward, collectives_backward = seconds.collectives
     exposed_forward = seconds.forward - seconds.compute_forward
     exposed_backward = seconds.backward - seconds.compute_backward

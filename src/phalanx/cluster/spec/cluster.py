@@ -39,6 +39,8 @@ GBPS_A_DEVICE = {
     "H200": 400.0,
     "B200": 400.0,
     "GB200": 400.0,
+    "MI300X": 400.0,
+    "MI325X": 400.0,
 }
 """Gb/s of network ports a device that reference designs of such nodes have: one port a device."""
 

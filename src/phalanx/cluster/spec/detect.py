@@ -212,10 +212,16 @@ def preset_for_gpu(gpu: str) -> Device:
     Raises:
         ConfigError: If there is none.
     """
-    words = set(re.findall(r"[A-Z]+\d+|\d+GB|PCIE", gpu.upper()))
+    words = set(re.findall(r"[A-Z]+\d+[A-Z]*|\d+GB|PCIE|NVL", gpu.upper()))
     family = [device for name, device in DEVICES.items() if name.split("-")[0] in words]
     same_memory = [device for device in family if f"{round(device.memory / GIB)}GB" in words] or family
-    matches = [device for device in same_memory if ("PCIE" in device.name.upper()) == ("PCIE" in words)]
+    named_forms, cards = words & {"PCIE", "NVL"}, {"PCIE", "NVL"}
+    # A driver names the form of a card only where the family has a socket too.
+    matches = [
+        device
+        for device in same_memory
+        if cards & set(device.name.upper().split("-")) == named_forms or (len(family) == 1 and not named_forms)
+    ]
     if not matches:
         raise ConfigError(
             tr(

@@ -75,25 +75,26 @@ class SequenceAttention:
         if is_causal and attn_mask is not None:
             raise self._error("gives attention a mask and is_causal, of which torch takes one. Put both in the mask")
         mask = self._rows(attn_mask, tokens, tokens * len(self._spec.sizes))
-        attention = self._ring if self._way == "ring" else self._gathered
-        return attention(query, key, value, mask, is_causal, **named)
-
-    def _ring(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        if self._way != "ring":
+            return self._gathered(query, key, value, mask, is_causal, **named)
         if mask is not None and mask.requires_grad:
             raise self._error(
                 "gives attention a mask that is learned, whose gradients a ring does not make. Choose "
                 'context_parallel_configs = {"attention": "all_gather"}'
             )
+        return self._attend_in_ring(query, key, value, mask, is_causal=is_causal, **named)
+
+    def _attend_in_ring(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         kind = query.device.type
         has_autocast = torch.amp.is_autocast_available(kind)
         if has_autocast and torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch's attention

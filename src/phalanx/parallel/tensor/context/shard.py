@@ -86,11 +86,16 @@ def shard_sequence(
     Returns:
         What is in force while it runs.
     """
-    part, members = SequenceShard(name, dim, replace(group, sizes=(1,) * ranks), way), _members(module)
-    around = torch.compiler.disable(_computed)  # messages between ranks do not compile
+    part = SequenceShard(name, dim, replace(group, sizes=(1,) * ranks), way)
+    wrap_members(module, part)
+    return part
+
+
+def wrap_members(module: nn.Module, part: SequenceShard) -> None:
+    """Run a module, or the members of a list, with what is in force on a part of a sequence, in place."""
+    around, members = torch.compiler.disable(_computed), _members(module)  # messages between ranks do not compile
     for index, member in enumerate(members):
         wrap_forward(member, around, part, index == 0, index == len(members) - 1)
-    return part
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
@@ -165,14 +170,14 @@ class SequenceShard(TorchFunctionMode):
         def mine(value: Tensor) -> Tensor:
             if value is x and is_cut:
                 return x
-            if x.dim() > 2 and tuple(value.shape) == (length, length) == (len(x), length):
+            if x.dim() > 2 and tuple(value.shape) == (length, length) and self._has_rows(x, length):
                 raise self._error(
                     f"got an input of shape {tuple(value.shape)}, and as many rows as tokens: a mask is to be cut, "
                     "something of each row is not. Use another number of rows, or give it another dim"
                 )
             if -value.dim() <= self._dim < value.dim() and value.shape[self._dim] == length:
-                return scatter_to(value, self._dim % value.dim(), spec)
-            return copy_to(value, spec.group) if value.requires_grad else value
+                return self._scatter(value, self._dim % value.dim(), spec)
+            return self._copy(value, spec) if value.requires_grad else value
 
         return tree_map_only(Tensor, mine, args), tree_map_only(Tensor, mine, named), spec
 
@@ -202,7 +207,19 @@ class SequenceShard(TorchFunctionMode):
             raise self._error(
                 f"must return one tensor with the {spec.mine} tokens it got along dim {self._dim}; found {kind}"
             )
-        return gather_from(output, self._dim % output.dim(), spec)
+        return self._gather(output, self._dim % output.dim(), spec)
+
+    def _scatter(self, value: Tensor, dim: int, spec: ShardSpec) -> Tensor:
+        return scatter_to(value, dim, spec)
+
+    def _copy(self, value: Tensor, spec: ShardSpec) -> Tensor:
+        return copy_to(value, spec.group)
+
+    def _gather(self, output: Tensor, dim: int, spec: ShardSpec) -> Tensor:
+        return gather_from(output, dim, spec)
+
+    def _has_rows(self, x: Tensor, count: int) -> bool:
+        return len(x) == count
 
     def _is_beginning(self, tensor: Tensor, index: Any) -> bool:
         """Return whether an index takes as many of the first rows of a longer table as there are tokens here."""
@@ -220,6 +237,9 @@ class SequenceShard(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0 or input.dim() < 2:
             return F.dropout(input, p, training, inplace)
+        return self._drop(input, p)
+
+    def _drop(self, input: Tensor, p: float) -> Tensor:
         return drop_part(input, p, TOKENS, deal_tokens(self._spec, input.shape[TOKENS]))
 
 
