@@ -88,6 +88,13 @@ def options_of(path: str) -> list[click.Option]:
     return [option for option in COMMANDS[path].command.params if isinstance(option, click.Option)]
 
 
+def test_the_list_of_commands_has_each_once():
+    context = COMMANDS["phalanx"]
+    listed = re.findall(r"^  ([a-z][a-z-]*)  ", context.command.get_help(context), re.MULTILINE)
+    assert isinstance(context.command, click.Group)
+    assert sorted(listed) == sorted(context.command.list_commands(context))
+
+
 def test_every_command_that_prints_data_prints_json():
     leaves = {path for path, context in COMMANDS.items() if not isinstance(context.command, click.Group)}
     without = {path for path in leaves if not any("--json" in option.opts for option in options_of(path))}

@@ -70,6 +70,14 @@ _COMMANDS = {
     "completion": ("phalanx.cli.completion", "completion", "Print what has a shell complete commands and flags."),
 }
 
+_SECTIONS = {
+    "Train": ("run", "ps", "scale", "why", "verify", "replay"),
+    "Plan": ("plan", "predict", "calibrate"),
+    "Jobs": ("job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"),
+    "More": ("doctor", "env", "rank-table", "serve-table", "completion"),
+}
+"""The commands as the help lists them."""
+
 _SUGGESTIONS = {
     "launch": "run",
     "train": "run",
@@ -115,8 +123,9 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+        for heading, names in _SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, _COMMANDS[name][2]) for name in names])
 
 
 @click.group(
