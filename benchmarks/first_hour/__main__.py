@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def main() -> int:
     """Run the steps and print the table; return 1 if one disappoints."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--wheel", type=Path, help="Wheel to install. Default: build one.")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour", help="Made anew.")
+    # Outside the repository: code that its .gitignore excludes would not be part of a job.
+    outside = Path(tempfile.gettempdir()) / "phalanx-first-hour"
+    parser.add_argument("--folder", type=Path, default=outside, help="Made anew, outside a repository.")
     parser.add_argument("--installed", action="store_true", help="Go on with the environment that the last run made.")
     parser.add_argument("--json", action="store_true", help="Print the steps as one JSON object at the end.")
     args = parser.parse_args()
