@@ -75,6 +75,12 @@ gpu: $(STAMP)    ## on a machine with a GPU: every gpu test and one-GPU benchmar
 wheel:           ## an sdist, a wheel of this machine and its SBOM in dist/, tried in an empty environment
 	PYTHON=$(PYTHON) .ci/wheel
 
+# Minutes, most of them for the native core of the wheel and for torch: not part of CI, where tests/unit/test_first_hour.py
+# reads the scripts, and other tests what the commands say. WHEEL=dist/phalanx-*.whl takes one that is there.
+.PHONY: first-hour
+first-hour: $(STAMP)  ## install the wheel in an empty environment and live through a newcomer's first hour
+	$(BIN)/python -m benchmarks.first_hour $(if $(WHEEL),--wheel $(WHEEL))
+
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code, and build the site in build/site
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
 	$(BIN)/python -m phalanx.strategy.page docs/strategy.md

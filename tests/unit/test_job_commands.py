@@ -297,6 +297,47 @@ def test_wait_gives_up_after_its_time(command):
     assert f"{job} has not ended after 0 s; it is queued." in result.stderr
 
 
+def test_logs_waits_and_renderings_are_printed_as_json(command, store):
+    job = submitted(command)
+    ended(store, job, JobState.FAILED, Failure(Cause.USER_CODE, "", rank=0, exit_code=3))
+    write_log(store, job, "one\ntwo\n")
+    (part,) = map(json.loads, command("job", "logs", job, "--json").stdout.splitlines())
+    assert (part["job"], part["rank"], part["text"], part["ended"]) == (job, "0", "one\ntwo\n", True)
+    assert [json.loads(line) for line in command("job", "logs", "-f", job, "--json").stdout.splitlines()] == [
+        part | {"attempt": 1}
+    ]
+    assert json.loads(command("job", "logs", job, "--list", "--json").stdout) == ["0"]
+    waited = command("job", "wait", job, "--json", fails=True)
+    assert waited.exit_code == 3
+    assert [record["state"] for record in json.loads(waited.stdout)] == ["failed"]
+    late = command("job", "wait", submitted(command), "--timeout", "0", "--json", fails=True)
+    assert (late.exit_code, [record["state"] for record in json.loads(late.stdout)]) == (124, ["queued"])
+    words = ("--name", "mnist", "--", "python", "train.py")
+    text = command("job", "render", *words).stdout.rstrip("\n")
+    for verb in (("render",), ("submit", "--dry-run")):
+        assert json.loads(command("job", *verb, "--json", *words).stdout) == {"text": text}
+
+
+def test_what_is_added_and_removed_is_printed_as_json(command, store, tmp_path):
+    added = (
+        ("code", "here", ".", ()),
+        ("dataset", "digits", str(tmp_path), ()),
+        ("secret", "KEY", None, ()),
+        ("workspace", "vision", None, ("--yes",)),
+        ("token", "laptop", None, ()),
+    )
+    for kind, name, value, sure in added:
+        words = [name] if value is None else [name, value]
+        entry = json.loads(command(kind, "add", *words, "--json", text="abc" if kind == "secret" else None).stdout)
+        assert entry.get("token", entry)["name"] == name
+        removed = json.loads(command(kind, "rm", name, *sure, "--json").stdout)
+        assert removed.pop("removed") == name
+        assert removed == ({} if kind in ("workspace", "token") else {"workspace": "default"})
+    member = ("workspace", "member")
+    assert json.loads(command(*member, "add", "ann", "viewer", "--json").stdout)["role"] == "viewer"
+    assert json.loads(command(*member, "rm", "ann", "--json").stdout) == {"removed": "ann", "workspace": "default"}
+
+
 def test_jobs_are_stopped_and_tried_again(command, store):
     job = submitted(command)
     assert f"{job}: stopped" in command("job", "stop", job).stderr

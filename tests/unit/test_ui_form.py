@@ -1,8 +1,12 @@
 """The form of a job: made from the schema, read back into the job."""
 
+from pathlib import Path
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import Environment, FileSystemLoader
 
+from phalanx import ui
 from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.ui import form
 from phalanx.ui.field_labels import LABELS
@@ -112,3 +116,15 @@ def test_a_variable_of_any_value_comes_back_from_the_form(value):
     job = TrainingJob(name="a", command="c", code={"git": "u"}, env={"A": value, "B": "b"})
     again, errors = form.collect(SCHEMA, form.filled_from(SCHEMA, job.model_dump(mode="json")))
     assert (again["env"], errors) == (job.env, {})
+
+
+def test_every_kind_of_field_with_an_error_is_marked_invalid():
+    names = ("name", "backend", "env", "datasets", "slurm.options")
+    made = _leaves(form.fields(SCHEMA, {}, dict.fromkeys(names, "is wrong")))
+    assert {one.kind for one in made if one.error} >= {"text", "choice", "pairs", "yaml"}
+    folder = Path(ui.__file__).parent / "templates"
+    environment = Environment(loader=FileSystemLoader(folder), autoescape=True)
+    environment.globals["prose"] = str
+    field = environment.get_template("macros.html").module.field
+    for one in made:
+        assert ('aria-invalid="true"' in field(one, lambda *_, **__: "")) == bool(one.error), one.path

@@ -10,21 +10,23 @@ import click
 
 from phalanx.cli.job_spec import parse_code
 from phalanx.cli.output import (
-    EITHER_SPELLING,
     CommandGroup,
     jobs_in,
     json_flag,
     moment,
+    show_change,
     show_named,
-    talk,
+    show_removed,
     words,
     workspace_flag,
 )
 from phalanx.errors import SpecError
 from phalanx.i18n import tr
 from phalanx.jobs.models import NamedConfig
+from phalanx.jobs.protocol import SecretName
 from phalanx.jobs.spec.code_and_data import Code, Dataset
 from phalanx.jobs.spec.file import validate
+from phalanx.launch.cli.flag_types import EITHER_SPELLING
 
 
 @click.group(
@@ -48,12 +50,13 @@ def code() -> None:
 @click.option("--subdir", help="Working directory inside the repository.")
 @click.option("--secret", help="Secret with the token for the repository.")
 @workspace_flag
-def add_code(name: str, source: str, workspace: str | None, **fields: str | None) -> None:
+@json_flag
+def add_code(name: str, source: str, workspace: str | None, as_json: bool, **fields: str | None) -> None:
     """Register a repository (git+https://...) or a folder; replaces an existing entry."""
     options = {field: value for field, value in fields.items() if value is not None}
     with jobs_in(workspace) as (service, workspace):
-        service.put_code(workspace, name, validate(Code, parse_code(source) | options))
-    talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("code"), name=name, workspace=workspace))
+        entry = service.put_code(workspace, name, validate(Code, parse_code(source) | options))
+    _show_entry(tr("code"), name, entry, as_json)
 
 
 @code.command("list", epilog="\b\nExample:\n  phalanx code list -w vision")
@@ -73,11 +76,12 @@ def list_codes(workspace: str | None, as_json: bool) -> None:
 @code.command("rm", epilog="\b\nExample:\n  phalanx code rm trainer")
 @click.argument("name")
 @workspace_flag
-def remove_code(name: str, workspace: str | None) -> None:
+@json_flag
+def remove_code(name: str, workspace: str | None, as_json: bool) -> None:
     """Remove a code source."""
     with jobs_in(workspace) as (service, workspace):
         service.remove_code(workspace, name)
-    talk(tr("{what} {name} is removed.", what=tr("code"), name=name))
+    show_removed(tr("code"), name, as_json, workspace=workspace)
 
 
 @click.group(
@@ -105,13 +109,16 @@ def dataset() -> None:
 @click.option("--secret", help="s3, oss: secret with ACCESS_KEY_ID:ACCESS_KEY_SECRET.")
 @click.option("--writable", is_flag=True, help="Allow jobs to write to it.")
 @workspace_flag
-def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fields: str | None) -> None:
+@json_flag
+def add_dataset(
+    name: str, uri: str, workspace: str | None, writable: bool, as_json: bool, **fields: str | None
+) -> None:
     """Register a path or an s3://, oss:// or https:// address; replaces an existing entry."""
     config = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
     overrides = {field: value for field, value in fields.items() if value is not None}
     with jobs_in(workspace) as (service, workspace):
-        service.put_dataset(workspace, validate(Dataset, config | overrides))
-    talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("dataset"), name=name, workspace=workspace))
+        entry = service.put_dataset(workspace, validate(Dataset, config | overrides))
+    _show_entry(tr("dataset"), name, entry, as_json)
 
 
 @dataset.command("list", epilog="\b\nExample:\n  phalanx dataset list --json")
@@ -128,11 +135,12 @@ def list_datasets(workspace: str | None, as_json: bool) -> None:
 @dataset.command("rm", epilog="\b\nExample:\n  phalanx dataset rm digits")
 @click.argument("name")
 @workspace_flag
-def remove_dataset(name: str, workspace: str | None) -> None:
+@json_flag
+def remove_dataset(name: str, workspace: str | None, as_json: bool) -> None:
     """Remove a dataset."""
     with jobs_in(workspace) as (service, workspace):
         service.remove_dataset(workspace, name)
-    talk(tr("{what} {name} is removed.", what=tr("dataset"), name=name))
+    show_removed(tr("dataset"), name, as_json, workspace=workspace)
 
 
 @click.group(
@@ -148,15 +156,16 @@ def secret() -> None:
 @click.argument("name")
 @click.option("--from-env", metavar="VARIABLE", help="Read the value from this environment variable.")
 @workspace_flag
-def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
+@json_flag
+def add_secret(name: str, from_env: str | None, workspace: str | None, as_json: bool) -> None:
     """Store a secret.
 
     The value is read from a prompt or standard input, never from the command line, which other users can see.
     """
     value = _value(name, from_env)
     with jobs_in(workspace) as (service, workspace):
-        service.put_secret(workspace, name, value)
-    talk(tr("{what} {name} is kept in workspace {workspace}.", what=tr("secret"), name=name, workspace=workspace))
+        entry = service.put_secret(workspace, name, value)
+    _show_entry(tr("secret"), name, entry, as_json)
 
 
 @secret.command("list", epilog="\b\nExample:\n  phalanx secret list -w vision")
@@ -177,11 +186,17 @@ def list_secrets(workspace: str | None, as_json: bool) -> None:
 @secret.command("rm", epilog="\b\nExample:\n  phalanx secret rm HUB_TOKEN")
 @click.argument("name")
 @workspace_flag
-def remove_secret(name: str, workspace: str | None) -> None:
+@json_flag
+def remove_secret(name: str, workspace: str | None, as_json: bool) -> None:
     """Remove a secret."""
     with jobs_in(workspace) as (service, workspace):
         service.remove_secret(workspace, name)
-    talk(tr("{what} {name} is removed.", what=tr("secret"), name=name))
+    show_removed(tr("secret"), name, as_json, workspace=workspace)
+
+
+def _show_entry(what: str, name: str, entry: NamedConfig | SecretName, as_json: bool) -> None:
+    message = tr("{what} {name} is kept in workspace {workspace}.", what=what, name=name, workspace=entry.workspace)
+    show_change(message, entry, as_json)
 
 
 def _mount(config: NamedConfig) -> str:

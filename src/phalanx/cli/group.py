@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import NoReturn
 
 import click
 
 from phalanx import __version__
-from phalanx.errors import PhalanxError, did_you_mean
+from phalanx.errors import PhalanxError, nearest
+from phalanx.launch.cli.flag_types import EITHER_SPELLING
+from phalanx.launch.cli.mistakes import describe_mistake
 
 _COMMANDS = {
     "run": (
@@ -64,7 +67,16 @@ _COMMANDS = {
         "Do a step of a run again from its flight log; say whether its gradients have the same bits.",
     ),
     "doctor": ("phalanx.diagnose.doctor.command", "doctor", "Check this machine for what training needs."),
+    "completion": ("phalanx.cli.completion", "completion", "Print what has a shell complete commands and flags."),
 }
+
+_SECTIONS = {
+    "Train": ("run", "ps", "scale", "why", "verify", "replay"),
+    "Plan": ("plan", "predict", "calibrate"),
+    "Jobs": ("job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"),
+    "More": ("doctor", "env", "rank-table", "serve-table", "completion"),
+}
+"""The commands as the help lists them."""
 
 _SUGGESTIONS = {
     "launch": "run",
@@ -73,7 +85,11 @@ _SUGGESTIONS = {
     "logs": "job logs",
     "stop": "job stop",
     "list": "job list",
-    "status": "job list, or ps for what runs on this host",
+    "status": "job list",
+    "top": "ps",
+    "start": "run",
+    "cancel": "job stop",
+    "kill": "job stop",
     "version": "--version",
     "help": "--help",
 }
@@ -100,20 +116,21 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command named first in `args`, or fail with the nearest name."""
         if args[0] not in _COMMANDS:
-            suggestion = _SUGGESTIONS.get(args[0])
-            near = f" Write phalanx {suggestion}." if suggestion else did_you_mean(args[0], _COMMANDS)
-            ctx.fail(f"There is no command '{args[0]}'.{near}")
+            near = nearest(args[0], [*_COMMANDS, *_SUGGESTIONS])
+            hint = "" if near is None else f" Did you mean 'phalanx {_SUGGESTIONS.get(near, near)}'?"
+            ctx.fail(f"There is no command '{args[0]}'.{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+        for heading, names in _SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, _COMMANDS[name][2]) for name in names])
 
 
 @click.group(
     cls=_LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=EITHER_SPELLING,
     epilog="\b\nExample:\n"
     "  phalanx run -n 2 train.py\n"
     "  phalanx plan train.py --cluster h100x8,nodes=4\n"
@@ -127,7 +144,20 @@ def phalanx() -> None:
 def main() -> None:
     """Run the command named on the command line and leave the process."""
     try:
-        phalanx(prog_name="phalanx")
+        phalanx(prog_name="phalanx", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        _fail("phalanx" if error.ctx is None else error.ctx.command_path, describe_mistake(error), error.exit_code)
+    except click.ClickException as error:
+        _fail("phalanx", error.format_message(), error.exit_code)
+    except click.Abort:
+        _fail("phalanx", "aborted", 1)
     except PhalanxError as error:
-        sys.stderr.write(f"phalanx: {error}\n")
-        sys.exit(1)
+        _fail("phalanx", str(error), 1)
+
+
+def _fail(name: str, message: str, exit_code: int) -> NoReturn:
+    sys.stderr.write(f"{name}: {message}\n")
+    sys.exit(exit_code)

@@ -20,6 +20,7 @@ from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec.code_and_data import Code
 from phalanx.jobs.spec.file import read, validate
 from phalanx.jobs.spec.training_job import TrainingJob
+from phalanx.launch.cli.flag_types import complete_path
 
 _FILES = (".yaml", ".yml", ".json")
 
@@ -46,6 +47,8 @@ _FIELDS: dict[str, tuple[str, Any, str]] = {
     "partition": ("slurm.partition", str, "Slurm: partition."),
 }
 
+_SHORT = {"workspace": ["-w"], "procs-per-node": ["-n"]}
+
 _LISTS = {
     "dataset": "Registered dataset, NAME or NAME:MOUNT (repeatable).",
     "env": "Environment variable NAME=VALUE (repeatable).",
@@ -58,7 +61,7 @@ def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag, text in reversed(_LISTS.items()):
         command = click.option(f"--{flag}", flag, multiple=True, help=text)(command)
     for flag, (_, kind, text) in reversed(_FIELDS.items()):
-        spellings = ["-w", f"--{flag}"] if flag == "workspace" else [f"--{flag}"]
+        spellings = [*_SHORT.get(flag, ()), f"--{flag}"]
         command = click.option(*spellings, flag.replace("-", "_"), type=kind, help=text)(command)
     command = click.option(
         "--code", help="Folder, repository (git+https://...@REF), or name of a registered code source."
@@ -70,7 +73,9 @@ def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="FIELD=VALUE",
         help="Override any field, e.g. resources.nodes=2 (repeatable).",
     )(command)
-    return click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [-- COMMAND...]")(command)
+    return click.argument(
+        "words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [-- COMMAND...]", shell_complete=complete_path
+    )(command)
 
 
 def read_spec(options: dict[str, Any]) -> tuple[TrainingJob, Path]:

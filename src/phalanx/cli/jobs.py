@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import Any
@@ -10,11 +11,12 @@ import click
 
 from phalanx.cli import job_logs, job_tables
 from phalanx.cli.job_spec import in_workspace, read_spec, spec_options
-from phalanx.cli.output import EITHER_SPELLING, CommandGroup, jobs, json_flag, show_json, talk, words
+from phalanx.cli.output import CommandGroup, jobs, json_flag, show_json, talk, words
 from phalanx.cli.workspaces import workspace
 from phalanx.i18n import tr
 from phalanx.jobs.models import Job, JobState
 from phalanx.jobs.protocol import Jobs
+from phalanx.launch.cli.flag_types import EITHER_SPELLING
 
 _LATE = 124
 """Exit code of `wait` when its time is up, as of timeout(1)."""
@@ -50,7 +52,7 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) ->
     with jobs() as service:
         spec = in_workspace(service, spec)
         if dry_run:
-            click.echo(service.render(spec, base=base))
+            _print_text(service.render(spec, base=base), as_json)
             return
         new_job = service.submit(spec, base=base, request=request)
     _print_queued(new_job, as_json)
@@ -59,11 +61,12 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) ->
 @job.command(epilog="\b\nExample:\n  phalanx job render job.yaml --backend slurm")
 @spec_options
 @click.option("--full", is_flag=True, help="Include packed code and values of secrets, for kubectl apply.")
-def render(full: bool, **options: Any) -> None:
+@json_flag
+def render(full: bool, as_json: bool, **options: Any) -> None:
     """Print what would be submitted to the backend: a command, a batch script or a manifest."""
     spec, base = read_spec(options)
     with jobs() as service:
-        click.echo(service.render(in_workspace(service, spec), base=base, full=full))
+        _print_text(service.render(in_workspace(service, spec), base=base, full=full), as_json)
 
 
 @job.command(epilog="\b\nExample:\n  phalanx job run --name hello --procs-per-node 2 -- python train.py")
@@ -84,7 +87,7 @@ def run(**options: Any) -> None:
                     job=new_job.id,
                 )
             )
-        sys.exit(_wait_and_report(service, [new_job.id], None))
+        sys.exit(_wait_and_report(service, [new_job.id]))
 
 
 @job.command("list", epilog="\b\nExample:\n  phalanx job list --state running --owner ann")
@@ -133,14 +136,16 @@ def show(job: str, as_json: bool) -> None:
 @click.option("--rank", help="Rank (e.g. 3) or log name from --list. Default: the rank that failed, or 0.")
 @click.option("--attempt", type=click.IntRange(1), help="Attempt number. Default: the last.")
 @click.option("--list", "names_only", is_flag=True, help="List the names of the logs.")
-def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_only: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object on a line for each part of the log.")
+def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_only: bool, as_json: bool) -> None:
     """Print the log of a rank, by default of the one that failed."""
     with jobs() as service:
         if names_only:
-            click.echo("\n".join(service.logs_of(job, attempt=attempt)))
+            names = service.logs_of(job, attempt=attempt)
+            click.echo(json.dumps(names) if as_json else "\n".join(names))
         elif follow:
             try:
-                job_logs.follow(service, job, rank=rank or "0", attempt=attempt)
+                job_logs.follow(service, job, rank=rank or "0", attempt=attempt, as_json=as_json)
             except KeyboardInterrupt:
                 talk(
                     tr(
@@ -150,7 +155,7 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
                 )
                 sys.exit(_STOPPED)
         else:
-            job_logs.whole(service, job, rank=rank, attempt=attempt)
+            job_logs.whole(service, job, rank=rank, attempt=attempt, as_json=as_json)
 
 
 @job.command(epilog="\b\nExample:\n  phalanx job stop 12 13")
@@ -180,10 +185,11 @@ def retry(job: str, as_json: bool) -> None:
 @job.command(epilog="\b\nExample:\n  phalanx job wait 12 13 --timeout 600")
 @click.argument("jobs_", metavar="JOB...", nargs=-1, required=True)
 @click.option("--timeout", type=click.FloatRange(0), help="Maximum seconds to wait; then the exit code is 124.")
-def wait(jobs_: tuple[str, ...], timeout: float | None) -> None:
+@json_flag
+def wait(jobs_: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Wait until jobs have ended; exit with the exit code of the first that failed."""
     with jobs() as service:
-        sys.exit(_wait_and_report(service, list(jobs_), timeout))
+        sys.exit(_wait_and_report(service, list(jobs_), timeout=timeout, as_json=as_json))
 
 
 @job.command(epilog="\b\nExample:\n  phalanx job events 12 --json")
@@ -220,29 +226,47 @@ def _print_queued(job: Job, as_json: bool) -> None:
         _talk_queued(job)
 
 
+def _print_text(text: str, as_json: bool) -> None:
+    """Print what would be submitted, as the HTTP API answers it too."""
+    if as_json:
+        show_json({"text": text})
+    else:
+        click.echo(text)
+
+
 def _talk_queued(job: Job) -> None:
     talk(tr("{job} is queued. Watch it: phalanx job logs -f {job}", job=job.id))
 
 
-def _wait_and_report(service: Jobs, ids: list[str], timeout: float | None) -> int:
+def _wait_and_report(service: Jobs, ids: list[str], *, timeout: float | None = None, as_json: bool = False) -> int:
     """Wait, report how each job ended, and return the first exit code that is not 0."""
     until = None if timeout is None else time.monotonic() + timeout
-    codes = []
+    records = []
     for job_id in ids:
-        record = _wait_for_end(service, job_id, until)
-        if not record.state.is_terminal:
-            talk(
-                tr(
-                    "{job} has not ended after {timeout} s; it is {state}.",
-                    job=job_id,
-                    timeout=f"{timeout:g}",
-                    state=words()(record.state),
-                )
-            )
-            return _LATE
-        job_tables.print_ending(record)
-        codes.append(exit_code(record))
+        records.append(_wait_for_end(service, job_id, until))
+        if not as_json:
+            _report(records[-1], timeout)
+        if not records[-1].state.is_terminal:
+            break
+    if as_json:
+        show_json(records)
+    codes = (exit_code(record) if record.state.is_terminal else _LATE for record in records)
     return next((code for code in codes if code), 0)
+
+
+def _report(record: Job, timeout: float | None) -> None:
+    """Say how a job ended, or that it has not."""
+    if record.state.is_terminal:
+        job_tables.print_ending(record)
+        return
+    talk(
+        tr(
+            "{job} has not ended after {timeout} s; it is {state}.",
+            job=record.id,
+            timeout=f"{timeout:g}",
+            state=words()(record.state),
+        )
+    )
 
 
 def _wait_for_end(service: Jobs, job: str, until: float | None) -> Job:

@@ -25,7 +25,17 @@ from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec.training_job import DEFAULT_WORKSPACE
 from phalanx.ui.i18n import Say, speaker
 
-ALIASES = {"create": "add", "status": "show", "remove": "rm", "delete": "rm", "ls": "list"}
+ALIASES = {
+    "create": "add",
+    "status": "show",
+    "describe": "show",
+    "remove": "rm",
+    "delete": "rm",
+    "ls": "list",
+    "start": "submit",
+    "cancel": "stop",
+    "log": "logs",
+}
 """What other tools call a command."""
 
 
@@ -44,12 +54,6 @@ class CommandGroup(click.Group):
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-EITHER_SPELLING = {
-    "token_normalize_func": lambda token: token.replace("_", "-"),
-    "help_option_names": ["-h", "--help"],
-}
-"""Settings of a command: flags may be written with _ or -."""
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 workspace_flag = click.option("-w", "--workspace", help="Workspace. Default: default, or your only one.")
@@ -118,6 +122,20 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     console().print(table)
+
+
+def show_change(message: str, value: Any, as_json: bool) -> None:
+    """Tell what a command has changed: the message on standard error, or the value as JSON."""
+    if as_json:
+        show_json(value)
+    else:
+        talk(message)
+
+
+def show_removed(what: str, name: str, as_json: bool, **where: str) -> None:
+    """Tell that a command has removed something of the store; `what` is its kind in the language of the user."""
+    message = tr("{what} {name} is removed.", what=what, name=name)
+    show_change(message, {"removed": name, **where}, as_json)
 
 
 def show_named(headings: Sequence[str], rows: Sequence[Sequence[object]], values: Any, as_json: bool) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.output import EITHER_SPELLING, talk
+from phalanx.cli.output import talk
 from phalanx.i18n import tr
 from phalanx.jobs import paths
+from phalanx.launch.cli.flag_types import EITHER_SPELLING
 
 if TYPE_CHECKING:
     from phalanx.jobs.backend_registry import Backends

@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from phalanx.cli.output import EITHER_SPELLING, talk
+from phalanx.cli.output import talk
 from phalanx.errors import ConfigError
 from phalanx.i18n import tr
+from phalanx.launch.cli.flag_types import EITHER_SPELLING
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import click
 
 from phalanx.cli.output import (
-    EITHER_SPELLING,
     CommandGroup,
     jobs,
     jobs_in,
     json_flag,
     moment,
+    show_change,
     show_json,
     show_named,
+    show_removed,
     talk,
     words,
     workspace_flag,
@@ -20,6 +21,7 @@ from phalanx.cli.output import (
 from phalanx.i18n import tr
 from phalanx.jobs.models import MemberRole
 from phalanx.jobs.spec.quantities import to_seconds
+from phalanx.launch.cli.flag_types import EITHER_SPELLING
 
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING, epilog="\b\nExample:\n  phalanx workspace add vision")
@@ -29,11 +31,12 @@ def workspace() -> None:
 
 @workspace.command("add", epilog="\b\nExample:\n  phalanx workspace add vision")
 @click.argument("name")
-def add_workspace(name: str) -> None:
+@json_flag
+def add_workspace(name: str, as_json: bool) -> None:
     """Create a workspace."""
     with jobs() as service:
-        service.add_workspace(name)
-    talk(tr("workspace {name} is made.", name=name))
+        space = service.add_workspace(name)
+    show_change(tr("workspace {name} is made.", name=name), space, as_json)
 
 
 @workspace.command("list", epilog="\b\nExample:\n  phalanx workspace list")
@@ -49,7 +52,8 @@ def list_workspaces(as_json: bool) -> None:
 @workspace.command("rm", epilog="\b\nExample:\n  phalanx workspace rm vision --yes")
 @click.argument("name")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def remove_workspace(name: str, yes: bool) -> None:
+@json_flag
+def remove_workspace(name: str, yes: bool, as_json: bool) -> None:
     """Remove a workspace and everything in it; its jobs must have ended."""
     if not yes:
         click.confirm(
@@ -62,7 +66,7 @@ def remove_workspace(name: str, yes: bool) -> None:
         )
     with jobs() as service:
         service.remove_workspace(name)
-    talk(tr("{what} {name} is removed.", what=tr("workspace"), name=name))
+    show_removed(tr("workspace"), name, as_json)
 
 
 @workspace.group(cls=CommandGroup, epilog="\b\nExample:\n  phalanx workspace member add ann developer -w vision")
@@ -74,28 +78,29 @@ def member() -> None:
 @click.argument("name")
 @click.argument("role", type=click.Choice([role.value for role in MemberRole]))
 @workspace_flag
-def add_member(name: str, role: str, workspace: str | None) -> None:
+@json_flag
+def add_member(name: str, role: str, workspace: str | None, as_json: bool) -> None:
     """Add a member, or change the role of one."""
     with jobs_in(workspace) as (service, workspace):
         service.put_member(workspace, name, MemberRole(role))
-    talk(
-        tr(
-            "{name} is {role} in workspace {workspace}. A token of theirs: phalanx token add NAME --owner {name}",
-            name=name,
-            role=role,
-            workspace=workspace,
-        )
+    message = tr(
+        "{name} is {role} in workspace {workspace}. A token of theirs: phalanx token add NAME --owner {name}",
+        name=name,
+        role=role,
+        workspace=workspace,
     )
+    show_change(message, {"workspace": workspace, "name": name, "role": role}, as_json)
 
 
 @member.command("rm", epilog="\b\nExample:\n  phalanx workspace member rm ann -w vision")
 @click.argument("name")
 @workspace_flag
-def remove_member(name: str, workspace: str | None) -> None:
+@json_flag
+def remove_member(name: str, workspace: str | None, as_json: bool) -> None:
     """Remove a member."""
     with jobs_in(workspace) as (service, workspace):
         service.remove_member(workspace, name)
-    talk(tr("{what} {name} is removed.", what=tr("member"), name=name))
+    show_removed(tr("member"), name, as_json, workspace=workspace)
 
 
 @click.group(
@@ -145,8 +150,9 @@ def list_tokens(as_json: bool) -> None:
 @token.command("rm", epilog="\b\nExample:\n  phalanx token rm laptop")
 @click.argument("name")
 @click.option("--owner", help="Owner of the token. Default: you.")
-def remove_token(name: str, owner: str | None) -> None:
+@json_flag
+def remove_token(name: str, owner: str | None, as_json: bool) -> None:
     """Revoke a token."""
     with jobs() as service:
         service.remove_token(name, owner=owner)
-    talk(tr("{what} {name} is removed.", what=tr("token"), name=name))
+    show_removed(tr("token"), name, as_json)

@@ -10,14 +10,18 @@ from dataclasses import asdict
 
 import click
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.cluster.env.settings import TABLE, Setting, markdown, shown_value
 from phalanx.i18n import LANGUAGES, language
 
 _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
+_TABLE_WIDTH = 120
+"""Columns of a terminal that a table of settings needs."""
 
 
 @click.command(epilog="\b\nExample:\n  phalanx env --list")
@@ -43,7 +47,28 @@ def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str | None) -> N
     if not chosen:
         click.echo(f"None of the {len(TABLE)} settings is set. `phalanx env --list` shows them all.")
         return
-    console().print(_settings_table(chosen, values, lang or language()))
+    terminal = console()
+    as_text = _settings_table if terminal.width >= _TABLE_WIDTH else _settings_list
+    terminal.print(as_text(chosen, values, lang or language()), highlight=False)
+
+
+def _meaning(setting: Setting, lang: str) -> str:
+    return setting.meaning_zh if lang == "zh" else setting.meaning_en
+
+
+def _settings_list(chosen: Sequence[Setting], values: Mapping[str, str], lang: str) -> Group:
+    """The settings for a narrow terminal: meanings below names, as a column would have ten letters for them."""
+    parts: list[Text | Padding] = []
+    family = ""
+    for s in chosen:
+        if s.family != family:
+            family = s.family
+            parts.append(Text(f"\n{family}", style="bold"))
+        value = f"  = {values[s.name]}" if s.name in values else ""
+        default = f"  [{s.default}]" if s.default else ""
+        parts.append(Text(f"  {s.name}  {_LETTERS[s.access]}{value}{default}", overflow="fold"))
+        parts.append(Padding(Text(_meaning(s, lang)), (0, 0, 0, 6)))
+    return Group(*parts, Text("\nr read, w written, - ignored; = value now, [default]"))
 
 
 def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: str) -> Table:
@@ -59,11 +84,10 @@ def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: 
             family = s.family
             table.add_section()
             table.add_row(f"[bold]{family}[/]")
-        meaning = s.meaning_zh if lang == "zh" else s.meaning_en
-        table.add_row(s.name, _LETTERS[s.access], escape(values.get(s.name, "")), s.default, meaning)
+        table.add_row(s.name, _LETTERS[s.access], escape(values.get(s.name, "")), s.default, _meaning(s, lang))
     return table
 
 
 def console() -> Console:
-    """Return a terminal of its own width; wide enough for whole lines elsewhere, so that files keep every character."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
+    """Return a terminal of its own width, or of COLUMNS; else wide enough that files keep every character."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=200)

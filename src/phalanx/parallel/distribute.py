@@ -212,7 +212,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     )
     if factor is not None:
         apply_factor(optimizer, factor)
-        logger.info("learning rate rises to %g x yours over %d steps", factor.scale, factor.warmup_steps)
+        logger.info("learning rate warms up over %d steps to %g x yours", factor.warmup_steps, factor.scale)
     if context.role.server_endpoints or not context.is_distributed:
         from phalanx.parallel.tables import tables_of  # a job that can have no table does not wait for this
 

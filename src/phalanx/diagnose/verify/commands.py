@@ -65,6 +65,7 @@ def command(
     """Run SCRIPT, unchanged, on 1 rank and on N, and compare losses, gradients and weights step by step.
 
     \b
+    Example:
       phalanx verify train.py -n 2 --steps 20        1 rank and 2 ranks
       phalanx verify -n 2 --against main train.py    2 ranks, now and at a commit
       phalanx verify -n 4 --plan a.json --plan b.json train.py

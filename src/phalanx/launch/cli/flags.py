@@ -1,70 +1,22 @@
-"""The command-line flags of `phalanx run`, and hints for renamed ones."""
+"""`command`, `run`: the command line of `phalanx run`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from phalanx.cluster.allocation import COUNTS
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.i18n import LANGUAGES, tr
+from phalanx.i18n import LANGUAGES
+from phalanx.launch.cli.flag_types import Count, CountOrRange, Port, Seconds, complete_path
+from phalanx.launch.cli.mistakes import describe_mistake, refuse_old_flags
 from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process import log_format
 from phalanx.launch.request.options import DEFAULT_PORT, Options
-
-_RENAMED = {
-    "--cluster_node_ips": "--ips",
-    "--selected_gpus": "--gpus",
-    "--np": "--nproc_per_node",
-}
-_REMOVED = {
-    "--node_ip": "the launcher finds this host in --ips by itself; --node_rank decides where that is open",
-    "--use_paddlecloud": "cluster environments are recognised by themselves",
-    "--started_port": "ports are chosen by the system; --http_port fixes the meeting port",
-    "--log_level": "set the level in your script; --log_format chooses the form",
-    "--print_config": "--verbose prints the configuration",
-}
-
-
-class _Count(click.ParamType[int]):
-    """A whole number of at least `least`; `instead` says what to do for less."""
-
-    name = "N"
-
-    def __init__(self, what: str, least: int = 1, instead: str = "") -> None:
-        self._what, self._least, self._instead = what, least, instead
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number, or fail with what was asked for and what would do."""
-        text = str(value)
-        if not text.lstrip("-").isdecimal() or int(text) < self._least:
-            least = f"at least {self._least}{self._instead}"
-            self.fail(f"'{text}' is no {self._what}. Give a whole number, {least}.", param, ctx)
-        return int(text)
-
-
-class _CountOrRange(click.ParamType["int | range"]):
-    """A whole number, or a range a:b of an elastic job, whose stop is b + 1."""
-
-    name = "N[:N]"
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._count = _Count(what, instead=", or a range as 1:4")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | range:
-        """Return the number or the range, or fail with what was asked for and what would do."""
-        least_text, colon, most_text = str(value).partition(":")
-        if not colon:
-            return self._count.convert(value, param, ctx)
-        least, most = (self._count.convert(text, param, ctx) for text in (least_text, most_text))
-        if least > most:
-            self.fail(f"'{value}' is no range: it ends before it starts. Write {most}:{least}.", param, ctx)
-        return most if least == most else range(least, most + 1)
 
 
 def _split_ranges(values: dict[str, Any]) -> None:
@@ -75,75 +27,22 @@ def _split_ranges(values: dict[str, Any]) -> None:
             values[least], values[name] = values[name].start, values[name].stop - 1
 
 
-class _Seconds(click.ParamType[float]):
-    """A time that ends; where `zero` says what it means, 0 may be given too."""
-
-    name = "SECONDS"
-
-    def __init__(self, zero: str = "") -> None:
-        self._zero = zero
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds."""
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = -1.0
-        if not 0.0 <= seconds < float("inf") or (seconds == 0.0 and not self._zero):
-            zero = f", or 0 {self._zero}" if self._zero else ""
-            self.fail(f"'{value}' is no number of seconds. Give one above 0{zero}.", param, ctx)
-        return seconds
-
-
-class _Port(click.ParamType[int]):
-    """A port a user can bind."""
-
-    name = "PORT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the port."""
-        text = str(value)
-        if not text.isdecimal() or not 0 < int(text) < 65536:
-            self.fail(f"'{text}' is no port. Give a number from 1 to 65535.", param, ctx)
-        return int(text)
-
-
-def _refuse_old(ctx: click.Context, param: click.Parameter, value: object) -> None:
-    if value is None:
-        return
-    flag = param.opts[0]
-    if flag in _RENAMED:
-        raise click.UsageError(f"{flag} is now called {_RENAMED[flag]}. Write {_RENAMED[flag]} instead.", ctx)
-    raise click.UsageError(f"{flag} was removed: {_REMOVED[flag]}. Leave it out.", ctx)
-
-
-def _old_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    for flag in (*_RENAMED, *_REMOVED):
-        # A value is optional, so that `--print_config` alone and `--node_ip X` both get the answer.
-        option = click.option(
-            flag,
-            hidden=True,
-            callback=_refuse_old,
-            expose_value=False,
-            is_flag=False,
-            flag_value="",
-            default=None,
-            is_eager=True,
-        )
-        command = option(command)
-    return command
-
-
 def _choose_language(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     """Make the choice known here and to the ranks; eager, so that errors of other flags obey it."""
     if value is not None:
         os.environ["PHALANX_LANG"] = value
 
 
+def _normalize(token: str) -> str:
+    """Return a flag as it is declared: with _ for -, and the name that `phalanx job` has for -n too."""
+    name = token.replace("-", "_")
+    return "nproc_per_node" if name == "procs_per_node" else name
+
+
 _CONTEXT: dict[str, Any] = {
     "allow_interspersed_args": False,
     "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("-", "_"),
+    "token_normalize_func": _normalize,
     "max_content_width": 110,
 }
 
@@ -154,7 +53,7 @@ _CONTEXT: dict[str, Any] = {
     "--nproc_per_node",
     "--nprocs",
     "nproc_per_node",
-    type=_CountOrRange("number of processes"),
+    type=CountOrRange("number of processes"),
     help="Processes on this host; 1:4 for an elastic job. Default: one per GPU; on CPU 1, as it uses every core.",
 )
 @click.option(
@@ -167,12 +66,10 @@ _CONTEXT: dict[str, Any] = {
 @click.option("--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2.")
 @click.option(
     "--nnodes",
-    type=_CountOrRange("number of hosts"),
+    type=CountOrRange("number of hosts"),
     help="Number of hosts, instead of --ips; 1:4 for an elastic job.",
 )
-@click.option(
-    "--node_rank", type=_Count("host number", 0), help="This host's place; found by address unless ambiguous."
-)
+@click.option("--node_rank", type=Count("host number", 0), help="This host's place; found by address unless ambiguous.")
 @click.option("--master_addr", metavar="HOST", help="First host, with --nnodes.")
 @click.option(
     "--rank_table",
@@ -188,22 +85,22 @@ _CONTEXT: dict[str, Any] = {
     "--http_port",
     "--master_port",
     "http_port",
-    type=_Port(),
+    type=Port(),
     help=f"Port on the first host. One host: chosen by the system; several: {DEFAULT_PORT}.",
 )
 @click.option(
     "--server_num",
-    type=_Count("number of servers", instead="; without servers start with -n 2"),
+    type=Count("number of servers", instead="; without servers start with -n 2"),
     help="Parameter servers on this host.",
 )
 @click.option(
     "--worker_num",
-    type=_CountOrRange("number of workers"),
+    type=CountOrRange("number of workers"),
     help="Parameter-server workers on this host; 1:4 where they may come and go.",
 )
 @click.option(
     "--heter_worker_num",
-    type=_Count("number of heter workers"),
+    type=Count("number of heter workers"),
     help="Heter workers here: a role for your script to fill.",
 )
 @click.option("--servers", default="", metavar="LIST", help="Servers of the whole job, ip:port,ip:port.")
@@ -222,13 +119,13 @@ _CONTEXT: dict[str, Any] = {
 )
 @click.option(
     "--max_restarts",
-    type=_Count("number of restarts", 0),
+    type=Count("number of restarts", 0),
     help="How often a failed job is started again (default 0); with servers: a failed process, alone; "
     "elastic: a lost rank is replaced (default 3 in 10 minutes).",
 )
 @click.option(
     "--replicas",
-    type=_Count("number of logical replicas", 0),
+    type=Count("number of logical replicas", 0),
     envvar="PHALANX_REPLICAS",
     help="Logical replicas that split global batches: results have the same bits on any number of ranks up to it.",
 )
@@ -250,7 +147,7 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "--timeout",
     "timeout_s",
-    type=_Seconds(),
+    type=Seconds(),
     envvar="PHALANX_RENDEZVOUS_TIMEOUT_S",
     default=60,
     show_default=True,
@@ -260,7 +157,7 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "--hang_after",
     "hang_after_s",
-    type=_Seconds("for never"),
+    type=Seconds("for never"),
     envvar="PHALANX_HANG_AFTER_S",
     default=10,
     show_default=True,
@@ -270,7 +167,7 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "--hang_timeout",
     "hang_timeout_s",
-    type=_Seconds("to wait for ever"),
+    type=Seconds("to wait for ever"),
     envvar="PHALANX_HANG_TIMEOUT_S",
     default=300,
     show_default=True,
@@ -302,14 +199,15 @@ _CONTEXT: dict[str, Any] = {
     help="Language of what you must act on. Default: from LANG.",
 )
 @click.option("-m", "is_module", is_flag=True, help="TRAINING_SCRIPT is a module, as in python -m.")
-@_old_flags
-@click.argument("training_script")
-@click.argument("training_script_args", nargs=-1, type=click.UNPROCESSED)
+@refuse_old_flags
+@click.argument("training_script", shell_complete=complete_path)
+@click.argument("training_script_args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_path)
 @click.pass_context
 def command(ctx: click.Context, /, **values: Any) -> int:
     """Start TRAINING_SCRIPT on every GPU or process of this host and watch over it.
 
     \b
+    Example:
       phalanx run -n 2 train.py --lr 0.1                   two processes here
       phalanx run --gpus 0,1 train.py                      one process per GPU
       phalanx run --ips 10.0.0.1,10.0.0.2 -n 4 train.py    the same on both hosts
@@ -340,19 +238,12 @@ def command(ctx: click.Context, /, **values: Any) -> int:
         return 128 + stop.number
 
 
-def _unknown_flag(error: click.NoSuchOption, arguments: Sequence[str], program: str) -> str:
-    """The answer to a flag that does not exist. Parsing stopped there, so --lang is looked for by hand."""
+def _obey_language(arguments: Sequence[str]) -> None:
+    """Obey a --lang that click has not read, because it stopped at a mistake."""
     for before, word in zip(("", *arguments), arguments, strict=False):
         flag, _, value = word.rpartition("=") if "=" in word else (before, "", word)
         if flag == "--lang" and value in LANGUAGES:
             os.environ["PHALANX_LANG"] = value
-    near = tr(" Did you mean '{flag}'?", flag=error.possibilities[0]) if error.possibilities else ""
-    return tr(
-        "No such option '{flag}'.{nearest} `{program} --help` lists all.",
-        flag=error.option_name,
-        nearest=near,
-        program=program,
-    )
 
 
 def run(arguments: Sequence[str], server: ForkServerHandle | None, *, name: str, wants_servers: bool) -> int:
@@ -367,11 +258,9 @@ def run(arguments: Sequence[str], server: ForkServerHandle | None, *, name: str,
     program = {"server": server, "wants_servers": wants_servers, "is_verbose": is_fleet}
     try:
         return int(command.main(list(arguments), prog_name=name, standalone_mode=False, obj=program) or 0)
-    except click.NoSuchOption as error:
-        sys.stderr.write(f"{name}: {_unknown_flag(error, arguments, name)}\n")
-        return 2
-    except click.ClickException as error:
-        error.show()
+    except click.UsageError as error:
+        _obey_language(arguments)
+        sys.stderr.write(f"{name}: {describe_mistake(error)}\n")
         return error.exit_code
     except PhalanxError as error:
         sys.stdout.flush()

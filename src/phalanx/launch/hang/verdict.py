@@ -229,8 +229,8 @@ def _is_even(verb: str) -> bool:
 
 def _order_verdict(cycle: Sequence[_Wait], waits: Mapping[str, _Wait], waited_s: float) -> Verdict:
     line = tr(
-        "ranks wait for each other: {calls}. All ranks must make their calls in one order, those of different groups "
-        "too",
+        "ranks wait for each other: {calls}. All ranks must make the same calls in one order, those of different "
+        "groups too: look for an `if` on the rank around one of them",
         calls=_all_calls(cycle),
     )
     return _verdict("order", tuple(wait.of.title for wait in cycle), [line], waits, waited_s)
