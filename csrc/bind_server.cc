@@ -300,6 +300,8 @@ void bind_engine(nb::module_& module) {
       .def("set_budget", &ServerEngine::set_budget, nb::arg("bytes"), Released())
       .def("complete_steps", &ServerEngine::complete_steps, Released())
       .def("append_pending", &ServerEngine::append_pending, Released())
+      .def("withhold", &ServerEngine::withhold, nb::arg("worker"), Released())
+      .def("settle", &ServerEngine::settle, nb::arg("worker"), nb::arg("pushes"), Released())
       .def("admit", &ServerEngine::admit, nb::arg("client"), nb::arg("worker"), Released())
       .def("clients", &clients_of, Released())
       .def("restore_client", &restore_client, nb::arg("client"), nb::arg("worker"), nb::arg("last"), nb::arg("reply"),

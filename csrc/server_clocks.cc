@@ -42,6 +42,11 @@ void Clocks::push(int worker) {
   advance();
 }
 
+void Clocks::take_back(int worker) {
+  const std::lock_guard locked(lock_);
+  --counts_.pushed.at(place(worker));
+}
+
 void Clocks::apply(std::int64_t version) {
   const std::lock_guard locked(lock_);
   counts_.version = version;

@@ -40,6 +40,7 @@ class Clocks {
 
   void set_mode(ServerMode mode, std::int64_t bound);
   void push(int worker);
+  void take_back(int worker);  // its newest push counts no more; nobody has read rows with it
   void apply(std::int64_t version);
   void join(int worker);
   void leave(int worker);

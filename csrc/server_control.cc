@@ -25,6 +25,32 @@ void ServerEngine::set_budget(std::uint64_t bytes) {
   budget_ = std::make_shared<RowBudget>(bytes);
 }
 
+std::int64_t ServerEngine::withhold(int worker) {
+  const std::shared_ptr<Clocks> now = clocks();
+  const std::lock_guard ordered(order_);
+  const std::int64_t pushes = now->next_step(worker);
+  const auto waiting = pending_.find(worker);
+  // Whoever has left is waited for no more: the step that has its push may become complete at any time.
+  if (waiting == pending_.end() || !now->counts().live.at(static_cast<std::size_t>(worker))) return pushes;
+  const auto after = static_cast<std::int64_t>(waiting->second.step) + 1;
+  if (pushes == after) now->take_back(worker);
+  return after;
+}
+
+void ServerEngine::settle(int worker, std::int64_t pushes) {
+  const std::shared_ptr<Clocks> now = clocks();
+  const std::lock_guard ordered(order_);
+  const auto waiting = pending_.find(worker);
+  if (waiting == pending_.end()) return;
+  const auto step = static_cast<std::int64_t>(waiting->second.step);
+  if (now->next_step(worker) != step) return;  // it counts already
+  if (step < pushes) {
+    now->push(worker);
+  } else {
+    pending_.erase(waiting);
+  }
+}
+
 bool ServerEngine::admit(std::uint64_t client, int worker) {
   const std::lock_guard locked(lock_);
   return clients_.admit(client, worker);

@@ -222,13 +222,9 @@ std::uint64_t ServerEngine::apply_step(const Place& place, StoredPush push, cons
 }
 
 std::uint64_t ServerEngine::complete_steps() {
-  std::shared_ptr<Clocks> clocks;
-  {
-    const std::lock_guard locked(lock_);
-    clocks = clocks_;
-  }
+  const std::shared_ptr<Clocks> now = clocks();
   const std::lock_guard ordered(order_);
-  return clocks && clocks->mode() == ServerMode::kSync ? complete(*clocks) : 0;
+  return now && now->mode() == ServerMode::kSync ? complete(*now) : 0;
 }
 
 // REQUIRES: order_ is held. Nobody pushes the next step before this one is counted as applied.
@@ -294,6 +290,11 @@ ServerEngine::Place ServerEngine::place_of(std::uint64_t client) const {
   const int worker = clients_[client].worker;
   if (!clocks_) throw Refusal("ConfigError", "This server holds no tables yet. Declare them first.");
   return {worker, clocks_};
+}
+
+std::shared_ptr<Clocks> ServerEngine::clocks() const {
+  const std::lock_guard locked(lock_);
+  return clocks_;
 }
 
 TablePtr ServerEngine::table_of(std::uint64_t salt) const {

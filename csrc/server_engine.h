@@ -57,6 +57,12 @@ class ServerEngine : public DataHandler {
   // whose process may be another by now, and has no number: that request was answered.
   void append_pending();
 
+  // Lets a lost worker's push of a step that is not complete count no more until `settle` says whether it does, so that
+  // this step cannot become complete meanwhile. Returns the worker's pushes, that one included.
+  std::int64_t withhold(int worker);
+  // Counts a push that is withheld if it is among the worker's first `pushes`, and drops it if not.
+  void settle(int worker, std::int64_t pushes);
+
   bool admit(std::uint64_t client, int worker);
   void restore_client(std::uint64_t client, int worker, std::uint64_t last, EarlierReply reply);
   std::map<std::uint64_t, Client> clients() const;  // without their keys
@@ -83,6 +89,7 @@ class ServerEngine : public DataHandler {
   std::uint64_t apply_now(std::span<const Update> updates, const std::function<void()>& log);
   std::uint64_t apply_step(const Place& place, StoredPush push, const std::function<void()>& log);
   std::uint64_t complete(Clocks& clocks);
+  std::shared_ptr<Clocks> clocks() const;
 
   Place place_of(std::uint64_t client) const;
   TablePtr table_of(std::uint64_t salt) const;  // REQUIRES: lock_ is held

@@ -197,6 +197,12 @@ class ServerEngine(DataHandler):
     def append_pending(self) -> None:
         """Write the pushes of a step that is not complete to the log again."""
 
+    def withhold(self, worker: int) -> int:
+        """Let a lost worker's push of a step that is not complete count no more; returns its pushes with that one."""
+
+    def settle(self, worker: int, pushes: int) -> None:
+        """Count a push that is withheld if it is among the worker's first `pushes`, and drop it if not."""
+
     def admit(self, client: int, worker: int) -> bool:
         """Make a worker's client; returns whether it takes the place of an earlier process of that worker."""
 

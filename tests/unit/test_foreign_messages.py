@@ -60,7 +60,8 @@ REQUESTS: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("done", {"epoch": 0, "file": "a", "offset": 3, "end": True}, []),
     ("lease_batches", {"loader": 0, "epoch": 0, "total": 3, "count": 1, "push": 0}, []),
     ("begin", {"loader": 0, "epoch": 0, "number": 0, "push": 1}, []),
-    ("leave", {}, []),
+    ("fence", {"workers": 1, "worker": 0}, []),
+    ("leave", {"pushes": 1}, []),
     ("report", {}, []),
     ("nothing", {}, []),
 ]

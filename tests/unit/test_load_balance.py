@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.cgroup import ControlGroups
+from phalanx.cluster.shares import split_rows
 from phalanx.comm.batch.replicas import Replicas, assign_replicas
-from phalanx.comm.batch.sample_split import START, SampleSplit, split_rows
+from phalanx.comm.batch.sample_split import START, SampleSplit
 from phalanx.comm.waits.waiting import waits
 from phalanx.errors import PlanError, StrategyError
 from phalanx.launch.job import registry

@@ -223,6 +223,21 @@ def test_pushes_of_the_open_step_outlive_their_process_and_leave_its_answers_alo
     assert anew.pull(1, step=1).rows[0][0, 0] == -3.0
 
 
+def test_a_restart_has_what_was_withheld_and_dropped_of_a_lost_worker(tmp_path: Path) -> None:
+    service, (one, two) = served(tmp_path, 2, "sync")
+    two.push(gradient((1,), 5.0), step=0)
+    proxy = FakeWorker(service, 1, client=900)
+    assert proxy.call("fence", {"worker": 1, "workers": 2}).meta == {"pushes": 1, "first": 0}
+    service, (one, _) = served(tmp_path, 2, "sync")
+    one.push(gradient((1,), 1.0), step=0)
+    assert service.state.require_clocks().version == 0
+    proxy.service = service
+    assert proxy.call("leave", {"pushes": 0}).meta == {"pushes": 0}
+    for again in (service, served(tmp_path, 2, "sync")[0]):
+        one.service = again
+        assert one.pull(1, step=1).rows[0][0, 0] == -1.0
+
+
 def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:
     _, (one, two) = served(tmp_path, 2)
     two.call("leave", {})

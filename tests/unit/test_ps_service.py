@@ -335,3 +335,34 @@ def test_a_worker_that_trains_nothing_goes_along_with_any_mode(comes_first: bool
     assert rows(busy, 1, step=1) == [-2.0]
     assert service.state.clocks is not None
     assert (service.state.clocks.mode, service.state.clocks.live) == ("sync", {1})
+
+
+def fence(service: Service, worker: int, client: int) -> tuple[FakeWorker, int]:
+    """Return who speaks for a lost worker from now on, and the pushes that the service has of it."""
+    proxy = FakeWorker(service, worker, client=client)
+    return proxy, proxy.call("fence", {"worker": worker, "workers": 2}).meta["pushes"]
+
+
+@pytest.mark.parametrize(("counts", "row"), [(1, -2.0), (0, -1.0)])
+def test_the_open_step_waits_until_it_is_known_whether_a_lost_workers_push_counts(counts: int, row: float) -> None:
+    one, two = started("sync", 2)
+    two.push(gradient((1,), 3.0), step=0)
+    assert fence(one.service, 1, 900)[1] == 1
+    with pytest.raises(ConfigError, match="whose worker was started again since"):
+        two.push(gradient((1,), 3.0), step=1)
+    one.push(gradient((1,), 1.0), step=0)
+    clocks = one.service.state.require_clocks()
+    assert clocks.version == 0
+    # Whoever asks anew, for the answer was lost, is told the same.
+    proxy, pushes = fence(one.service, 1, 901)
+    assert (pushes, clocks.version) == (1, 0)
+    assert proxy.call("leave", {"pushes": counts}).meta == {"pushes": counts}
+    assert (rows(one, 1, step=1), clocks.version, clocks.live) == ([row], 1, {0})
+    assert fence(one.service, 1, 902)[0].call("leave", {"pushes": 0}).meta == {"pushes": counts}
+
+
+def test_a_push_that_is_in_the_tables_stays_there_and_a_worker_unknown_so_far_may_be_signed_off() -> None:
+    one, _ = started("async", 2)
+    one.push(gradient((1,), 1.0), step=0)
+    assert fence(one.service, 0, 900)[0].call("leave", {"pushes": 0}).meta == {"pushes": 1}
+    assert fence(Service(), 1, 900)[0].call("leave", {"pushes": 0}).meta == {"pushes": 0}

@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import phalanx as px
+from phalanx.auto.capture.layers import Layers
 from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.strategies import StrategyCatalog
 from phalanx.auto.planner.unequal import UnequalRanks
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.cluster.spec.cluster import read_cluster
+from phalanx.comm.batch.replicas import assign_replicas
+from phalanx.comm.batch.sample_split import SampleSplit
 from phalanx.errors import PlanError
 from phalanx.strategy import DistributedStrategy
 
@@ -41,6 +46,12 @@ def mixed(*nodes: tuple[str, int], **more: Any) -> Any:
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
+
+
+@pytest.fixture(scope="module")
+def layers() -> Layers:
+    layers: Layers = planned(mixed(("slow", 1), ("fast", 1)), rows=8).layers
+    return layers
 
 
 def planned(cluster: Any, rows: int = 4096, **more: Any) -> Any:
@@ -94,6 +105,17 @@ def test_a_plan_with_other_shares_is_simulated_with_them() -> None:
     sample = torch.zeros(4096, 2048), torch.zeros(4096).long()
     simulated = px.simulate_plan(even, model(), sample, F.cross_entropy, cluster=read_cluster(cluster))
     assert simulated.simulation.step_time_s > 1.5 * answer.simulate().simulation.step_time_s
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.integers(2, 300), parts=st.lists(st.integers(1, 50), min_size=2, max_size=5))
+def test_a_plan_is_simulated_with_the_parts_that_ranks_train(layers: Layers, rows: int, parts: list[int]) -> None:
+    cluster = read_cluster(mixed(("slow", 1), ("fast", len(parts) - 1)))
+    split = SampleSplit(len(parts), parts)
+    trained = [split.slice_rows(rows, rank, (0, 0, rows))[1] for rank in range(len(parts))]
+    assert UnequalRanks(cluster, layers, "fp32", rows).units_of(parts) == trained
+    sizes = [len(local) for local in assign_replicas(sum(parts), len(parts), parts)]
+    assert UnequalRanks(cluster, layers, "fp32", rows, replicas=sum(parts)).units_of(parts) == sizes
 
 
 def test_layouts_that_count_as_the_weakest_node_are_named() -> None:

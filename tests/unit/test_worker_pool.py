@@ -19,6 +19,7 @@ from phalanx.cluster import proc
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers, read_awaited
+from phalanx.launch.elastic.workers.sign_off import SplitPush
 from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.request.elastic import WorkerRange
 from phalanx.ps.server.status import awaited_workers
@@ -40,6 +41,20 @@ def test_a_lost_worker_is_started_again_under_its_number_once_the_servers_know()
     assert (event["reason"], event["joined"]) == ("worker 1 takes the place of a lost one", ["worker 1"])
     assert workers.startable(0.0) == []
     assert [e["epoch"] for e in workers.status()["events"]] == [1, 2]
+
+
+def test_a_push_that_some_servers_alone_have_is_an_event_of_its_own() -> None:
+    workers = pool()
+    workers.lose(1, "worker 1 was killed by SIGKILL", now=100.0)
+    event = workers.sign_off(1, SplitPush(7, [0, 2], [1]), now=101.0)
+    assert event is not None
+    assert {name: event[name] for name in ("kind", "worker", "push", "servers", "missing")} == {
+        "kind": "split_push", "worker": 1, "push": 7, "servers": [0, 2], "missing": [1],
+    }  # fmt: skip
+    assert event["reason"].startswith(
+        "push 7 of worker 1 is in the tables of server 0 and server 2 and not in those of"
+    )
+    assert workers.startable(0.0) == [1]
 
 
 def test_lost_workers_are_replaced_as_long_as_the_budget_pays() -> None:
@@ -113,6 +128,19 @@ def test_a_worker_that_does_nothing_while_servers_wait_for_it_is_frozen(tmp_path
         reason = frozen.look({0: process.pid}, 13.5)[0]
         assert reason.startswith("is frozen: no processor time and no I/O for 2.0 s")
         process.kill()
+
+
+def test_a_worker_that_has_ended_and_is_waited_for_is_noticed(tmp_path: Path) -> None:
+    status = tmp_path / "status.server.0.json"
+    status.write_text(json.dumps({"time": time.time() + 100.0, "awaited": [[2, 7]]}))
+    frozen = FrozenWorkers(1.0, [str(status)])
+    awaited = []
+    for now in (10.0, 15.0, 17.0):
+        assert frozen.look({0: os.getpid()}, now) == {}
+        awaited.append(frozen.find_awaited(now))
+    assert awaited == [set(), set(), {2}]
+    frozen.forget(2)
+    assert frozen.find_awaited(17.5) == set()
 
 
 def test_whom_servers_wait_for_is_read_from_what_they_report(tmp_path: Path) -> None:

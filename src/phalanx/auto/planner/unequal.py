@@ -23,6 +23,7 @@ from phalanx.auto.planner.candidate import Candidate, build_candidate
 from phalanx.auto.planner.strategies import ConfigProblem, StrategyCatalog, build_problem
 from phalanx.auto.predict.prediction import USABLE
 from phalanx.auto.solver.problem import Solution
+from phalanx.cluster.shares import least_rows, split_rows
 from phalanx.cluster.spec.cluster import Cluster, Node
 from phalanx.plan.apportion import RankSpeed, apportion
 
@@ -78,7 +79,7 @@ class UnequalRanks:
             position = next((i for i, other in enumerate(distinct) if other.device == node.device), len(distinct))
             distinct += [node] if position == len(distinct) else []
             self._kind_of += [position] * node.devices
-        self._least = 1 if self._is_replicas else max(1, min(2, self._units // len(self._kind_of)))
+        self._least = 1 if self._is_replicas else max(1, least_rows(self._units, len(self._kind_of)))
         self._is_unequal = len(distinct) > 1 or len({node.devices for node in cluster.nodes}) > 1
         link = min(node.device.link for node in cluster.nodes)
         network = {name: min(getattr(node, name) for node in cluster.nodes) for name in ("gbps", "strided")}
@@ -120,8 +121,7 @@ class UnequalRanks:
         """
         if not all(catalog.of(config).strategies.values()):
             return None
-        in_proportion = [RankSpeed(1 / share) for share in shares or ()]
-        sizes = self._split(config, catalog) if shares is None else apportion(in_proportion, self._units)
+        sizes = self._split(config, catalog) if shares is None else self.units_of(shares)
         if sizes is None:
             return None
         prices = [self._price(kind, size, config, catalog) for kind, size in zip(self._kind_of, sizes, strict=True)]
@@ -137,6 +137,10 @@ class UnequalRanks:
             share_names=tuple(self._kinds[kind].name for kind in self._kind_of),
             work=work,
         )
+
+    def units_of(self, shares: Sequence[int]) -> list[int]:
+        """Return the units of each rank in training with these `step.shares`: replicas, or samples in proportion."""
+        return list(shares) if self._is_replicas else split_rows(self._units, shares)
 
     def _split(self, config: ParallelConfig, catalog: StrategyCatalog) -> list[int] | None:
         speeds = [self._speed(kind, config, catalog) for kind in range(len(self._kinds))]

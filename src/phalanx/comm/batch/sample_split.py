@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.cluster.shares import split_rows
+
 BatchPosition = tuple[int, int, int]
 """A global batch: how often the loader was sent back before it, its epoch, and the position of the epoch after it."""
 
@@ -54,26 +56,3 @@ class SampleSplit:
         self.furthest = max(self.furthest, position)
         sizes = split_rows(rows, next(parts for after, parts in reversed(self._changes) if after < position))
         return sum(sizes[:index]), sizes[index]
-
-
-def split_rows(rows: int, parts: Sequence[int]) -> list[int]:
-    """Return how many of so many samples each rank reads: by its part, and two at least where there are enough.
-
-    Batch normalisation has no variance of a single sample.
-
-    Args:
-        rows: Samples of a global batch, full or not.
-        parts: The ranks' parts, of any sum.
-    """
-    total, least = sum(parts), min(2, rows // len(parts))
-    sizes = [rows * part // total for part in parts]
-    # What rounding left goes to those who lost most by it, the first of equal ones first.
-    order = sorted(range(len(parts)), key=lambda rank: (-(rows * parts[rank] % total), rank))
-    for rank in order[: rows - sum(sizes)]:
-        sizes[rank] += 1
-    for rank, size in enumerate(sizes):
-        for _ in range(least - size):
-            largest = max(range(len(sizes)), key=lambda other: (sizes[other], -other))
-            sizes[largest] -= 1
-            sizes[rank] += 1
-    return sizes

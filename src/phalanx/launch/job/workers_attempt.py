@@ -80,6 +80,7 @@ class WorkersAttempt(LocalAttempt):
         now = time.monotonic()
         self._kill_frozen(now)
         self._settle_losses()
+        self._find_missed(now)
         self._start_missing(now)
         if refusal := self.pool.refusal(now):
             self._fail(refusal)
@@ -108,6 +109,7 @@ class WorkersAttempt(LocalAttempt):
         if process.role != "worker":
             return super()._fails_attempt(process, process_exit)
         worker = process.rank
+        self._frozen.forget(worker)  # what servers report is older than its last word to them
         fence, deadline = self._fences.pop(worker, ""), self._leave_by.pop(worker, None)
         if not process_exit.failed:
             if (event := self.pool.finish(worker, time.time())) is not None:
@@ -138,15 +140,29 @@ class WorkersAttempt(LocalAttempt):
         reason = f"worker {worker} {how}"
         event = self.pool.lose(worker, reason, time.time())
         logger.warning("%s. The others go on without it: %d of %d", reason, event["ranks"], self.pool.target)
+        self._sign_off(worker)
+        self._record(event)
+
+    def _sign_off(self, worker: int) -> None:
         secret = bytes.fromhex(self.facts.secret)
         self._sign_offs[worker] = SignOff(self.layout.endpoints["server"], secret, worker, self.limits.most)
-        self._record(event)
+
+    def _find_missed(self, now: float) -> None:
+        """Sign off again whom servers wait for though its process has ended.
+
+        Its script ended well without a word to them, or a server that was frozen read its `declare` after the sign-off.
+        """
+        for worker in self._frozen.find_awaited(now) - self.pool.running - self.pool.absent:
+            logger.warning("servers wait for worker %d, whose process has ended. They are told so", worker)
+            self.pool.miss(worker)
+            self._sign_off(worker)
 
     def _settle_losses(self) -> None:
         for worker in [worker for worker, sign_off in self._sign_offs.items() if sign_off.is_done]:
-            if problem := self._sign_offs.pop(worker).problem:
-                logger.warning("the servers could not be told that worker %d is gone: %s", worker, problem)
-            self.pool.sign_off(worker)
+            if event := self.pool.sign_off(worker, self._sign_offs.pop(worker).split_push, time.time()):
+                logger.warning("%s", event["reason"])
+                self._record(event)
+            self._frozen.forget(worker)
 
     def _kill_frozen(self, now: float) -> None:
         pids = {
@@ -215,6 +231,8 @@ class WorkersAttempt(LocalAttempt):
             outcome = super().wait()
         finally:
             self.control.answer = None
+            for sign_off in self._sign_offs.values():
+                sign_off.stop()
         outcome.exits = [process_exit for process_exit in outcome.exits if process_exit not in self._survived]
         outcome.refusal = self._refusal
         return outcome

@@ -19,8 +19,9 @@ from typing import Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
+from phalanx.cluster.shares import least_rows, split_rows
 from phalanx.comm.batch.replicas import Replicas
-from phalanx.comm.batch.sample_split import START, BatchPosition, SampleSplit, split_rows
+from phalanx.comm.batch.sample_split import START, BatchPosition, SampleSplit
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
 from phalanx.comm.events.event_file import append_event
@@ -259,7 +260,7 @@ class LoadBalance:
             return
         both = _mean(self._exchanged)
         speeds, before = [figure.speed for figure in both], self._sizes
-        least = min(2, sum(before) // len(before)) if self.unit == "samples" else 1
+        least = least_rows(sum(before), len(before)) if self.unit == "samples" else 1
         after = apportion(speeds, sum(before), least=least)
         if after is None or after == before:
             return

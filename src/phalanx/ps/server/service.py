@@ -262,8 +262,8 @@ class Service:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _find_worker(self, request: RpcRequest) -> int | None:
-        """Return who asks; None for a process that declares its first tables."""
-        if request.op == "declare":
+        """Return who asks; None for a process that declares its first tables, or begins to speak for a lost worker."""
+        if request.op in ("declare", "fence"):
             return self.engine.worker_of(request.client)
         return self.state.clients.worker_of(request.client)
 

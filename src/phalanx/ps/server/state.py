@@ -67,6 +67,8 @@ class ServerState:
         """How far tables are filled at the moment."""
 
         self._prepared: dict[str, RowTable] = {}
+        self._first_pushes: dict[int, int] = {}
+        """By worker that was started again: the number of the first push of its newest process."""
 
     def check(self, entry: LogEntry) -> None:
         """Check that an entry can be applied; after that it does not fail.
@@ -150,6 +152,7 @@ class ServerState:
             "clocks": self.clocks.to_json() if self.clocks else None,
             "leases": self.leases.to_json(),
             "batch_leases": self.batch_leases.to_json(),
+            "first_pushes": {str(worker): push for worker, push in self._first_pushes.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -163,8 +166,10 @@ class ServerState:
             for client in state["clients"]:
                 check_worker(client["worker"], clocks.workers)
         self.leases.restore(state["leases"], holders=True)
-        if leases := state.get("batch_leases"):  # not in a state of an earlier version
+        # Neither is in a state of an earlier version.
+        if leases := state.get("batch_leases"):
             self.batch_leases.restore(leases)
+        self._first_pushes = {int(worker): push for worker, push in state.get("first_pushes", {}).items()}
 
     # --- operations --------------------------------------------------------------------------------------------------
 
@@ -194,10 +199,13 @@ class ServerState:
         if clocks.mode is None and meta["mode"] is not None:
             clocks.set_mode(meta["mode"], meta.get("bound") or 0)
             logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
-        if self.engine.admit(entry.client, meta["worker"]):
+        is_another = self.engine.admit(entry.client, meta["worker"])
+        if is_another:
             self._release(meta["worker"], clocks)
         worker = self.clients.worker_of(entry.client)
         clocks.join(worker)
+        if is_another:
+            self._first_pushes[worker] = clocks.next_step(worker)
         for spec in map(_spec, meta["specs"]):
             if spec.name not in self.tables.specs:
                 self.put_table(self._prepared.pop(spec.name) if spec.name in self._prepared else self.make_table(spec))
@@ -210,12 +218,29 @@ class ServerState:
         self.engine.replay(entry.client, entry.seq, entry.meta["step"], entry.meta["weight"], updates)
         return {}  # the engine has recorded what was answered
 
+    def _check_fence(self, entry: LogEntry) -> None:
+        check_worker(entry.meta["worker"], self.clocks.workers if self.clocks else entry.meta["workers"])
+
+    def _fence(self, entry: LogEntry) -> dict[str, Any]:
+        """Let the caller speak for a lost worker: what its process still has on its way is refused from now on."""
+        worker = entry.meta["worker"]
+        if self.clocks is None:
+            self._put_clocks(Clocks(None, entry.meta["workers"]))
+        self.engine.admit(entry.client, worker)
+        return {"pushes": self.engine.withhold(worker), "first": self._first_pushes.get(worker, 0)}
+
+    def _check_leave(self, entry: LogEntry) -> None:
+        if "pushes" in entry.meta:
+            _check_counts(entry.meta["pushes"])
+
     def _leave(self, entry: LogEntry) -> dict[str, Any]:
         worker, clocks = self.clients.worker_of(entry.client), self.require_clocks()
+        if "pushes" in entry.meta:
+            self.engine.settle(worker, entry.meta["pushes"])
         clocks.leave(worker)
         self._release(worker, clocks)
         self.engine.complete_steps()
-        return {}
+        return {"pushes": clocks.next_step(worker)}
 
     def _release(self, worker: int, clocks: Clocks) -> None:
         """Let others have the files and batches of a worker that left, or whose process is another now."""
@@ -295,7 +320,8 @@ class Operation:
 OPS = {
     "declare": Operation(ServerState._declare, ServerState._check_declare),
     "push": Operation(ServerState._replay_push),
-    "leave": Operation(ServerState._leave),
+    "fence": Operation(ServerState._fence, ServerState._check_fence),
+    "leave": Operation(ServerState._leave, ServerState._check_leave),
     "shrink": Operation(ServerState._shrink, ServerState._check_shrink),
     "lease": Operation(ServerState._lease, ServerState._check_lease),
     "done": Operation(ServerState._progress, ServerState._check_progress),
@@ -308,7 +334,7 @@ OPS = {
 def _check_counts(*numbers: object) -> None:
     for number in numbers:
         if not is_count(number):
-            raise ConfigError(f"A worker sent {number!r} as a count of batches. Run the same version everywhere.")
+            raise ConfigError(f"A worker sent {number!r} as a count. Run the same version everywhere.")
 
 
 def _spec(value: object) -> TableSpec:

@@ -60,6 +60,14 @@ class FrozenWorkers:
                 reasons.setdefault(worker, verdict.why)
         return reasons
 
+    def find_awaited(self, now: float) -> set[int]:
+        """Return the workers, running or not, for which servers have waited longer than a report of theirs is old."""
+        return {worker for (worker, _), since in self._awaited.items() if now - since > _STALE_S}
+
+    def forget(self, worker: int) -> None:
+        """Count anew how long servers wait for a worker: they were told that it is gone."""
+        self._awaited = {wait: since for wait, since in self._awaited.items() if wait[0] != worker}
+
     def _find_stopped(self, pids: Mapping[int, int], now: float) -> dict[int, str]:
         states = {worker: stopped_state(pid) for worker, pid in pids.items()}
         self._stopped = {w: self._stopped.get(w, now) for w, state in states.items() if state.startswith("stopped")}
@@ -71,10 +79,10 @@ class FrozenWorkers:
 
     def _suspect_awaited(self, pids: Mapping[int, int], now: float) -> None:
         """Open a case for each worker that servers have waited for, at the same step, for as long as the patience."""
-        waits = {wait for path in self._status_files for wait in read_awaited(path) if wait[0] in pids}
+        waits = {wait for path in self._status_files for wait in read_awaited(path)}
         self._awaited = {wait: self._awaited.get(wait, now) for wait in waits}
         for (worker, _), since in self._awaited.items():
-            if now - since >= self._patience_s:
+            if worker in pids and now - since >= self._patience_s:
                 member = Member(id=str(worker), host="", pid=pids[worker], log="", node=0)
                 self._suspects.suspect(member, "servers", now - since, now)
 

@@ -1,16 +1,52 @@
-"""`SignOff`: tells the parameter servers of a job that a worker is gone, beside the launcher's loop."""
+"""`SignOff`: tells the parameter servers of a job that a worker is gone, beside the launcher's loop.
+
+Each server is asked until it has answered; only the end of the attempt ends that. First all say how many pushes of the
+worker they have (`fence`), and from then on refuse what its process may still have on its way. Then all are told how
+many of them count (`leave`): those that every server has. One more, in whose midst the process was killed, counts on
+no server if its step is not complete yet; where it is, the outcome says so.
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import closing
+from typing import NamedTuple
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ClosedError, PhalanxError
 from phalanx.ps.wire.client.connection import Connection
 
-CONNECT_S = 60.0
-"""Longest wait for a server that is started again meanwhile."""
+logger = logging.getLogger("phalanx.launch")
+
+CONNECT_S = 5.0
+"""Longest wait for a server at once; it is asked again after that."""
+
+_ANSWER_S = 60.0
+"""Longest silence of a server before it is asked anew."""
+
+_PAUSE_S = 0.5
+"""Between two tries to tell one server."""
+
+WARN_S = 10.0
+"""How long a server may not answer before that is mentioned; and again after each minute."""
+
+_WARN_AGAIN_S = 60.0
+
+
+class SplitPush(NamedTuple):
+    """A push that its worker was killed in the midst of: some servers have applied it, and others never will."""
+
+    push: int
+    """Its number, counted from 0 as servers count the worker's pushes."""
+
+    servers: list[int]
+    """Servers whose tables have it."""
+
+    others: list[int]
+    """Servers that did not get it."""
 
 
 class SignOff:
@@ -25,39 +61,105 @@ class SignOff:
 
     def __init__(self, endpoints: Sequence[str], secret: bytes, worker: int, workers: int) -> None:
         self._endpoints, self._secret = endpoints, secret
-        self._about: dict[str, object] = {"mode": None, "bound": 0, "workers": workers, "worker": worker, "specs": []}
-        self.problem = ""
-        """Why servers may still count the worker, once this is done; empty if all were told."""
-
-        self._thread = threading.Thread(target=self._run, name=f"sign off worker {worker}", daemon=True)
-        self._thread.start()
+        self._worker, self._about = worker, {"worker": worker, "workers": workers}
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._fenced: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._open: set[Connection] = set()
+        for server in range(len(endpoints)):
+            name = f"sign off worker {worker} at server {server}"
+            threading.Thread(target=self._run, args=(server,), name=name, daemon=True).start()
 
     @property
     def is_done(self) -> bool:
-        """Whether all servers have answered, or cannot be told."""
-        return not self._thread.is_alive()
+        """Whether all servers have answered."""
+        with self._changed:
+            return len(self._left) == len(self._endpoints)
 
-    def _run(self) -> None:
-        client = secrets.randbits(64)
-        connections: list[Connection] = []
-        try:
-            for rank, endpoint in enumerate(self._endpoints):
-                connection = Connection(
-                    endpoint,
-                    secret=self._secret,
-                    me=f"worker {self._about['worker']}",
-                    peer=f"server {rank}",
-                    connect_s=CONNECT_S,
-                    retry_s=CONNECT_S,
-                    client=client,
-                )
-                connections.append(connection)
-            for pending in [connection.send("declare", self._about) for connection in connections]:
-                pending.result()
-            for pending in [connection.send("leave", {}) for connection in connections]:
-                pending.result()
-        except (PhalanxError, OSError, ValueError, LookupError) as error:
-            self.problem = str(error) or repr(error)
-        finally:
-            for connection in connections:
-                connection.close()
+    @property
+    def split_push(self) -> SplitPush | None:
+        """The worker's last push if it counts on some servers only, once this is done."""
+        with self._changed:
+            least = min(self._left.values())
+            # A process that had only come counts from where each server is, which may be a step ahead of another.
+            servers = [s for s, pushes in sorted(self._left.items()) if pushes > max(least, self._first[s])]
+            others = [s for s, pushes in sorted(self._left.items()) if pushes == least]
+        return SplitPush(least, servers, others) if servers else None
+
+    def stop(self) -> None:
+        """Tell no more servers: the attempt is over, and the next one's servers must not hear of it."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            connections = list(self._open)
+        for connection in connections:
+            connection.close()
+
+    def _run(self, server: int) -> None:
+        """Tell one server, until it has answered or there is no need to."""
+        started, warn_at = time.monotonic(), WARN_S
+        while not self._is_over(server):
+            try:
+                self._tell(server)
+            except (PhalanxError, OSError, ValueError, LookupError) as error:
+                waited = time.monotonic() - started
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S):
+                        return
+                if waited >= warn_at:
+                    warn_at = waited + _WARN_AGAIN_S
+                    logger.warning(
+                        "server %d could not be told for %.0f s that worker %d is gone, and is asked again: %s",
+                        server,
+                        waited,
+                        self._worker,
+                        error,
+                    )
+
+    def _is_over(self, server: int) -> bool:
+        with self._changed:
+            return self._is_stopped or server in self._left
+
+    def _tell(self, server: int) -> None:
+        # A connection that is lost is not made anew behind our back: the server there may be that of the next attempt.
+        connection = Connection(
+            self._endpoints[server],
+            secret=self._secret,
+            me=f"worker {self._worker}",
+            peer=f"server {server}",
+            timeout_s=_ANSWER_S,
+            connect_s=CONNECT_S,
+            client=secrets.randbits(64),
+        )
+        with closing(connection):
+            self._admit(connection)
+            try:
+                fenced = connection.call("fence", self._about).meta
+                pushes = self._agree(server, int(fenced["pushes"]), int(fenced["first"]))
+                reply = connection.call("leave", {"pushes": pushes})
+                with self._changed:
+                    self._left[server] = int(reply.meta["pushes"])
+            finally:
+                with self._changed:
+                    self._open.discard(connection)
+
+    def _admit(self, connection: Connection) -> None:
+        """Let `stop` close a connection. Raises if it has stopped meanwhile."""
+        with self._changed:
+            if self._is_stopped:
+                raise ClosedError("the attempt is over")
+            self._open.add(connection)
+
+    def _agree(self, server: int, pushes: int, first: int) -> int:
+        """Wait until every server has said how many pushes it has; return how many all have."""
+        with self._changed:
+            # What it said first holds: from then on it took none.
+            self._fenced.setdefault(server, pushes)
+            self._first.setdefault(server, first)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_stopped or len(self._fenced) == len(self._endpoints))
+            if self._is_stopped:
+                raise ClosedError("the attempt is over")
+            return min(self._fenced.values())

@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic.joiners import RestartBudget
+from phalanx.launch.elastic.workers.sign_off import SplitPush
 from phalanx.launch.request.elastic import WorkerRange
 
 
@@ -63,9 +64,26 @@ class WorkerPool:
         self.leaving.discard(worker)
         return self._note(now, reason, lost=[worker])
 
-    def sign_off(self, worker: int) -> None:
-        """Take notice that the servers know of a loss."""
+    def miss(self, worker: int) -> None:
+        """Take notice that servers still count a worker that does not run."""
+        self.absent.add(worker)
+
+    def sign_off(self, worker: int, split: SplitPush | None = None, now: float = 0.0) -> dict[str, Any] | None:
+        """Take notice that the servers know of a loss; returns the event if some of them alone have its last push."""
         self.absent.discard(worker)
+        if split is None:
+            return None
+        have, lack = (" and ".join(f"server {s}" for s in servers) for servers in (split.servers, split.others))
+        return {
+            "time": round(now, 3),
+            "kind": "split_push",
+            "worker": worker,
+            "push": split.push,
+            "servers": split.servers,
+            "missing": split.others,
+            "reason": f"push {split.push} of worker {worker} is in the tables of {have} and not in those of {lack}: "
+            "the worker was lost in the midst of it",
+        }
 
     def start(self, worker: int, now: float, *, clock: float) -> dict[str, Any]:
         """Take notice that a worker is started; returns the event.
