@@ -1,108 +1,175 @@
-"""A table of ten times the rows that its memory holds, against the same table without a limit.
+"""A server whose rows have left its memory for files, against one that holds the same rows in memory.
 
-Rows of 64 values with Adagrad, Zipf ids, one thread.
+Each is a process of its own, that of the spilled table in a memory control group of `--memory` bytes where such groups
+may be made; workers train with both in turn, over the wire. Rows have `--dim` values with Adagrad, ids are Zipf.
 
 step      ids/s of training steps: a pull and a push of the distinct ids of 8,192 draws
 pull      ids/s of the same pulls alone
 cold      ids/s of pulls of ids drawn evenly, of which memory holds few
 
-Prints the share of the ids of pulls and pushes whose rows were in memory, and the bytes of memory and files.
+    python -m benchmarks.bench_tiers --rows 4000000 --dim 256 --budget 256 --exponent 1.35 --cases step     8 GB of rows
+
+Prints for each case the share of pulled ids whose rows were in memory, the server's processor time for each id that was
+not, beyond what an id in memory takes, and at the end the bytes of memory and files.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Row, arguments, measure_pairs, show
+from benchmarks.report import Row, add_arguments, check_cases, measure_pairs, show
+from benchmarks.tiers_server import TierServer, TierWorker
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.table import RowTable, make_table
 from phalanx.ps.table.update_rules import Adagrad
 
 CASES = ("step", "pull", "cold")
-DIM, DRAWS, BATCHES = 64, 8_192, 20
-ROW_BYTES, INDEX_BYTES = 512, 32
-EXPONENT = 1.05
-"""Of the Zipf distribution of ids; the most frequent tenth of a million ids is drawn four times in five."""
+TABLE = "tiers"
+DRAWS, BATCHES, FILLED = 8_192, 20, 2_048
+MIB = 1 << 20
+Batches = Sequence[NDArray[np.int64]]
 
 
 class Bench:
-    """A table with a limit, its twin without one, and batches of ids."""
+    """Two servers with the same rows, and batches of ids."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, asked: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
         self.random = np.random.default_rng(0)
-        self.rows = rows
-        weights = np.arange(1, rows + 1) ** -EXPONENT
+        self.rows = asked.rows
+        weights = np.arange(1, self.rows + 1) ** -asked.exponent
         self.shares = np.cumsum(weights / weights.sum())
-        self.gradients = self.random.normal(size=(DRAWS, DIM)).astype(np.float32)
-        self.out = np.empty((DRAWS, DIM), np.float32)
-        memory = rows // 10 * ROW_BYTES + rows * INDEX_BYTES
-        self.small = self.filled(TableSpec("tiers", DIM, Adagrad(0.05), max_bytes=memory))
-        self.large = self.filled(TableSpec("tiers", DIM, Adagrad(0.05)))
-        for _ in range(5):  # so that memory holds what is drawn often
+        self.id_of_rank = self.random.permutation(self.rows)
+        self.gradients = self.random.normal(size=(DRAWS, asked.dim)).astype(np.float32)
+        self.pool = stack.enter_context(ThreadPoolExecutor(asked.workers))
+        self.small, self.large = (
+            stack.enter_context(closing(TierServer(folder, name, limit, asked.workers)))
+            for name, limit in (("spilled", asked.memory * MIB), ("resident", None))
+        )
+        spec = TableSpec(TABLE, asked.dim, Adagrad(0.05))
+        self.fill(self.small, replace(spec, max_bytes=asked.budget * MIB))
+        self.fill(self.large, spec)
+        for _ in range(asked.warm):  # so that memory holds what is drawn often
             self.step(self.small, self.zipf())
 
-    def filled(self, spec: TableSpec) -> RowTable:
-        """Return a table with a row for every id."""
-        table = make_table(spec)
-        for first in range(0, self.rows, DRAWS):
-            keys = np.arange(first, min(first + DRAWS, self.rows))
-            table.push(keys, self.gradients[: len(keys)])
-        return table
+    def fill(self, server: TierServer, spec: TableSpec) -> None:
+        """Give a server a row for every id."""
+        for worker in server.workers:
+            worker.store.declare([spec])
+        starts = range(0, self.rows, FILLED)
+        self._timed(server, [np.arange(start, min(start + FILLED, self.rows)) for start in starts], self._push)
 
-    def zipf(self) -> list[NDArray[np.int64]]:
+    def zipf(self) -> Batches:
         """Return batches of distinct ids of Zipf draws."""
-        return [np.unique(np.searchsorted(self.shares, self.random.random(DRAWS))) for _ in range(BATCHES)]
+        drawn = (np.searchsorted(self.shares, self.random.random(DRAWS)) for _ in range(BATCHES))
+        return [np.unique(self.id_of_rank[np.minimum(ranks, self.rows - 1)]) for ranks in drawn]
 
-    def even(self) -> list[NDArray[np.int64]]:
+    def even(self) -> Batches:
         """Return batches of distinct ids, each as likely as any."""
         return [np.unique(self.random.integers(0, self.rows, DRAWS)) for _ in range(BATCHES)]
 
-    def pull(self, table: RowTable, batches: Sequence[NDArray[np.int64]]) -> float:
+    def pull(self, server: TierServer, batches: Batches) -> float:
         """Return ids/s of pulls."""
+        return self._timed(server, batches, self._pull)
+
+    def step(self, server: TierServer, batches: Batches) -> float:
+        """Return ids/s of pulls, each with a push behind it."""
+        return self._timed(server, batches, self._step)
+
+    def _timed(self, server: TierServer, batches: Batches, work: Callable[[TierWorker, Batches], None]) -> float:
+        """Deal batches to the workers of a server, which are threads here, and return ids/s of all."""
+        count = len(server.workers)
         started = time.perf_counter()
-        for keys in batches:
-            table.pull(keys, self.out[: len(keys)])
+        done = [self.pool.submit(work, worker, batches[n::count]) for n, worker in enumerate(server.workers)]
+        for each in done:
+            each.result()
         return sum(map(len, batches)) / (time.perf_counter() - started)
 
-    def step(self, table: RowTable, batches: Sequence[NDArray[np.int64]]) -> float:
-        """Return ids/s of pulls, each with a push behind it."""
-        started = time.perf_counter()
+    def _pull(self, worker: TierWorker, batches: Batches) -> None:
         for keys in batches:
-            table.pull(keys, self.out[: len(keys)])
-            table.push(keys, self.gradients[: len(keys)])
-        return sum(map(len, batches)) / (time.perf_counter() - started)
+            worker.pull(TABLE, keys)
+
+    def _push(self, worker: TierWorker, batches: Batches) -> None:
+        for keys in batches:
+            worker.push(TABLE, keys, self.gradients[: len(keys)])
+        worker.store.flush()
+
+    def _step(self, worker: TierWorker, batches: Batches) -> None:
+        for keys in batches:
+            worker.pull(TABLE, keys)
+            worker.push(TABLE, keys, self.gradients[: len(keys)])
+        worker.store.flush()
 
 
 def measure(bench: Bench, case: str, pairs: int) -> Row:
-    """Measure one case on both tables in turn."""
+    """Measure one case on both servers in turn."""
     call = bench.step if case == "step" else bench.pull
     batches = bench.even if case == "cold" else bench.zipf
-    pulled, pushed, read = bench.small.pulled, bench.small.pushed, bench.small.file_reads
+    small, large = bench.small, bench.large
+    before = small.counts(TABLE), large.counts(TABLE)
+    cpu = small.cpu_seconds, large.cpu_seconds
     row = measure_pairs(
-        case, lambda: call(bench.small, batches()), lambda: call(bench.large, batches()), pairs=pairs, unit="ids/s",
+        case, lambda: call(small, batches()), lambda: call(large, batches()), pairs=pairs, unit="ids/s",
         better="higher", peer_name="the same table in memory",
     )  # fmt: skip
-    named = bench.small.pulled - pulled + bench.small.pushed - pushed
-    hits = 1 - (bench.small.file_reads - read) / named
+    spent = small.cpu_seconds - cpu[0], large.cpu_seconds - cpu[1]
+    after = small.counts(TABLE), large.counts(TABLE)
+    pulled = [now["pulled"] - then["pulled"] for then, now in zip(before, after, strict=True)]
+    read = after[0]["file_reads"] - before[0]["file_reads"]
+    more = spent[0] - spent[1] * pulled[0] / pulled[1]
     print(
-        f"{case}: {hits:.1%} of ids in memory; {bench.small.rows:,} rows, {bench.small.stored:,} of them "
-        f"in files of {bench.small.file_bytes >> 20} MiB; memory {bench.small.bytes >> 20} MiB, without a limit "
-        f"{bench.large.bytes >> 20} MiB",
+        f"{case}: {1 - read / pulled[0]:.1%} of {pulled[0]:,} pulled ids in memory; {read:,} rows read from files, "
+        f"{more / max(read, 1) * 1e6:.1f} us of processor time each beyond {spent[1] / pulled[1] * 1e6:.2f} us an id",
         file=sys.stderr,
     )
     return row
 
 
+def describe(bench: Bench) -> None:
+    """Print what the servers hold, and in how much memory."""
+    counts = bench.small.counts(TABLE)
+    resident, most = bench.small.memory_bytes
+    limit = f"its control group counted {most // MIB} MiB at most" if bench.small.is_limited else "no control group"
+    print(
+        f"{counts['rows']:,} rows, {counts['stored']:,} of them in files of {counts['file_bytes'] // MIB} MiB; the "
+        f"table takes {counts['bytes'] // MIB} MiB of memory, its server {resident // MIB} MiB, {limit}; in memory the "
+        f"same table takes {bench.large.counts(TABLE)['bytes'] // MIB} MiB",
+        file=sys.stderr,
+    )
+
+
 def main() -> None:
     """Run the cases asked for."""
-    asked = arguments(CASES)
-    bench = Bench(50_000 if asked.quick else 2_000_000)
-    show("bench_tiers", [measure(bench, case, 1 if asked.quick else 7) for case in asked.cases], as_json=asked.json)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser, CASES)
+    parser.add_argument("--rows", type=int, help="rows of the table")
+    parser.add_argument("--dim", type=int, default=64, help="values of a row; it takes twice as many numbers")
+    parser.add_argument("--memory", type=int, default=512, help="MiB that the group of the spilled server may use")
+    parser.add_argument(
+        "--budget", type=int, help="max_bytes of its table in MiB; for a tenth of the rows when omitted"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="threads that train with a server")
+    parser.add_argument("--exponent", type=float, default=1.2, help="of the Zipf distribution of ids")
+    parser.add_argument("--warm", type=int, default=5, help="times 20 steps before the first that counts")
+    parser.add_argument("--folder", type=Path, help="on the disk for rows; one for temporary files when omitted")
+    asked = parser.parse_args()
+    check_cases(parser, asked, CASES)
+    asked.rows = asked.rows or (50_000 if asked.quick else 1_000_000)
+    asked.budget = asked.budget or (asked.rows // 10 * asked.dim * 8 + asked.rows * 32) // MIB + 1
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder, ExitStack() as stack:
+        bench = Bench(asked, Path(folder), stack)
+        rows = [measure(bench, case, 1 if asked.quick else 7) for case in asked.cases]
+        describe(bench)
+    show("bench_tiers", rows, as_json=asked.json)
 
 
 if __name__ == "__main__":

@@ -68,15 +68,25 @@ def machine() -> dict[str, Any]:
 def arguments(cases: Sequence[str]) -> argparse.Namespace:
     """Parse the flags every benchmark takes; `cases` of the result is a checked list."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser, cases)
+    parsed = parser.parse_args()
+    check_cases(parser, parsed, cases)
+    return parsed
+
+
+def add_arguments(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
+    """Add the flags every benchmark takes, for one that has more."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quick", action="store_true", help="toy size, only to see that it works")
     parser.add_argument("--cases", default=",".join(cases), help="which, separated by commas")
-    parsed = parser.parse_args()
+
+
+def check_cases(parser: argparse.ArgumentParser, parsed: argparse.Namespace, cases: Sequence[str]) -> None:
+    """Make `cases` of what was parsed a checked list."""
     parsed.cases = parsed.cases.split(",")
     unknown = set(parsed.cases) - set(cases)
     if unknown:
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
-    return parsed
 
 
 def show(bench: str, rows: Sequence[Row], *, as_json: bool) -> None:

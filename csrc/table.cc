@@ -8,37 +8,15 @@
 namespace phalanx {
 namespace {
 
-// So many keys of a pull, or of a change in a lane, are worked on together: enough to ask memory for, few enough to stay
-// in the second cache.
-constexpr std::size_t kBlock = 8192;
 // So many rows are restored before those that there is no room for leave memory.
 constexpr std::size_t kRestored = 1024;
 
-void check_count(EmbeddingTable::Keys keys) {
-  if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
-}
-
 }  // namespace
 
-EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))) {
+EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))),
+      reads_(RowFile::record_bytes(spec.row_bytes())) {
   make_rule(spec_.rule, 0);  // throws now what a push would
   for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = std::make_unique<Lane>(spec_, starter_, arena_, static_cast<int>(i));
-}
-
-// Calls work(lane, slice) for each lane that has keys of a block, with its lock held, block after block.
-template <class Work>
-void EmbeddingTable::each_lane(Keys keys, Work work) const {
-  KeysByLane sorted(std::min(kBlock, keys.size()));
-  for (std::size_t first = 0; first < keys.size(); first += kBlock) {
-    sorted.sort(keys.subspan(first, std::min(kBlock, keys.size() - first)), first, spec_.salt);
-    for (std::size_t number = 0; number < kLanes; ++number) {
-      Slice slice = sorted.slice(number);
-      if (slice.hashes.empty()) continue;
-      Lane& lane = *lanes_[number];
-      const std::lock_guard locked(lane.lock);
-      work(lane, slice);
-    }
-  }
 }
 
 // Calls use(lane, part) for the part of a lane that is this shard, with the lane's lock held.
@@ -87,23 +65,6 @@ void EmbeddingTable::as_whole(Turn turn, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-void EmbeddingTable::pull(Keys keys, float* values) const {
-  check_count(keys);
-  std::uint64_t missing = 0;
-  each_lane(keys, [&](Lane& lane, Slice& slice) {
-    missing += lane.pull(slice, values);
-    make_room(lane);
-  });
-  pulled_ += keys.size();
-  missed_ += missing;
-}
-
-std::uint64_t EmbeddingTable::missing(Keys keys) const {
-  std::uint64_t count = 0;
-  each_lane(keys, [&](const Lane& lane, Slice& slice) { count += lane.missing(slice); });
-  return count;
-}
-
 std::uint64_t EmbeddingTable::push(Keys keys, const Gradients& gradients) {
   return change(ChangeKind::kPush, keys, gradients);
 }
@@ -139,6 +100,14 @@ void EmbeddingTable::give_up(Turn turn) {
 
 std::uint64_t EmbeddingTable::apply(TableChange& change, Turn turn) {
   std::uint64_t dropped = 0;
+  if (change.count <= kBlock) {
+    try {
+      bring_in(change.keys);
+    } catch (...) {  // no memory: those behind this change must not wait for ever
+      give_up(turn);
+      throw;
+    }
+  }
   const auto work = [&](std::size_t lane) { dropped += apply_to(lane, change, turn); };
   if (spec_.max_bytes == 0 || spec_.spills()) {
     in_turn(turn, work);
@@ -159,7 +128,9 @@ std::uint64_t EmbeddingTable::apply_to(std::size_t number, TableChange& change, 
   std::uint64_t dropped = 0;
   for (std::size_t first = 0; first < all.hashes.size(); first += kBlock) {
     const std::size_t size = std::min(kBlock, all.hashes.size() - first);
-    Slice slice{all.hashes.subspan(first, size), all.positions.subspan(first, size), all.rows.subspan(first, size)};
+    Slice slice{all.hashes.subspan(first, size), all.positions.subspan(first, size), all.rows.subspan(first, size),
+                all.departures};
+    if (change.count > kBlock) bring_in(lane, slice);
     const std::lock_guard locked(lane.lock);  // a block at a time: pulls wait for it
     const Time time = now(turn.tick);
     switch (change.kind) {
@@ -311,10 +282,11 @@ std::uint64_t EmbeddingTable::cost() const {
   return rows * spec_.row_bytes() + entries * kIndexBytes;
 }
 
-// Lets rows of a lane leave memory for its file, as many as the table has too many. REQUIRES: the lane is locked.
-void EmbeddingTable::make_room(Lane& lane) const {
+// Lets rows of a lane leave memory for its file, as many as the table has too many once it has so many rows more.
+// REQUIRES: the lane is locked.
+void EmbeddingTable::make_room(Lane& lane, std::uint64_t more) const {
   if (!spec_.spills()) return;
-  const std::uint64_t used = cost();
+  const std::uint64_t used = cost() + more * spec_.row_bytes();
   lane.make_room(used - std::min(used, spec_.max_bytes));
 }
 

@@ -105,10 +105,17 @@ class EmbeddingTable {
   std::uint64_t tick() const { return tick_; }
 
  private:
+  // So many keys of a pull, or of a change in a lane, are worked on together: enough to ask memory for, few enough to
+  // stay in the second cache.
+  static constexpr std::size_t kBlock = 8192;
+
+  static void check_count(Keys keys);
   template <class Count>
   std::uint64_t sum(Count count) const;
   template <class Work>
-  void each_lane(Keys keys, Work work) const;
+  void each_block(Keys keys, Work work) const;
+  template <class Work>
+  void each_lane(KeysByLane& keys, Work work) const;
   template <class Use>
   auto in_lane(int shard, Use use) const;
   template <class Work>
@@ -121,7 +128,12 @@ class EmbeddingTable {
   void wait_for_changes() const;  // REQUIRES: clock_ is locked
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
   std::uint64_t cost() const;
-  void make_room(Lane& lane) const;
+  void read(std::span<MissedRow> rows, std::vector<std::byte>& bytes) const;
+  void bring_in(KeysByLane& keys) const;
+  void bring_in(Lane& lane, Slice slice) const;
+  template <class Use>
+  void each_of_lane(std::span<const MissedRow> rows, Use use) const;
+  void make_room(Lane& lane, std::uint64_t more = 0) const;
   void require_files(const std::string& why) const;
   void evict(std::uint64_t tick);
 
@@ -135,6 +147,7 @@ class EmbeddingTable {
   std::uint64_t moments_ = 0;  // that have begun
   std::atomic<std::uint64_t> tick_ = 0;
   std::uint64_t oldest_ = 0;  // changes with clock_ and every lane locked
+  mutable ReadQueues reads_;
   mutable std::atomic<std::uint64_t> pulled_ = 0;
   mutable std::atomic<std::uint64_t> missed_ = 0;
   std::atomic<std::uint64_t> pushed_ = 0;

@@ -41,14 +41,19 @@ class KeysByLane {
 
   Slice slice(std::size_t lane) {
     const std::size_t start = starts_[lane], size = starts_[lane + 1] - start;
-    return {{words_.get() + start, size}, {numbers_.get() + start, size}, {numbers_.get() + room_ + start, size}};
+    return {{words_.get() + start, size}, {numbers_.get() + start, size}, {numbers_.get() + room_ + start, size},
+            departures_[lane]};
   }
+
+  // Notes when a lane had all rows of its keys in memory; see Slice.
+  void note_present(std::size_t lane, std::uint64_t departures) { departures_[lane] = departures; }
 
  private:
   std::size_t room_;
   std::unique_ptr<std::uint64_t[]> words_;    // hashes: sorted, then in the order of the call
   std::unique_ptr<std::uint32_t[]> numbers_;  // positions in the call, then rows
   std::array<std::uint32_t, kLanes + 1> starts_{};
+  std::array<std::uint64_t, kLanes> departures_{};
 };
 
 enum class ChangeKind { kPush, kAdd, kAssign };

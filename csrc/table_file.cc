@@ -15,7 +15,6 @@
 namespace phalanx {
 namespace {
 
-constexpr std::size_t kHeaderBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);
 // Records that lie closer than a page are read in one piece, as the system reads pages anyway.
 constexpr std::size_t kGapBytes = 4096;
 
@@ -37,7 +36,9 @@ RowFile::RowFile(std::string folder, int lane, std::size_t row_bytes, std::size_
       records_(records_of(segment_bytes, record_bytes_)), segment_bytes_(records_ * record_bytes_) {}
 
 RowFile::~RowFile() {
-  if (file_ >= 0) close(file_);
+  for (const int file : {file_, direct_}) {
+    if (file >= 0) close(file);
+  }
 }
 
 bool RowFile::make_room() {
@@ -52,7 +53,7 @@ std::uint32_t RowFile::append(std::uint64_t hash, const std::byte* row) {
   std::byte* const bytes = buffer_.data() + filled_ * record_bytes_;
   std::memcpy(bytes, &hash, sizeof hash);
   std::memcpy(bytes + kHeaderBytes, row, row_bytes_);
-  const std::uint32_t sum = checksum(record, bytes);
+  const std::uint32_t sum = checksum(record, use_of(record), bytes);
   std::memcpy(bytes + sizeof hash, &sum, sizeof sum);
   ++filled_;
   ++segments_[open_].live;
@@ -124,7 +125,7 @@ void RowFile::copy(const StoredRow& wanted, const std::byte* bytes) const {
 
 std::uint64_t RowFile::checked_hash(std::uint32_t record, const std::byte* bytes) const {
   const auto written = loaded<std::uint32_t>(bytes + sizeof(std::uint64_t));
-  const std::uint32_t sum = checksum(record, bytes);
+  const std::uint32_t sum = checksum(record, use_of(record), bytes);
   if (sum != written) {
     fail(record, "has checksum " + std::to_string(written) + " and content of checksum " + std::to_string(sum));
   }
@@ -133,10 +134,19 @@ std::uint64_t RowFile::checked_hash(std::uint32_t record, const std::byte* bytes
 
 // Of a record's number, the use of its place, its hash and its row: one that lies at another's place, or lay there
 // before, does not pass.
-std::uint32_t RowFile::checksum(std::uint32_t record, const std::byte* bytes) const {
-  const std::array<std::uint32_t, 2> place = {record, segments_[segment_of(record)].use};
+std::uint32_t RowFile::checksum(std::uint32_t record, std::uint32_t use, const std::byte* bytes) const {
+  const std::array<std::uint32_t, 2> place = {record, use};
   const std::uint32_t head = crc32({bytes, sizeof(std::uint64_t)}, crc32(std::as_bytes(std::span(place))));
   return crc32({bytes + kHeaderBytes, row_bytes_}, head);
+}
+
+MissedRow RowFile::missed(std::uint32_t record, std::uint64_t hash, std::uint32_t position) const {
+  return {hash, record, use_of(record), position, {file_, direct_}, place_of(record)};
+}
+
+void RowFile::check(MissedRow& row) const {
+  row.is_whole = loaded<std::uint64_t>(row.bytes) == row.hash &&
+                 loaded<std::uint32_t>(row.bytes + sizeof(std::uint64_t)) == checksum(row.record, row.use, row.bytes);
 }
 
 void RowFile::fail(std::uint32_t record, const std::string& what) const {
@@ -200,9 +210,15 @@ std::vector<std::uint64_t> RowFile::hashes(std::uint32_t segment) {
   load(first_record(segment), segment_bytes_);
   std::vector<std::uint64_t> hashes(records_);
   for (std::uint32_t i = 0; i < records_; ++i) {
-    hashes[i] = checked_hash(first_record(segment) + i, window_.data() + i * record_bytes_);
+    hashes[i] = loaded<std::uint64_t>(window_.data() + i * record_bytes_);
   }
   return hashes;
+}
+
+const std::byte* RowFile::loaded_row(std::uint32_t record, std::uint64_t hash) const {
+  const std::byte* const bytes = window_.data() + record % records_ * record_bytes_;
+  if (checked_hash(record, bytes) != hash) fail(record, "holds another row");
+  return bytes + kHeaderBytes;
 }
 
 bool RowFile::open_segment() {
@@ -255,6 +271,9 @@ bool RowFile::open_file() {
     if (file_ < 0) return refuse("cannot be made", errno);
     unlink(path.c_str());
   }
+  std::string same = "/proc/self/fd/";
+  same += std::to_string(file_);
+  direct_ = open(same.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
   posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // rows that are near each other in the file are not used together
   return true;
 }

@@ -8,7 +8,8 @@
 // The file extends memory and outlives nothing: its name goes as soon as it is open, and a server that is started again
 // fills its tables from snapshot and log. Nothing is flushed to the disk.
 //
-// Not thread-safe: its lane's lock guards it.
+// Not thread-safe: its lane's lock guards it, but for `check`. A record of a segment that is written may be read without
+// the lock: it is what was written as long as its row is there, and its place in the same use.
 
 #pragma once
 
@@ -19,6 +20,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "table_reads.h"
 
 namespace phalanx {
 
@@ -32,6 +35,18 @@ struct StoredRow {
   std::uint32_t record;
   std::uint64_t hash;
   std::byte* row;  // where its bytes go
+};
+
+// A row that is read from a file without its lane's lock.
+struct MissedRow {
+  std::uint64_t hash;
+  std::uint32_t record;
+  std::uint32_t use;       // of the record's place, by which a reader sees whether it was used again meanwhile
+  std::uint32_t position;  // of its key in the call
+  ReadableFile file;
+  std::uint64_t place;
+  bool is_whole = false;              // whether the record came, and is what was written
+  const std::byte* bytes = nullptr;  // the record
 };
 
 class RowFile {
@@ -50,6 +65,17 @@ class RowFile {
 
   // Reads rows in the order of the file, in which they are left. Throws DamagedRow.
   void read(std::span<StoredRow> rows);
+  // Whether a record is in the file itself, and not in the segment that is in memory.
+  bool is_written(std::uint32_t record) const { return segment_of(record) != open_; }
+  std::uint32_t use_of(std::uint32_t record) const { return segments_[segment_of(record)].use; }
+  // What is to be read for a record that is written.
+  MissedRow missed(std::uint32_t record, std::uint64_t hash, std::uint32_t position) const;
+  // Notes whether a record that was read is whole. Any thread may call it, with no lock.
+  void check(MissedRow& row) const;
+  const std::byte* row_of(const MissedRow& row) const { return row.bytes + kHeaderBytes; }
+  std::size_t record_bytes() const { return record_bytes_; }
+  static constexpr std::size_t record_bytes(std::size_t row_bytes) { return kHeaderBytes + row_bytes; }
+
   // Notes that a record lives no more.
   void discard(std::uint32_t record);
   void clear();
@@ -59,8 +85,11 @@ class RowFile {
 
   // A written segment of which less than half lives; it is named until its last record is discarded.
   std::optional<std::uint32_t> sparse_segment();
-  // The hash of each record of a written segment by place, those that live no more too. Throws as `read`.
+  // Reads a written segment; returns the hash of each record by place, those that live no more and broken ones too.
+  // Throws DamagedRow where the segment cannot be read.
   std::vector<std::uint64_t> hashes(std::uint32_t segment);
+  // A row of the segment that was read last, which stays until the next read. Throws DamagedRow.
+  const std::byte* loaded_row(std::uint32_t record, std::uint64_t hash) const;
   // Names a segment that cannot be emptied no more, until its place is used again.
   void pass_over(std::uint32_t segment) { segments_[segment].is_passed_over = true; }
   std::uint32_t first_record(std::uint32_t segment) const { return segment * records_; }
@@ -73,6 +102,7 @@ class RowFile {
 
  private:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+  static constexpr std::size_t kHeaderBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);
 
   struct Segment {
     std::uint32_t live = 0;
@@ -96,7 +126,7 @@ class RowFile {
   void load(std::uint32_t record, std::size_t bytes);
   std::uint64_t checked_hash(std::uint32_t record, const std::byte* bytes) const;
   void copy(const StoredRow& wanted, const std::byte* bytes) const;
-  std::uint32_t checksum(std::uint32_t record, const std::byte* bytes) const;
+  std::uint32_t checksum(std::uint32_t record, std::uint32_t use, const std::byte* bytes) const;
   [[noreturn]] void fail(std::uint32_t record, const std::string& what) const;
 
   const std::string folder_;
@@ -105,6 +135,7 @@ class RowFile {
   const std::uint32_t records_;  // of a segment
   const std::uint64_t segment_bytes_;
   int file_ = -1;
+  int direct_ = -1;  // the same file, past the system's cache
   std::uint32_t open_ = kNone;  // the segment that is in memory
   std::uint32_t filled_ = 0;    // its records
   std::vector<std::byte> buffer_;

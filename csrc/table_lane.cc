@@ -76,7 +76,7 @@ void Lane::change_rows(Slice& slice, Use use) {
     throw;
   }
   preserve_touched();
-  refer_to(slice);
+  note_changed(slice);
 }
 
 // Calls use(i, row in memory, or null) for each key, having asked for `bytes` of the row.
@@ -94,10 +94,14 @@ void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
   }
 }
 
-std::uint64_t Lane::pull(Slice& slice, float* out) {
-  std::uint64_t missing = 0;
+void Lane::look_up(Slice& slice) const {
   find_rows(slice, [](std::size_t, Entry* place) { return place; });
-  refer_to(slice);
+}
+
+// Gives the values of the keys of a slice that was looked up, but for rows in the file; returns how many have no row.
+std::uint64_t Lane::pull_resident(const Slice& slice, float* out) {
+  std::uint64_t missing = 0;
+  note_pulled(slice);
   each_row(slice, value_bytes_, [&](std::size_t i, const std::byte* row) {
     if (Entry::is_stored(slice.rows[i])) return;
     float* const values = out + slice.positions[i] * spec_.dim;
@@ -110,18 +114,17 @@ std::uint64_t Lane::pull(Slice& slice, float* out) {
       std::fill_n(values, spec_.dim, 0.0f);
     }
   });
-  if (stored() > 0) pull_stored(slice, out);
   return missing;
 }
 
 std::uint64_t Lane::missing(Slice& slice) const {
-  find_rows(slice, [](std::size_t, Entry* place) { return place; });
+  look_up(slice);
   return static_cast<std::uint64_t>(std::count(slice.rows.begin(), slice.rows.end(), Entry::kEmpty));
 }
 
 // Brings the rows of keys, which are to change, into memory.
 void Lane::bring_in(Slice& slice) {
-  if (stored() == 0) return;
+  if (stored() == 0 || slice.departures == departures_) return;
   std::vector<Entry*> entries;
   find_rows(slice, [&](std::size_t, Entry* place) {
     if (place->is_stored()) entries.push_back(place);

@@ -1,7 +1,8 @@
 // One lane of a table: its index, its rows, and what each call does to them.
 //
 // Of a table that spills, rows leave memory for the lane's file (table_file.h) and come back when they change, or are
-// pulled again; which are where changes nothing that can be read. See table_tiers.cc.
+// pulled; which are where changes nothing that can be read. See table_tiers.cc for how they leave and table_misses.cc for
+// how they come back.
 //
 // Not thread-safe: every method but `rows`, `resident`, `stored` and `entries` REQUIRES that the caller holds `lock`.
 
@@ -12,10 +13,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "table_columns.h"
@@ -34,6 +37,7 @@ struct Slice {
   std::span<const std::uint64_t> hashes;
   std::span<const std::uint32_t> positions;  // of each key in the call
   std::span<std::uint32_t> rows;             // of each key: a row as an entry has it, or Entry::kEmpty
+  std::uint64_t departures = 0;              // of the lane, when it had all rows of these keys in memory; 0 for unknown
 };
 
 // Gradients and what comes with them; the last three may be null, and have one value per key of the call.
@@ -51,7 +55,15 @@ class Lane {
 
   mutable std::mutex lock;
 
-  std::uint64_t pull(Slice& slice, float* out);  // returns how many keys have no row
+  // Returns how many keys have no row. Those whose rows are to be read from the file are added to `missed`: their values
+  // come with `finish_pull`, which has such a return value too.
+  std::uint64_t pull(Slice& slice, float* out, std::vector<MissedRow>& missed);
+  std::uint64_t finish_pull(std::span<const MissedRow> rows, float* out);
+  // The same of a change, before it: what it names and has to be read, and what then came. Both return whether all rows
+  // they were to find are in memory or in `missed`.
+  bool find_missed(Slice& slice, std::vector<MissedRow>& missed) const;
+  bool bring_in(std::span<const MissedRow> rows);
+  std::uint64_t departures() const { return departures_; }  // how often rows have left memory, and 1
   std::uint64_t missing(Slice& slice) const;
   // Returns how many were dropped.
   std::uint64_t push(Slice& slice, const Gradients& gradients, const UpdateRule& rule, Time time);
@@ -114,18 +126,35 @@ class Lane {
   template <class Rule>
   void train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule);
 
+  void look_up(Slice& slice) const;
+  std::uint64_t pull_resident(const Slice& slice, float* out);
   void bring_in(Slice& slice);
-  // In table_tiers.cc.
+  // In table_misses.cc.
   void bring_in(std::span<Entry* const> entries);
-  void pull_stored(const Slice& slice, float* out);
+  void pull_stored(const Slice& slice, std::span<const std::size_t> keys, float* out);
+  std::uint64_t pull_anew(const MissedRow& row, float* out);
+  Entry* unchanged(const MissedRow& row) const;
+  void keep_read(Entry& entry, const std::byte* row);
+  void settle(Entry& entry, std::uint32_t place);
+  void note_pulled(const Slice& slice);
+  void note_changed(const Slice& slice);
+  bool is_copy(const Entry& entry, std::uint32_t record) const;
+  void forget_copy(std::uint32_t place);
+  void leave_place(std::uint32_t place);
+  std::uint64_t fresh_limit() const;
+  bool retire();
+  // In table_tiers.cc.
   void take_out(Entry& entry, std::uint32_t place);
-  void refer_to(const Slice& slice);
   std::uint32_t take_place();
   std::uint64_t sweep();
   bool move_out(Entry& entry);
   void write_anew(Entry& entry, const std::byte* row);
   void compact();
-  std::vector<StoredRow> living(std::uint32_t segment, std::vector<std::byte>& bytes);
+  struct LivingRow {
+    std::uint64_t hash;
+    const std::byte* row;
+  };
+  std::vector<LivingRow> living(std::uint32_t segment);
   void read_row(const Entry& entry, std::byte* to);
   template <class Use>
   void each_stored(int part, Use use);
@@ -198,7 +227,19 @@ class Lane {
   std::map<std::uint64_t, std::array<PastShard, kParts>> moments_;  // open ones by number
   Slab old_entries_;
   RowFile file_;
-  std::vector<bool> referred_;       // by place in the slab, whether a call named the row since the hand was there
+  // Of a row in memory, by its place in the slab.
+  static constexpr std::uint8_t kReferred = 1;  // a call named it since the hand was there
+  static constexpr std::uint8_t kFresh = 2;     // it came from the file and is in `fresh_`
+  static constexpr std::uint8_t kCopied = 4;    // and has not changed since: its record is in `copies_`
+  struct Fresh {
+    std::uint64_t hash;
+    std::uint32_t place;
+  };
+  std::vector<std::uint8_t> marks_;
+  std::deque<Fresh> fresh_;          // what came from the file, the oldest first; some have left since
+  std::uint64_t fresh_rows_ = 0;     // rows that are marked so
+  std::uint64_t departures_ = 1;
+  std::unordered_map<std::uint32_t, std::uint32_t> copies_;  // records by place
   struct {
     int part = 0;
     std::uint64_t piece = 0, pieces = 0;

@@ -13,6 +13,8 @@ namespace {
 constexpr std::size_t kRowsAhead = 32;
 // Ids that went which a shard remembers; half as many as it has ids where that is more.
 constexpr std::size_t kLeastRemoved = 64;
+// What an entry of `copies_` takes, with what the system adds.
+constexpr std::size_t kCopyBytes = 40;
 // Rows that are read from the file together.
 constexpr std::size_t kBatch = 1024;
 
@@ -126,7 +128,7 @@ std::uint64_t Lane::give_back(std::span<const Entry> entries) {
     if (i + kRowsAhead < entries.size() && entries[i + kRowsAhead].is_in_memory()) {
       __builtin_prefetch(slab_.row(entries[i + kRowsAhead].row), 1);
     }
-    if (entries[i].is_in_memory()) slab_.give_back(entries[i].row);
+    if (entries[i].is_in_memory()) leave_place(entries[i].row);
     if (entries[i].is_stored()) file_.discard(entries[i].record());
     rows += entries[i].has_row();
     resident += entries[i].is_in_memory();
@@ -142,7 +144,10 @@ void Lane::clear(Time time) {
   slab_.clear();
   index_ = LaneIndex();
   file_.clear();
-  referred_ = {};
+  marks_ = {};
+  fresh_ = {};
+  fresh_rows_ = 0;
+  copies_ = {};
   hand_ = {};
 }
 
@@ -187,6 +192,7 @@ void Lane::restore_rows(const ShardView& columns, std::size_t first, std::size_t
     const std::uint64_t hash = hash_of(columns.keys[i], spec_.salt);
     Entry* entry = index_.find(hash);
     if (entry->is_stored()) take_out(*entry, take_place());
+    else if (entry->is_in_memory()) forget_copy(entry->row);
     if (!entry->has_row()) entry = with_place(entry, hash);
     entry->tick = time.shortened(columns.ticks[i]);
     const float* const row = columns.rows + i * width;
@@ -227,7 +233,9 @@ void Lane::decay(int part, std::uint64_t times) {
     }
   };
   index_.each(part, [&](const Entry& entry) {
-    if (entry.is_in_memory()) age(slab_.row(entry.row));
+    if (!entry.is_in_memory()) return;
+    forget_copy(entry.row);
+    age(slab_.row(entry.row));
   });
   each_stored(part, [&](Entry& entry, std::byte* row) {
     age(row);
@@ -239,7 +247,7 @@ std::uint64_t Lane::bytes() const {
   std::size_t removed = 0;
   for (const std::vector<Removed>& of_part : removed_) removed += of_part.capacity();
   return index_.bytes() + slab_.bytes() + past_bytes() + removed * sizeof(Removed) + file_.memory_bytes() +
-         referred_.capacity() / 8;
+         marks_.capacity() + fresh_.size() * sizeof(Fresh) + copies_.size() * kCopyBytes;
 }
 
 void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {

@@ -1,8 +1,7 @@
-// Rows that leave memory for the lane's file, and come back.
+// Rows that leave memory for the lane's file.
 //
-// A hand goes round over the index (CLOCK): a row that no call named since the hand was there last leaves. A row comes
-// back before it changes, so that whatever changes rows finds them in memory, and when it is pulled for the second time:
-// ids that are read once, by an evaluation say, push nothing out.
+// Those that came from the file lately are in a queue of their own (table_misses.cc), and leave at its end. Over the
+// others a hand goes round in the index (CLOCK): a row that no call named since the hand was there last leaves.
 
 #include <algorithm>
 
@@ -15,82 +14,29 @@ constexpr std::uint64_t kPieceEntries = 256;  // that the hand looks at in one s
 
 }  // namespace
 
-// Brings the rows of these entries, which are in the file, into memory.
-void Lane::bring_in(std::span<Entry* const> entries) {
-  std::vector<std::uint32_t> places;
-  std::vector<StoredRow> rows;
-  places.reserve(entries.size());
-  rows.reserve(entries.size());
-  try {
-    for (const Entry* entry : entries) {
-      places.push_back(take_place());
-      rows.push_back({entry->record(), entry->hash, slab_.row(places.back())});
-    }
-    file_.read(rows);
-  } catch (...) {
-    for (const std::uint32_t place : places) slab_.give_back(place);
-    throw;
-  }
-  file_reads_ += rows.size();
-  for (std::size_t i = 0; i < entries.size(); ++i) take_out(*entries[i], places[i]);
-}
-
-// Says that a row is in memory at this place, and in the file no more; once, if a call names an id twice.
+// Says that a row is in memory at this place, with new content, and in the file no more.
 void Lane::take_out(Entry& entry, std::uint32_t place) {
-  if (!entry.is_stored()) return slab_.give_back(place);
   file_.discard(entry.record());
   entry.row = place;
   bump(resident_, 1);
-}
-
-// Reads the rows of a pull that are in the file; brings in those that were pulled from there before.
-void Lane::pull_stored(const Slice& slice, float* out) {
-  std::vector<std::size_t> keys;
-  for (std::size_t i = 0; i < slice.rows.size(); ++i) {
-    if (Entry::is_stored(slice.rows[i])) keys.push_back(i);
-  }
-  if (keys.empty()) return;
-  const std::size_t row_bytes = spec_.row_bytes();
-  std::vector<std::byte> bytes(keys.size() * row_bytes);
-  std::vector<StoredRow> rows;
-  for (const std::size_t i : keys) {
-    rows.push_back({slice.rows[i] - Entry::kStored, slice.hashes[i], bytes.data() + rows.size() * row_bytes});
-  }
-  file_.read(rows);
-  file_reads_ += rows.size();
-  for (const StoredRow& row : rows) {
-    const std::size_t i = keys[static_cast<std::size_t>(row.row - bytes.data()) / row_bytes];
-    load_values(row.row, spec_.is_bfloat16, out + slice.positions[i] * spec_.dim, spec_.dim);
-    if (file_.ask(row.record) && file_.failure().empty()) {
-      const std::uint32_t place = take_place();
-      copy_row(row.row, slab_.row(place));
-      take_out(*index_.find(row.hash), place);
-    }
-  }
-}
-
-// Notes that a call named these rows.
-void Lane::refer_to(const Slice& slice) {
-  if (!spec_.spills()) return;
-  for (const std::uint32_t row : slice.rows) {
-    if (Entry::is_in_memory(row)) referred_[row] = true;
-  }
 }
 
 // A place in the slab, of undefined content.
 std::uint32_t Lane::take_place() {
   const std::uint32_t place = slab_.take();
   if (!spec_.spills()) return place;
-  if (place >= referred_.size()) referred_.resize(std::max<std::size_t>(place + 1, referred_.size() * 5 / 4));
-  referred_[place] = false;
+  if (place >= marks_.size()) marks_.resize(std::max<std::size_t>(place + 1, marks_.size() * 5 / 4));
+  marks_[place] = 0;
   return place;
 }
 
 void Lane::make_room(std::uint64_t bytes) {
   if (!refusal().empty()) return;
   const std::uint64_t row_bytes = spec_.row_bytes();
-  for (std::uint64_t rows = (bytes + row_bytes - 1) / row_bytes; rows > 0 && resident() > 0;) {
-    const std::uint64_t left = sweep();
+  std::uint64_t rows = (bytes + row_bytes - 1) / row_bytes;
+  while (fresh_.size() > fresh_limit() || (rows > 0 && resident() > 0)) {
+    const bool is_fresh = fresh_.size() > fresh_limit() || resident() == fresh_rows_;
+    const std::uint64_t left = is_fresh ? retire() : sweep();
     if (!file_.failure().empty()) return;
     rows -= std::min(rows, left);
   }
@@ -110,8 +56,10 @@ std::uint64_t Lane::sweep() {
   std::vector<Entry*> leave;
   index_.each_in(hand_.part, hand_.piece++, hand_.pieces, [&](Entry& entry) {
     if (!entry.is_in_memory()) return;
-    if (referred_[entry.row]) {
-      referred_[entry.row] = false;
+    std::uint8_t& marks = marks_[entry.row];
+    if ((marks & kFresh) != 0) return;
+    if ((marks & kReferred) != 0) {
+      marks &= static_cast<std::uint8_t>(~kReferred);
     } else {
       leave.push_back(&entry);
       prefetch(slab_.row(entry.row), spec_.row_bytes());
@@ -129,6 +77,7 @@ bool Lane::move_out(Entry& entry) {
   slab_.give_back(entry.row);
   entry.row = Entry::kStored + record;
   bump(resident_, -1);
+  ++departures_;
   return true;
 }
 
@@ -144,35 +93,34 @@ void Lane::write_anew(Entry& entry, const std::byte* row) {
   file_.discard(before);
 }
 
-// Appends anew what lives in segments that are mostly dead. One with a broken record stays as it is: the call under way
-// has changed rows and did not ask for that one, which may be dead. Whoever asks for it is told.
+// Appends anew what lives in segments that are mostly dead. One with a broken row stays as it is: the call under way has
+// changed rows and did not ask for that one. Whoever asks for it is told.
 void Lane::compact() {
   while (const std::optional<std::uint32_t> segment = file_.sparse_segment()) {
-    std::vector<std::byte> bytes;
-    const std::vector<StoredRow> rows = living(*segment, bytes);
+    const std::vector<LivingRow> rows = living(*segment);
     if (rows.size() != file_.live(*segment)) {
       file_.pass_over(*segment);
       continue;
     }
-    for (const StoredRow& row : rows) {
+    for (const LivingRow& row : rows) {
       if (!file_.make_room()) return;
       write_anew(*index_.find(row.hash), row.row);
     }
   }
 }
 
-// Reads the rows of a segment that live into `bytes`; none of one with a broken record.
-std::vector<StoredRow> Lane::living(std::uint32_t segment, std::vector<std::byte>& bytes) {
+// The rows of a segment that live, where the file has read them; none of one of which such a row is broken. Those that
+// are in memory as well live there alone from now on.
+std::vector<Lane::LivingRow> Lane::living(std::uint32_t segment) {
   try {
     const std::vector<std::uint64_t> hashes = file_.hashes(segment);
-    bytes.resize(hashes.size() * spec_.row_bytes());
-    std::vector<StoredRow> rows;
+    std::vector<LivingRow> rows;
     for (std::size_t i = 0; i < hashes.size(); ++i) {
       const auto record = static_cast<std::uint32_t>(file_.first_record(segment) + i);
-      if (index_.find(hashes[i])->row != Entry::kStored + record) continue;
-      rows.push_back({record, hashes[i], bytes.data() + i * spec_.row_bytes()});
+      const Entry* const entry = index_.find(hashes[i]);
+      if (is_copy(*entry, record)) forget_copy(entry->row);
+      if (entry->row == Entry::kStored + record) rows.push_back({hashes[i], file_.loaded_row(record, hashes[i])});
     }
-    file_.read(rows);
     return rows;
   } catch (const DamagedRow&) {
     return {};

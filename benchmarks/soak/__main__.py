@@ -67,6 +67,8 @@ def jobs_of(reference: Path) -> dict[str, tuple[int, Job]]:
         "servers sync": (2, partial(servers.processes_are_lost, mode="sync")),
         "servers async": (3, partial(servers.processes_are_lost, mode="async")),
         "servers geo": (2, partial(servers.processes_are_lost, mode="geo")),
+        "servers spilled sync": (1, partial(servers.processes_are_lost, mode="sync", is_spilled=True)),
+        "servers spilled async": (2, partial(servers.processes_are_lost, mode="async", is_spilled=True)),
         "frozen server": (1, servers.server_stays_frozen),
     }
     if can_mount():

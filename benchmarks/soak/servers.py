@@ -16,7 +16,7 @@ from benchmarks.elastic_jobs import ROOT, read_lines
 from benchmarks.soak.elastic import hang_of
 from benchmarks.soak.launched import LaunchedJob
 from benchmarks.soak.result import SoakResult
-from benchmarks.soak.servers_rank import ROWS, TABLE, ids_of
+from benchmarks.soak.servers_rank import Counts, counts_of
 from phalanx.errors import PhalanxError
 from phalanx.ps.snapshot_lookup import Lookup
 
@@ -27,8 +27,13 @@ TIMEOUT_S = 90.0
 Lines = dict[int, list[dict[str, Any]]]
 
 
-def processes_are_lost(folder: Path, seed: int, mode: str, *, count: int = FAULTS, steps: int = STEPS) -> SoakResult:
-    """Kill servers, and workers where the mode lets them begin anew; freeze either for a while; two at once."""
+def processes_are_lost(
+    folder: Path, seed: int, mode: str, *, count: int = FAULTS, steps: int = STEPS, is_spilled: bool = False
+) -> SoakResult:
+    """Kill servers, and workers where the mode lets them begin anew; freeze either for a while; two at once.
+
+    Of tables in files servers alone are killed, and nothing is frozen.
+    """
     generator = random.Random(seed)
     moments = sorted(generator.sample(range(5, steps * WORKERS * 3 // 4), count))
     faults: list[str] = []
@@ -36,15 +41,17 @@ def processes_are_lost(folder: Path, seed: int, mode: str, *, count: int = FAULT
     with LaunchedJob(folder) as job:
         flags = ("--server_num", SERVERS, "--worker_num", WORKERS, "--max_restarts", 100)
         script = (SCRIPT, "--folder", folder, "--mode", mode, "--steps", steps, "--save-every", 40)
+        script += ("--spilled",) * is_spilled
         job.start(*flags, *script, env={"PHALANX_SERVER_RETRY_S": "60"})
         for moment in moments:
             if not job.wait_until(lambda moment=moment: steps_of(read_lines(folder)) >= moment):  # type: ignore[misc]
                 break
             victims = generator.sample([("server", n) for n in range(SERVERS)], 1 + (generator.random() < 0.3))
-            if generator.random() < 0.35:
+            if generator.random() < 0.35 and not is_spilled:
                 victims = [("worker", generator.randrange(WORKERS))]
             may_kill = victims[0][0] == "server" or mode == "async"
-            number = signal.SIGKILL if may_kill and generator.random() < 0.7 else signal.SIGSTOP
+            is_killed = may_kill and (generator.random() < 0.7 or is_spilled)
+            number = signal.SIGKILL if is_killed else signal.SIGSTOP
             pause_s = generator.uniform(0.1, 1.5)
             if not (pids := _send(folder, victims, number)):
                 continue
@@ -58,9 +65,18 @@ def processes_are_lost(folder: Path, seed: int, mode: str, *, count: int = FAULT
         codes = job.wait(TIMEOUT_S)
         problems = [*hang_of(job), *(f"the launcher ended with {code}" for code in codes if code)]
         lines = read_lines(folder)
-        problems += update_problems(lines, mode, is_exact=not has_lost_worker, steps=steps)
-        problems += [*snapshot_problems(folder, lines, mode), *(f"{each} is left" for each in job.remaining())]
-        return SoakResult("servers", seed, faults, problems, time.monotonic() - started, job.report())
+        counts = counts_of(is_spilled=is_spilled)
+        problems += update_problems(lines, mode, is_exact=not has_lost_worker, steps=steps, counts=counts)
+        problems += snapshot_problems(folder, lines, mode, counts)
+        problems += [f"{each} is left" for each in job.remaining()]
+        return SoakResult(
+            "servers spilled" if is_spilled else "servers",
+            seed,
+            faults,
+            problems,
+            time.monotonic() - started,
+            job.report(),
+        )
 
 
 def server_stays_frozen(folder: Path, seed: int) -> SoakResult:
@@ -115,13 +131,16 @@ def _is_of(pid: int, folder: Path) -> bool:
     return str(folder / f"log.{pid}.jsonl") in files
 
 
-def update_problems(lines: Lines, mode: str, *, is_exact: bool, steps: int) -> list[str]:
+def update_problems(lines: Lines, mode: str, *, is_exact: bool, steps: int, counts: Counts | None = None) -> list[str]:
     """Return in words which updates are lost or were made twice."""
-    rows = next((line["rows"] for own in lines.values() for line in own if "rows" in line), None)
-    if rows is None:
+    counts = counts or counts_of(is_spilled=False)
+    last = next((line for own in lines.values() for line in own if "rows" in line), None)
+    if last is None:
         return ["no worker came to the end"]
-    made = -np.array(rows) * (1 if mode == "async" else WORKERS)  # the others average over workers
-    started, acknowledged = np.zeros(ROWS), np.zeros(ROWS)
+    if not last["is_whole"]:
+        return ["a row has values that differ"]
+    made = -np.array(last["rows"]) * (1 if mode == "async" else WORKERS)  # the others average over workers
+    started, acknowledged = np.zeros(counts.rows), np.zeros(counts.rows)
     for own in lines.values():
         newest = max((line["acknowledged"] for line in own if "acknowledged" in line), default=-1)
         for line in own:
@@ -130,7 +149,9 @@ def update_problems(lines: Lines, mode: str, *, is_exact: bool, steps: int) -> l
                 acknowledged[line["ids"]] += line["started"] <= newest
     if is_exact:
         expected = sum(
-            np.bincount(ids_of(rank, step), minlength=ROWS) for rank in range(WORKERS) for step in range(steps)
+            np.bincount(counts.ids_of(rank, step), minlength=counts.rows)
+            for rank in range(WORKERS)
+            for step in range(steps)
         )
         return [] if (made == expected).all() else [f"updates are {made.tolist()}, not {expected.tolist()}"]
     problems = [f"row {n}: {acknowledged[n]:g} acknowledged, {made[n]:g} made" for n in _where(made < acknowledged)]
@@ -141,17 +162,18 @@ def _where(mask: Any) -> Iterator[int]:
     return iter(np.flatnonzero(mask).tolist())
 
 
-def snapshot_problems(folder: Path, lines: Lines, mode: str) -> list[str]:
+def snapshot_problems(folder: Path, lines: Lines, mode: str, counts: Counts) -> list[str]:
     """Return in words what is wrong with the newest snapshot: it has all that worker 0 had sent before."""
     if not any("saved" in line for own in lines.values() for line in own):
         return []
     try:
         lookup = Lookup(folder / "snapshot")
-        made = -lookup.rows(TABLE.name, np.arange(ROWS))[:, 0] * (1 if mode == "async" else WORKERS)
+        made = -lookup.rows(counts.table.name, np.arange(counts.rows))[:, 0] * (1 if mode == "async" else WORKERS)
     except PhalanxError as error:
         return [f"the snapshot is corrupt: {error}"]
     last = lookup.extra()["step"]
     # In sync mode the servers hold back what they have of a step until every worker has sent its part.
-    least = sum(np.bincount(ids_of(0, step), minlength=ROWS) for step in range(last + (mode != "sync")))
+    sent = range(last + (mode != "sync"))
+    least = sum(np.bincount(counts.ids_of(0, step), minlength=counts.rows) for step in sent)
     is_counted = (made >= least).all() and (made == made.round()).all()
     return [] if is_counted else [f"the snapshot of step {last} has {made.tolist()}, and {least.tolist()} were sent"]

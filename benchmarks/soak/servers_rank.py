@@ -6,7 +6,7 @@ Row i is minus the number of updates of id i. Each process writes lines of JSON 
     {"started": step, "ids": [...]}               before an update is sent
     {"acknowledged": step}                        when the servers have acknowledged all up to this step
     {"saved": step}                               when a snapshot is complete
-    {"rows": [...]}                               worker 0: the table at the end
+    {"rows": [...], "is_whole": true}             worker 0: the table at the end, and whether rows have equal values
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,26 @@ from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 
-ROWS, IDS = 60, 12
-TABLE = TableSpec(name="rows", dim=1, rule=SGD(lr=1.0), init=Constant(0.0))
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A table of counts, and how many of them an update names."""
+
+    rows: int
+    ids: int
+    table: TableSpec
+
+    def ids_of(self, rank: int, step: int) -> np.ndarray:
+        """Return the ids of an update."""
+        return np.random.default_rng([rank, step]).choice(self.rows, size=self.ids, replace=False).astype(np.int64)
+
+
+RESIDENT = Counts(60, 12, TableSpec(name="rows", dim=1, rule=SGD(lr=1.0), init=Constant(0.0)))
+SPILLED = Counts(
+    4000, 200, TableSpec(name="rows", dim=64, rule=SGD(lr=1.0), init=Constant(0.0), max_bytes=2000 * 32 + 300 * 256)
+)
+"""Two servers with 2000 rows each, of which memory holds 300."""
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "sync": {"a_sync": False},
     "async": {"a_sync": True},
@@ -40,21 +59,24 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def ids_of(rank: int, step: int) -> np.ndarray:
-    """Return the ids of an update."""
-    return np.random.default_rng([rank, step]).choice(ROWS, size=IDS, replace=False).astype(np.int64)
+def counts_of(*, is_spilled: bool) -> Counts:
+    """Return the table of a job."""
+    return SPILLED if is_spilled else RESIDENT
 
 
 def train(args: argparse.Namespace, rank: int, strategy: fleet.DistributedStrategy, write: Any) -> None:
     """Send updates, and wait for acknowledgements now and then."""
     client = tables_of(px.init(), strategy)
     mode = client.mode
-    mode.declare([TABLE])
+    counts = counts_of(is_spilled=args.spilled)
+    name = counts.table.name
+    ones = np.ones((counts.ids, counts.table.dim), np.float32)
+    mode.declare([counts.table])
     for step in range(args.steps):
-        ids = ids_of(rank, step)
-        mode.pull([PullSpec(TABLE.name, ids)]).rows()
+        ids = counts.ids_of(rank, step)
+        mode.pull([PullSpec(name, ids)]).rows()
         write(started=step, ids=ids.tolist())
-        mode.push([TableUpdate(TABLE.name, ids, np.ones((IDS, 1), np.float32))])
+        mode.push([TableUpdate(name, ids, ones)])
         time.sleep(args.pause)
         if not (step + 1) % args.flush_every:
             mode.flush()
@@ -71,8 +93,8 @@ def train(args: argparse.Namespace, rank: int, strategy: fleet.DistributedStrate
     if rank == 0:
         while any(not (args.folder / f"done.{other}").exists() for other in range(px.current().world_size)):
             time.sleep(0.01)
-        (rows,) = mode.store.pull([PullSpec(TABLE.name, np.arange(ROWS))], step=mode.pushes).rows()
-        write(rows=rows[:, 0].tolist())
+        (rows,) = mode.store.pull([PullSpec(name, np.arange(counts.rows))], step=mode.pushes).rows()
+        write(rows=rows[:, 0].tolist(), is_whole=bool((rows == rows[:, :1]).all()))
 
 
 def main() -> None:
@@ -80,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--mode", choices=STRATEGIES, required=True)
+    parser.add_argument("--spilled", action="store_true")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--pause", type=float, default=0.004)
     parser.add_argument("--flush-every", type=int, default=8)

@@ -74,6 +74,10 @@ def test_servers_and_workers_that_are_lost(tmp_path: Path) -> None:
     judge(servers.processes_are_lost(tmp_path, 1, "sync", count=2, steps=80))
 
 
+def test_servers_that_are_killed_with_most_rows_in_files(tmp_path: Path) -> None:
+    judge(servers.processes_are_lost(tmp_path, 2, "async", count=3, steps=120, is_spilled=True), least=3)
+
+
 @needs_mounts
 def test_saves_on_a_full_disk_and_killed_ones(tmp_path: Path) -> None:
     judge(saves.saves_are_hit(tmp_path, 4, count=2, saves=30))

@@ -5,6 +5,7 @@
 int main() {
   test_table_parts();
   test_row_file();
+  test_row_reads();
   test_tables();
   test_moments();
   test_tiers();

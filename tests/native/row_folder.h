@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -24,15 +25,24 @@ class Folder {
   ~Folder() { rmdir(path_.c_str()); }
   const std::string& path() const { return path_; }
 
-  // The descriptors of files that were made here and are open.
+  // The descriptors of files that were made here and are open for writing.
   std::vector<int> open_files() const {
     std::vector<int> files;
     for (const auto& link : std::filesystem::directory_iterator("/proc/self/fd")) {
       std::error_code gone;
       const std::string target = std::filesystem::read_symlink(link.path(), gone);
-      if (target.starts_with(path_ + "/")) files.push_back(std::stoi(link.path().filename()));
+      if (!target.starts_with(path_ + "/")) continue;
+      const int file = std::stoi(link.path().filename());
+      if ((fcntl(file, F_GETFL) & O_ACCMODE) == O_RDWR) files.push_back(file);
     }
     return files;
+  }
+  // Lets the system forget what these files hold, so that it is read from the disk.
+  void drop_cache() const {
+    for (const int file : open_files()) {
+      fdatasync(file);
+      posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+    }
   }
   int open_file() const { return open_files().at(0); }
 

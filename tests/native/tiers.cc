@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <mutex>
 #include <random>
 #include <span>
@@ -13,6 +12,7 @@
 
 #include "../../csrc/table.h"
 #include "check.h"
+#include "row_folder.h"
 
 namespace {
 
@@ -36,9 +36,9 @@ TableSpec spec_of(EntryKind entry, bool is_bfloat16) {
   return spec;
 }
 
-TableSpec spilled(TableSpec spec, std::uint64_t max_bytes) {
+TableSpec spilled(TableSpec spec, std::uint64_t max_bytes, const Folder& folder) {
   spec.max_bytes = max_bytes;
-  spec.folder = std::filesystem::temp_directory_path();
+  spec.folder = folder.path();
   return spec;
 }
 
@@ -70,7 +70,7 @@ void restore(EmbeddingTable& table, int shard, const ShardColumns& read) {
 // A table whose rows leave memory and its twin without a limit; each call goes to both.
 class Twins {
  public:
-  Twins(const TableSpec& spec, std::uint64_t max_bytes) : small_(spilled(spec, max_bytes)), large_(spec) {}
+  Twins(const TableSpec& spec, std::uint64_t max_bytes) : small_(spilled(spec, max_bytes, folder_)), large_(spec) {}
 
   void change(phalanx::ChangeKind kind, std::span<const std::int64_t> keys, float value) {
     const std::vector<float> values(keys.size() * large_.spec().dim, value), ones(keys.size(), 1.0f);
@@ -133,7 +133,11 @@ class Twins {
   const EmbeddingTable& small() const { return small_; }
   std::uint64_t tick() const { return large_.tick(); }
 
+  // What is in files now is read from the disk.
+  void drop_cache() const { folder_.drop_cache(); }
+
  private:
+  Folder folder_;
   EmbeddingTable small_, large_;
   std::array<std::uint64_t, 2> moment_{};
   std::size_t left_ = 0;
@@ -163,6 +167,7 @@ void reads_as_its_twin(const TableSpec& spec, std::uint64_t max_bytes, std::uint
   const std::vector<std::int64_t> ids = ids_of(spec.salt, 900, random);
   std::uint64_t most_stored = 0;
   for (int step = 1; step <= 240; ++step) {
+    if (step % 8 == 0) twins.drop_cache();
     change_somehow(twins, ids, random);
     most_stored = std::max(most_stored, twins.small().stored());
     if (step % 60 == 0) twins.check_all(step % 120 * (twins.tick() / 300));
@@ -200,9 +205,40 @@ void holds_many_times_its_memory() {
   twins.check_pull(ids);
 }
 
+// What a pull read is there for its push, and for the next step while that is soon; a row that is read once costs no write.
+void rows_are_read_once_a_step() {
+  const Folder folder;
+  TableSpec spec = spec_of(EntryKind::kAny, false);
+  const std::uint64_t rows = 1600, all = 16'000;
+  EmbeddingTable table(spilled(spec, rows * spec.row_bytes() + all * EmbeddingTable::kIndexBytes, folder));
+  std::vector<std::int64_t> ids(all);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  const std::span<const std::int64_t> every(ids);
+  std::vector<float> values(all * spec.dim, 0.5f);
+  for (std::size_t first = 0; first < all; first += 800) table.push(every.subspan(first, 800), {values.data(), 0.1});
+  std::uint64_t filled = 0;
+  for (std::size_t first = 0; first < 8000; first += 40) {
+    const std::uint64_t before = table.file_reads();
+    table.pull(every.subspan(first, 40), values.data());
+    CHECK(table.file_reads() == before + 40);
+    CHECK(all - table.stored() <= rows);
+    if (first == 2000) filled = table.file_bytes();  // the queue has room by now
+  }
+  CHECK(table.file_bytes() == filled);
+  const std::uint64_t before = table.file_reads();
+  for (std::size_t first = 8000; first < 12'000; first += 40) {
+    for (int step = 0; step < 3; ++step) {
+      table.pull(every.subspan(first, 40), values.data());
+      table.push(every.subspan(first, 40), {values.data(), 0.1});
+    }
+  }
+  CHECK(table.file_reads() < before + 4050);  // lanes have more of them or fewer at a time
+}
+
 // Threads push, pull, read moments and end days of one table; rows stay whole: a row has equal numbers.
 void is_shared(EntryKind entry) {
-  TableSpec spec = spilled(spec_of(entry, false), 40'000);
+  const Folder folder;
+  TableSpec spec = spilled(spec_of(entry, false), 40'000, folder);
   spec.init = {phalanx::InitKind::kConstant, 0.25};
   EmbeddingTable table(spec);
   in_threads(4, [&](int number) {
@@ -213,6 +249,7 @@ void is_shared(EntryKind entry) {
       if (number < 2) {
         table.push(keys, {values.data(), 0.1});
       } else if (number == 2) {
+        folder.drop_cache();
         table.pull(keys, values.data());
         for (std::size_t i = 0; i < values.size(); ++i) CHECK(values[i] == values[i / spec.dim * spec.dim]);
         CHECK(table.stored() <= 3000 && table.file_bytes() < 1 << 30 && table.bytes() < 1 << 30);
@@ -239,4 +276,5 @@ void test_tiers() {
     is_shared(entry);
   }
   holds_many_times_its_memory();
+  rows_are_read_once_a_step();
 }

@@ -1,0 +1,227 @@
+#include "table_reads.h"
+
+#include <fcntl.h>
+#include <linux/aio_abi.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace phalanx {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kMostDepth = 256, kMostBytes = 4 << 20;  // requests under way, and what their buffers take
+constexpr std::size_t kLeastSlot = 2 * kPage;                  // of places beside each other
+
+#ifdef SYS_cachestat
+constexpr long kCacheStat = SYS_cachestat;
+#else
+constexpr long kCacheStat = 451;
+#endif
+
+// As linux/mman.h has them since 6.5.
+struct CacheRange {
+  std::uint64_t place, size;
+};
+struct CacheCounts {
+  std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
+};
+
+std::uint64_t start_of(const FilePiece& piece) { return piece.place / kPage * kPage; }
+std::uint64_t end_of(const FilePiece& piece) { return (piece.place + piece.size + kPage - 1) / kPage * kPage; }
+
+// Whether the system can say what its cache holds.
+bool can_ask(int file) {
+  CacheRange range{0, kPage};
+  CacheCounts counts{};
+  return syscall(kCacheStat, file, &range, &counts, 0) == 0;
+}
+
+bool is_cached(const FilePiece& piece) {
+  CacheRange range{piece.place, piece.size};
+  CacheCounts counts{};
+  if (syscall(kCacheStat, piece.file.cached, &range, &counts, 0) != 0) return true;
+  return counts.cached * kPage >= end_of(piece) - start_of(piece);
+}
+
+void read_cached(FilePiece& piece) {
+  std::size_t done = 0;
+  while (done < piece.size) {
+    const ssize_t got = pread(piece.file.cached, piece.to + done, piece.size - done, static_cast<off_t>(piece.place + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) break;
+    done += static_cast<std::size_t>(got);
+  }
+  piece.is_whole = done == piece.size;
+}
+
+void read_through_cache(std::span<FilePiece> pieces) {
+  if (pieces.size() > 1) {
+    for (const FilePiece& piece : pieces) {
+      posix_fadvise(piece.file.cached, static_cast<off_t>(piece.place), static_cast<off_t>(piece.size), POSIX_FADV_WILLNEED);
+    }
+  }
+  for (FilePiece& piece : pieces) read_cached(piece);
+}
+
+}  // namespace
+
+class ReadQueues::Queue {
+ public:
+  explicit Queue(std::size_t piece_bytes)
+      : slot_bytes_(std::max(kLeastSlot, (piece_bytes + kPage - 1) / kPage * kPage + kPage)),
+        slots_(std::clamp<std::size_t>(kMostBytes / slot_bytes_, 1, kMostDepth)) {
+    if (syscall(SYS_io_setup, slots_.size(), &context_) != 0) return;
+    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, slots_.size() * slot_bytes_)));
+    if (!memory_) throw std::bad_alloc();
+    for (std::size_t i = 0; i < slots_.size(); ++i) free_.push_back(i);
+    to_submit_.reserve(slots_.size());
+    events_.resize(slots_.size());
+  }
+  Queue(const Queue&) = delete;
+  ~Queue() {
+    if (context_ != 0) syscall(SYS_io_destroy, context_);
+  }
+
+  std::size_t bytes() const { return memory_ ? slots_.size() * slot_bytes_ : 0; }
+
+  void read(std::span<FilePiece> pieces) {
+    if (pieces.empty()) return;
+    if (!memory_ || !can_ask(pieces[0].file.cached)) return read_through_cache(pieces);
+    std::vector<FilePiece*> waiting;
+    for (FilePiece& piece : pieces) {
+      if (piece.file.direct < 0 || is_cached(piece)) read_cached(piece);
+      else waiting.push_back(&piece);
+    }
+    std::sort(waiting.begin(), waiting.end(), [](const FilePiece* a, const FilePiece* b) {
+      return a->file.direct != b->file.direct ? a->file.direct < b->file.direct : a->place < b->place;
+    });
+    for (std::span<FilePiece* const> rest = waiting; !rest.empty() || free_.size() < slots_.size();) {
+      while (!rest.empty() && !free_.empty()) {
+        const std::size_t count = neighbours(rest);
+        prepare(rest.first(count));
+        rest = rest.subspan(count);
+      }
+      submit();
+      collect(rest.empty());
+    }
+  }
+
+ private:
+  struct Slot {
+    iocb request{};
+    std::span<FilePiece* const> pieces;
+  };
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+
+  // How many of these pieces, the first ones, are asked for together: whose pages touch and fit in a slot.
+  std::size_t neighbours(std::span<FilePiece* const> pieces) const {
+    const std::uint64_t start = start_of(*pieces[0]);
+    std::size_t count = 1;
+    for (; count < pieces.size(); ++count) {
+      const FilePiece &before = *pieces[count - 1], &piece = *pieces[count];
+      if (piece.file.direct != before.file.direct || start_of(piece) > end_of(before)) break;
+      if (end_of(piece) - start > slot_bytes_) break;
+    }
+    return count;
+  }
+
+  std::byte* memory_of(std::size_t slot) const { return memory_.get() + slot * slot_bytes_; }
+
+  void prepare(std::span<FilePiece* const> pieces) {
+    const std::size_t number = free_.back();
+    free_.pop_back();
+    Slot& slot = slots_[number];
+    slot.pieces = pieces;
+    iocb& request = slot.request;
+    request = {};
+    request.aio_data = number;
+    request.aio_lio_opcode = IOCB_CMD_PREAD;
+    request.aio_fildes = static_cast<std::uint32_t>(pieces.front()->file.direct);
+    request.aio_buf = reinterpret_cast<std::uint64_t>(memory_of(number));
+    request.aio_offset = static_cast<std::int64_t>(start_of(*pieces.front()));
+    request.aio_nbytes = end_of(*pieces.back()) - start_of(*pieces.front());
+    to_submit_.push_back(&request);
+  }
+
+  // What the system does not take is read through the cache.
+  void submit() {
+    std::span<iocb*> rest = to_submit_;
+    while (!rest.empty()) {
+      const long taken = syscall(SYS_io_submit, context_, rest.size(), rest.data());
+      if (taken < 0 && errno == EINTR) continue;
+      if (taken <= 0) break;
+      rest = rest.subspan(static_cast<std::size_t>(taken));
+    }
+    for (const iocb* request : rest) finish(request->aio_data, -1);
+    to_submit_.clear();
+  }
+
+  // Waits for what is under way; for half of it if more is to come.
+  void collect(bool is_last) {
+    const std::size_t under_way = slots_.size() - free_.size(), least = is_last ? under_way : (under_way + 1) / 2;
+    if (under_way == 0) return;
+    long got = -1;
+    do {
+      got = syscall(SYS_io_getevents, context_, least, under_way, events_.data(), nullptr);
+    } while (got < 0 && errno == EINTR);
+    for (long i = 0; i < got; ++i) finish(events_[static_cast<std::size_t>(i)].data, events_[static_cast<std::size_t>(i)].res);
+  }
+
+  // Hands out what came of a request; `bytes` is negative for an error.
+  void finish(std::size_t number, std::int64_t bytes) {
+    const std::uint64_t start = start_of(*slots_[number].pieces.front());
+    for (FilePiece* const piece : slots_[number].pieces) {
+      const std::uint64_t from = piece->place - start;
+      if (bytes < 0 || from + piece->size > static_cast<std::uint64_t>(bytes)) {
+        read_cached(*piece);
+        continue;
+      }
+      std::memcpy(piece->to, memory_of(number) + from, piece->size);
+      piece->is_whole = true;
+    }
+    free_.push_back(number);
+  }
+
+  const std::size_t slot_bytes_;
+  std::vector<Slot> slots_;
+  aio_context_t context_ = 0;
+  std::unique_ptr<std::byte, Free> memory_;
+  std::vector<std::size_t> free_;
+  std::vector<iocb*> to_submit_;
+  std::vector<io_event> events_;
+};
+
+ReadQueues::ReadQueues(std::size_t piece_bytes) : piece_bytes_(piece_bytes) {}
+
+ReadQueues::~ReadQueues() = default;
+
+void ReadQueues::read(std::span<FilePiece> pieces) {
+  std::unique_ptr<Queue> queue = take();
+  queue->read(pieces);
+  const std::lock_guard locked(lock_);
+  idle_.push_back(std::move(queue));
+}
+
+std::unique_ptr<ReadQueues::Queue> ReadQueues::take() {
+  {
+    const std::lock_guard locked(lock_);
+    if (!idle_.empty()) {
+      std::unique_ptr<Queue> queue = std::move(idle_.back());
+      idle_.pop_back();
+      return queue;
+    }
+  }
+  auto queue = std::make_unique<Queue>(piece_bytes_);
+  bytes_ += queue->bytes();
+  return queue;
+}
+
+}  // namespace phalanx
