@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from phalanx.errors import LaunchError
 from phalanx.launch.cli import flags
+from phalanx.launch.cli.flag_types import CountOrRange
 from phalanx.launch.request import request
 from phalanx.launch.request.elastic import ElasticRange, WorkerRange
 from phalanx.launch.request.machine import Machine
@@ -88,5 +89,5 @@ def test_a_range_is_checked_where_it_is_typed(value: str, message: str, tmp_path
 
 
 def test_a_range_of_one_number_is_that_number() -> None:
-    assert flags._CountOrRange("number").convert("3:3", None, None) == 3
-    assert flags._CountOrRange("number").convert("1:3", None, None) == range(1, 4)
+    assert CountOrRange("number").convert("3:3", None, None) == 3
+    assert CountOrRange("number").convert("1:3", None, None) == range(1, 4)

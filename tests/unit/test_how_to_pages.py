@@ -24,7 +24,8 @@ def command_lines(text: str) -> list[list[str]]:
     """Return the words of each `phalanx COMMAND ...` of a page's indented lines and shell blocks."""
     shells = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     indented = [line for line in text.splitlines() if line.startswith("    ")]
-    lines = [line.partition(" #")[0].partition("|")[0] for line in [*indented, *"\n".join(shells).splitlines()]]
+    # What follows a command: a comment, a pipe, the end of "$(...)".
+    lines = [re.split(r' #|\||\)"', line)[0] for line in [*indented, *"\n".join(shells).splitlines()]]
     starts = (re.search(r"(?<![\w./:-])phalanx (?=[a-z])", line) for line in lines)
     commands = [shlex.split(line[start.end() :]) for line, start in zip(lines, starts, strict=True) if start]
     return [words for words in commands if words[0] != "phalanx"]
