@@ -168,9 +168,9 @@ def test_help_reads_well(folder: Path) -> None:
 def test_an_unknown_command_gets_the_nearest_name(folder: Path) -> None:
     done = launch(folder, "rum", program=(str(BIN / "phalanx"),))
     assert done.code == 2
-    assert "There is no command 'rum'. Did you mean 'run'?" in done.err
+    assert "There is no command 'rum'. Did you mean 'phalanx run'?" in done.err
     done = launch(folder, "-n", "2", "x.py", program=(str(BIN / "phalanx"), "launch"))
-    assert "There is no command 'launch'. Write phalanx run." in done.err
+    assert "There is no command 'launch'. Did you mean 'phalanx run'?" in done.err
 
 
 def test_the_time_to_wait_comes_from_the_flag_then_from_the_environment(tmp_path: Path) -> None:
