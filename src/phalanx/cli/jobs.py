@@ -250,8 +250,9 @@ def _wait_and_report(service: Jobs, ids: list[str], *, timeout: float | None = N
             break
     if as_json:
         show_json(records)
-    codes = (exit_code(record) if record.state.is_terminal else _LATE for record in records)
-    return next((code for code in codes if code), 0)
+    if not records[-1].state.is_terminal:
+        return _LATE
+    return next((code for code in map(exit_code, records) if code), 0)
 
 
 def _report(record: Job, timeout: float | None) -> None:
