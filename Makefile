@@ -78,7 +78,7 @@ wheel:           ## an sdist, a wheel of this machine and its SBOM in dist/, tri
 # Minutes, most of them for the native core of the wheel and for torch: not part of CI, where tests/unit/test_first_hour.py
 # reads the scripts, and other tests what the commands say. WHEEL=dist/phalanx-*.whl takes one that is there.
 .PHONY: first-hour
-first-hour: $(STAMP)  ## install the wheel in an empty environment and live through a newcomer's first hour
+first-hour: $(STAMP)  ## install the wheel in an empty environment and run the first hour of a new user, each step checked
 	$(BIN)/python -m benchmarks.first_hour $(if $(WHEEL),--wheel $(WHEEL))
 
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code, and build the site in build/site

@@ -1,4 +1,4 @@
-"""Live through the first hour with the project: install a wheel, train, break it, plan, submit, look at the console.
+"""The first hour of a new user, step by step: install a wheel, train, break it, plan, submit a job, open the console.
 
     make first-hour                                        builds the wheel first
     python -m benchmarks.first_hour --wheel dist/*.whl     takes one that is there
@@ -21,13 +21,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.first_hour.console import look_at_job, photograph, server
-from benchmarks.first_hour.scripts import BREAKAGES, OWN, ROOT, parallel, scripts_of_page
-from benchmarks.first_hour.step import DisappointedError, Newcomer, environment_of
+from benchmarks.first_hour.console import check_job_page, server, take_screenshots
+from benchmarks.first_hour.scripts import FAULTS, OWN, ROOT, parallel, scripts_of_page
+from benchmarks.first_hour.step import StepError, Terminal, environment_of
 
 
 def main() -> int:
-    """Run the steps and print the table; return 1 if one disappoints."""
+    """Run the steps and print the table; return 1 if one fails."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--wheel", type=Path, help="Wheel to install. Default: build one.")
     # Outside the repository: code that its .gitignore excludes would not be part of a job.
@@ -42,113 +42,115 @@ def main() -> int:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("work", "outputs"):
         (folder / name).mkdir(parents=True)
-    user = Newcomer(folder / "work", folder / "outputs", environment_of(tools, folder / "home"))
+    terminal = Terminal(folder / "work", folder / "outputs", environment_of(tools, folder / "home"))
     try:
         if not args.installed:
-            install(user, tools, args.wheel)
-        look_around(user)
-        train(user)
-        break_it(user)
-        plan(user)
-        queue(user, tools / "phalanx")
-    except DisappointedError as reason:
-        sys.stdout.write(f"FAILED after {len(user.steps)} steps: {reason}\n")
+            install(terminal, tools, args.wheel)
+        check_installation(terminal)
+        train(terminal)
+        run_broken_scripts(terminal)
+        plan(terminal)
+        submit_job(terminal, tools / "phalanx")
+    except StepError as reason:
+        sys.stdout.write(f"FAILED after {len(terminal.steps)} steps: {reason}\n")
         return 1
-    sys.stdout.write(f"\n{table(user)}\nEvery output is in {user.outputs}\n")
+    sys.stdout.write(f"\n{table(terminal)}\nEvery output is in {terminal.outputs}\n")
     if args.json:
-        steps = [{"name": step.name, "command": step.command, "seconds": step.seconds} for step in user.steps]
+        steps = [{"name": step.name, "command": step.command, "seconds": step.seconds} for step in terminal.steps]
         sys.stdout.write(json.dumps({"steps": steps}) + "\n")
     return 0
 
 
-def table(user: Newcomer) -> str:
+def table(terminal: Terminal) -> str:
     """Return the steps as a table in Markdown."""
-    rows = [f"| {step.name} | `{step.command}` | {step.seconds:.1f} | {step.lines} |" for step in user.steps]
-    total = f"| all | | {sum(step.seconds for step in user.steps):.1f} | |"
+    rows = [f"| {step.name} | `{step.command}` | {step.seconds:.1f} | {step.lines} |" for step in terminal.steps]
+    total = f"| all | | {sum(step.seconds for step in terminal.steps):.1f} | |"
     return "\n".join(["| step | command | seconds | lines |", "|---|---|---|---|", *rows, total])
 
 
-def install(user: Newcomer, tools: Path, wheel: Path | None) -> None:
+def install(terminal: Terminal, tools: Path, wheel: Path | None) -> None:
     """Make an empty environment and install the wheel into it, as docs/install.md says."""
     if wheel is None:
-        wheels = user.folder.parent / "wheel"
-        user.type(
+        wheels = terminal.folder.parent / "wheel"
+        terminal.run(
             "build the wheel", f"{sys.executable} -m pip wheel --quiet --no-deps -w {wheels} {ROOT}", limit_s=1800
         )
         wheel = next(wheels.glob("*.whl"))
     else:
         wheel = wheel.resolve()
     subprocess.run([sys.executable, "-m", "venv", str(tools.parent)], check=True)
-    user.type("install torch", "pip install --quiet torch>=2.9,<2.14", limit_s=1800)
-    user.type("install the wheel", f"pip install --quiet {wheel}[examples]", limit_s=1800)
+    terminal.run("install torch", "pip install --quiet torch>=2.9,<2.14", limit_s=1800)
+    terminal.run("install the wheel", f"pip install --quiet {wheel}[examples]", limit_s=1800)
 
 
-def look_around(user: Newcomer) -> None:
-    """Ask what was installed, and what is in the way."""
-    user.type("version", "phalanx --version", must_print=[r"phalanx, version \d"])
-    user.type("doctor", "phalanx doctor", must_print=[r"torch\s.*ok", r"failed: 0"])
+def check_installation(terminal: Terminal) -> None:
+    """Print the version and the state of the machine."""
+    terminal.run("version", "phalanx --version", must_print=[r"phalanx, version \d"])
+    terminal.run("doctor", "phalanx doctor", must_print=[r"torch\s.*ok", r"failed: 0"])
 
 
-def train(user: Newcomer) -> None:
-    """Run the quickstart, the scripts of the docs, and a script of one's own on one process and on two."""
+def train(terminal: Terminal) -> None:
+    """Run the quickstart, the scripts of the docs, and another script on one process and on two."""
     quickstart = re.search(r"phalanx (run .*train\.py.*)", (ROOT / "Makefile").read_text())
     assert quickstart is not None
-    shutil.copytree(ROOT / "examples", user.folder / "examples")
-    user.type("quickstart", f"phalanx {quickstart[1]}", must_print=[r"global batch 32 = 16 per rank x 2", r"RESULT \{"])
+    shutil.copytree(ROOT / "examples", terminal.folder / "examples")
+    terminal.run(
+        "quickstart", f"phalanx {quickstart[1]}", must_print=[r"global batch 32 = 16 per rank x 2", r"RESULT \{"]
+    )
 
     plain, converted = scripts_of_page("get-started.md")[:2]
-    (user.folder / "single.py").write_text(plain)
-    (user.folder / "train.py").write_text(converted)
-    user.type("script of the docs alone", "python single.py", must_print=["epoch 2: loss "])
-    alone = user.type("script of the docs on 1 process", "python train.py", must_print=["epoch 2: loss "])
-    both = user.type("script of the docs on 2 processes", "phalanx run -n 2 train.py", must_print=["epoch 2: loss "])
+    (terminal.folder / "single.py").write_text(plain)
+    (terminal.folder / "train.py").write_text(converted)
+    terminal.run("script of the docs alone", "python single.py", must_print=["epoch 2: loss "])
+    alone = terminal.run("script of the docs on 1 process", "python train.py", must_print=["epoch 2: loss "])
+    both = terminal.run("script of the docs on 2 processes", "phalanx run -n 2 train.py", must_print=["epoch 2: loss "])
     losses = [re.findall(r"^epoch .*", text, re.MULTILINE) for text in (alone, both)]
     if losses[0] != losses[1]:
-        raise DisappointedError(f"1 and 2 processes print different losses: {losses}")
+        raise StepError(f"1 and 2 processes print different losses: {losses}")
 
     for name, text in (("own.py", OWN), ("own2.py", parallel(OWN))):
-        (user.folder / name).write_text(text)
-    user.type("own script", "python own.py", must_print=[r"epoch 7: accuracy 0\.9"])
-    user.type("own script on 2 processes", "phalanx run -n 2 own2.py", must_print=[r"epoch 7: accuracy 0\.9"])
+        (terminal.folder / name).write_text(text)
+    terminal.run("own script", "python own.py", must_print=[r"epoch 7: accuracy 0\.9"])
+    terminal.run("own script on 2 processes", "phalanx run -n 2 own2.py", must_print=[r"epoch 7: accuracy 0\.9"])
 
 
-def break_it(user: Newcomer) -> None:
-    """Break the script in every way there is, and read the messages."""
-    for breakage in BREAKAGES:
-        file = f"{breakage.name.replace(' ', '_')}.py"
-        (user.folder / file).write_text(breakage.script())
-        patterns = [p.format(file=re.escape(file), line=breakage.line()) for p in breakage.must_print]
-        user.type(breakage.name, f"phalanx run {breakage.flags} {file}", must_print=patterns, exit_code=-1, limit_s=120)
-    user.type(
+def run_broken_scripts(terminal: Terminal) -> None:
+    """Run the script with each fault, and check the messages."""
+    for fault in FAULTS:
+        file = f"{fault.name.replace(' ', '_')}.py"
+        (terminal.folder / file).write_text(fault.script())
+        patterns = [p.format(file=re.escape(file), line=fault.line()) for p in fault.must_print]
+        terminal.run(fault.name, f"phalanx run {fault.flags} {file}", must_print=patterns, exit_code=-1, limit_s=120)
+    terminal.run(
         "a flag that does not exist", "phalanx run --nproces 2 train.py",
         must_print=[r"^phalanx run: No such option '--nproces'\. Did you mean '--nprocs'\?"], exit_code=2,
     )  # fmt: skip
 
 
-def plan(user: Newcomer) -> None:
+def plan(terminal: Terminal) -> None:
     """Plan the script for 64 GPUs that are not there."""
-    user.type(
+    terminal.run(
         "plan for 64 GPUs", "phalanx plan train.py --cluster h100x8,nodes=8 --save plan.json",
         must_print=[r"64", r"plan\.json: train with it"],
     )  # fmt: skip
 
 
-def queue(user: Newcomer, phalanx: Path) -> None:
-    """Submit the script as a job, wait for it, and look at it in the console."""
-    submitted = user.type(
+def submit_job(terminal: Terminal, phalanx: Path) -> None:
+    """Submit the script as a job, wait for it, and check its pages in the console."""
+    submitted = terminal.run(
         "submit a job", "phalanx job submit --name hello --procs-per-node 2 -- python train.py",
         must_print=["is queued. Watch it: phalanx job logs -f hello-"],
     )  # fmt: skip
     job = submitted.split()[0]
-    user.type("wait for the job", f"phalanx job wait {job}", must_print=["succeeded"])
-    user.type("log of the job", f"phalanx job logs {job}", must_print=["epoch 2: loss "])
-    user.type("show the job", f"phalanx job show {job}", must_print=["succeeded", "preparing"])
-    user.type("list jobs as JSON", "phalanx job list --json", must_print=[r'"state": "succeeded"'])
+    terminal.run("wait for the job", f"phalanx job wait {job}", must_print=["succeeded"])
+    terminal.run("log of the job", f"phalanx job logs {job}", must_print=["epoch 2: loss "])
+    terminal.run("show the job", f"phalanx job show {job}", must_print=["succeeded", "preparing"])
+    terminal.run("list jobs as JSON", "phalanx job list --json", must_print=[r'"state": "succeeded"'])
     began = time.monotonic()
-    with server(user, phalanx) as (address, token):
-        user.check("console starts", "phalanx ui --no-browser --port 0", time.monotonic() - began, address)
-        look_at_job(user, address, token, job)
-        photograph(user, address, token, job)
+    with server(terminal, phalanx) as (address, token):
+        terminal.check("console starts", "phalanx ui --no-browser --port 0", time.monotonic() - began, address)
+        check_job_page(terminal, address, token, job)
+        take_screenshots(terminal, address, token, job)
 
 
 if __name__ == "__main__":

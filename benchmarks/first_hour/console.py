@@ -1,4 +1,4 @@
-"""`look_at_job`: read a job's page in the web console over HTTP, and photograph it where there is a Chromium."""
+"""`check_job_page`: read a job's page in the console over HTTP; `take_screenshots` where Chromium is."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ from contextlib import contextmanager
 from http.cookiejar import CookieJar
 from pathlib import Path
 
-from benchmarks.first_hour.step import DisappointedError, Newcomer
+from benchmarks.first_hour.step import StepError, Terminal
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))  # where a Chromium is started for tests
 
 
 @contextmanager
-def server(user: Newcomer, phalanx: Path) -> Iterator[tuple[str, str]]:
+def server(terminal: Terminal, phalanx: Path) -> Iterator[tuple[str, str]]:
     """Run `phalanx ui` while the block runs; yield its address and the token that it prints to sign in with."""
     command = [str(phalanx), "ui", "--no-browser", "--port", "0"]
     process = subprocess.Popen(
-        command, cwd=user.folder, env=user.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=terminal.folder,
+        env=terminal.environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
     assert process.stdout is not None
     try:
         address = re.search(r"http://\S+?(?=/ui)", process.stderr.readline())
         if address is None:
-            raise DisappointedError("phalanx ui prints no address")
+            raise StepError("phalanx ui prints no address")
         yield address[0], process.stdout.readline().strip()
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
 
 
-def look_at_job(user: Newcomer, address: str, token: str, job: str) -> None:
+def check_job_page(terminal: Terminal, address: str, token: str, job: str) -> None:
     """Sign in, read the pages of a job, and check that they say what became of it."""
     began = time.monotonic()
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
@@ -50,18 +55,18 @@ def look_at_job(user: Newcomer, address: str, token: str, job: str) -> None:
         listed = answer.read().decode()
     with opener.open(f"{address}/ui/jobs/{job}") as answer:
         page = answer.read().decode()
-    (user.outputs / "job.html").write_text(page)
-    user.check("console over HTTP", f"GET /ui/jobs/{job}", time.monotonic() - began, listed, [job])
+    (terminal.outputs / "job.html").write_text(page)
+    terminal.check("console over HTTP", f"GET /ui/jobs/{job}", time.monotonic() - began, listed, [job])
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
     for pattern in (job, "Succeeded|succeeded", "accuracy|loss|Loss|Phases"):
         if not re.search(pattern, text):
-            raise DisappointedError(f"the page of {job} has nothing like {pattern!r}; see {user.outputs}/job.html")
+            raise StepError(f"the page of {job} has nothing like {pattern!r}; see {terminal.outputs}/job.html")
 
 
-def photograph(user: Newcomer, address: str, token: str, job: str) -> None:
-    """Open the page in Chromium at two widths, and keep pictures; without a Chromium there are none."""
+def take_screenshots(terminal: Terminal, address: str, token: str, job: str) -> None:
+    """Open the page in Chromium and store screenshots; without a Chromium there are none."""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        sys.stdout.write("          no Chromium here: no pictures\n")
+        sys.stdout.write("          Chromium is not installed: no screenshots\n")
         return
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
@@ -74,10 +79,10 @@ def photograph(user: Newcomer, address: str, token: str, job: str) -> None:
         chrome.get(f"{address}/ui/")
         chrome.find_element(By.ID, "token").send_keys(token + Keys.ENTER)
         WebDriverWait(chrome, 20).until(lambda _: chrome.find_elements(By.CSS_SELECTOR, "header nav"))
-        chrome.save_screenshot(str(user.outputs / "jobs.png"))
+        chrome.save_screenshot(str(terminal.outputs / "jobs.png"))
         chrome.get(f"{address}/ui/jobs/{job}")
         text = chrome.find_element(By.TAG_NAME, "main").text
-        chrome.save_screenshot(str(user.outputs / "job.png"))
-    user.check(
+        chrome.save_screenshot(str(terminal.outputs / "job.png"))
+    terminal.check(
         "console in Chromium", f"{address}/ui/jobs/{job}", time.monotonic() - began, text, [job, "(?i)succeeded"]
     )

@@ -1,4 +1,4 @@
-"""The scripts of the first hour: those of the docs, one of one's own with its two-line change, and five broken ones."""
+"""`FAULTS`, `parallel`, `scripts_of_page`: a script, its two-line change, faults in it, and scripts of the docs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def parallel(script: str) -> str:
 
 
 @dataclass(frozen=True)
-class Breakage:
-    """One way to break the parallel script.
+class Fault:
+    """A fault in the parallel script.
 
     Attributes:
         name: Of its step, and of its file.
@@ -81,27 +81,27 @@ class Breakage:
         return 1 + next(n for n, line in enumerate(broken) if line != whole[n])
 
 
-BREAKAGES = (
-    Breakage(
+FAULTS = (
+    Fault(
         "a rank raises",
         "        optimizer.zero_grad()\n",
         '        optimizer.zero_grad()\n        if px.init().rank == 1 and epoch == 1: raise ValueError("label 12")\n',
         (r"rank 1", r"ValueError: label 12", r"{file}\D+{line}", r"workerlog\.1"),
     ),
-    Breakage(
+    Fault(
         "shapes that do not fit",
         "nn.Linear(32, 2))",
         "nn.Linear(64, 2))",
         (r"rank \d", r"mat1 and mat2 shapes cannot be multiplied \(50x32 and 64x2\)", r"{file}"),
     ),
-    Breakage(
+    Fault(
         "a rank that hangs",
         "        optimizer.zero_grad()\n",
         "        optimizer.zero_grad()\n        while px.init().rank == 1 and epoch: time.sleep(1)\n",
         (r"rank 1 is at {file}:{line}", r"rank 0 waits", r"--hang_timeout"),
         flags="-n 2 --hang_after 3 --hang_timeout 5",
     ),
-    Breakage(
+    Fault(
         "a collective on one rank",
         '    print(f"epoch',
         '    if px.init().rank == 0: loss = px.global_mean(loss)\n    print(f"epoch',

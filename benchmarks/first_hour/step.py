@@ -1,4 +1,4 @@
-"""`Newcomer`: types commands in an empty environment, keeps what they print, stops at the first that disappoints."""
+"""`Terminal`: runs commands in an environment of its own, checks and stores what they print; `StepError` ends a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-class DisappointedError(Exception):
+class StepError(Exception):
     """A step did not do or say what it must."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that did what it must: what was typed, and how long it took."""
+    """A step that passed: its command, and how long it took."""
 
     name: str
     command: str
@@ -28,14 +28,14 @@ class Step:
 
 
 @dataclass
-class Newcomer:
-    """Somebody who types commands.
+class Terminal:
+    """Where commands are run one after the other.
 
     Attributes:
-        folder: Where their scripts are, and where commands are typed.
-        outputs: Where the output of each step is kept, `01-install.txt` first.
+        folder: Working directory of the commands, with their scripts.
+        outputs: Folder for the output of each step, `01-install.txt` first.
         environment: Of the commands.
-        steps: What went as it must, in order.
+        steps: Those that passed, in order.
     """
 
     folder: Path
@@ -43,10 +43,10 @@ class Newcomer:
     environment: Mapping[str, str]
     steps: list[Step] = field(default_factory=list)
 
-    def type(
+    def run(
         self, name: str, command: str, *, must_print: Sequence[str] = (), exit_code: int = 0, limit_s: float = 600
     ) -> str:
-        """Run a command as a shell would, keep what it prints, and check it.
+        """Run a command, store what it prints, and check it.
 
         Args:
             name: Of the step.
@@ -59,7 +59,7 @@ class Newcomer:
             What it printed, on both streams, in order.
 
         Raises:
-            DisappointedError: If it ends otherwise, takes longer, or lacks one of the patterns.
+            StepError: If it ends otherwise, takes longer, or lacks one of the patterns.
         """
         began = time.monotonic()
         try:
@@ -68,28 +68,28 @@ class Newcomer:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            self.keep(name, command, str(error.output or ""))
-            raise DisappointedError(f"{command} takes longer than {limit_s:g} s") from None
+            self.write_output(name, command, str(error.output or ""))
+            raise StepError(f"{command} takes longer than {limit_s:g} s") from None
         self.check(name, command, time.monotonic() - began, ended.stdout, must_print)
         if ended.returncode != exit_code and not (exit_code == -1 and ended.returncode > 0):
-            raise DisappointedError(f"{command} ends with {ended.returncode}:\n{ended.stdout[-2000:]}")
+            raise StepError(f"{command} ends with {ended.returncode}:\n{ended.stdout[-2000:]}")
         return ended.stdout
 
     def check(self, name: str, command: str, seconds: float, text: str, must_print: Sequence[str] = ()) -> None:
-        """Keep the output of a step and check it; the step counts as gone well.
+        """Store the output of a step and check it; then the step has passed.
 
         Raises:
-            DisappointedError: If one of the patterns is not in it.
+            StepError: If one of the patterns is not in it.
         """
-        file = self.keep(name, command, text)
+        file = self.write_output(name, command, text)
         for pattern in must_print:
             if not re.search(pattern, text):
-                raise DisappointedError(f"{command} prints nothing like {pattern!r}; see {file}:\n{text[-2000:]}")
+                raise StepError(f"{command} prints nothing like {pattern!r}; see {file}:\n{text[-2000:]}")
         self.steps.append(Step(name, command, seconds, text.count("\n")))
         sys.stdout.write(f"{seconds:7.1f} s  {name}\n")
         sys.stdout.flush()
 
-    def keep(self, name: str, command: str, text: str) -> Path:
+    def write_output(self, name: str, command: str, text: str) -> Path:
         """Write the output of a step to its file; return that."""
         file = self.outputs / f"{len(self.steps) + 1:02d}-{name.replace(' ', '-')}.txt"
         file.write_text(f"$ {command}\n{text}")
@@ -97,7 +97,7 @@ class Newcomer:
 
 
 def environment_of(tools: Path, home: Path) -> dict[str, str]:
-    """Return the environment of someone whose PATH begins with `tools` and whose home folder is new."""
+    """Return an environment whose PATH begins with `tools`, and whose store of jobs is new."""
     plain = {
         name: value for name, value in os.environ.items() if not name.startswith(("PHALANX_", "PYTHON", "VIRTUAL"))
     }

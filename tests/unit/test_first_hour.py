@@ -1,4 +1,4 @@
-"""The scripts of `make first-hour`: two lines make one's own parallel, and each breakage breaks one line of it."""
+"""The scripts of `make first-hour`: two lines make one's own parallel, and each fault changes one line of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.first_hour.scripts import BREAKAGES, OWN, Breakage, parallel, scripts_of_page
-from benchmarks.first_hour.step import DisappointedError, Newcomer, environment_of
+from benchmarks.first_hour.scripts import FAULTS, OWN, Fault, parallel, scripts_of_page
+from benchmarks.first_hour.step import StepError, Terminal, environment_of
 
 
 def test_two_lines_make_the_script_parallel():
@@ -20,12 +20,12 @@ def test_two_lines_make_the_script_parallel():
     ]
 
 
-@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.name)
-def test_a_breakage_is_one_line_that_python_takes(breakage: Breakage) -> None:
-    compile(breakage.script(), breakage.name, "exec")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_one_line_that_python_compiles(fault: Fault) -> None:
+    compile(fault.script(), fault.name, "exec")
     whole = parallel(OWN).splitlines()
-    assert [line for line in breakage.script().splitlines() if line not in whole] == [
-        breakage.script().splitlines()[breakage.line() - 1]
+    assert [line for line in fault.script().splitlines() if line not in whole] == [
+        fault.script().splitlines()[fault.line() - 1]
     ]
 
 
@@ -35,14 +35,14 @@ def test_the_page_for_beginners_has_a_script_and_its_parallel_form():
     assert "px.distribute" in converted
 
 
-def test_a_step_keeps_its_output_and_fails_for_what_it_does_not_print(tmp_path):
+def test_a_step_stores_its_output_and_fails_for_what_it_does_not_print(tmp_path):
     outputs = tmp_path / "outputs"
     outputs.mkdir()
-    user = Newcomer(tmp_path, outputs, environment_of(tmp_path, tmp_path / "home"))
+    terminal = Terminal(tmp_path, outputs, environment_of(tmp_path, tmp_path / "home"))
     command = f"{sys.executable} -c 'print(12)'"
-    assert user.type("first", command, must_print=[r"^12$"]) == "12\n"
+    assert terminal.run("first", command, must_print=[r"^12$"]) == "12\n"
     assert (outputs / "01-first.txt").read_text() == f"$ {command}\n12\n"
-    with pytest.raises(DisappointedError, match="prints nothing like '13'"):
-        user.type("second", command, must_print=["13"])
-    with pytest.raises(DisappointedError, match="ends with 0"):
-        user.type("third", command, exit_code=2)
+    with pytest.raises(StepError, match="prints nothing like '13'"):
+        terminal.run("second", command, must_print=["13"])
+    with pytest.raises(StepError, match="ends with 0"):
+        terminal.run("third", command, exit_code=2)
