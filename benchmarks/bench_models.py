@@ -119,7 +119,7 @@ def apply_plans(names: Sequence[str], ranks: Sequence[int]) -> list[dict[str, An
     """Train the small models alone and on ranks; return how far apart they are, a row for each model and Plan."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for count in (1, *ranks):
+        for count in track((1, *ranks), "training on 1 process, then on ranks", console=Console(stderr=True)):
             command = [
                 *(sys.executable, "-m", "phalanx.launch", "-n", str(count), "--log_dir", f"{folder}/log"),
                 *(str(ROOT / "benchmarks" / "published_rank.py"), folder, ",".join(names), ",".join(map(str, ranks))),

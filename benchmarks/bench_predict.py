@@ -128,6 +128,14 @@ def memory_rows(runs: Sequence[RunSpec]) -> list[Row]:
     ]
 
 
+JUDGED = (
+    "ran",
+    "ran, and is called infeasible",
+    "ran out of memory",
+    "ran out of memory, and is called feasible",
+)
+
+
 def judge_fit(runs: Sequence[RunSpec]) -> dict[str, list[str]]:
     """Return the names of runs that ran, and of those that ran out of memory, and which `fits` is wrong of.
 
@@ -143,14 +151,6 @@ def judge_fit(runs: Sequence[RunSpec]) -> dict[str, list[str]]:
                 run.name
             )
     return judged
-
-
-JUDGED = (
-    "ran",
-    "ran, and is called infeasible",
-    "ran out of memory",
-    "ran out of memory, and is called feasible",
-)
 
 
 def print_judged(judged: dict[str, list[str]]) -> None:

@@ -164,6 +164,10 @@ def _list_whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, whole.detach().clone()
 
 
+ALONE, CASES, ROWS_OF = "alone.pt", "cases-{ranks}.pt", "rows-{ranks}.json"
+"""Files by which the processes of a comparison pass on what they have."""
+
+
 class Case(NamedTuple):
     """One Plan of one model."""
 
@@ -209,8 +213,6 @@ def main() -> None:
     if px.current().rank == 0:
         (folder / ROWS_OF.format(ranks=ranks)).write_text(json.dumps(rows))
 
-
-ALONE, CASES, ROWS_OF = "alone.pt", "cases-{ranks}.pt", "rows-{ranks}.json"
 
 if __name__ == "__main__":
     main()

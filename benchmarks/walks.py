@@ -124,8 +124,11 @@ WALKS = {
 def main() -> None:
     """Print the files of each walk."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("walks", nargs="*", choices=[*WALKS, []], metavar="WALK", help="all unless named")
-    for name in parser.parse_args().walks or WALKS:
+    parser.add_argument("walks", nargs="*", metavar="WALK", help=f"{', '.join(WALKS)}; all unless named")
+    names = parser.parse_args().walks or list(WALKS)
+    if unknown := set(names) - set(WALKS):
+        parser.error(f"no walk {', '.join(sorted(unknown))}; there are {', '.join(WALKS)}")
+    for name in names:
         script, arguments = WALKS[name]
         with tempfile.TemporaryDirectory() as folder:
             for place in (Path(folder), Path(folder, "code")):

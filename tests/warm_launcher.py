@@ -166,10 +166,10 @@ def _fork_server(fd: int) -> int:
     try:
         os.setpgid(0, 0)
         from phalanx.launch import preload
-        from phalanx.launch.process import fork_server
+        from phalanx.launch.process import fork_server, wire
 
-        os.dup2(fd, fork_server.SOCKET_FD)
-        os.closerange(fork_server.SOCKET_FD + 1, 1024)
+        os.dup2(fd, wire.SERVER_FD)
+        os.closerange(wire.SERVER_FD + 1, 1024)
         signal.set_wakeup_fd(-1)
         load = preload.preload
 

@@ -150,6 +150,11 @@ def _ampere(form: _Form, sustained: float) -> Device:
     return _build(form, {"bf16": 312, "fp16": 312, "fp32": 19.5}, (sustained, 1.0), 108)
 
 
+def _volta(name: str, memory_gib: float) -> Device:
+    form = _Form(name, memory_gib, 0.9e12, 150e9, "NVIDIA V100 data sheet")
+    return _build(form, {"fp16": 125, "fp32": 15.7}, (0.72, 1.0), 80)
+
+
 def _graphics(form: _Form, tera: Mapping[str, float], watts: float, like: float, processors: int) -> Device:
     """Return a card for graphics: as many FLOP of 16 bit for a watt as the large chip of its process sustains.
 
@@ -215,12 +220,8 @@ _PRESETS = (
         ),
         older_instructions=0.85,
     ),
-    _build(
-        _Form("V100-32GB-SXM", 32, 0.9e12, 150e9, "NVIDIA V100 data sheet"), {"fp16": 125, "fp32": 15.7}, (0.72, 1), 80
-    ),
-    _build(
-        _Form("V100-16GB-SXM", 16, 0.9e12, 150e9, "NVIDIA V100 data sheet"), {"fp16": 125, "fp32": 15.7}, (0.72, 1), 80
-    ),
+    _volta("V100-32GB-SXM", 32),
+    _volta("V100-16GB-SXM", 16),
     _ada(_Form("L40S-48GB-PCIe", 48, 0.864e12, _PCIE_4, "NVIDIA L40S data sheet"), 362.05, 733, 91.6, 350, 142),
     _ada(_Form("L40-48GB-PCIe", 48, 0.864e12, _PCIE_4, "NVIDIA L40 data sheet"), 181.05, 362, 90.5, 300, 142),
     _ada(_Form("L4-24GB-PCIe", 24, 0.3e12, _PCIE_4, "NVIDIA L4 data sheet"), 121, 242.5, 30.3, 72, 58),

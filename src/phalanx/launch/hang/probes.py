@@ -18,6 +18,9 @@ from phalanx.launch.hang.words import MAX_FRAMES
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What reading a probe may raise that is none of this version."""
 
+_LONGEST_S = 1e12
+"""More than any clock shows: 30,000 years."""
+
 
 class ProbeChannel(Protocol):
     """The way to the launchers of the other nodes. Its methods may be called from any thread."""
@@ -47,10 +50,6 @@ def probe_to_json(observations: Sequence[Observation], patience_s: float) -> dic
     return {"now": time.monotonic(), "patience_s": patience_s, "processes": [each.to_json() for each in short]}
 
 
-LONGEST_S = 1e12
-"""What no clock shows."""
-
-
 def merge_probes(nodes: Sequence[dict[str, Any]]) -> JobProbe:
     """Return what all nodes saw together, in this node's time.
 
@@ -73,7 +72,7 @@ def merge_probes(nodes: Sequence[dict[str, Any]]) -> JobProbe:
 
 def _check_times(values: Any) -> None:
     """Raise ValueError for numbers with a point, at any depth, that no clock shows: differences may have no end."""
-    if isinstance(values, float) and not abs(values) < LONGEST_S:
+    if isinstance(values, float) and not abs(values) < _LONGEST_S:
         raise ValueError(f"{values!r} seconds")
     if isinstance(values, dict | list | tuple):
         for value in values.values() if isinstance(values, dict) else values:

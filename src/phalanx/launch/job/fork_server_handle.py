@@ -22,7 +22,7 @@ def start_process(fd: int) -> int:
     root = str(Path(phalanx.__file__).parents[1])
     # -P: a random.py in the user's folder must not become the standard library's.
     command = [sys.executable, "-P", "-c", _BOOT.format(root=root)]
-    actions = [(os.POSIX_SPAWN_DUP2, fd, 3)]  # `fork_server.SOCKET_FD`; that module is not for this process
+    actions = [(os.POSIX_SPAWN_DUP2, fd, wire.SERVER_FD)]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setpgroup=0)
 
 

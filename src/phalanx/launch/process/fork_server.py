@@ -23,9 +23,7 @@ import time
 from typing import Any, NoReturn
 
 from phalanx.launch.process import linux, wire
-
-SOCKET_FD = 3
-"""Descriptor on which the launcher hands the server its end of the socket."""
+from phalanx.launch.process.wire import SERVER_FD
 
 
 class ForkServer:
@@ -106,11 +104,11 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run the server on the socket at `SOCKET_FD`."""
+    """Run the server on the socket at `SERVER_FD`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         # The launcher decides when the job ends; signals for the whole terminal must not take its hands away.
         signal.signal(number, signal.SIG_IGN)
-    launcher = socket.socket(fileno=SOCKET_FD)
+    launcher = socket.socket(fileno=SERVER_FD)
     launcher.set_inheritable(False)
     linux.adopt_orphans()
     from phalanx.launch import preload

@@ -11,6 +11,9 @@ from typing import Any
 
 from phalanx.errors import InternalError
 
+SERVER_FD = 3
+"""Descriptor on which the launcher hands the fork server its end of the socket."""
+
 _LARGEST = 1 << 20
 _LARGEST_FILE = 64 << 20
 _INLINE = 64 << 10
