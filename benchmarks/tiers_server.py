@@ -11,6 +11,7 @@ import time
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
+from phalanx.cluster import proc
 from phalanx.cluster.role.role import Role
 from phalanx.ps.server.status import STATUS_S
 from phalanx.ps.stores.base import Keys, PullSpec, Rows
@@ -66,6 +67,7 @@ class TierServer:
         arguments = (far, SECRET, folder, self._status, self._group)
         self._process = context.Process(target=_serve, args=arguments, name=name)
         self._process.start()
+        far.close()  # so that the end of a server that fails is the end of the pipe
         endpoint = near.recv()
         self.workers = [TierWorker(endpoint, worker, workers) for worker in range(workers)]
 
@@ -77,14 +79,14 @@ class TierServer:
     @property
     def cpu_seconds(self) -> float:
         """Processor time it has used, that of the system for it too."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        assert self._process.pid is not None
+        return proc.cpu_seconds(self._process.pid)
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
         """What it has in memory, and the most that its group counted, cached pages of its files too; 0 without one."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        resident = int(status.partition("VmRSS:")[2].split()[0]) << 10
+        assert self._process.pid is not None
+        resident = proc.status_bytes(proc.status(self._process.pid), "VmRSS")
         most = [self._group / name for name in _MOST_FILES if self._group and (self._group / name).exists()]
         return resident, int(most[0].read_text()) if most else 0
 
@@ -129,7 +131,7 @@ def make_group(name: str, memory_bytes: int) -> Path | None:
     return None
 
 
-def _serve(told: Pipe, secret: bytes, folder: Path, status: Path, group: Path | None) -> None:
+def _serve(pipe: Pipe, secret: bytes, folder: Path, status: Path, group: Path | None) -> None:
     if group is not None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
     from phalanx.ps.server.main import run
@@ -137,7 +139,7 @@ def _serve(told: Pipe, secret: bytes, folder: Path, status: Path, group: Path | 
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.bind(("127.0.0.1", 0))
     endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
-    told.send(endpoint)
+    pipe.send(endpoint)
     os.environ.update(
         PHALANX_ENDPOINT_FD=str(bound.detach()),
         PHALANX_SERVER_MAX_BYTES=str(1 << 40),

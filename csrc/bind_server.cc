@@ -302,6 +302,8 @@ void bind_engine(nb::module_& module) {
       .def("append_pending", &ServerEngine::append_pending, Released())
       .def("withhold", &ServerEngine::withhold, nb::arg("worker"), Released())
       .def("settle", &ServerEngine::settle, nb::arg("worker"), nb::arg("pushes"), Released())
+      .def("withheld", &ServerEngine::withheld, Released())
+      .def("restore_withheld", &ServerEngine::restore_withheld, nb::arg("worker"), Released())
       .def("admit", &ServerEngine::admit, nb::arg("client"), nb::arg("worker"), Released())
       .def("clients", &clients_of, Released())
       .def("restore_client", &restore_client, nb::arg("client"), nb::arg("worker"), nb::arg("last"), nb::arg("reply"),

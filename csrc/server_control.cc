@@ -26,29 +26,41 @@ void ServerEngine::set_budget(std::uint64_t bytes) {
 }
 
 std::int64_t ServerEngine::withhold(int worker) {
-  const std::shared_ptr<Clocks> now = clocks();
+  const std::shared_ptr<Clocks> counts = clocks();
   const std::lock_guard ordered(order_);
-  const std::int64_t pushes = now->next_step(worker);
+  const std::int64_t pushes = counts->next_step(worker);
   const auto waiting = pending_.find(worker);
   // Whoever has left is waited for no more: the step that has its push may become complete at any time.
-  if (waiting == pending_.end() || !now->counts().live.at(static_cast<std::size_t>(worker))) return pushes;
+  if (waiting == pending_.end() || !counts->counts().live.at(static_cast<std::size_t>(worker))) return pushes;
   const auto after = static_cast<std::int64_t>(waiting->second.step) + 1;
-  if (pushes == after) now->take_back(worker);
+  withheld_.insert(worker);
+  if (pushes == after) counts->take_back(worker);
   return after;
 }
 
 void ServerEngine::settle(int worker, std::int64_t pushes) {
-  const std::shared_ptr<Clocks> now = clocks();
+  const std::shared_ptr<Clocks> counts = clocks();
   const std::lock_guard ordered(order_);
+  if (withheld_.erase(worker) == 0) return;
   const auto waiting = pending_.find(worker);
   if (waiting == pending_.end()) return;
   const auto step = static_cast<std::int64_t>(waiting->second.step);
-  if (now->next_step(worker) != step) return;  // it counts already
+  if (counts->next_step(worker) != step) return;  // it counts already
   if (step < pushes) {
-    now->push(worker);
+    counts->push(worker);
   } else {
     pending_.erase(waiting);
   }
+}
+
+std::vector<int> ServerEngine::withheld() const {
+  const std::lock_guard ordered(order_);
+  return {withheld_.begin(), withheld_.end()};
+}
+
+void ServerEngine::restore_withheld(int worker) {
+  const std::lock_guard ordered(order_);
+  withheld_.insert(worker);
 }
 
 bool ServerEngine::admit(std::uint64_t client, int worker) {

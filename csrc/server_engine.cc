@@ -217,7 +217,7 @@ std::uint64_t ServerEngine::apply_step(const Place& place, StoredPush push, cons
   const std::lock_guard ordered(order_);
   log();
   pending_.insert_or_assign(place.worker, std::move(push));
-  place.clocks->push(place.worker);
+  if (!withheld_.contains(place.worker)) place.clocks->push(place.worker);  // or it was written to the log again
   return complete(*place.clocks);
 }
 

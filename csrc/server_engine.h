@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -62,6 +63,8 @@ class ServerEngine : public DataHandler {
   std::int64_t withhold(int worker);
   // Counts a push that is withheld if it is among the worker's first `pushes`, and drops it if not.
   void settle(int worker, std::int64_t pushes);
+  std::vector<int> withheld() const;
+  void restore_withheld(int worker);  // before the log behind a base is applied, which has its push
 
   bool admit(std::uint64_t client, int worker);
   void restore_client(std::uint64_t client, int worker, std::uint64_t last, EarlierReply reply);
@@ -108,8 +111,9 @@ class ServerEngine : public DataHandler {
   std::atomic<bool> is_stopping_ = false;
   ServerCounts counts_;
 
-  std::mutex order_;  // of the log and the tables; locked before lock_
+  mutable std::mutex order_;  // of the log and the tables; locked before lock_
   std::map<int, StoredPush> pending_;  // of mode sync, by worker: what waits for the rest of its step
+  std::set<int> withheld_;             // workers whose push in pending_ does not count, or not yet
 
   mutable std::mutex lock_;  // of what follows
   mutable Clients clients_;

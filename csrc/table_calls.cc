@@ -50,7 +50,7 @@ void EmbeddingTable::each_of_lane(std::span<const MissedRow> rows, Use use) cons
 
 // Reads rows of all lanes together, and checks them; `bytes` is where they go.
 void EmbeddingTable::read(std::span<MissedRow> rows, std::vector<std::byte>& bytes) const {
-  const std::size_t size = lanes_[0]->file().record_bytes();
+  const std::size_t size = RowFile::record_bytes(spec_.row_bytes());
   bytes.resize(rows.size() * size);
   std::vector<FilePiece> pieces;
   pieces.reserve(rows.size());
@@ -66,7 +66,7 @@ void EmbeddingTable::read(std::span<MissedRow> rows, std::vector<std::byte>& byt
 
 // Brings rows that a change names into memory, those of all its lanes together. It finds what was left out by itself.
 void EmbeddingTable::bring_in(KeysByLane& keys) const {
-  if (stored() == 0) return;
+  if (!spec_.spills() || stored() == 0) return;
   std::vector<MissedRow> missed;
   std::vector<std::byte> bytes;
   std::array<std::uint64_t, kLanes> departures{};  // before what is read now, of lanes that will have all
@@ -91,7 +91,7 @@ void EmbeddingTable::bring_in(KeysByLane& keys) const {
 
 // The same of keys of one lane.
 void EmbeddingTable::bring_in(Lane& lane, Slice slice) const {
-  if (lane.stored() == 0) return;
+  if (!spec_.spills() || lane.stored() == 0) return;
   std::vector<MissedRow> missed;
   std::vector<std::byte> bytes;
   {

@@ -73,7 +73,6 @@ class RowFile {
   // Notes whether a record that was read is whole. Any thread may call it, with no lock.
   void check(MissedRow& row) const;
   const std::byte* row_of(const MissedRow& row) const { return row.bytes + kHeaderBytes; }
-  std::size_t record_bytes() const { return record_bytes_; }
   static constexpr std::size_t record_bytes(std::size_t row_bytes) { return kHeaderBytes + row_bytes; }
 
   // Notes that a record lives no more.

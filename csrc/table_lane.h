@@ -4,7 +4,7 @@
 // pulled; which are where changes nothing that can be read. See table_tiers.cc for how they leave and table_misses.cc for
 // how they come back.
 //
-// Not thread-safe: every method but `rows`, `resident`, `stored` and `entries` REQUIRES that the caller holds `lock`.
+// Not thread-safe: every method but `rows`, `resident`, `stored`, `entries` and `file` REQUIRES that the caller holds `lock`.
 
 #pragma once
 
@@ -103,7 +103,10 @@ class Lane {
 
   std::uint64_t rows() const { return rows_.load(std::memory_order_relaxed); }
   std::uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }  // rows in memory
-  std::uint64_t stored() const { return rows() - std::min(rows(), resident()); }          // rows in the file
+  std::uint64_t stored() const {  // rows in the file
+    const std::uint64_t all = rows();
+    return all - std::min(all, resident());
+  }
   std::uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
   std::uint64_t bytes() const;
   const RowFile& file() const { return file_; }

@@ -4,9 +4,9 @@
 // together (table_reads.h), and come back to the lock with what they read. A row that has changed its place meanwhile is
 // looked for again, and read under the lock.
 //
-// A row that was read enters a queue of some tenth of the memory: there its push finds it. It leaves at the end of the
-// queue, but for one that was named again meanwhile, which joins the rows the hand goes over; so does at once a row that
-// leaves and comes back. As long as it does not change its record stays, and leaving costs no write. So ids that are
+// A row that was read enters a queue of an eighth of the rows in memory: there its push finds it. It leaves at the end of
+// the queue, but for one that was named again meanwhile, which joins the rows the hand goes over; so does at once a row
+// that leaves and comes back. As long as it does not change its record stays, and leaving costs no write. So ids that are
 // read once, by an evaluation say, push nothing else out.
 
 #include <utility>

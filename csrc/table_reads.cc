@@ -76,12 +76,13 @@ class ReadQueues::Queue {
   explicit Queue(std::size_t piece_bytes)
       : slot_bytes_(std::max(kLeastSlot, (piece_bytes + kPage - 1) / kPage * kPage + kPage)),
         slots_(std::clamp<std::size_t>(kMostBytes / slot_bytes_, 1, kMostDepth)) {
-    if (syscall(SYS_io_setup, slots_.size(), &context_) != 0) return;
     memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, slots_.size() * slot_bytes_)));
     if (!memory_) throw std::bad_alloc();
     for (std::size_t i = 0; i < slots_.size(); ++i) free_.push_back(i);
     to_submit_.reserve(slots_.size());
     events_.resize(slots_.size());
+    // Last, as nothing gives it back if what follows throws.
+    if (syscall(SYS_io_setup, slots_.size(), &context_) != 0) memory_.reset();
   }
   Queue(const Queue&) = delete;
   ~Queue() {
@@ -92,7 +93,7 @@ class ReadQueues::Queue {
 
   void read(std::span<FilePiece> pieces) {
     if (pieces.empty()) return;
-    if (!memory_ || !can_ask(pieces[0].file.cached)) return read_through_cache(pieces);
+    if (!memory_ || pieces[0].file.direct < 0 || !can_ask(pieces[0].file.cached)) return read_through_cache(pieces);
     std::vector<FilePiece*> waiting;
     for (FilePiece& piece : pieces) {
       if (piece.file.direct < 0 || is_cached(piece)) read_cached(piece);

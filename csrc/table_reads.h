@@ -32,14 +32,14 @@ struct FilePiece {
   bool is_whole = false;  // whether all of them came
 };
 
-// Thread-safe: each call works with a queue of its own, which the next call finds idle.
+// Thread-safe: each call works with a queue of its own, which the next call takes when it is idle.
 class ReadQueues {
  public:
   explicit ReadQueues(std::size_t piece_bytes);  // bytes of the pieces it is for
   ReadQueues(const ReadQueues&) = delete;
   ~ReadQueues();
 
-  // Reads all pieces, and says of each whether it is whole.
+  // Reads all pieces, and says of each whether it is whole. REQUIRES: none has more than `piece_bytes`.
   void read(std::span<FilePiece> pieces);
   // Memory that queues take.
   std::size_t bytes() const { return bytes_; }

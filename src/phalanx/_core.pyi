@@ -200,6 +200,10 @@ class ServerEngine(DataHandler):
     def withhold(self, worker: int) -> int:
         """Let a lost worker's push of a step that is not complete count no more; returns its pushes with that one."""
 
+    def withheld(self) -> list[int]:
+        """Return the workers whose push of an open step does not count, or not yet."""
+    def restore_withheld(self, worker: int) -> None:
+        """Withhold the push of a worker that the log behind a base has."""
     def settle(self, worker: int, pushes: int) -> None:
         """Count a push that is withheld if it is among the worker's first `pushes`, and drop it if not."""
 

@@ -118,6 +118,7 @@ def test_the_end_of_an_attempt_ends_what_was_to_be_told(monkeypatch: pytest.Monk
         spectator = Worker(job[0])
         wait_until(lambda: spectator.call("report", {}).meta["live"] == [0, 1])
         sign_off.stop()
+        wait_until(lambda: not any(thread.name.startswith("sign off worker 1") for thread in threading.enumerate()))
         job[1].start()
         late = Worker(job[1], rank=1)
         late.declare(workers=2)

@@ -238,6 +238,45 @@ def test_a_restart_has_what_was_withheld_and_dropped_of_a_lost_worker(tmp_path: 
         assert one.pull(1, step=1).rows[0][0, 0] == -1.0
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(("counts", "row"), [(0, -1.0), (1, -3.0)])
+def test_a_push_stays_withheld_where_the_log_is_rotated_before_it_is_settled(
+    tmp_path: Path, counts: int, row: float, is_finished: bool
+) -> None:
+    service = Service()
+    recovery = Recovery(service, SnapshotService(service), tmp_path)
+    recovery.recover("a job")
+    one, two = FakeWorker(service, 0), FakeWorker(service, 1)
+    for worker in (one, two):
+        worker.declare(mode="sync", workers=2)
+    two.push(gradient((1,), 5.0), step=0)
+    proxy = FakeWorker(service, 1, client=900)
+    proxy.call("fence", {"worker": 1, "workers": 2})
+    if is_finished:
+        recovery.write_base()
+    else:  # the log has the push twice: a server that ends now starts from the base before
+        recovery._begin()
+    assert proxy.call("leave", {"pushes": counts}).meta == {"pushes": counts}
+    service = Service()
+    Recovery(service, SnapshotService(service), tmp_path).recover("a job")
+    one.service = service
+    one.push(gradient((1,), 1.0), step=0)
+    assert service.state.require_clocks().next_step(1) == counts
+    assert one.pull(1, step=1).rows[0][0, 0] == row
+
+
+def test_a_process_that_comes_drops_what_is_withheld_of_the_one_before(tmp_path: Path) -> None:
+    service, (one, two) = served(tmp_path, 2, "sync")
+    two.push(gradient((1,), 5.0), step=0)
+    FakeWorker(service, 1, client=900).call("fence", {"worker": 1, "workers": 2})  # and the attempt ends
+    service, (one, _) = served(tmp_path, 2, "sync")
+    anew = FakeWorker(service, 1, client=901)
+    anew.declare(mode="sync", workers=2)
+    one.push(gradient((1,), 1.0), step=0)
+    anew.push(gradient((1,), 2.0), step=0)
+    assert one.pull(1, step=1).rows[0][0, 0] == -1.5
+
+
 def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:
     _, (one, two) = served(tmp_path, 2)
     two.call("leave", {})

@@ -153,7 +153,11 @@ class WorkersAttempt(LocalAttempt):
         Its script ended well without a word to them, or a server that was frozen read its `declare` after the sign-off.
         """
         for worker in self._frozen.find_awaited(now) - self.pool.running - self.pool.absent:
-            logger.warning("servers wait for worker %d, whose process has ended. They are told so", worker)
+            logger.warning(
+                "servers wait for worker %d, whose process has ended. They are told so; a script that ends early calls "
+                "fleet.stop_worker()",
+                worker,
+            )
             self.pool.miss(worker)
             self._sign_off(worker)
 

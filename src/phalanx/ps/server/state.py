@@ -153,6 +153,7 @@ class ServerState:
             "leases": self.leases.to_json(),
             "batch_leases": self.batch_leases.to_json(),
             "first_pushes": {str(worker): push for worker, push in self._first_pushes.items()},
+            "withheld": self.engine.withheld(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -166,10 +167,12 @@ class ServerState:
             for client in state["clients"]:
                 check_worker(client["worker"], clocks.workers)
         self.leases.restore(state["leases"], holders=True)
-        # Neither is in a state of an earlier version.
+        # None of these is in a state of an earlier version.
         if leases := state.get("batch_leases"):
             self.batch_leases.restore(leases)
         self._first_pushes = {int(worker): push for worker, push in state.get("first_pushes", {}).items()}
+        for worker in state.get("withheld", ()):
+            self.engine.restore_withheld(worker)
 
     # --- operations --------------------------------------------------------------------------------------------------
 
@@ -201,6 +204,9 @@ class ServerState:
             logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
         is_another = self.engine.admit(entry.client, meta["worker"])
         if is_another:
+            self.engine.settle(
+                meta["worker"], 0
+            )  # of a process that was fenced in an attempt that ended before `leave`
             self._release(meta["worker"], clocks)
         worker = self.clients.worker_of(entry.client)
         clocks.join(worker)

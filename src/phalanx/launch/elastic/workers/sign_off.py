@@ -103,7 +103,7 @@ class SignOff:
         while not self._is_over(server):
             try:
                 self._tell(server)
-            except (PhalanxError, OSError, ValueError, LookupError) as error:
+            except (PhalanxError, OSError, ValueError, LookupError, RuntimeError) as error:  # no thread left, too
                 waited = time.monotonic() - started
                 with self._changed:
                     if self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S):
@@ -111,11 +111,13 @@ class SignOff:
                 if waited >= warn_at:
                     warn_at = waited + _WARN_AGAIN_S
                     logger.warning(
-                        "server %d could not be told for %.0f s that worker %d is gone, and is asked again: %s",
+                        "server %d could not be told for %.0f s that worker %d is gone, and is asked again: %s. Read "
+                        "serverlog.%d; if that server is frozen, continue or kill it",
                         server,
                         waited,
                         self._worker,
                         error,
+                        server,
                     )
 
     def _is_over(self, server: int) -> bool:

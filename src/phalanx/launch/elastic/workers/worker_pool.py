@@ -82,7 +82,7 @@ class WorkerPool:
             "servers": split.servers,
             "missing": split.others,
             "reason": f"push {split.push} of worker {worker} is in the tables of {have} and not in those of {lack}: "
-            "the worker was lost in the midst of it",
+            "the worker was lost in the midst of it. Training goes on with that difference",
         }
 
     def start(self, worker: int, now: float, *, clock: float) -> dict[str, Any]:
