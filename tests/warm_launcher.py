@@ -2,8 +2,8 @@
 
 What it starts, it forks in turn: the job has the launcher, the fork server and the ranks of any other, and is spared
 three to five seconds of processor time in which each of them would import torch. What a test is about that comes before
-the first rank (imports, the environment in which libraries are loaded), or about shares of processors, which Linux gives
-to sessions, needs a launcher that is started from nothing.
+the first rank (imports, the environment in which libraries are loaded), or about shares of processors, which sessions
+have of their own on Linux, needs a launcher that is started from nothing.
 """
 
 from __future__ import annotations
