@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -286,6 +288,44 @@ def test_a_certificate_serves_https(tmp_path, monkeypatch):
     finally:
         started[0].should_exit = True
         thread.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_console_answers_and_ends_as_soon_as_its_token_is_printed(tmp_path, number):
+    """A shell that starts it in the background has Ctrl-C ignored until it asks for it."""
+    command = [sys.executable, "-m", "phalanx", "ui", "--no-browser", "--port", "0"]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PHALANX_HOME": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            address = re.search(r"http://127\.0\.0\.1:(\d+)/ui", process.stderr.readline())
+            token = process.stdout.readline().strip()
+            with socket.create_connection(("127.0.0.1", int(address[1]))), Client(address[0][:-3], token) as client:
+                assert client.whoami().owner
+            process.send_signal(number)
+            assert process.wait(timeout=30) == 0, process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_signal_before_the_server_runs_ends_it():
+    with bind(ListenOptions(port=0)) as bound:
+        bound.listen()
+        code = (
+            "import os, signal, socket, sys, uvicorn\n"
+            "from phalanx.jobs.api.serve import ListenOptions, serve\n"
+            "run = uvicorn.Server.run\n"
+            "uvicorn.Server.run = lambda *said, **more: (os.kill(os.getpid(), signal.SIGTERM), run(*said, **more))\n"
+            "async def app(scope, receive, send): pass\n"
+            "serve(app, socket.socket(fileno=int(sys.argv[1])), ListenOptions())\n"
+        )
+        run = [sys.executable, "-c", code, str(bound.fileno())]
+        assert subprocess.run(run, pass_fds=[bound.fileno()], timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.timeout(300)

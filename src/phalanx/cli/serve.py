@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import threading
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -76,6 +75,7 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
         app = make_app(authenticate)
         add_console(app)
         address = address_of(bound, listen)
+        bound.listen()  # whoever reads the address is faster than the server: it waits instead of being refused
         talk(tr("Jobs and console at {address}/ui. Ctrl-C ends the server; jobs go on.", address=address))
         if open_browser is not None:
             new_token = store.tokens.create(
@@ -83,11 +83,7 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
             )
             talk(tr("Sign in with this token, good for {hours} h:", hours=_SIGNED_IN_H))
             click.echo(new_token.text)
-            bound.listen()  # a browser that is faster than the server waits instead of being refused
             open_browser(f"{address}/ui/")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # uvicorn stops on a signal, and then sends it again to the handler before its own, which does nothing.
-            signal.signal(number, lambda *_: None)
         serve_app(app, bound, listen)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,4 +109,9 @@ def serve(app: ASGIApp, bound: socket.socket, options: ListenOptions) -> None:
     except OSError as error:  # ssl's errors are among them
         raise ConfigError(f"The certificate {options.certificate} cannot be used ({error}).") from None
     logger.info("serving %s", address_of(bound, options))
-    uvicorn.Server(config).run(sockets=[bound])
+    server = uvicorn.Server(config)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # uvicorn takes signals once it runs, and afterwards sends each again to the handler before its own.
+            signal.signal(number, server.handle_exit)
+    server.run(sockets=[bound])
