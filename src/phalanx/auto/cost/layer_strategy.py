@@ -85,7 +85,8 @@ class LayerCostModel:
         activation_bytes += extra_bytes
         workspace_bytes += self._traveling_keys(work) if shares else 0.0
         if config.recompute == "selective" and work.in_block:
-            selective_s = len(work.operators) * self._machine.host.selective_op_s
+            count = len(work.operators) + collective_operators(strategy, ranks, gathers_samples=gathers_samples)
+            selective_s = count * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
             recompute_s = comm.forward + self._work.recompute_s(work, fraction, config) + selective_s
             recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
@@ -279,6 +280,20 @@ class LayerCostModel:
             inputs = (source for source in work.call.inputs if isinstance(source.source, int))
             backward += sum(comm_s("all_gather", source.value.bytes / batch_parts, where) for source in inputs)
         return PassTimes(forward + dtensor_s, backward + dtensor_s)
+
+
+def collective_operators(strategy: LayerStrategy, ranks: int, *, gathers_samples: bool) -> int:
+    """Return how many operators the collectives of a layer start in a forward pass: views, buffers, copies.
+
+    `selective` watches each of them. As counted of the layers of `parallel/tensor/layers`.
+    """
+    if gathers_samples:
+        return {"column": 11 + 5 * ranks, "row": 15 + 7 * ranks}.get(strategy.style or "", 0)
+    if strategy.style == "column":
+        return 1 if strategy.has_sharded_output else 3 + 2 * ranks
+    if strategy.style == "row":
+        return 3 if strategy.has_sharded_input else 5
+    return 14 if strategy.style == "vocab" else 0
 
 
 def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -> float:
