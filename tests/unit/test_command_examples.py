@@ -101,10 +101,20 @@ def test_every_command_that_prints_data_prints_json():
     assert without == set(NO_JSON)
 
 
-def test_flags_of_a_command_have_one_separator():
+def test_flags_are_shown_with_hyphens():
     for path in COMMANDS:
-        words = [flag[2:] for option in options_of(path) for flag in (*option.opts, *option.secondary_opts)]
-        assert not ("-" in "".join(words) and "_" in "".join(words)), f"{path}: {words}"
+        shown = [option for option in options_of(path) if not option.hidden]
+        assert not [flag for option in shown for flag in (*option.opts, *option.secondary_opts) if "_" in flag], path
+
+
+def test_flags_of_fleet_and_torchrun_are_known_as_those_spell_them():
+    words = ["--server_num=1", "--worker_num", "2", "--log_dir", "logs", "--nproc_per_node", "3", __file__]
+    values = COMMANDS["phalanx run"].command.make_context("run", words).params
+    assert [values[name] for name in ("server_num", "worker_num", "log_dir", "nproc_per_node")] == [1, 2, "logs", 3]
+    words = ["doctor", "--node_rank", "1", "--master_addr", "10.0.0.1"]
+    group = phalanx.make_context("phalanx", words)
+    values = COMMANDS["phalanx doctor"].command.make_context("doctor", words[1:], parent=group).params
+    assert (values["node_rank"], values["master_addr"]) == (1, "10.0.0.1")
 
 
 def flags_in_docs() -> list[tuple[str, str, str]]:
