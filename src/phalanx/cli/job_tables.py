@@ -45,13 +45,13 @@ def print_checkpoints(checkpoints: Sequence[SavedCheckpoint]) -> None:
     headings = [say("step"), say("checkpoint"), say("saved"), say("size"), say("state")]
     rows = [
         [
-            str(one.step),
-            one.folder,
-            moment(one.saved),
-            format_bytes(one.bytes),
-            f"{say('checkpoint ' + one.state)} {one.why}".strip(),
+            str(checkpoint.step),
+            checkpoint.folder,
+            moment(checkpoint.saved),
+            format_bytes(checkpoint.bytes),
+            f"{say('checkpoint ' + checkpoint.state)} {checkpoint.why}".strip(),
         ]
-        for one in checkpoints
+        for checkpoint in checkpoints
     ]
     show_table(headings, rows)
 
@@ -143,7 +143,7 @@ def _failure(failure: Failure | None) -> None:
 def _phases(events: Sequence[Event], ended: datetime | None) -> None:
     say = words()
     spans = phases(events, ended)
-    rows = [[moment(one.since), say(one.state), one.lasted, _reason(one.reason)] for one in spans]
+    rows = [[moment(phase.since), say(phase.state), phase.lasted, _reason(phase.reason)] for phase in spans]
     show_table([say("time"), say("state"), say("duration"), say("reason")], rows)
 
 

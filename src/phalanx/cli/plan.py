@@ -184,11 +184,11 @@ def _hint_at_own_flag(arguments: Iterable[str]) -> Iterator[None]:
         if not (isinstance(ended, SystemExit) and ended.code == 2):  # as argparse and click end
             raise
         names = [argument.partition("=")[0].lstrip("-") for argument in arguments if argument.startswith("--")]
-        known = [flag.lstrip("-") for flag in flags_of(click.get_current_context())]
+        own_flags = [flag.lstrip("-") for flag in flags_of(click.get_current_context())]
         hints = [
             tr("--{flag} went to the script. Did you mean '--{near}' of `phalanx plan`?", flag=name, near=near)
             for name in names
-            if (near := nearest(name, known)) is not None
+            if (near := nearest(name, own_flags)) is not None
         ]
         raise ConfigError(" ".join([str(error), *hints[:1]])) from None
 
