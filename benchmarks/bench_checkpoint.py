@@ -29,7 +29,7 @@ def measure(cases: list[str], megabytes: int, pairs: int) -> tuple[int, dict[str
     """Run 2 ranks once; return the bytes of the state, and for each case the seconds of every pair."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", f"{folder}/log"),
+            *(sys.executable, "-m", "phalanx.launch", "-n", "2", "--log-dir", f"{folder}/log"),
             str(ROOT / "benchmarks" / "checkpoint_rank.py"),
             *("--folder", folder, "--megabytes", str(megabytes), "--pairs", str(pairs), "--cases", ",".join(cases)),
         ]

@@ -22,7 +22,7 @@ def samples_per_s(engine: str, model: str, steps: int) -> float:
     work = [str(RANK_SCRIPT), "--engine", engine, "--model", model, "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as log_dir:
         launchers = {
-            "phalanx": [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", log_dir],
+            "phalanx": [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log-dir", log_dir],
             "ddp": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         }
         # Both with one thread a rank, which is what either would choose here.

@@ -1,7 +1,7 @@
 """Jobs that do not go on: is the right rank named, at the right line or with the right cause, and how soon.
 
-    python -m benchmarks.bench_doctor                      every fault, with the default --hang_after
-    python -m benchmarks.bench_doctor --only sleep --hang_after 2
+    python -m benchmarks.bench_doctor                      every fault, with the default --hang-after
+    python -m benchmarks.bench_doctor --only sleep --hang-after 2
     python -m benchmarks.bench_doctor --others --jobs 3    and what torch's own tools and py-spy say of them
 
 The faults are those of `doctor_faults`, which tests read too, of `doctor_waits` and of `doctor_limits`. The
@@ -56,11 +56,11 @@ def start(trial: Trial, hang_after_s: float) -> None:
 
 
 def _flags(trial: Trial, node: int, hang_after_s: float) -> list[object]:
-    flags: list[object] = ["--hang_after", hang_after_s, "--hang_timeout", 0]
+    flags: list[object] = ["--hang-after", hang_after_s, "--hang-timeout", 0]
     if trial.spaces is None:
         return ["-n", trial.fault.ranks, *flags]
-    hosts = ("--ips", ",".join(trial.spaces.addresses), "--http_port", 29500, "--node_rank", node)
-    return ["-n", 1, *hosts, "--log_dir", f"log{node}", *flags]
+    hosts = ("--ips", ",".join(trial.spaces.addresses), "--http-port", 29500, "--node-rank", node)
+    return ["-n", 1, *hosts, "--log-dir", f"log{node}", *flags]
 
 
 def _said(trial: Trial) -> str:
@@ -111,10 +111,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="faults whose name has this text")
     parser.add_argument("--range", default=":", help="which of those, such as 0:10, or 1::2")
-    parser.add_argument("--hang_after", type=float, default=10.0)
+    parser.add_argument("--hang-after", type=float, default=10.0)
     parser.add_argument("--others", action="store_true", help="also ask torch's tools and py-spy, under torchrun")
-    parser.add_argument("--torch_timeout", type=float, default=25.0, help="seconds, of torch's process group")
-    parser.add_argument("--ask_after", type=float, default=12.0, help="seconds after the fault at which they are asked")
+    parser.add_argument("--torch-timeout", type=float, default=25.0, help="seconds, of torch's process group")
+    parser.add_argument("--ask-after", type=float, default=12.0, help="seconds after the fault at which they are asked")
     parser.add_argument("--jobs", type=int, default=1, help="faults at once; they mostly wait")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one fault, soon, only to see that it works")

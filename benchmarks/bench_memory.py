@@ -22,7 +22,7 @@ def measure(cases: list[str], width: int) -> dict[str, dict[str, dict[str, int]]
     """Run 2 ranks once; return bytes by case and kind."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", f"{folder}/log"),
+            *(sys.executable, "-m", "phalanx.launch", "-n", "2", "--log-dir", f"{folder}/log"),
             *(str(ROOT / "benchmarks" / "memory_rank.py"), ",".join(cases), str(width)),
         ]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,7 @@ def measure(elements: int) -> dict[str, float]:
     """Run 2 ranks once."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", f"{folder}/log"),
+            *(sys.executable, "-m", "phalanx.launch", "-n", "2", "--log-dir", f"{folder}/log"),
             *(str(ROOT / "benchmarks" / "mirror_rank.py"), str(elements)),
         ]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

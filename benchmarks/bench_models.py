@@ -121,7 +121,7 @@ def apply_plans(names: Sequence[str], ranks: Sequence[int]) -> list[dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         for count in track((1, *ranks), "training on 1 process, then on ranks", console=Console(stderr=True)):
             command = [
-                *(sys.executable, "-m", "phalanx.launch", "-n", str(count), "--log_dir", f"{folder}/log"),
+                *(sys.executable, "-m", "phalanx.launch", "-n", str(count), "--log-dir", f"{folder}/log"),
                 *(str(ROOT / "benchmarks" / "published_rank.py"), folder, ",".join(names), ",".join(map(str, ranks))),
             ]
             env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -94,7 +94,7 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plans.json"
         path.write_text(json.dumps([one.plan for one in chosen]))
-        launch = [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log_dir", folder]
+        launch = [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log-dir", folder]
         work = [RANK_SCRIPT, "--plans", path, "--model", name, "--steps", steps]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(

@@ -39,7 +39,7 @@ def train(engine: str, cases: Sequence[str], ranks: int, *options: object) -> di
     work = [str(RANK_SCRIPT), "--engine", engine, "--cases", ",".join(cases), *map(str, options)]
     with tempfile.TemporaryDirectory() as log_dir:
         launchers = {
-            "phalanx": [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log_dir", log_dir],
+            "phalanx": [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log-dir", log_dir],
             "ddp": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
         }
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

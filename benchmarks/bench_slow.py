@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_slow [--quick] [--json] [--cases "shm,gloo,elastic,parts"]
 
-Whole runs are paired, one with `--slow_share 0` beside each with the default; the figure is the ratio of their median
+Whole runs are paired, one with `--slow-share 0` beside each with the default; the figure is the ratio of their median
 steps. On a machine that does other things this says whether a cost can be seen. `parts` adds up what the report does in
 a rank, measured alone: a batch of the loader, a collection, a look of the reporter; per step of 2 ms.
 """
@@ -33,7 +33,7 @@ def step_ms(case: str, steps: int, share: str) -> float:
     """Return the median step of a run in ms."""
     with tempfile.TemporaryDirectory() as log_dir:
         launcher = [sys.executable, "-m", "phalanx.launch", *RANKS.get(case, ("-n", "2"))]
-        command = [*launcher, "--log_dir", log_dir, "--slow_share", share]
+        command = [*launcher, "--log-dir", log_dir, "--slow-share", share]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, str(RANK_SCRIPT), case, str(steps)],

@@ -71,7 +71,7 @@ def train(engine: str, phases: list[float], groups: Sequence[Path], sizes: dict[
     work += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     with tempfile.TemporaryDirectory() as log_dir:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ours = [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", log_dir]
+        ours = [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log-dir", log_dir]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = torchrun if engine in ("ddp", "accelerate") else ours
         done = subprocess.run([*command, *work], env=env, capture_output=True, text=True, timeout=600)

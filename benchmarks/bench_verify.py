@@ -33,12 +33,12 @@ def is_named(fault: WrongNumber) -> tuple[bool, str]:
         if fault.tool == "verify":
             return _is_verified(fault, folder, *job)
         if fault.tool == "nan":
-            done = _run(folder, "phalanx.launch", "-n", "2", "--check_nan_inf", *job)
+            done = _run(folder, "phalanx.launch", "-n", "2", "--check-nan-inf", *job)
             words = _error(Path(folder))
             at = f"step {fault.step}:" if fault.step else "step "
             is_exact = done.returncode != 0 and fault.cause in words and fault.tensor in words and words.startswith(at)
             return is_exact, words
-        _run(folder, "phalanx.launch", "-n", "2", "--replicas", "2", "--flight_log", *job)
+        _run(folder, "phalanx.launch", "-n", "2", "--replicas", "2", "--flight-log", *job)
         report = json.loads(_run(folder, "phalanx", "replay", "--find", "first-difference", "--json", "log").stdout)
         mismatch = report["mismatch"] or {"what": "", "step": -1, "rank": None, "bucket": None}
         is_exact = (mismatch["what"], mismatch["step"]) == (fault.cause, fault.step)

@@ -70,7 +70,7 @@ def _start(trial: Trial) -> None:
         trial.start([_BIN / "torchrun", "--standalone", "--nproc_per_node", trial.fault.ranks, "train.py"])
         return
     for node in range(trial.nodes):
-        host = ("--master_addr", trial.spaces.addresses[0], "--master_port", 29500, "--nproc_per_node", 1)
+        host = ("--master-addr", trial.spaces.addresses[0], "--master-port", 29500, "--nproc-per-node", 1)
         command = (_BIN / "torchrun", "--nnodes", trial.nodes, "--node_rank", node, *host, "train.py")
         trial.start(command, node, GLOO_SOCKET_IFNAME="eth0")
 

@@ -141,7 +141,7 @@ def run_job(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "faults.json").write_text(json.dumps(list(faults)))
-    flags = ["-n", ranks, "--replicas", str(replicas), "--log_dir", str(folder / "log"), *launcher]
+    flags = ["-n", ranks, "--replicas", str(replicas), "--log-dir", str(folder / "log"), *launcher]
     command = [sys.executable, "-m", "phalanx", "run", *flags, str(RANK_SCRIPT), "--folder", str(folder)]
     return run_command([*command, *map(str, script)], folder, env=env, act=act, timeout_s=timeout_s)
 

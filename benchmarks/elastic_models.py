@@ -144,6 +144,6 @@ class Adversaries(OneModel):
 
 def complete_steps(folder: Path) -> set[int]:
     """Return the steps of the complete checkpoints in a folder."""
-    from phalanx.checkpoint.folder.manifest import COMPLETE
+    from phalanx.checkpoint.folder.marker import COMPLETE
 
     return {int(path.parent.name.removeprefix("step-")) for path in folder.glob(f"step-*/{COMPLETE}")}

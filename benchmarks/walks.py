@@ -111,8 +111,8 @@ def count(command: list[str], folder: Path, *, is_marked: bool) -> set[str]:
 
 
 WALKS = {
-    "gradient": (GRADIENT, ["-m", "phalanx.launch", "-n", "2", "--log_dir", "logs", "script.py"]),
-    "row": (ROW, ["-m", "phalanx.launch", "--server_num", "1", "--worker_num", "1", "--log_dir", "logs", "script.py"]),
+    "gradient": (GRADIENT, ["-m", "phalanx.launch", "-n", "2", "--log-dir", "logs", "script.py"]),
+    "row": (ROW, ["-m", "phalanx.launch", "--server-num", "1", "--worker-num", "1", "--log-dir", "logs", "script.py"]),
     "job": (
         "print(1)",
         ["-m", "phalanx", "job", "run", "--name", "walk", "--code", "code", "--", "python", "script.py"],

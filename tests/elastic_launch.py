@@ -110,7 +110,7 @@ class ElasticLaunch:
 
     def start_node(self, node: int, **more: Any) -> Launch:
         """Start the launcher of a node, again or for the first time."""
-        arguments = ("--node_rank", str(node), "--log_dir", f"log{node}", *self.hosts, "job.py")
+        arguments = ("--node-rank", str(node), "--log-dir", f"log{node}", *self.hosts, "job.py")
         started = Launch(arguments, self.folder, **more)
         self.nodes.append(started)
         _started.append(started)
@@ -212,11 +212,11 @@ def start_nodes(
     """
     (folder / "job.py").write_text(JOB)
     addresses = ips or [f"127.0.0.{node + 2}" for node in range(count)]
-    hosts = ("--ips", ",".join(addresses), "--http_port", port, *arguments)
+    hosts = ("--ips", ",".join(addresses), "--http-port", port, *arguments)
     job: ElasticLaunch | None = None
     for node in range(count) if nodes is None else nodes:
         if job is None:
-            flags = ("--node_rank", str(node), "--log_dir", f"log{node}", *hosts, "job.py")
+            flags = ("--node-rank", str(node), "--log-dir", f"log{node}", *hosts, "job.py")
             first = Launch(flags, folder, program=(*enter(node), *RUN))
             job = ElasticLaunch(first, [first], hosts)
         else:

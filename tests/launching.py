@@ -126,7 +126,7 @@ def launch(cwd: Path, *arguments: str, timeout_s: float = 60.0, **more: object) 
 
 def launch_servers(cwd: Path, servers: int, workers: int, *arguments: str, **more: object) -> Launch:
     """Run a job with parameter servers, as `launch` does."""
-    return launch(cwd, "--server_num", str(servers), "--worker_num", str(workers), *arguments, **more)  # type: ignore[arg-type]
+    return launch(cwd, "--server-num", str(servers), "--worker-num", str(workers), *arguments, **more)  # type: ignore[arg-type]
 
 
 launch_warm = functools.partial(launch, program=WARM)

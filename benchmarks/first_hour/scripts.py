@@ -98,15 +98,15 @@ FAULTS = (
         "a rank that hangs",
         "        optimizer.zero_grad()\n",
         "        optimizer.zero_grad()\n        while px.init().rank == 1 and epoch: time.sleep(1)\n",
-        (r"rank 1 is at {file}:{line}", r"rank 0 waits", r"--hang_timeout"),
-        flags="-n 2 --hang_after 3 --hang_timeout 5",
+        (r"rank 1 is at {file}:{line}", r"rank 0 waits", r"--hang-timeout"),
+        flags="-n 2 --hang-after 3 --hang-timeout 5",
     ),
     Fault(
         "a collective on one rank",
         '    print(f"epoch',
         '    if px.init().rank == 0: loss = px.global_mean(loss)\n    print(f"epoch',
         (r"ranks wait for each other", r"{file}\D+{line}", r"look for an `if` on the rank"),
-        flags="-n 2 --hang_after 3 --hang_timeout 5",
+        flags="-n 2 --hang-after 3 --hang-timeout 5",
     ),
 )
 

@@ -52,7 +52,7 @@ class Result:
 def command_of(case: str, *, quick: bool, log_dir: str) -> list[str]:
     """Return what runs a case: `sparse` needs a server."""
     words = [str(ROOT / "benchmarks" / "gpu" / "cases.py"), case, *(["--quick"] if quick else [])]
-    servers = ["--server_num", "1", "--worker_num", "1", "--log_dir", log_dir]
+    servers = ["--server-num", "1", "--worker-num", "1", "--log-dir", log_dir]
     launcher = ["-m", "phalanx.launch", *servers] if case == "sparse" else []
     return [sys.executable, *launcher, *words]
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent
 WORKERS = 2
-OURS = [sys.executable, "-m", "phalanx.launch", "--server_num", "1", "--worker_num", str(WORKERS)]
+OURS = [sys.executable, "-m", "phalanx.launch", "--server-num", "1", "--worker-num", str(WORKERS)]
 """Our launcher; a script and its arguments follow."""
 
 TIMEOUT_S = 600.0

@@ -65,7 +65,7 @@ def _start(job: LaunchedJob, spaces: NetworkSpaces, folder: Path, mode: str, ste
     places = [",".join(f"{address}:{port}" for address in spaces.addresses) for port in (6170, 6171)]
     secret = secrets.token_hex(32)
     for node in range(NODES):
-        flags = ("--servers", places[0], "--workers", places[1], "--max_restarts", 100, "--log_dir", f"log{node}")
+        flags = ("--servers", places[0], "--workers", places[1], "--max-restarts", 100, "--log-dir", f"log{node}")
         script = (SCRIPT, "--folder", folder, "--mode", mode, "--steps", steps)
         env = {"PHALANX_JOB_SECRET": secret, "PHALANX_SERVER_RETRY_S": "60"}
         job.start(*flags, *script, enter=spaces.enter(node), env=env)

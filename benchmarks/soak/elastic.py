@@ -125,7 +125,7 @@ def ranks_are_lost(
     expected, saved = undisturbed(reference, updates, adversaries=kind.adversaries)
     with LaunchedJob(folder) as job:
         (folder / "faults.json").write_text(json.dumps(faults))
-        launcher = ("-n", f"1:{RANKS}", "--replicas", RANKS, "--max_restarts", 100)
+        launcher = ("-n", f"1:{RANKS}", "--replicas", RANKS, "--max-restarts", 100)
         job.start(*launcher, *arguments(folder, updates, *kind.flags), env=PATIENCE)
         trained = read(job, TIMEOUT_S)
         problems = [

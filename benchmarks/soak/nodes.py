@@ -32,10 +32,10 @@ def node_is_lost(folder: Path, seed: int, reference: Path) -> SoakResult:
     with NetworkSpaces(NODES) as spaces, LaunchedJob(folder) as job:
         (folder / "faults.json").write_text(json.dumps(faults))
         for node in range(NODES):
-            hosts = ("--ips", ",".join(spaces.addresses), "--http_port", 29500, "--nnodes", f"1:{NODES}", "-n", 1)
-            flags = (*hosts, "--node_rank", node, "--log_dir", f"log{node}", "--replicas", REPLICAS)
+            hosts = ("--ips", ",".join(spaces.addresses), "--http-port", 29500, "--nnodes", f"1:{NODES}", "-n", 1)
+            flags = (*hosts, "--node-rank", node, "--log-dir", f"log{node}", "--replicas", REPLICAS)
             job.start(
-                *flags, "--max_restarts", 100, *arguments(folder, UPDATES), enter=spaces.enter(node), env=PATIENCE
+                *flags, "--max-restarts", 100, *arguments(folder, UPDATES), enter=spaces.enter(node), env=PATIENCE
             )
         if job.wait_until(lambda: newest_update(folder) >= moment):
             _lose(job, spaces, lost, what)

@@ -33,7 +33,7 @@ def saves_are_hit(folder: Path, seed: int, *, count: int = FAULTS, saves: int = 
     disk.mkdir(parents=True, exist_ok=True)
     faults: list[str] = []
     with LaunchedJob(folder, disk=(disk, DISK)) as job:
-        flags = ("-n", ranks, "--max_restarts", 10, SCRIPT, "--folder", folder, "--disk", disk, "--saves", saves)
+        flags = ("-n", ranks, "--max-restarts", 10, SCRIPT, "--folder", folder, "--disk", disk, "--saves", saves)
         more = ["--background"] if generator.random() < 0.3 else []
         job.start(*flags, *more, env={"PHALANX_RENDEZVOUS_TIMEOUT_S": "20"})
         for moment in sorted(generator.sample(range(2, saves - 8), count)):

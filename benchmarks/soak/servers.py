@@ -39,7 +39,7 @@ def processes_are_lost(
     faults: list[str] = []
     has_lost_worker, started = False, time.monotonic()
     with LaunchedJob(folder) as job:
-        flags = ("--server_num", SERVERS, "--worker_num", WORKERS, "--max_restarts", 100)
+        flags = ("--server-num", SERVERS, "--worker-num", WORKERS, "--max-restarts", 100)
         script = (SCRIPT, "--folder", folder, "--mode", mode, "--steps", steps, "--save-every", 40)
         script += ("--spilled",) * is_spilled
         job.start(*flags, *script, env={"PHALANX_SERVER_RETRY_S": "60"})
@@ -85,7 +85,7 @@ def server_stays_frozen(folder: Path, seed: int) -> SoakResult:
     moment, rank, started = generator.randrange(30, 200), generator.randrange(SERVERS), time.monotonic()
     mode, faults = generator.choice(["sync", "async", "geo"]), []
     with LaunchedJob(folder) as job:
-        flags = ("--server_num", SERVERS, "--worker_num", WORKERS, "--hang_after", 1, "--hang_timeout", 1)
+        flags = ("--server-num", SERVERS, "--worker-num", WORKERS, "--hang-after", 1, "--hang-timeout", 1)
         job.start(*flags, SCRIPT, "--folder", folder, "--mode", mode, "--steps", 100_000)
         problems = []
         if job.wait_until(lambda: steps_of(read_lines(folder)) >= moment) and _send(

@@ -2,7 +2,7 @@
 
 python examples/mnist_ddp/train.py
 phalanx run -n 2 examples/mnist_ddp/train.py --data DIR
-torchrun --standalone --nproc_per_node 2 examples/mnist_ddp/train.py
+torchrun --standalone --nproc-per-node 2 examples/mnist_ddp/train.py
 
 This script does not import Phalanx: any launcher that sets RANK and WORLD_SIZE can start it. The global
 batch does not depend on the number of ranks, and with --dropout 0 neither do the losses.

@@ -1,7 +1,7 @@
 """Train a wide & deep model; the same script for one process, and for workers that share tables on parameter servers.
 
 python examples/wide_and_deep/train.py
-phalanx run --server_num 1 --worker_num 2 examples/wide_and_deep/train.py --mode sync
+phalanx run --server-num 1 --worker-num 2 examples/wide_and_deep/train.py --mode sync
 """
 
 import argparse

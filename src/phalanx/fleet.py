@@ -96,7 +96,7 @@ def init(
     if is_collective and role.server_endpoints:
         raise RoleError(
             "fleet.init(is_collective=True), but the job was launched with parameter servers, "
-            f"{len(role.server_endpoints)} of them. Launch without --server_num/--servers, or "
+            f"{len(role.server_endpoints)} of them. Launch without --server-num/--servers, or "
             "call fleet.init(is_collective=False)."
         )
     if strategy is not None:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CHECKED_ON = ("2.9.1", "2.10.0", "2.13.0")
-"""Releases of torch in which all names were there; `_grouped_mm` was looked for in the last alone."""
+CHECKED_ON = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0")
+"""Releases of torch in which all names were there."""
 
 PRIVATE_NAMES: frozenset[str] = frozenset({
     "torch.UntypedStorage._new_shared",
@@ -52,6 +52,7 @@ PRIVATE_NAMES: frozenset[str] = frozenset({
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops",
     "torch.distributed.pipelining._backward.stage_backward_input",
     "torch.distributed.pipelining._backward.stage_backward_weight",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator",
@@ -87,6 +88,7 @@ PRIVATE_ATTRIBUTES: dict[str, str] = {
     "_get_sequence_number_for_group": "torch.distributed.ProcessGroup",
     "_index_sampler": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "_is_view": "torch.Tensor",
+    "_merge_outputs": "torch.distributed.pipelining.ScheduleGPipe",
     "_modules_to_run_forward": _SHARDING + "_fsdp_state.FSDPState",
     "_new_shared_fd_cpu": "torch.UntypedStorage",
     "_next_index": "torch.utils.data.dataloader._BaseDataLoaderIter",

@@ -18,6 +18,10 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
 from phalanx.jobs.models import Cause, Failure, JobState, MemberRole
+from phalanx.plan.files import write_run_plan
+from phalanx.plan.rules.rules import plan_from_strategy
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.strategy import DistributedStrategy
 from phalanx.ui.pages.job_page import TABS
 
 pytestmark = pytest.mark.dist
@@ -148,6 +152,10 @@ def test_a_job_is_followed_while_it_runs(browser, server):
     _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "[data-reports] canvas")) == 2)
     report(folder, 1, 10)
     _until(browser, lambda: "worker.1" in browser.find_element(By.CSS_SELECTOR, "[data-reports]").text)
+    shown = lambda: [one.text for one in browser.find_elements(By.CSS_SELECTOR, "[data-reports] .u-value")]  # noqa: E731
+    _until(browser, lambda: shown() and "--" not in shown())  # the last values, as no pointer is there
+    report(folder, 0, 11, loss=0.6875)
+    _until(browser, lambda: "0.0625" in shown())
     for number in range(2):
         for node in range(2):
             sample = Sample(number, 1.7e9 + 5 * number, 1.5, (1 + node) << 30, 2 << 30)
@@ -281,15 +289,23 @@ def test_stopping_asks_first(browser, server):
 
 def test_chinese_is_chinese_on_every_page(browser, server):
     job = server.queue("zhongwen")
-    server.start(job)
-    server.end(job, Failure(Cause.USER_CODE, "rank 0 raised", rank=0))
+    shape = ModelShape((ParamShape(name="fc.weight", shape=(8, 8), dtype="float32", item_bytes=4),))
+    plan = plan_from_strategy(DistributedStrategy(), shape, 2)
+    (paths.checkpoints(server.home / "jobs" / job.id, None) / "step-3").mkdir(parents=True)
+    plans = paths.launcher_logs(server.start(job), 0)
+    plans.mkdir()
+    write_run_plan(plan, shape, plans)
+    server.end(job, Failure(Cause.USER_CODE, "rank 0 raised ValueError: no", rank=0))
     browser.get(f"{server.url}/ui/w/default/")
     browser.find_element(By.LINK_TEXT, "中文").click()
     _until(browser, lambda: browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "zh-CN")
     for place, word in (
         ("w/default/", "作业"),
         (f"jobs/{job.id}", "训练代码出错"),
+        (f"jobs/{job.id}", "进程 0 抛出 ValueError: no"),
+        (f"jobs/{job.id}/plan.svg", "并行方案：data=2"),
         (f"jobs/{job.id}?tab=charts", "资源使用"),
+        (f"jobs/{job.id}?tab=checkpoints", "未完成"),
         ("queue", "本机"),
         ("w/default/new", "必填"),
         ("w/default/datasets", "数据集"),

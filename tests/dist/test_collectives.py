@@ -218,7 +218,7 @@ def test_misuse_is_one_clear_error_on_every_rank():
         "all_gather joins tensors that may differ along dim 0 only, found rank 0 (2, 2), rank 1 (2, 3)",
         "joins tensors that may differ along dim 0 only",
         "Give one size per rank",
-        "reduce_scatter cannot cut 3 evenly for 2 ranks",
+        "reduce_scatter cannot split 3 evenly for 2 ranks",
         "reduce_scatter needs 2 sizes",
         "broadcast from rank 2 needs a group of more than 2 ranks, found 2",
         "all_reduce knows op 'sum', 'mean', 'max' and 'min', found 'prod'",

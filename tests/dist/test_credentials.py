@@ -222,7 +222,7 @@ def test_a_job_that_fails_writes_its_secrets_nowhere(tmp_path: Path, end: str):
     runtime.mkdir(mode=0o700)
     before = set(os.listdir("/dev/shm"))
     job = Launch(
-        ("--server_num", "1", "--worker_num", "2", "--per_rank_dir", "train.py", end),
+        ("--server-num", "1", "--worker-num", "2", "--per-rank-dir", "train.py", end),
         tmp_path,
         environment={**SECRETS, "XDG_RUNTIME_DIR": str(runtime)},
     ).wait()

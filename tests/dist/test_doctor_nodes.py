@@ -38,10 +38,10 @@ def hosts() -> Iterator[tuple[list[str], list[str]]]:
 
 def doctors(hosts: tuple[list[str], list[str]], *words: str, environment: dict[str, str] | None = None) -> list[str]:
     """Run the doctor on both hosts as a user would; return what each printed."""
-    place = ["--nnodes", "2", "--master_addr", ADDRESSES[0], "--timeout", "40"]
+    place = ["--nnodes", "2", "--master-addr", ADDRESSES[0], "--timeout", "40"]
     running = [
         subprocess.Popen(
-            [*inside, *DOCTOR, *place, "--node_rank", str(rank), *words],
+            [*inside, *DOCTOR, *place, "--node-rank", str(rank), *words],
             env={**QUIET, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -86,11 +86,11 @@ def test_a_wrong_interface_on_the_nodes_is_a_failure_that_names_it(hosts):
 
 
 def test_a_node_that_does_not_come_is_named(unused_port):
-    words = ["--nnodes", "3", "--master_addr", "127.0.0.1", "--master_port", str(unused_port), "--timeout", "1"]
+    words = ["--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(unused_port), "--timeout", "1"]
     done = subprocess.run([*DOCTOR, *words], env=QUIET, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "2 of 3 nodes did not come within 1 s: node 1, node 2. Run the same command there" in done.stderr
-    done = subprocess.run([*DOCTOR, *words, "--node_rank", "1"], env=QUIET, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*DOCTOR, *words, "--node-rank", "1"], env=QUIET, capture_output=True, text=True, timeout=60)
     assert f"The first node did not answer at 127.0.0.1:{unused_port} within 1 s (Connection refused)" in done.stderr
 
 
@@ -98,7 +98,7 @@ def test_a_taken_port_is_named(unused_port):
     with socket.create_server(("127.0.0.1", unused_port)):
         options = MeetingOptions(node_rank=0, nnodes=2, master_addr="127.0.0.1", master_port=unused_port, timeout_s=5)
         with pytest.raises(
-            LaunchError, match=f"--master_port {unused_port} on 127.0.0.1 is in use by pid {os.getpid()}"
+            LaunchError, match=f"--master-port {unused_port} on 127.0.0.1 is in use by pid {os.getpid()}"
         ):
             NodeMeeting(options)
 

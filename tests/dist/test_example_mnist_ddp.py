@@ -35,7 +35,7 @@ LINE = rf"{WHEN}\|{re.escape(TRAIN)}\|\d+\| "
 
 
 def start(folder: Path, ranks: int, *arguments: str) -> Launch:
-    return launch(folder, "-n", str(ranks), "--log_dir", "log", TRAIN, *arguments, program=WARM)
+    return launch(folder, "-n", str(ranks), "--log-dir", "log", TRAIN, *arguments, program=WARM)
 
 
 def result(text: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_the_end_is_quiet_and_the_result_the_last_word(runs: list[Launch]) -> No
 
 def test_two_runs_on_two_ranks_are_equal_to_the_bit(tmp_path: Path) -> None:
     def train(log: str) -> dict[str, Any]:
-        return result(launch(tmp_path, "-n", "2", "--log_dir", log, TRAIN, "--epochs", "1", program=WARM).out)
+        return result(launch(tmp_path, "-n", "2", "--log-dir", log, TRAIN, "--epochs", "1", program=WARM).out)
 
     with ThreadPoolExecutor() as both:
         first, second = both.map(train, ("first", "second"))

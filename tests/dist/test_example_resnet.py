@@ -72,7 +72,7 @@ def test_compiled_losses_equal_eager_ones(tmp_path):
 
 
 def test_labels_outside_the_classes_are_named_before_the_first_step(tmp_path):
-    command = [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log_dir", tmp_path / "log", SCRIPT, "--smoke"]
+    command = [sys.executable, "-m", "phalanx.launch", "-n", "2", "--log-dir", tmp_path / "log", SCRIPT, "--smoke"]
     done = subprocess.run([*command, "--class-dim", "7"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "The label of sample 5 is 9, outside the model's 7 classes" in done.stdout + done.stderr

@@ -78,7 +78,7 @@ def test_the_line_of_the_page_trains_on_the_ranks_of_the_job(ranks: int, tmp_pat
 
 def test_a_loop_cannot_train_stages_and_is_told_which_limit_leaves_them_out(tmp_path: Path) -> None:
     for message in run_ranks(in_stages, 2, env={"XDG_CACHE_HOME": str(tmp_path)}):
-        assert re.search(r'cut into stages, needs px\.train_step: .*limits=\["pp=1"\]', message)
+        assert re.search(r'split into stages, needs px\.train_step: .*limits=\["pp=1"\]', message)
 
 
 def test_a_job_is_as_many_devices_as_it_has_ranks_before_init_and_after(tmp_path: Path) -> None:

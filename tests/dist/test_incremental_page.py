@@ -19,7 +19,7 @@ def test_the_second_day_starts_from_the_rows_of_the_first(tmp_path: Path) -> Non
     (tmp_path / "daily.py").write_text(script)
     losses = []
     for day in ("1", "2"):
-        command = f"phalanx run --server_num 1 --worker_num 2 daily.py {day}"
+        command = f"phalanx run --server-num 1 --worker-num 2 daily.py {day}"
         assert command in PAGE
         done = launch_servers_warm(tmp_path, 1, 2, "daily.py", day)
         assert done.code == 0, done.out + done.err

@@ -53,26 +53,26 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         (["missing.py"], r"'missing\.py' does not exist"),
         (["."], r"'\.' is a directory\. Give the Python file to run"),
         (["-n", "0", "train.py"], r"'0' is no number of processes\. Give a whole number, at least 1"),
-        (["--nproc_per_node", "two", "train.py"], r"'two' is no number of processes"),
-        (["--nproc_per_node=-1", "train.py"], r"'-1' is no number of processes"),
-        (["--server_num", "0", "train.py"], r"'0' is no number of servers\..*without servers start with -n 2"),
-        (["--server_num", "1", "--worker_num", "0", "train.py"], r"'0' is no number of workers\. Give .* at least 1"),
-        (["--nproc_per_nod", "2", "train.py"], r"No such option.*Did you mean '--nproc_per_node'"),
-        (["--no_such_flag=1", "train.py"], r"No such option '--no_such_flag'"),
-        (["--http_port", "70000", "train.py"], r"'70000' is no port"),
+        (["--nproc-per-node", "two", "train.py"], r"'two' is no number of processes"),
+        (["--nproc-per-node=-1", "train.py"], r"'-1' is no number of processes"),
+        (["--server-num", "0", "train.py"], r"'0' is no number of servers\..*without servers start with -n 2"),
+        (["--server-num", "1", "--worker-num", "0", "train.py"], r"'0' is no number of workers\. Give .* at least 1"),
+        (["--nproc_per_nod", "2", "train.py"], r"No such option.*Did you mean '--nproc-per-node'"),
+        (["--no_such_flag=1", "train.py"], r"No such option '--no-such-flag'"),
+        (["--http-port", "70000", "train.py"], r"'70000' is no port"),
         (["--ips", "10.255.255.1", "train.py"], r"None of the hosts 10\.255\.255\.1 is this host"),
         (["--ips", "300.1.1.1", "train.py"], r"'300\.1\.1\.1' is no address and no host name"),
-        (["--ips", "127.0.0.1,127.0.0.2", "train.py"], r"Add --node_rank \(0 or 1\)"),
-        (["-n", "2", "--server_num", "1", "train.py"], r"both were given"),
-        (["--server_num", "1", "train.py"], r"--worker_num is missing"),
-        (["--log_format", "xml", "train.py"], r"'xml' is not one of 'default', 'bar', 'json'"),
+        (["--ips", "127.0.0.1,127.0.0.2", "train.py"], r"Add --node-rank \(0 or 1\)"),
+        (["-n", "2", "--server-num", "1", "train.py"], r"both were given"),
+        (["--server-num", "1", "train.py"], r"--worker-num is missing"),
+        (["--log-format", "xml", "train.py"], r"'xml' is not one of 'default', 'bar', 'json'"),
         ([], r"Missing argument 'TRAINING_SCRIPT'"),
         (["--cluster_node_ips", "1.2.3.4", "train.py"], r"--cluster_node_ips is now called --ips"),
         (["--selected-gpus=0", "train.py"], r"--selected_gpus is now called --gpus"),
-        (["--np", "2", "train.py"], r"--np is now called --nproc_per_node"),
+        (["--np", "2", "train.py"], r"--np is now called --nproc-per-node"),
         (["--node_ip=1.2.3.4", "train.py"], r"--node_ip was removed: "),
         (["--use_paddlecloud", "train.py"], r"--use_paddlecloud was removed: "),
-        (["--started_port", "6170", "train.py"], r"--started_port was removed: .*--http_port"),
+        (["--started_port", "6170", "train.py"], r"--started_port was removed: .*--http-port"),
         (["--log_level", "INFO", "train.py"], r"--log_level was removed: "),
         (["--print_config", "train.py"], r"--print_config was removed: "),
     ],
@@ -98,10 +98,10 @@ def test_a_refused_command_ends_with_the_message_alone(folder: Path) -> None:
         (
             ["--lang", "zh", "--nproc_per_nod", "2", "train.py"],
             {},
-            r"没有选项 '--nproc_per_nod'。您是否想写 '--nproc_per_node'",
+            r"没有选项 '--nproc-per-nod'。您是否想写 '--nproc-per-node'",
         ),
         (["--lang=en", "missing.py"], {"LANG": "zh_CN.UTF-8"}, r"'missing\.py' does not exist"),
-        (["train.py"], {"RANK": "0", "WORLD_SIZE": "2"}, r"RANK=0 and WORLD_SIZE=2 .*--world_size_counts nodes"),
+        (["train.py"], {"RANK": "0", "WORLD_SIZE": "2"}, r"RANK=0 and WORLD_SIZE=2 .*--world-size-counts nodes"),
         (
             ["train.py"],
             {"PET_NNODES": "2", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"},
@@ -119,7 +119,7 @@ def test_mistakes_are_told_in_the_users_language_and_name_the_variables(
 def test_launch_ps_is_for_parameter_servers(folder: Path) -> None:
     done = launch(folder, "train.py", program=PS)
     assert done.code == 2
-    assert "Add e.g. --server_num 1 --worker_num 2." in done.err
+    assert "Add e.g. --server-num 1 --worker-num 2." in done.err
 
 
 def test_a_port_in_use_is_named_with_its_owner(folder: Path) -> None:
@@ -127,10 +127,10 @@ def test_a_port_in_use_is_named_with_its_owner(folder: Path) -> None:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = busy.getsockname()[1]
-        done = launch(folder, "--http_port", str(port), "train.py")
+        done = launch(folder, "--http-port", str(port), "train.py")
     assert done.code == 2
     assert re.search(
-        rf"--http_port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \(.*python.*\)\. End that process",
+        rf"--http-port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \(.*python.*\)\. End that process",
         done.err,
     )
 
@@ -138,13 +138,13 @@ def test_a_port_in_use_is_named_with_its_owner(folder: Path) -> None:
 def test_a_fixed_port_is_the_one_the_ranks_are_told(folder: Path) -> None:
     port = free_port()
     (folder / "port.py").write_text("import os; print('port', os.environ['MASTER_PORT'])")
-    assert f"port {port}\n" in launch(folder, "--master_port", port, "port.py").out
+    assert f"port {port}\n" in launch(folder, "--master-port", port, "port.py").out
 
 
 def test_a_log_folder_that_cannot_be_written_is_named(folder: Path) -> None:
-    done = launch(folder, "--log_dir", "train.py/log", "train.py")
+    done = launch(folder, "--log-dir", "train.py/log", "train.py")
     assert done.code == 2
-    assert "--log_dir train.py/log cannot be written to (Not a directory)" in done.err
+    assert "--log-dir train.py/log cannot be written to (Not a directory)" in done.err
 
 
 def test_torch_of_another_version_is_refused(folder: Path) -> None:
@@ -161,7 +161,7 @@ def test_help_reads_well(folder: Path) -> None:
     done = launch(folder, "--help")
     assert done.code == 0
     assert "phalanx run -n 2 train.py" in done.out
-    assert "--nproc_per_node" in done.out
+    assert "--nproc-per-node" in done.out
     assert "--selected_gpus" not in done.out
 
 

@@ -65,7 +65,7 @@ def test_what_cannot_be_copied_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         px.launch(print_nothing, 1)
     px.shutdown()
     monkeypatch.setattr(accelerator, "device_in_use", lambda: torch.device("cuda", 0))
-    with pytest.raises(LaunchError, match="which has used a card already, and CUDA does not survive that"):
+    with pytest.raises(LaunchError, match="which has used a GPU already, and CUDA does not survive that"):
         px.launch(print_nothing, 1)
 
 

@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def node(folder: Path, rank: int, port: str, *arguments: str) -> Launch:
-    hosts = ("--ips", "127.0.0.1,127.0.0.2", "--node_rank", str(rank), "--http_port", port)
-    return Launch((*hosts, "--log_dir", f"log{rank}", *arguments), folder)
+    hosts = ("--ips", "127.0.0.1,127.0.0.2", "--node-rank", str(rank), "--http-port", port)
+    return Launch((*hosts, "--log-dir", f"log{rank}", *arguments), folder)
 
 
 def both(folder: Path, *arguments: str, counts: tuple[str, str] = ("1", "1")) -> list[Launch]:
@@ -58,7 +58,7 @@ def both(folder: Path, *arguments: str, counts: tuple[str, str] = ("1", "1")) ->
 
 
 def test_two_hosts_train_as_one_job_and_a_restart_restarts_both(folder: Path) -> None:
-    first, second = both(folder, "-v", "--max_restarts", "1", "meet.py", "raise once", counts=("1", "2"))
+    first, second = both(folder, "-v", "--max-restarts", "1", "meet.py", "raise once", counts=("1", "2"))
     assert (first.code, second.code) == (0, 0), first.out + second.out
     assert "attempt 0 sum 6.0" in (folder / "log1" / "attempt-0" / "workerlog.1").read_text()
     texts = [(folder / log).read_text().split() for log in ("log0/workerlog.0", "log1/workerlog.1", "log1/workerlog.2")]
@@ -80,7 +80,7 @@ def test_a_schedulers_variables_alone_make_one_job_of_two_hosts(folder: Path) ->
         "PET_MASTER_PORT": free_port(),
     }
     running = [
-        Launch(("-v", "--log_dir", f"log{rank}", "meet.py"), folder, environment=pods | {"PET_NODE_RANK": str(rank)})
+        Launch(("-v", "--log-dir", f"log{rank}", "meet.py"), folder, environment=pods | {"PET_NODE_RANK": str(rank)})
         for rank in range(2)
     ]
     assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
@@ -96,7 +96,7 @@ def test_pods_whose_world_size_counts_nodes_make_one_job(folder: Path) -> None:
     pods = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     running = [
         Launch(
-            ("--world_size_counts", "nodes", "-n", str(rank + 1), "--log_dir", f"log{rank}", "meet.py"),
+            ("--world-size-counts", "nodes", "-n", str(rank + 1), "--log-dir", f"log{rank}", "meet.py"),
             folder,
             environment=pods | {"RANK": str(rank)},
         )
@@ -138,7 +138,7 @@ def test_a_host_that_never_comes_ends_the_wait_with_an_error(folder: Path) -> No
     port = free_port()
     first = node(folder, 0, port, "--timeout", "4", "-n", "1", "meet.py")
     second = Launch(
-        ("--ips", "127.0.0.3,127.0.0.2", "--node_rank", "1", "--http_port", port, "--timeout", "1", "meet.py"), folder
+        ("--ips", "127.0.0.3,127.0.0.2", "--node-rank", "1", "--http-port", port, "--timeout", "1", "meet.py"), folder
     )
     assert second.wait().code == 1
     assert f"The first host did not answer at 127.0.0.3:{port} within 1 s (Connection refused)" in second.err
@@ -183,17 +183,17 @@ def test_a_stop_on_one_host_ends_the_job_on_the_other(folder: Path) -> None:
 
 def test_two_launchers_with_one_place_are_told(folder: Path) -> None:
     port = free_port()
-    hosts = ("--nnodes", "3", "--master_addr", "127.0.0.1", "--http_port", port)
-    first = Launch((*hosts, "--node_rank", "0", "--log_dir", "log0", "meet.py"), folder)
-    second = Launch((*hosts, "--node_rank", "1", "--log_dir", "log1", "meet.py"), folder)
-    third = Launch((*hosts, "--node_rank", "1", "--log_dir", "log2", "meet.py"), folder)
+    hosts = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--http-port", port)
+    first = Launch((*hosts, "--node-rank", "0", "--log-dir", "log0", "meet.py"), folder)
+    second = Launch((*hosts, "--node-rank", "1", "--log-dir", "log1", "meet.py"), folder)
+    third = Launch((*hosts, "--node-rank", "1", "--log-dir", "log2", "meet.py"), folder)
     ended = None
     deadline = time.monotonic() + 30
     while ended is None and time.monotonic() < deadline:
         ended = next((one for one in (second, third) if one.process.poll() is not None), None)
         time.sleep(0.02)
     assert ended is not None
-    assert "Two launchers say they are node 1. Give every host its own --node_rank." in ended.wait().err
+    assert "Two launchers say they are node 1. Give every host its own --node-rank." in ended.wait().err
     # The first host last: its store goes with it.
     for one in (third, second, first):
         if one is not ended:
@@ -214,9 +214,9 @@ def test_listed_servers_and_workers_over_two_launchers(folder: Path) -> None:
     )
     ports = [free_port() for _ in range(3)]
     servers, workers = f"127.0.0.1:{ports[0]}", f"127.0.0.2:{ports[1]},127.0.0.1:{ports[2]}"
-    lists = ("--servers", servers, "--workers", workers, "--http_port", free_port())
+    lists = ("--servers", servers, "--workers", workers, "--http-port", free_port())
     running = [
-        Launch((*lists, "--node_rank", str(rank), "--log_dir", f"log{rank}", "roles.py"), folder) for rank in range(2)
+        Launch((*lists, "--node-rank", str(rank), "--log-dir", f"log{rank}", "roles.py"), folder) for rank in range(2)
     ]
     assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
     secrets = {path.read_text() for path in folder.glob("secret.*")}
@@ -236,11 +236,11 @@ def test_the_meeting_port_in_use_names_its_owner(folder: Path) -> None:
         port = str(busy.getsockname()[1])
         done = node(folder, 0, port, "meet.py").wait()
     assert done.code == 2
-    assert re.search(rf"--http_port {port} on 127\.0\.0\.1 is in use by pid \d+ \(", done.err)
+    assert re.search(rf"--http-port {port} on 127\.0\.0\.1 is in use by pid \d+ \(", done.err)
 
 
 def test_a_counted_job_of_one_host_needs_no_address(folder: Path) -> None:
-    assert launch(folder, "--nnodes", "1", "--master_addr", "127.0.0.1", "-n", "2", "meet.py").code == 0
+    assert launch(folder, "--nnodes", "1", "--master-addr", "127.0.0.1", "-n", "2", "meet.py").code == 0
 
 
 DIFFERENT = {
@@ -256,8 +256,8 @@ def test_lists_of_hosts_that_differ_are_named_on_both_hosts(folder: Path) -> Non
     for kind, (lists, ranks) in DIFFERENT.items():
         port = free_port()
         for number, (ips, rank) in enumerate(zip(lists, ranks, strict=True)):
-            log = ("--log_dir", f"{kind} {number}")
-            command = ("--ips", ips, "--node_rank", str(rank), "--http_port", port, *log, "meet.py")
+            log = ("--log-dir", f"{kind} {number}")
+            command = ("--ips", ips, "--node-rank", str(rank), "--http-port", port, *log, "meet.py")
             started.append((lists, Launch(command, folder)))
     for lists, launcher in started:
         assert launcher.wait(40).code == 2, launcher.out + launcher.err
@@ -269,10 +269,10 @@ def test_lists_of_hosts_that_differ_are_named_on_both_hosts(folder: Path) -> Non
 
 def test_secrets_that_differ_are_refused_before_the_start(folder: Path) -> None:
     ports = [free_port() for _ in range(2)]
-    lists = ("--servers", f"127.0.0.1:{ports[0]}", "--workers", f"127.0.0.2:{ports[1]}", "--http_port", free_port())
+    lists = ("--servers", f"127.0.0.1:{ports[0]}", "--workers", f"127.0.0.2:{ports[1]}", "--http-port", free_port())
     running = [
         Launch(
-            (*lists, "--node_rank", str(rank), "--log_dir", f"log{rank}", "meet.py"),
+            (*lists, "--node-rank", str(rank), "--log-dir", f"log{rank}", "meet.py"),
             folder,
             environment={"PHALANX_JOB_SECRET": str(rank) * 64},
         )

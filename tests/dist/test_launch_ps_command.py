@@ -81,7 +81,7 @@ def test_the_tables_of_parameter_servers_are_listed(tmp_path: Path) -> None:
     runtime.mkdir(mode=0o700)
     (tmp_path / "train.py").write_text(TRAIN)
     os.mkfifo(tmp_path / "gate")
-    command = ("--server_num", "2", "--worker_num", "1", "train.py")
+    command = ("--server-num", "2", "--worker-num", "1", "train.py")
     running = Launch(command, tmp_path, environment={"XDG_RUNTIME_DIR": str(runtime)})
     rows = 0
     while rows < 7 and running.process.poll() is None:

@@ -158,7 +158,7 @@ def test_four_launches_at_once_share_no_port(tmp_path: Path) -> None:
     )
     # A dozen processes among themselves; tests that run beside them in other processes of `make test` go first.
     nice = ("nice", "-n", "10", *RUN)
-    running = [Launch(("-n", "2", "--log_dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(4)]
+    running = [Launch(("-n", "2", "--log-dir", f"log{i}", "meet.py"), tmp_path, nice) for i in range(4)]
     done = [one.wait(100) for one in running]
     assert [one.code for one in done] == [0] * 4, [one.out for one in done if one.code]
     endpoints = [e for one in done for e in one.out.rpartition("met ")[2].strip().split(",")]

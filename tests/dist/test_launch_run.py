@@ -131,7 +131,7 @@ def test_warnings_of_other_ranks_appear_once_with_their_rank(run: Launch) -> Non
 
 def test_the_next_run_keeps_the_logs_of_the_one_before(run: Launch) -> None:
     (run.cwd / "other.py").write_text("import logging; logging.info('second'); print('second')")
-    done = launch(run.cwd, "-v", "--log_format", "bar", "-n", "1", "other.py")
+    done = launch(run.cwd, "-v", "--log-format", "bar", "-n", "1", "other.py")
     assert done.code == 0
     assert "text of rank 1" in run.log("previous/workerlog.1")
     assert not (run.cwd / "log" / "workerlog.1").exists()

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("ps")
     (folder / "roles.py").write_text(ROLES)
-    flags = ("--server_num=1", "--worker_num=2", "--heter_worker_num", "1")
+    flags = ("--server-num=1", "--worker-num=2", "--heter-worker-num", "1")
     return launch(folder, "--verbose", *flags, "roles.py", "after HETER_TRAINER.0")
 
 
@@ -59,7 +59,7 @@ def test_the_job_ends_well_and_in_the_known_order(run: Launch) -> None:
 
 
 def test_the_mode_and_the_tables_are_printed(run: Launch) -> None:
-    flags = "['--worker_num', '--server_num', '--heter_worker_num']"
+    flags = "['--worker-num', '--server-num', '--heter-worker-num']"
     assert f"Run parameter-sever mode. pserver arguments:{flags}, cuda count:0" in run.out
     for words in ("Local server start 1 processes.", "Local worker start 2 processes."):
         assert f"] {words} First process distributed environment info (Only For Debug):" in run.out
@@ -164,6 +164,6 @@ def test_a_heter_worker_is_neither_worker_nor_server(tmp_path: Path) -> None:
         "else:\n"
         "    print('a role of its own', fleet.worker_num(), fleet.server_num(), flush=True)\n"
     )
-    done = launch_servers(tmp_path, 1, 1, "--heter_worker_num", "1", "train.py")
+    done = launch_servers(tmp_path, 1, 1, "--heter-worker-num", "1", "train.py")
     assert done.code == 0, done.out
     assert "a role of its own 1 1" in done.log("heterlog.0")

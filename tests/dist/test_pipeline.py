@@ -1,4 +1,4 @@
-"""A model cut into stages trains as one process does: losses, gradients, parameters and outputs compared."""
+"""A model split into stages trains as one process does: losses, gradients, parameters and outputs compared."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_a_pipeline_cannot_do_is_one_error_on_all_ranks():
     assert "lost rank 0" in ranks[1]["object"] or "lost another rank" in ranks[1]["object"]
     for found in ranks:
         assert re.match(
-            r"training Glued, which is cut into stages, needs px.train_step: step = px.train_step", found["loop"]
+            r"training Glued, which is split into stages, needs px.train_step: step = px.train_step", found["loop"]
         )
         assert "cannot be copied or pickled whole. Keep its state_dict" in found["copy"]
         assert "the pipeline of Glued takes x, the inputs without a default; found x, mask" in found["by name"]
@@ -168,7 +168,7 @@ def test_what_a_pipeline_cannot_do_is_one_error_on_all_ranks():
             r"'blocks.0.weight' of stage 0 and 'blocks.2.weight' of stage 1 are one parameter", found["shared"]
         )
         assert re.match(r"the forward pass uses 'blocks.0' of stage 0 while it is in stage 1", found["order"])
-        assert re.match(r"the forward pass of LooksAtValues cannot be cut into stages, because", found["values"])
+        assert re.match(r"the forward pass of LooksAtValues cannot be split into stages, because", found["values"])
         assert "modules[haed].stage: the model has no such module. Did you mean 'head'?" in found["unit"]
         assert "2 ranks with 1 each need stages 0 to 1" in found["stages"]
         assert "the schedule 'gpipe' with virtual=2 stages of each rank" in found["kind"]

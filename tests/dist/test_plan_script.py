@@ -31,6 +31,13 @@ net, optimizer, loader = px.distribute(net, optimizer, rows, global_batch=32)
 raise SystemExit("it went on to train")
 """
 
+REFUSES = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr")
+parser.parse_args()
+"""
+
 MODEL = """
 import torch
 import phalanx as px
@@ -268,5 +275,20 @@ def test_a_cluster_that_cannot_be_read_is_refused_before_the_script_runs(tmp_pat
 def test_a_model_with_tables_is_not_planned(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TABLES)
     for cluster in ("a100x1", "a100x2"):
-        with pytest.raises(PlanError, match=r"whose parameter '0\..*' stands for a table .* --server_num 1"):
+        with pytest.raises(PlanError, match=r"whose parameter '0\..*' stands for a table .* --server-num 1"):
             plan_script(tmp_path / "train.py", (), cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [("--limt", "--limt went to the script. Did you mean '--limit' of `phalanx plan`?"), ("--nothing-like-it", None)],
+)
+def test_a_flag_that_the_script_refuses_names_the_nearest_of_the_command(
+    tmp_path: Path, flag: str, hint: str | None
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REFUSES)
+    result = CliRunner().invoke(command, [str(script), "--cluster", "cpux2", "--lr", "0.1", flag, "tp<=8"])
+    assert isinstance(result.exception, ConfigError)
+    assert "ended (2) before it trained a model" in str(result.exception)
+    assert str(result.exception).endswith(hint or "px.Model(...).train(...).")

@@ -354,6 +354,6 @@ def test_a_renamed_table_is_said_by_server_0(tmp_path: Path) -> None:
             worker.call("leave", {})
             worker.close()
         assert [server.end() for server in made] == [0, 0]
-        assert "table 'item' starts anew" in made[0].log
+        assert "table 'item' starts fresh" in made[0].log
         assert "Did you mean 'item'?" in made[0].log
         assert "table 'items'" not in made[1].log

@@ -379,7 +379,7 @@ def test_verbs_of_the_other_role_are_errors():
 def without_servers():
     with pytest.raises(PlanError, match="2 workers share table 'deep', but the job has no parameter server"):
         px.distribute(model_of())
-    with pytest.raises(ConfigError, match="Launch with `phalanx run --server_num 1 --worker_num 2"):
+    with pytest.raises(ConfigError, match="Launch with `phalanx run --server-num 1 --worker-num 2"):
         model_of()(data(0)[0])
 
 

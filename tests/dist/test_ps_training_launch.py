@@ -90,7 +90,7 @@ def test_distribute_serves_on_a_server_and_the_same_file_runs_alone(tmp_path):
     done = launch_servers_warm(tmp_path, 1, 2, "train.py", "sync")
     assert done.code == 0, done.out + done.err + done.log("workerlog.0")
     assert "all workers have left" in done.log("serverlog.0")
-    alone = launch_warm(tmp_path, "--log_dir", "alone", "-n", "1", "train.py", "sync")
+    alone = launch_warm(tmp_path, "--log-dir", "alone", "-n", "1", "train.py", "sync")
     assert alone.code == 0
     # The table is named after its place in the model in both runs, so both start from the same rows.
     log = (tmp_path / "alone" / "workerlog.0").read_text()

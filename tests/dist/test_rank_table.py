@@ -75,11 +75,11 @@ def folder(tmp_path: Path) -> Path:
 def test_a_table_of_one_host_decides_ranks_and_devices_and_each_rank_has_a_folder(folder: Path) -> None:
     write_table(folder / "t.json", ("127.0.0.1", 5), ("127.0.0.1", 3))
     environment = {"FAIL_ONCE": "1", "MY_TOKEN": "hidden-value"}
-    flags = ("--rank_table", "t.json", "--per_rank_dir", "--max_restarts", "1")
+    flags = ("--rank-table", "t.json", "--per-rank-dir", "--max-restarts", "1")
     done = launch(folder, *flags, "meet.py", environment=environment)
     assert done.code == 0, done.out + done.err
     assert "t.json: the comma before a closing bracket in line 1 is passed over" in done.out
-    assert "nproc_per_node: 2 (from --rank_table)" in done.out
+    assert "nproc_per_node: 2 (from --rank-table)" in done.out
     assert "rank 0 of 2 local 0 node 0 device 5 size 2 sum 3.0" in done.log("rank_0/train.log")
     assert "rank 1 of 2 local 1 node 0 device 3 size 2 sum 3.0" in done.log("rank_1/train.log")
     assert "rank 1 has bad data" in done.log("attempt-0/rank_1/train.log")
@@ -91,8 +91,8 @@ def test_a_table_of_one_host_decides_ranks_and_devices_and_each_rank_has_a_folde
 
 def hosts(folder: Path, *tables: str) -> list[Launch]:
     port = free_port()
-    flags = [("--rank_table", table, "--node_rank", str(n), "--log_dir", f"log{n}") for n, table in enumerate(tables)]
-    running = [Launch((*given, "--http_port", port, "meet.py"), folder) for given in flags]
+    flags = [("--rank-table", table, "--node-rank", str(n), "--log-dir", f"log{n}") for n, table in enumerate(tables)]
+    running = [Launch((*given, "--http-port", port, "meet.py"), folder) for given in flags]
     for one in running:
         one.wait()
     for one in running:
@@ -116,15 +116,15 @@ def test_tables_that_differ_are_named_on_both_hosts(folder: Path) -> None:
     write_table(folder / "b.json", ("127.0.0.1", 0), ("127.0.0.2", 1))
     for one in hosts(folder, "a.json", "b.json"):
         assert one.code == 2
-        assert re.search(r"--rank_table is \(sha256 \w{8}\) on .* \(node 0\) and \(sha256 \w{8}\) on", one.err)
+        assert re.search(r"--rank-table is \(sha256 \w{8}\) on .* \(node 0\) and \(sha256 \w{8}\) on", one.err)
 
 
 def test_where_a_scheduler_says_what_to_start_no_table_is_needed(folder: Path) -> None:
     (folder / "who.py").write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
     pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}
-    done = launch(folder, "--rank_table", "missing.json", "who.py", environment=pod)
+    done = launch(folder, "--rank-table", "missing.json", "who.py", environment=pod)
     assert done.code == 0, done.err
-    assert "--rank_table is not read: PET_NPROC_PER_NODE=2 says what takes part" in done.out
+    assert "--rank-table is not read: PET_NPROC_PER_NODE=2 says what takes part" in done.out
     assert "rank 1 of 2" in done.log("workerlog.1")
 
 

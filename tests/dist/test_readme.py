@@ -79,7 +79,7 @@ def test_the_five_steps_of_the_guide_to_parameter_servers_train_with_a_server(tm
     guide = (ROOT / "docs" / "parameter-server.md").read_text()
     script = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0]
     (tmp_path / "train.py").write_text(script + "    print('DONE', fleet.worker_num(), loss.item())\n")
-    command = "phalanx run --server_num 1 --worker_num 2 train.py"
+    command = "phalanx run --server-num 1 --worker-num 2 train.py"
     assert command in guide
     name, *arguments = command.split()
     done = run(BIN / name, *arguments, cwd=tmp_path)
@@ -98,7 +98,7 @@ def test_quickstart_prints_what_the_readme_shows(tmp_path):
     recipe = run("make", "-n", "quickstart", cwd=ROOT).stdout.splitlines()
     command = next(line for line in recipe if "examples/resnet/train.py" in line).split()
     script = command.index("examples/resnet/train.py")
-    launcher = [str(ROOT / command[0]), *command[1:script], "--log_dir", str(tmp_path / "log")]
+    launcher = [str(ROOT / command[0]), *command[1:script], "--log-dir", str(tmp_path / "log")]
     printed = run(*launcher, *command[script:], "--steps", "6", cwd=ROOT).stdout
     shown = block("text", "[Epoch 0, batch 5]")
     for text in (printed, shown):

@@ -25,7 +25,7 @@ SCRIPT = wrong_numbers_rank.__file__
 def fly(folder: Path, fault: str, *arguments: str, ranks: int = 2) -> None:
     job = launch_warm(
         folder,
-        *("-n", str(ranks), "--replicas", "2", "--flight_log"),
+        *("-n", str(ranks), "--replicas", "2", "--flight-log"),
         *(SCRIPT, "--engine", "px", "--fault", fault, "--steps", "6", *arguments),
     )
     assert job.code == 0, job.out + job.err
@@ -74,7 +74,7 @@ model.train(2, data, batch_size=8, callbacks=[px.ModelCheckpoint("saved", every_
 
 def test_a_model_is_replayed_from_a_checkpoint_of_its_callback(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MODEL)
-    job = launch_warm(tmp_path, "-n", "2", "--replicas", "2", "--flight_log", "train.py")
+    job = launch_warm(tmp_path, "-n", "2", "--replicas", "2", "--flight-log", "train.py")
     assert job.code == 0, job.out + job.err
     code, report = replay(tmp_path, "--step", "6")
     assert (code, report["equal"], report["from_step"]) == (0, True, 4), report
@@ -101,7 +101,7 @@ for number, (x, y) in enumerate(loader, 1):
 
 def test_checkpoints_that_are_numbered_by_themselves_are_known_by_their_updates(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
-    job = launch_warm(tmp_path, "-n", "2", "--replicas", "2", "--flight_log", "train.py")
+    job = launch_warm(tmp_path, "-n", "2", "--replicas", "2", "--flight-log", "train.py")
     assert job.code == 0, job.out + job.err
     code, report = replay(tmp_path, "--step", "5")
     assert (code, report["equal"], report["from_step"]) == (0, True, 4), report

@@ -175,4 +175,4 @@ def test_a_job_without_logs_cannot_be_followed(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "phalanx: No parameter server keeps its log in" in ended.stderr
-    assert "Start the job with --server_dir DIR or --max_restarts" in ended.stderr
+    assert "Start the job with --server-dir DIR or --max-restarts" in ended.stderr

@@ -246,6 +246,7 @@ def change_what_another_output_sees() -> str:
     return str(told[0].message)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch before 2.13 does not warn of such views")
 def test_a_view_of_another_output_is_not_cut_off_from_it() -> None:
     """It would have gradients as if the other had not been changed: torch's warning is what tells."""
     assert all("returned a view tensor" in said for said in run_ranks(change_what_another_output_sees, 2))

@@ -307,7 +307,7 @@ def test_what_cannot_be_trained_this_way_is_refused() -> None:
     for sparse, adaptive, gathers in run_ranks(wrong_settings, 2):
         assert "update = top_k for parts to which the gradients of all rows come; a layer that is cut trains" in gathers
         assert "strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found Adam" in sparse
-        assert "adaptive_localsgd follows the loss, and no step told one" in adaptive
+        assert "adaptive_localsgd follows the loss, and no step reported one" in adaptive
 
 
 def interrupted(_: object, *__: object) -> None:

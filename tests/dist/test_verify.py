@@ -115,7 +115,7 @@ def test_the_command_compares_a_script_with_a_commit(tmp_path: Path) -> None:
     for command in (("init", "-q"), ("add", "train.py"), ("commit", "-qm", "before")):
         subprocess.run([*git, *command], check=True)
     script.write_text(text)
-    arguments = ("verify", "-n", "1", "--steps", "2", "--no_control", "--json", "--against", "HEAD", "train.py")
+    arguments = ("verify", "-n", "1", "--steps", "2", "--no-control", "--json", "--against", "HEAD", "train.py")
     done = subprocess.run(
         [BIN / "phalanx", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
@@ -134,7 +134,7 @@ def test_the_command_compares_a_script_with_a_commit(tmp_path: Path) -> None:
         (("--plan", "train.py", "--against", "HEAD", "train.py"), "not both"),
         (("--keep", ".", "train.py"), "is not empty"),
         (("missing.py",), "does not exist"),
-        (("-n", "1", "--no_control", "train.py"), "failed with exit code 1 after 0 steps"),
+        (("-n", "1", "--no-control", "train.py"), "failed with exit code 1 after 0 steps"),
     ],
 )
 def test_what_cannot_be_compared_is_said(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

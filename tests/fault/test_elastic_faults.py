@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.parametrize("seed", range(SEED, SEED + JOBS))
 def test_random_faults_change_neither_samples_nor_weights(undisturbed: Trained, tmp_path: Path, seed: int) -> None:
     faults = draw_faults(seed, FAULTS, ranks=4, first=5, every=15)
-    flags = ("--max_restarts", "100")
+    flags = ("--max-restarts", "100")
     job = run_job(tmp_path / "job", faults=faults, launcher=flags, script=SCRIPT, env=PATIENCE)
     assert not job.problems(undisturbed), f"PHALANX_TEST_SEED={seed}\n{faults}\n{job.report()}"
     assert list((tmp_path / "job").glob("fault.*")), "no fault came about"

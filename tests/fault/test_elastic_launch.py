@@ -52,7 +52,7 @@ def test_a_joiner_whose_peers_finish_before_they_take_it_in_ends_with_the_job(tm
 
 
 def test_two_ranks_that_die_together_are_both_left_out(tmp_path: Path) -> None:
-    job = start(tmp_path, "-n", "1:4", "--max_restarts", "0")
+    job = start(tmp_path, "-n", "1:4", "--max-restarts", "0")
     job.wait_for_view("n0.3", 0)
     (tmp_path / "log").mkdir(exist_ok=True)
     for member in ("n0.0", "n0.2"):
@@ -60,13 +60,13 @@ def test_two_ranks_that_die_together_are_both_left_out(tmp_path: Path) -> None:
     job.wait_until(lambda: ids(job.views("n0.3")[-1]) == ["n0.1", "n0.3"])
     assert job.launcher.process.stdout is not None
     lines = iter(job.launcher.process.stdout.readline, "")  # it says so a moment later, and the job must not end before
-    assert any("the restart budget is used up (all 0 of --max_restarts 0 are used)" in line for line in lines)
+    assert any("the restart budget is used up (all 0 of --max-restarts 0 are used)" in line for line in lines)
     assert job.end().code == 0
 
 
 @pytest.mark.parametrize("frozen", ["stopped", "asleep"])
 def test_a_frozen_rank_is_killed_once_another_waited_for_it(tmp_path: Path, frozen: str) -> None:
-    job = start(tmp_path, "-n", "1:2", "--max_restarts", "0")
+    job = start(tmp_path, "-n", "1:2", "--max-restarts", "0")
     job.wait_for_view("n0.1", 0)
     if frozen == "stopped":
         pid = job.kill("n0.1", signal.SIGSTOP)
@@ -100,7 +100,7 @@ def test_a_rank_that_computes_or_waits_itself_is_not_killed(tmp_path: Path) -> N
 
 
 def test_too_few_ranks_end_the_job_with_the_cause(tmp_path: Path) -> None:
-    job = start(tmp_path, "-n", "2:3", "--max_restarts", "0")
+    job = start(tmp_path, "-n", "2:3", "--max-restarts", "0")
     job.wait_for_view("n0.2", 0)
     job.kill("n0.1")
     job.wait_for_view("n0.0", 1)
@@ -116,7 +116,7 @@ def test_too_few_ranks_end_the_job_with_the_cause(tmp_path: Path) -> None:
 
 
 def test_a_job_that_lost_what_its_ranks_need_ends_with_the_reason(tmp_path: Path) -> None:
-    job = start(tmp_path, "-n", "1:3", "--max_restarts", "0", script_arguments=("silent",))
+    job = start(tmp_path, "-n", "1:3", "--max-restarts", "0", script_arguments=("silent",))
     job.wait_for_view("n0.2", 0)
     job.kill("n0.1")
     job.wait_for_view("n0.0", 1)
@@ -196,7 +196,7 @@ def test_a_running_job_is_scaled_down_and_up_by_command(tmp_path: Path) -> None:
 
 
 def test_a_refusal_without_a_failed_process_starts_the_whole_job_again(tmp_path: Path) -> None:
-    job = start(tmp_path, "-n", "2:3", "--max_restarts", "1")
+    job = start(tmp_path, "-n", "2:3", "--max-restarts", "1")
     members = job.wait_for_view("n0.2", 0)["members"]
     early = [member for member in members if member["id"] != "n0.2"]
     for member in early:

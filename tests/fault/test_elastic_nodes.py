@@ -78,7 +78,7 @@ def test_a_killed_rank_is_replaced_on_its_node(tmp_path: Path, port: str) -> Non
 
 
 def test_a_frozen_rank_of_another_node_is_killed_there(tmp_path: Path, port: str) -> None:
-    job = start_nodes(tmp_path, 2, port, "--nnodes", "1:2", "-n", "1", "--max_restarts", "0")
+    job = start_nodes(tmp_path, 2, port, "--nnodes", "1:2", "-n", "1", "--max-restarts", "0")
     job.wait_for_view("n1.0", 0)
     job.wait_for_view("n0.0", 0)
     pid = job.kill("n1.0", signal.SIGSTOP)
@@ -179,7 +179,7 @@ def test_a_node_that_is_taken_away_gets_no_ranks_when_the_job_is_scaled(tmp_path
 def test_nodes_that_know_the_first_one_only_begin_together(tmp_path: Path) -> None:
     with network_spaces.NetworkSpaces(3) as spaces:
         first = spaces.addresses[0]
-        shared = ("--http_port", "29500", "--nnodes", "1:3", "--master_addr", first, "-n", "1")
+        shared = ("--http-port", "29500", "--nnodes", "1:3", "--master-addr", first, "-n", "1")
         job = start_counted(tmp_path, shared, spaces)
         for node in range(3):
             assert ids(job.wait_for_view(f"n{node}.0", 0)) == ["n0.0", "n1.0", "n2.0"]
@@ -193,7 +193,7 @@ def start_counted(folder: Path, shared: tuple[str, ...], spaces: network_spaces.
     secret = {"PHALANX_JOB_SECRET": "ab" * 32}
 
     def flags(node: int) -> tuple[str, ...]:
-        return ("--node_rank", str(node), "--log_dir", f"log{node}", *shared, "job.py")
+        return ("--node-rank", str(node), "--log-dir", f"log{node}", *shared, "job.py")
 
     launcher = Launch(flags(0), folder, program=(*spaces.enter(0), *RUN), environment=secret)
     job = ElasticLaunch(launcher, [launcher], shared)

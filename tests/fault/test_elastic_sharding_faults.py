@@ -34,7 +34,7 @@ def kill(update: int, point: str, rank: int | None = None) -> dict[str, Any]:
 def test_killed_ranks_cost_neither_samples_nor_bits_with_a_mirror(undisturbed: Trained, tmp_path: Path) -> None:
     faults = [kill(4, "backward", 1), kill(16, "share", 0), kill(28, "optimizer", 2), kill(40, "resharded")]
     script = (*SCRIPT, "--sharding", "--mirror", 1)
-    flags = ("--max_restarts", "100")
+    flags = ("--max-restarts", "100")
     job = run_job(tmp_path / "job", faults=faults, launcher=flags, script=script, env=PATIENCE)
     assert not job.problems(undisturbed), job.report()
     assert (tmp_path / "job" / "fault.1").exists(), job.report()
@@ -43,7 +43,7 @@ def test_killed_ranks_cost_neither_samples_nor_bits_with_a_mirror(undisturbed: T
 
 def test_a_job_without_a_mirror_starts_again_from_its_newest_checkpoint(undisturbed: Trained, tmp_path: Path) -> None:
     script = (*SCRIPT, "--sharding", "--save-every", 5, "--resume")
-    faults, flags = [kill(18, "backward", 1)], ("--max_restarts", "3")
+    faults, flags = [kill(18, "backward", 1)], ("--max-restarts", "3")
     job = run_job(tmp_path / "job", ranks="1:3", faults=faults, launcher=flags, script=script, env=PATIENCE)
     assert job.code == 0, job.report()
     assert job.hashes == undisturbed.hashes

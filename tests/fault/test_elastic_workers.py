@@ -1,4 +1,4 @@
-"""Workers beside parameter servers are killed, frozen, replaced and scaled while the others go on: `--worker_num 1:3`.
+"""Workers beside parameter servers are killed, frozen, replaced and scaled while the others go on: `--worker-num 1:3`.
 
 The table counts: a sample's row has lr times the number of times that it was trained, so that a batch which was lost,
 or trained twice, is seen in the rows.
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[int, dict[str, Any], set[float]]] = {
 def test_a_lost_worker_holds_nobody_up_and_every_sample_is_trained_once_in_an_epoch(tmp_path: Path, case: str) -> None:
     servers, order, expected = CASES[case]
     (tmp_path / "train.py").write_text(SCRIPT)
-    flags = ("--server_num", str(servers), "--worker_num", "1:3", "train.py", json.dumps(order))
+    flags = ("--server-num", str(servers), "--worker-num", "1:3", "train.py", json.dumps(order))
     done = Launch(flags, tmp_path, program=WARM).wait(100.0)
     done.gone_within(1.0)
     assert done.code == 0, done.out + done.err
@@ -118,13 +118,13 @@ def test_a_lost_worker_holds_nobody_up_and_every_sample_is_trained_once_in_an_ep
     assert set(result_of(done.log("workerlog.0"))) <= expected
     log = done.log(f"workerlog.{victim}")
     assert f"worker {victim} takes its batches of epoch 0 from server 0" in log.partition("continues where")[2]
-    assert "REFUSED barrier_worker needs all workers, and in this job they come and go (--worker_num 1:3)" in log
+    assert "REFUSED barrier_worker needs all workers, and in this job they come and go (--worker-num 1:3)" in log
 
 
 def test_workers_leave_after_their_step_and_come_back_as_the_job_is_scaled(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     order = {"mode": "async", "epochs": 10_000, "pace_s": 0.1}
-    flags = ("--server_num", "1", "--worker_num", "1:3", "train.py", json.dumps(order))
+    flags = ("--server-num", "1", "--worker-num", "1:3", "train.py", json.dumps(order))
     job = Launch(flags, tmp_path, program=WARM)
     for worker in range(3):
         wait_until((tmp_path / f"trains.{worker}.0").exists)
@@ -139,7 +139,7 @@ def test_workers_leave_after_their_step_and_come_back_as_the_job_is_scaled(tmp_p
     refused = subprocess.run(
         [BIN / "phalanx", "scale", str(job.process.pid), "4"], capture_output=True, text=True, check=False
     )
-    assert "the job was started with --worker_num 1:3" in refused.stderr
+    assert "the job was started with --worker-num 1:3" in refused.stderr
     subprocess.run([BIN / "phalanx", "scale", str(job.process.pid), "3"], check=True, capture_output=True)
     wait_until((tmp_path / "trains.2.1").exists)
     (tmp_path / "end").touch()
@@ -167,13 +167,13 @@ def test_dense_parameters_that_are_averaged_by_all_workers_are_refused_at_start(
     done = launch_servers_warm(tmp_path, 1, "1:2", "train.py", json.dumps(order))  # type: ignore[arg-type]
     assert done.code == 1
     log = done.log("workerlog.0")
-    assert "in this job workers come and go (--worker_num 1:2). Keep them on the servers" in log
+    assert "in this job workers come and go (--worker-num 1:2). Keep them on the servers" in log
 
 
 def test_a_stop_asks_every_worker_to_leave_and_is_a_good_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     order = {"mode": "sync", "epochs": 10_000, "pace_s": 0.1}
-    job = Launch(("--server_num", "1", "--worker_num", "1:2", "train.py", json.dumps(order)), tmp_path, program=WARM)
+    job = Launch(("--server-num", "1", "--worker-num", "1:2", "train.py", json.dumps(order)), tmp_path, program=WARM)
     for worker in range(2):
         wait_until((tmp_path / f"trains.{worker}.0").exists)
     job.process.send_signal(signal.SIGTERM)

@@ -21,7 +21,7 @@ from launching import BIN, WARM, Launch, free_port, launch_warm, wait_until
 
 pytestmark = pytest.mark.fault
 
-SOON = ("--hang_after", "1", "--hang_timeout", "1")
+SOON = ("--hang-after", "1", "--hang-timeout", "1")
 
 
 def hang(folder: Path, fault: Fault, *flags: str) -> Launch:
@@ -110,7 +110,7 @@ def test_a_rank_that_works_is_named_and_the_job_goes_on_and_everyone_may_ask(
     wait_until(lambda: listed(job).get("hang"))
     verdict = listed(job)["hang"]["lines"]
     assert re.match(rf"rank 1 is at train\.py:{fault.lines[0]}; rank 0 waits", verdict[0])
-    time.sleep(3.0)  # well beyond --hang_timeout
+    time.sleep(3.0)  # well beyond --hang-timeout
     assert job.process.poll() is None
     assert f"hung: {verdict[0]} (phalanx why " in phalanx("ps")
     answer = phalanx("why", "--pid", job.process.pid)
@@ -141,7 +141,7 @@ def test_a_rank_that_waits_for_processes_of_its_own_works_as_long_as_they_do(
     verdict = json.loads((tmp_path / "log" / "hang.json").read_text())
     assert (verdict["culprits"], verdict["works"]) == (["rank 1"], True)
     assert any("a process that it started, is at work" in line for line in verdict["lines"])
-    time.sleep(3.0)  # well beyond --hang_timeout
+    time.sleep(3.0)  # well beyond --hang-timeout
     assert job.process.poll() is None
 
 
@@ -165,7 +165,7 @@ for step, (x, y) in enumerate(loader):
 def test_a_rank_of_an_elastic_job_that_loops_without_end_is_named(tmp_path: Path, running: list[Launch]) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
     running.append(
-        Launch(("-n", "1:2", "--hang_after", "1", "--hang_timeout", "0", "train.py"), tmp_path, program=WARM)
+        Launch(("-n", "1:2", "--hang-after", "1", "--hang-timeout", "0", "train.py"), tmp_path, program=WARM)
     )
     wait_until(lambda: listed(running[0]).get("hang"))
     verdict = json.loads((tmp_path / "log" / "hang.json").read_text())
@@ -217,13 +217,13 @@ def start_nodes(folder: Path, count: int, is_faulty: str, fault: str, *flags: st
         f"1:{count}",
         "-n",
         "1",
-        "--http_port",
+        "--http-port",
         free_port(),
-        "--hang_after",
+        "--hang-after",
         "1",
         *flags,
     )
-    logs = [("--node_rank", str(node), "--log_dir", f"log{node}") for node in range(count)]
+    logs = [("--node-rank", str(node), "--log-dir", f"log{node}") for node in range(count)]
     return [Launch((*own, *shared, "train.py"), folder, program=WARM) for own in logs]
 
 
@@ -239,7 +239,7 @@ def test_a_rank_that_is_alive_but_does_not_come_is_named_alike_on_all_nodes_of_a
     tmp_path: Path, running: list[Launch]
 ) -> None:
     """Fencing does not end it, for another of its threads writes. The first node is lost before: none collects."""
-    job = start_nodes(tmp_path, 3, 'member == "n2.0"', "load()", "--hang_timeout", "30")
+    job = start_nodes(tmp_path, 3, 'member == "n2.0"', "load()", "--hang-timeout", "30")
     running += job[1:]
     wait_until(lambda: (tmp_path / "n0.0 is at 30").exists())
     job[0].process.kill()
@@ -267,7 +267,7 @@ def test_ranks_of_two_nodes_of_an_elastic_job_that_wait_for_each_other_are_named
     tmp_path: Path,
 ) -> None:
     """Each says that it waits for the other, so fencing takes none for frozen."""
-    job = start_nodes(tmp_path, 2, "True", "dist.recv(torch.ones(4), 1 - dist.get_rank())", "--hang_timeout", "1")
+    job = start_nodes(tmp_path, 2, "True", "dist.recv(torch.ones(4), 1 - dist.get_rank())", "--hang-timeout", "1")
     reports = [report_of(node.wait()) for node in job]
     assert reports[0] == reports[1]
     assert re.match(r"ranks wait for each other: .*recv", reports[0]), reports[0]
@@ -284,7 +284,7 @@ def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path,
     wait = "while not os.path.exists({!r}): time.sleep(0.01)"
     script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", wait.format("reported"))
     script += "steps(50)\n" + wait.format("goes on") + "\n"
-    done = start(tmp_path, running, script, "--hang_after", "1", "--hang_timeout", "30")
+    done = start(tmp_path, running, script, "--hang-after", "1", "--hang-timeout", "30")
     wait_until(lambda: listed(done).get("hang"))
     (tmp_path / "reported").touch()
     wait_until(lambda: not listed(done).get("hang"))
@@ -393,7 +393,7 @@ for step, (ids, target) in enumerate(loader):
 def test_a_server_that_does_not_answer_is_named(tmp_path: Path, running: list[Launch]) -> None:
     (tmp_path / "train.py").write_text(SERVED)
     job = Launch(
-        ("--server_num", "1", "--worker_num", "1", "--hang_after", "2", "--hang_timeout", "1", "train.py"), tmp_path
+        ("--server-num", "1", "--worker-num", "1", "--hang-after", "2", "--hang-timeout", "1", "train.py"), tmp_path
     )
     running.append(job)
     job.wait_for(tmp_path / "up")
@@ -414,8 +414,8 @@ def test_launchers_of_several_hosts_name_the_rank_together(tmp_path: Path, runni
     (tmp_path / "train.py").write_text(fault.script)
     port = free_port()
     for node in (1, 2):
-        flags = ("--ips", "127.0.0.1,127.0.0.2", "--node_rank", str(node - 1), "-n", "1", "--log_dir", f"log{node}")
-        running.append(Launch((*flags, "--http_port", port, *SOON, "train.py"), tmp_path, program=WARM))
+        flags = ("--ips", "127.0.0.1,127.0.0.2", "--node-rank", str(node - 1), "-n", "1", "--log-dir", f"log{node}")
+        running.append(Launch((*flags, "--http-port", port, *SOON, "train.py"), tmp_path, program=WARM))
     for job in running:
         job.wait()
         report = report_of(job)

@@ -74,7 +74,7 @@ def test_a_log_folder_without_room_is_refused_before_the_start(small: Path) -> N
     done = train(small, "trains")
     assert done.code == 2
     assert re.search(
-        r"--log_dir log cannot be written to \(the file system of log is full, 16,384 bytes are needed and "
+        r"--log-dir log cannot be written to \(the file system of log is full, 16,384 bytes are needed and "
         r"[\d,]+ are free\)\. Choose another folder\.",
         done.err,
     )
@@ -88,7 +88,7 @@ def test_a_volume_in_the_log_folder_stays_and_its_files_move_inside_it(small: Pa
     (small / "logs" / "servers").mkdir()
     subprocess.run(["mount", "--bind", small / "log", small / "logs" / "servers"], check=True)
     try:
-        done = train(small, "trains", "--log_dir", "logs")
+        done = train(small, "trains", "--log-dir", "logs")
         assert done.code == 0, done.out + done.err
         assert (small / "logs/servers/previous/0").read_text() == "rows of the run before"
         assert not (small / "logs/servers/0").exists()

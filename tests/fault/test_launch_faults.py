@@ -272,7 +272,7 @@ dist.all_reduce(x)
 
 def test_a_failed_job_is_restarted_whole(tmp_path: Path) -> None:
     (tmp_path / "restart.py").write_text(RESTART)
-    done = launch(tmp_path, "-n", "2", "--max_restarts", "2", "restart.py", "1")
+    done = launch(tmp_path, "-n", "2", "--max-restarts", "2", "restart.py", "1")
     assert done.code == 0, done.out
     assert re.search(
         r"WARNING .*rank 1 raised RuntimeError: attempt 0 fails. Restarting the whole job, restart 1 of 2; "
@@ -291,7 +291,7 @@ def test_a_killed_fork_server_costs_a_restart(tmp_path: Path) -> None:
         "if os.environ['PHALANX_ATTEMPT'] == '0': time.sleep(300)\n"
         "print('trained', flush=True)\n"
     )
-    running = Launch(("-n", "2", "--max_restarts", "1", "train.py"), tmp_path)
+    running = Launch(("-n", "2", "--max-restarts", "1", "train.py"), tmp_path)
     wait_until_up(running, 2)
     os.kill(_fork_server(running), signal.SIGKILL)
     running.wait()

@@ -1,4 +1,4 @@
-"""With --max_restarts a server or a worker of a parameter-server job is started again alone."""
+"""With --max-restarts a server or a worker of a parameter-server job is started again alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def environment(folder: Path, process: str) -> dict[str, str]:
 
 
 def test_a_killed_server_comes_back_under_its_address_while_workers_go_on(folder: Path) -> None:
-    done = launch_servers(folder, 1, 2, "--max_restarts", "4", "job.py", "server dies")
+    done = launch_servers(folder, 1, 2, "--max-restarts", "4", "job.py", "server dies")
     assert done.code == 0, done.out + done.err
     heard = [re.search(r"attempt 0 heard \['(\d)', '', '(\d)'\]", done.log(f"workerlog.{rank}")) for rank in range(2)]
     assert all(heard), done.log("workerlog.0") + done.log("workerlog.1")
@@ -102,7 +102,7 @@ def test_a_killed_server_comes_back_under_its_address_while_workers_go_on(folder
 
 
 def test_a_killed_worker_is_started_again_alone(folder: Path) -> None:
-    done = launch_servers(folder, 1, 2, "--max_restarts", "1", "job.py", "worker dies")
+    done = launch_servers(folder, 1, 2, "--max-restarts", "1", "job.py", "worker dies")
     assert done.code == 0, done.out + done.err
     assert done.log("workerlog.0") == "worker 0 attempt 0 heard ['0']\n"
     assert done.log("workerlog.1") == "worker 1 attempt 1 heard ['0']\n"
@@ -110,10 +110,10 @@ def test_a_killed_worker_is_started_again_alone(folder: Path) -> None:
 
 
 def test_when_restarts_run_out_the_job_fails_with_the_usual_report(folder: Path) -> None:
-    done = launch_servers(folder, 1, 1, "--max_restarts", "2", "job.py", "server dies often")
+    done = launch_servers(folder, 1, 1, "--max-restarts", "2", "job.py", "server dies often")
     assert done.code == 137
     assert "server 0 failed first" in done.out
-    done = launch_servers(folder, 1, 1, "--max_restarts", "2", "job.py", "worker raises")
+    done = launch_servers(folder, 1, 1, "--max-restarts", "2", "job.py", "worker raises")
     assert done.code == 1
     assert "rank 0 raised ValueError: bad data at attempt 2" in done.out
     assert "ValueError: bad data at attempt 1. Starting it again" in done.out
@@ -124,7 +124,7 @@ def test_without_restarts_servers_keep_nothing_and_workers_do_not_wait(folder: P
     assert done.code == 137
     assert "PHALANX_SERVER_DIR" not in environment(folder, "PSERVER.0.0")
     assert environment(folder, "TRAINER.0.0")["PHALANX_SERVER_RETRY_S"] == "0"
-    done = launch_servers(folder, 1, 1, "--server_dir", "kept", "job.py", "nothing")
+    done = launch_servers(folder, 1, 1, "--server-dir", "kept", "job.py", "nothing")
     assert done.code == 0
     assert environment(folder, "PSERVER.0.0")["PHALANX_SERVER_DIR"] == str(folder / "kept" / "0")
 
@@ -146,7 +146,7 @@ print("rank", ctx.rank, "of", ctx.world_size, "in a group:", dist.is_initialized
 
 def test_a_worker_that_comes_back_does_not_wait_for_a_group_it_cannot_join(tmp_path: Path) -> None:
     (tmp_path / "group.py").write_text(GROUP)
-    done = launch_servers(tmp_path, 1, 2, "--max_restarts", "1", "group.py")
+    done = launch_servers(tmp_path, 1, 2, "--max-restarts", "1", "group.py")
     assert done.code == 0, done.out + done.err
     assert "rank 0 of 2 in a group: True" in done.log("workerlog.0")
     assert "rank 1 of 2 in a group: False" in done.log("workerlog.1")

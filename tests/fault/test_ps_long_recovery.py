@@ -56,7 +56,7 @@ DENSE_ROWS = 2
 def test_no_worker_is_lost_and_nothing_is_taken_for_a_hang(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {"PHALANX_SERVER_RETRY_S": str(RETRY_S)}
-    flags = ("--max_restarts", "1", "train.py", str(RETRY_S + 2))
+    flags = ("--max-restarts", "1", "train.py", str(RETRY_S + 2))
     done = launch_servers_warm(tmp_path, 1, 2, *flags, environment=environment, timeout_s=150.0)
     assert done.code == 0, done.out + done.err
     assert done.out.count("Starting it again") == 1

@@ -74,7 +74,7 @@ def failures(folder, rank):
 
 
 def run(folder, victim, mode):
-    done = start(folder, victim, mode, "--max_restarts", "1")
+    done = start(folder, victim, mode, "--max-restarts", "1")
     assert done.code == 0, done.out + done.err
     assert "Starting it again" in done.out
     assert ("recovered from" in done.log("serverlog.0")) == (victim == "server")

@@ -181,7 +181,7 @@ def test_nothing_is_said_of_ranks_that_are_alike(tmp_path: Path) -> None:
     even = "os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})\ndef fault(): pass\n"
     loop = LOOP.replace("work(WORK_S)", "work(0.001); time.sleep(0.05)")
     (tmp_path / "train.py").write_text(BEGIN + SHM + even + loop)
-    done = launch_warm(tmp_path, "-n", "2", "--slow_share", "0.3", "train.py")  # whoever else runs here may take a core
+    done = launch_warm(tmp_path, "-n", "2", "--slow-share", "0.3", "train.py")  # whoever else runs here may take a core
     assert done.code == 0, done.out + done.err
     assert not re.search(r"waited|goodput", done.out)
     assert not (tmp_path / "log" / "slow.json").exists()
@@ -189,7 +189,7 @@ def test_nothing_is_said_of_ranks_that_are_alike(tmp_path: Path) -> None:
 
 def test_nothing_is_counted_where_the_user_says_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script(FAULTS["sleep, gloo"]) + "print('callbacks', len(gc.callbacks))\n")
-    done = launch_warm(tmp_path, "-n", "2", "--slow_share", "0", "train.py")
+    done = launch_warm(tmp_path, "-n", "2", "--slow-share", "0", "train.py")
     assert done.code == 0, done.out + done.err
     assert "callbacks 0" in done.out
     assert "waited" not in done.out

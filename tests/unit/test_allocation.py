@@ -95,9 +95,9 @@ def test_the_nodes_are_known_by_name_under_slurm() -> None:
             r"SLURM_NNODES=2, but SLURM_JOB_NODELIST=.* names 3",
         ),
         (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, None, r"4 launchers on 2 node.*--ntasks-per-node=1 phalanx run -n 2"),
-        (POD, None, r"RANK=2 and WORLD_SIZE=3 .* --world_size_counts nodes; .* --world_size_counts processes"),
+        (POD, None, r"RANK=2 and WORLD_SIZE=3 .* --world-size-counts nodes; .* --world-size-counts processes"),
         (POD | {"PHALANX_WORLD_SIZE_COUNTS": "node"}, None, "nodes or processes, found 'node'. Did you mean 'nodes'"),
-        ({"WORLD_SIZE": "2"}, "nodes", "said to count nodes, but RANK is not set"),
+        ({"WORLD_SIZE": "2"}, "nodes", "count nodes here .--world-size-counts., but RANK is not set"),
     ],
 )
 def test_what_cannot_be_is_named_with_both_variables(env: dict[str, str], counts: Any, message: str) -> None:
@@ -119,7 +119,7 @@ def test_gaps_are_filled_and_flags_win() -> None:
     assert (filled.nnodes, filled.node_rank, filled.master_addr) == (2, 1, "job-node-0-0.job")
     assert (filled.http_port, filled.nproc_per_node) == (6000, 4)
     assert filled.describe_option("nnodes") == "PET_NNODES=2"
-    assert filled.describe_option("http_port") == "--http_port 6000"
+    assert filled.describe_option("http_port") == "--http-port 6000"
     assert request.detect_mode(filled) == ("collective", ("PET_NNODES",))
     assert options_from_scheduler.fill(options(nproc_per_node=1), PET).nproc_per_node == 1
 
@@ -221,5 +221,5 @@ def test_mistakes_name_the_variable_they_came_from(this_pod: None) -> None:
     with pytest.raises(LaunchError, match="PET_NODE_RANK=0 is the host of PET_MASTER_ADDR=far, which is not"):
         nodes.collective_nodes(options_from_scheduler.fill(options(), env), CPU)
     env = {name: value for name, value in PET.items() if name != "PET_NODE_RANK"}
-    with pytest.raises(LaunchError, match=r"PET_NNODES=2 needs .* but --node_rank is missing"):
+    with pytest.raises(LaunchError, match=r"PET_NNODES=2 needs .* but --node-rank is missing"):
         nodes.collective_nodes(options_from_scheduler.fill(options(), env), CPU)

@@ -117,7 +117,7 @@ def planned(name: str, cluster: str, *limits: str, memory: float | None = None, 
 
 
 def every_plan(answer: PlanResult) -> list[tuple[float, float]]:
-    """Return seconds and peak of every pick, and every cut into stages, of every arrangement."""
+    """Return seconds and peak of every pick, and every split into stages, of every arrangement."""
     found = []
     for at in answer.search.configs:
         choices = build_problem(answer.work, at, answer.catalog.of(at), answer.room).problem

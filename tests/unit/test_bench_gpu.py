@@ -36,7 +36,7 @@ def test_every_case_has_a_command_and_the_sparse_one_a_server() -> None:
     for case in CASES:
         command = bench.command_of(case, quick=True, log_dir="log")
         assert command[-2:] == [case, "--quick"]
-        assert ("--server_num" in command) == (case == "sparse")
+        assert ("--server-num" in command) == (case == "sparse")
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:

@@ -424,7 +424,7 @@ def test_rows_after_the_checkpoint_do_not_come_twice(tmp_path: Path, caplog: pyt
             file.write('{"step": 1')  # as a kill leaves it
     resumed = [*recorders(), px.EarlyStopping("loss")]
     train(resumed, epochs=2, resume=tmp_path / "kept" / "step-6", evaluate=series("loss", 1.0))
-    assert "callback EarlyStopping begins anew: the checkpoint has no state of it" in caplog.text
+    assert "callback EarlyStopping starts fresh: the checkpoint has no state of it" in caplog.text
     with (tmp_path / "run.csv").open(newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     assert steps == [0, 1, 2, 3, 3, 4, 5, 6, 7, 7]

@@ -176,7 +176,7 @@ def test_nodes_that_differ_are_planned_as_their_weakest_with_a_warning(
     (tmp_path / "mixed.toml").write_text(MIXED)
     with caplog.at_level(logging.WARNING, "phalanx.auto"):
         run = read_request(JOB, str(tmp_path / "mixed.toml")).base
-    assert "reckoned as 3 x (4 least of H100-80GB-SXM and mine)" in caplog.text
+    assert "counted as 3 x (4 least of H100-80GB-SXM and mine)" in caplog.text
     assert (run.cluster.nodes, run.cluster.per_node, run.cluster.node_gbps) == (3, 4, 100)
     assert run.device.memory == 48 * 2**30
     assert run.device.rate("bf16") == pytest.approx(150e12 * DEVICES["A100-80GB-SXM"].sustained)

@@ -101,10 +101,20 @@ def test_every_command_that_prints_data_prints_json():
     assert without == set(NO_JSON)
 
 
-def test_flags_of_a_command_have_one_separator():
+def test_flags_are_shown_with_hyphens():
     for path in COMMANDS:
-        words = [flag[2:] for option in options_of(path) for flag in (*option.opts, *option.secondary_opts)]
-        assert not ("-" in "".join(words) and "_" in "".join(words)), f"{path}: {words}"
+        shown = [option for option in options_of(path) if not option.hidden]
+        assert not [flag for option in shown for flag in (*option.opts, *option.secondary_opts) if "_" in flag], path
+
+
+def test_flags_of_fleet_and_torchrun_are_known_as_those_spell_them():
+    words = ["--server_num=1", "--worker_num", "2", "--log_dir", "logs", "--nproc_per_node", "3", __file__]
+    values = COMMANDS["phalanx run"].command.make_context("run", words).params
+    assert [values[name] for name in ("server_num", "worker_num", "log_dir", "nproc_per_node")] == [1, 2, "logs", 3]
+    words = ["doctor", "--node_rank", "1", "--master_addr", "10.0.0.1"]
+    group = phalanx.make_context("phalanx", words)
+    values = COMMANDS["phalanx doctor"].command.make_context("doctor", words[1:], parent=group).params
+    assert (values["node_rank"], values["master_addr"]) == (1, "10.0.0.1")
 
 
 def flags_in_docs() -> list[tuple[str, str, str]]:
@@ -141,7 +151,7 @@ def test_docs_spell_flags_as_the_help_does():
         ("job sumbit", "phalanx job: There is no command 'phalanx job sumbit'. Did you mean 'submit'?"),
         ("rank-table chek", "phalanx rank-table: No such command 'chek'. Did you mean 'check'?"),
         ("job submit --gpus 2", "No such option '--gpus'. Did you mean '--gpu'? `phalanx job submit --help` lists"),
-        ("doctor --node_rnk 2", "phalanx doctor: No such option '--node-rnk'. Did you mean '--node_rank'?"),
+        ("doctor --node_rnk 2", "phalanx doctor: No such option '--node-rnk'. Did you mean '--node-rank'?"),
         ("plan --clutser h100x8", "phalanx plan: No such option '--clutser'. Did you mean '--cluster'?"),
         ("job list --state runing", "'stopped'. Did you mean 'running'?"),
         (
@@ -163,7 +173,7 @@ def test_a_mistake_is_one_line_with_the_nearest_right_word(
 
 
 def test_ranks_of_a_node_have_every_name_that_hands_type():
-    for flag in ("-n", "--nprocs", "--nproc-per-node", "--nproc_per_node", "--procs-per-node", "--procs_per_node"):
+    for flag in ("-n", "--nprocs", "--nproc-per-node", "--nproc-per-node", "--procs-per-node", "--procs_per_node"):
         for path in ("phalanx run", "phalanx job submit"):
             words, parent = [flag, "3", "train.py"], click.Context(phalanx, **phalanx.context_settings)
             context = COMMANDS[path].command.make_context(path, words, parent=parent, resilient_parsing=True)

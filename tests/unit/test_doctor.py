@@ -84,7 +84,7 @@ def limits(**said: Any) -> HostLimits:
             "1 GiB are",
         ),
         (resource_checks.disk("/x", 50 * GB), "ok", ""),
-        (resource_checks.disk("/x", GB), "warning", "--log_dir"),
+        (resource_checks.disk("/x", GB), "warning", "--log-dir"),
         (resource_checks.disk("/x", 1 << 20), "failed", "Make room"),
         (resource_checks.devices(0, (), ""), "ok", ""),
         (resource_checks.devices(2, ("0", "1"), ""), "ok", ""),
@@ -132,10 +132,10 @@ def test_warnings_do_not_fail_the_command(monkeypatch):
 
 
 def test_a_node_of_a_job_needs_its_place():
-    for words in (["--nnodes", "2"], ["--nnodes", "2", "--master_addr", "a", "--node_rank", "2"], ["--network"]):
+    for words in (["--nnodes", "2"], ["--nnodes", "2", "--master-addr", "a", "--node-rank", "2"], ["--network"]):
         result = CliRunner().invoke(doctor, words)
         assert result.exit_code == 2, result.output
-        assert "--master_addr" in result.output
+        assert "--master-addr" in result.output
 
 
 # --- all nodes of a job -----------------------------------------------------------------------------------------------

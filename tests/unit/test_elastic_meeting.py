@@ -64,7 +64,7 @@ class Meetings:
         self.meshes: list[NodeMesh] = []
 
     def request(self, node: int, count: int) -> LaunchRequest:
-        nodes = Nodes(("127.0.0.2",), count, node, f"127.0.0.{node + 2}")  # --nnodes COUNT --master_addr 127.0.0.2
+        nodes = Nodes(("127.0.0.2",), count, node, f"127.0.0.{node + 2}")  # --nnodes COUNT --master-addr 127.0.0.2
         elastic = ElasticRange(least_ranks=1, most_ranks=count, least_nodes=count)
         return LaunchRequest(mode="collective", nodes=nodes, port=self.port, counts={"worker": 1}, elastic=elastic)
 

@@ -39,7 +39,7 @@ def test_a_range_begins_with_its_end_or_with_as_many_as_there_are_cards() -> Non
     [
         ({"least_nproc": 1, "nproc_per_node": 4, "replicas": 2}, "--replicas 2 gives only 2 something to do"),
         ({"least_nproc": 1, "nproc_per_node": 4, "rank_table": "t.json"}, "Drop one of the two"),
-        ({"least_nproc": 1, "nproc_per_node": 4, "server_num": 1}, "--nproc_per_node"),
+        ({"least_nproc": 1, "nproc_per_node": 4, "server_num": 1}, "--nproc-per-node"),
     ],
 )
 def test_what_does_not_go_with_a_range_is_refused(values: dict[str, Any], message: str) -> None:
@@ -64,7 +64,7 @@ def test_a_range_of_workers_begins_with_its_end() -> None:
     ],
 )
 def test_what_does_not_go_with_a_range_of_workers_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(LaunchError, match=rf"--worker_num 1:2 .*{message}"):
+    with pytest.raises(LaunchError, match=rf"--worker-num 1:2 .*{message}"):
         resolve(least_workers=1, worker_num=2, **values)
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx import ui
+from phalanx.checkpoint.folder.marker import COMPLETE
 from phalanx.cli import output
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
@@ -186,6 +187,34 @@ def test_what_a_job_uses_is_shown(command, store):
     assert (node["node"], [one["number"] for one in node["samples"]]) == (0, [1])
 
 
+def _save(folder: Path, step: int, bytes_: int, marker: dict[str, object] | None = None) -> None:
+    """Write what stands for a checkpoint; one without a marker did not end."""
+    (folder / f"step-{step}").mkdir(parents=True)
+    (folder / f"step-{step}" / "rank-0-5f0c1b2a.safetensors").write_bytes(bytes(bytes_))
+    if marker is not None:
+        named = {"save": "5f0c1b2a", "sequence": step, "step": step, "manifest": "manifest-5f0c1b2a.json", "sha256": ""}
+        (folder / f"step-{step}" / COMPLETE).write_text(json.dumps(named | {"version": 1} | marker))
+
+
+def test_the_checkpoints_that_a_job_saved_are_listed(command, store):
+    job = submitted(command)
+    assert json.loads(command("job", "checkpoints", job, "--json").stdout) == []
+    assert "PHALANX_CHECKPOINT_DIR" in command("job", "checkpoints", job).stderr
+    shared = paths.checkpoints(paths.attempt_folder(store.home, job, 1).parent, None)
+    _save(shared, 100, 3 << 20, {})
+    _save(shared / "best", 90, 1 << 20, {"version": 99})
+    _save(shared, 200, 100)
+    found = json.loads(command("job", "checkpoints", job, "--json").stdout)
+    states = {one["folder"]: (one["step"], one["state"]) for one in found}
+    assert states == {
+        "step-100": (100, "complete"), "best/step-90": (90, "broken"), "step-200": (200, "unfinished"),
+    }  # fmt: skip
+    assert next(one["bytes"] for one in found if one["step"] == 100) > 3 << 20
+    text = command("job", "checkpoints", job).stdout
+    assert all(part in text for part in ("step-100", "3 MiB", "complete", "not finished", "version 99"))
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_log_that_is_not_there_is_told_from_an_empty_one(command, store):
     job = submitted(command)
     ended(store, job, JobState.SUCCEEDED)
@@ -233,6 +262,10 @@ def test_messages_are_chinese_for_a_chinese_user(command, store, monkeypatch):
     store.jobs.stop(job, "")
     assert "已停止" in command("job", "list").stdout
     assert f"{job}：已停止" in command("job", "wait", job, fails=True).stderr
+    failed = submitted(command)
+    ended(store, failed, JobState.FAILED, Failure(Cause.USER_CODE, "rank 1 raised ValueError: x", node=0, rank=1))
+    for words in (("job", "list"), ("job", "show", failed)):
+        assert "进程 1 抛出 ValueError: x" in command(*words).stdout.replace("\n", "")
 
 
 def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):

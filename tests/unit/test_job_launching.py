@@ -27,8 +27,8 @@ def started(node: int = 0, hosts: tuple[str, ...] = HOSTS, **said: Any) -> Launc
 def test_our_launcher_starts_the_processes_of_a_node() -> None:
     found = started(1)
     assert found.argv == (
-        *("/py", "-m", "phalanx.launch", "--log_dir", "/logs", "-n", "3"),
-        *("--ips", "10.0.0.1,10.0.0.2", "--node_rank", "1", "--http_port", "7000"),
+        *("/py", "-m", "phalanx.launch", "--log-dir", "/logs", "-n", "3"),
+        *("--ips", "10.0.0.1,10.0.0.2", "--node-rank", "1", "--http-port", "7000"),
         *("train.py", "--lr", "0.1"),
     )
     assert found.variables == {"PYTHONUNBUFFERED": "1", "PHALANX_STOP_GRACE_S": "30"}
@@ -71,14 +71,14 @@ def test_cores_asked_for_are_shared_by_the_processes() -> None:
 
 def test_servers_of_one_node_are_counted() -> None:
     found = started(hosts=("10.0.0.1",), resources={"nodes": 1, "procs_per_node": 2}, servers={"count": 3})
-    assert found.argv[5:9] == ("--server_num", "3", "--worker_num", "2")
+    assert found.argv[5:9] == ("--server-num", "3", "--worker-num", "2")
 
 
 def test_servers_of_several_nodes_are_dealt_over_them() -> None:
     found = started(1, resources={"nodes": 2, "procs_per_node": 1}, servers={"count": 3})
     assert found.argv[5:13] == (
         *("--servers", "10.0.0.1:7001,10.0.0.2:7002,10.0.0.1:7003"),
-        *("--workers", "10.0.0.1:7004,10.0.0.2:7004", "--node_rank", "1", "--http_port", "7000"),
+        *("--workers", "10.0.0.1:7004,10.0.0.2:7004", "--node-rank", "1", "--http-port", "7000"),
     )
 
 

@@ -168,6 +168,7 @@ def test_a_member_of_one_workspace_sees_nothing_of_another(acting, store, tree):
         "slow",
         "reporting",
         "usage",
+        "checkpoints",
     ]
     for verb in of_jobs:
         with pytest.raises(NotFoundError) as hidden:

@@ -21,7 +21,7 @@ def offer(node: int, **endpoints: list[str]) -> NodeOffer:
         endpoints=endpoints,  # type: ignore[arg-type]
         job_id="job" if node == 0 else f"other{node}",
         store_port=29777 if node == 0 else 0,
-        terms={"mode": "collective", "--max_restarts": "0"},
+        terms={"mode": "collective", "--max-restarts": "0"},
     )
 
 
@@ -65,7 +65,7 @@ def test_listed_endpoints_decide_the_ranks() -> None:
 
 
 def test_nodes_with_other_terms_are_refused() -> None:
-    other = NodeOffer(**{**TWO_NODES[1].to_json(), "terms": {"mode": "ps", "--max_restarts": "0"}})
+    other = NodeOffer(**{**TWO_NODES[1].to_json(), "terms": {"mode": "ps", "--max-restarts": "0"}})
     with pytest.raises(LaunchError, match=r"mode is collective on host0 \(node 0\) and ps on host1 \(node 1\)"):
         check_terms([TWO_NODES[0], other])
     listed = [

@@ -66,9 +66,9 @@ def test_gpus_without_cuda_name_the_cpu_way(script: str) -> None:
 
 
 def test_workers_beside_servers_compute_on_the_cpu_without_gpus(script: str) -> None:
-    """What is advised for `--server_num=1 --worker_num=2 --gpus=0,1` works."""
+    """What is advised for `--server-num=1 --worker-num=2 --gpus=0,1` works."""
     asked = {"server_num": 1, "worker_num": 2}
-    with pytest.raises(LaunchError, match=r"To compute on the CPU, leave --gpus out: --worker_num says how many\."):
+    with pytest.raises(LaunchError, match=r"To compute on the CPU, leave --gpus out: --worker-num says how many\."):
         request.resolve(options(script, gpus="0,1", **asked), CPU)
     assert request.resolve(options(script, **asked), CPU).counts["worker"] == 2
 
@@ -124,7 +124,7 @@ def test_cuda_visible_devices_ends_at_the_first_unknown_entry(monkeypatch: pytes
         ({"nproc_per_node": 2}, "collective", ()),
         ({"ips": "10.0.0.1"}, "collective", ("--ips",)),
         ({"gpus": "0", "http_port": 7000}, "collective", ()),
-        ({"server_num": 1, "worker_num": 2}, "ps", ("--worker_num", "--server_num")),
+        ({"server_num": 1, "worker_num": 2}, "ps", ("--worker-num", "--server-num")),
         ({"servers": "a:1", "workers": "a:2"}, "ps", ("--servers", "--workers")),
     ],
 )
@@ -133,7 +133,7 @@ def test_the_mode_follows_from_the_flags(script: str, flags: dict[str, Any], mod
 
 
 def test_flags_of_both_modes_are_refused(script: str) -> None:
-    with pytest.raises(LaunchError, match=r"--nproc_per_node starts collective .* --server_num .* both were given"):
+    with pytest.raises(LaunchError, match=r"--nproc-per-node starts collective .* --server-num .* both were given"):
         request.detect_mode(options(script, nproc_per_node=2, server_num=1))
 
 
@@ -143,9 +143,9 @@ def test_launch_ps_wants_servers(script: str) -> None:
 
 
 def test_a_parameter_server_job_needs_both_roles(script: str, this_host: None) -> None:
-    with pytest.raises(LaunchError, match="--worker_num is missing"):
+    with pytest.raises(LaunchError, match="--worker-num is missing"):
         request.resolve(options(script, server_num=1), CPU)
-    with pytest.raises(LaunchError, match="--server_num is missing"):
+    with pytest.raises(LaunchError, match="--server-num is missing"):
         request.resolve(options(script, worker_num=1), CPU)
 
 
@@ -176,7 +176,7 @@ def test_endpoint_lists_may_name_hosts(script: str, this_host: None) -> None:
         ({"servers": "10.0.0.2:1", "workers": "10.0.0.2:1"}, "10.0.0.2:1 is listed 2 times"),
         (
             {"servers": "10.0.0.2:1", "workers": "10.0.0.2:2", "worker_num": 2},
-            "--worker_num is 2, but --workers lists 1",
+            "--worker-num is 2, but --workers lists 1",
         ),
     ],
 )
@@ -202,24 +202,24 @@ def test_pod_ip_decides_between_addresses_that_are_all_ours(script: str, this_ho
             {"ips": "10.0.0.1,10.0.0.3"},
             r"None of the hosts .* is this host \(its address towards 10.0.0.1 is 10.0.0.2\)",
         ),
-        ({"ips": "127.0.0.1,127.0.0.2"}, r"its place is open. Add --node_rank \(0 or 1\)"),
+        ({"ips": "127.0.0.1,127.0.0.2"}, r"its place is open. Add --node-rank \(0 or 1\)"),
         (
             {"ips": "10.0.0.1,10.0.0.2", "node_rank": 0},
-            "--node_rank 0 is 10.0.0.1, which is not an address of this host",
+            "--node-rank 0 is 10.0.0.1, which is not an address of this host",
         ),
-        ({"ips": "10.0.0.1,10.0.0.2", "node_rank": 2}, r"--node_rank 2 is outside 0..1"),
+        ({"ips": "10.0.0.1,10.0.0.2", "node_rank": 2}, r"--node-rank 2 is outside 0..1"),
         ({"ips": "10.0.0.2,10.0.0.2"}, r"10.0.0.2 \(10.0.0.2\) is listed twice"),
         ({"ips": "10.0.0.1,vm"}, "'vm' resolves to 127.0.1.1 .* which no other host can reach"),
         ({"ips": " , "}, "lists no host"),
         ({"ips": "10.0.0.1,10.0.0.2", "nnodes": 3}, "--nnodes is 3, but --ips lists 2"),
-        ({"nnodes": 2}, "--master_addr is missing"),
-        ({"nnodes": 2, "master_addr": "10.0.0.1"}, "--node_rank is missing"),
+        ({"nnodes": 2}, "--master-addr is missing"),
+        ({"nnodes": 2, "master_addr": "10.0.0.1"}, "--node-rank is missing"),
         (
             {"nnodes": 2, "master_addr": "10.0.0.1", "node_rank": 0},
-            "--node_rank 0 is the host of --master_addr 10.0.0.1",
+            "--node-rank 0 is the host of --master-addr 10.0.0.1",
         ),
         ({"nnodes": 2, "master_addr": "vm", "node_rank": 0}, "'vm' resolves to 127.0.1.1"),
-        ({"master_addr": "10.0.0.1"}, "--master_addr 10.0.0.1 is not this host, and --nnodes is 1"),
+        ({"master_addr": "10.0.0.1"}, "--master-addr 10.0.0.1 is not this host, and --nnodes is 1"),
     ],
 )
 def test_host_lists_are_checked(script: str, this_host: None, flags: dict[str, Any], message: str) -> None:
@@ -248,8 +248,8 @@ def test_the_script_must_be_a_readable_file(tmp_path: Path) -> None:
     [
         (("-n", "2"), "-n"),
         (("--lr", "0.1", "--nproc-per-node=2"), "--nproc-per-node=2"),
-        (("--server_num", "1"), "--server_num"),
-        (("--lr", "0.1", "--log_dir", "x", "n"), ""),
+        (("--server-num", "1"), "--server-num"),
+        (("--lr", "0.1", "--log-dir", "x", "n"), ""),
     ],
 )
 def test_a_flag_of_the_launcher_after_the_script_is_seen(script: str, arguments: tuple[str, ...], found: str) -> None:
@@ -266,5 +266,5 @@ def test_the_banner_has_thirteen_settings_in_order(script: str) -> None:
 
 
 def test_a_folder_for_servers_needs_servers(script: str) -> None:
-    with pytest.raises(LaunchError, match=r"--server_dir kept is for parameter servers, and none were asked for"):
+    with pytest.raises(LaunchError, match=r"--server-dir kept is for parameter servers, and none were asked for"):
         request.resolve(options(script, server_dir="kept"), CPU)

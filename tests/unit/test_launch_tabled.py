@@ -61,15 +61,15 @@ def test_a_table_says_hosts_processes_and_cards(table: str):
     asked = request.resolve(read, EIGHT_CARDS)
     assert asked.ranks == ((0, 2, 3), (1,))
     assert asked.gpus == (("4",), ("5",), ("7",))
-    assert asked.mode_flags == ("--rank_table",)
-    assert dict(read.banner_items())["nproc_per_node"] == "3 (from --rank_table)"
-    assert dict(read.banner_items())["ips"] == "10.0.0.1,10.0.0.2 (from --rank_table)"
+    assert asked.mode_flags == ("--rank-table",)
+    assert dict(read.banner_items())["nproc_per_node"] == "3 (from --rank-table)"
+    assert dict(read.banner_items())["ips"] == "10.0.0.1,10.0.0.2 (from --rank-table)"
     assert request.resolve(filled({}, rank_table=table), CPU).gpus == ()
 
 
 def test_cards_that_are_not_there_name_the_table(table: str):
     few = Machine(cores=4, gpus=("0", "1", "2", "3"), has_cuda_build=True)
-    with pytest.raises(LaunchError, match=r"--rank_table=4,5,7 asks for GPU 4, but this host offers 0, 1, 2, 3"):
+    with pytest.raises(LaunchError, match=r"--rank-table=4,5,7 asks for GPU 4, but this host offers 0, 1, 2, 3"):
         request.resolve(filled({}, few, rank_table=table), few)
 
 
@@ -88,18 +88,18 @@ def test_a_cloud_that_configures_itself_needs_no_table(caplog: pytest.LogCapture
     pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "10.0.0.9"}
     for said in (filled(pod, rank_table="missing.json"), filled({**pod, "RANK_TABLE_FILE": "missing.json"})):
         assert (said.table, said.nnodes, said.master_addr) == (None, 2, "10.0.0.9")
-    assert "--rank_table is not read: PET_NNODES=2 says what takes part" in caplog.text
+    assert "--rank-table is not read: PET_NNODES=2 says what takes part" in caplog.text
     assert "RANK_TABLE_FILE is not read: PET_NNODES=2 says what takes part" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
-        ({"ips": "10.0.0.1"}, {}, "--rank_table and --ips both say what takes part"),
-        ({"gpus": "0"}, {}, "--rank_table and --gpus both say"),
-        ({"nproc_per_node": 2}, {}, r"--nproc_per_node 2 asks for 2 processes, but .*t.json lists 3 devices of this"),
-        ({"server_num": 1, "worker_num": 2}, {}, "--rank_table starts collective training and --worker_num"),
-        ({"node_rank": 1}, {}, r"--node_rank 1 is 10\.0\.0\.2, which is not an address of this host"),
+        ({"ips": "10.0.0.1"}, {}, "--rank-table and --ips both say what takes part"),
+        ({"gpus": "0"}, {}, "--rank-table and --gpus both say"),
+        ({"nproc_per_node": 2}, {}, r"--nproc-per-node 2 asks for 2 processes, but .*t.json lists 3 devices of this"),
+        ({"server_num": 1, "worker_num": 2}, {}, "--rank-table starts collective training and --worker-num"),
+        ({"node_rank": 1}, {}, r"--node-rank 1 is 10\.0\.0\.2, which is not an address of this host"),
     ],
 )
 def test_flags_that_do_not_go_with_a_table_are_told(table: str, flags: Any, environment: Any, message: str):

@@ -39,7 +39,7 @@ def test_it_is_roff_that_every_man_program_reads(man_page: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "begun", "expected"), [([], "doc", {"doctor"}), (["run"], "--nproc", {"--nproc_per_node", "--nprocs"})]
+    ("words", "begun", "expected"), [([], "doc", {"doctor"}), (["run"], "--nproc", {"--nproc-per-node", "--nprocs"})]
 )
 def test_shells_complete_commands_and_flags(words: list[str], begun: str, expected: set[str]) -> None:
     complete = BashComplete(phalanx, {}, "phalanx", "_PHALANX_COMPLETE")

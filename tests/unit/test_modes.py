@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
         ({"paramater_broadcast": True}, "no setting 'paramater_broadcast'. Did you mean 'parameter_broadcast'"),
         ({"parallel_mode": "data_paralel"}, "found 'data_paralel'. Did you mean 'DATA_PARALLEL'"),
         ({"mirror_mean": "yes"}, r"mirror_mean=...\) takes a bool, found 'yes'"),
-        ({"mirror_mean": True, "gradients_mean": False}, "gradients_mean was said twice, as True and False"),
+        ({"mirror_mean": True, "gradients_mean": False}, "gradients_mean was set twice, to True and False"),
         ({"device_num": 0}, "device_num counts ranks, found 0"),
         ({"global_rank": -1}, "global_rank counts from 0, found -1"),
         ({"search_mode": "recursive"}, "search_mode is one of .* Did you mean 'recursive_programming'"),
@@ -111,7 +111,7 @@ def test_hybrid_parallel_lets_cuts_act_and_wants_some() -> None:
     assert has_shard_requests(model)
     require_cuts(px.ParallelMode.HYBRID_PARALLEL, strategy, model, 2)
     require_cuts(px.ParallelMode.SEMI_AUTO_PARALLEL, strategy, net(), 1)
-    with pytest.raises(ConfigError, match="SEMI_AUTO_PARALLEL has nothing to cut"):
+    with pytest.raises(ConfigError, match="SEMI_AUTO_PARALLEL has nothing to shard"):
         require_cuts(px.ParallelMode.SEMI_AUTO_PARALLEL, strategy, net(), 2)
 
 

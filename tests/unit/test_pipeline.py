@@ -1,4 +1,4 @@
-"""Forward passes are cut into stages that make up the whole; micro-batches and ranks are as they should be."""
+"""Forward passes are split into stages that make up the whole; micro-batches and ranks are as they should be."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_any_number_of_inputs_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch
             return self[1](self[0](xs[0]))
 
     model = Many(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(PlanError, match=r"Many cannot be cut.*takes any number of inputs \(xs\)\. Name each"):
+    with pytest.raises(PlanError, match=r"Many cannot be split.*takes any number of inputs \(xs\)\. Name each"):
         record(model, {"0": 0, "1": 1}, 2)
     monkeypatch.setenv("PHALANX_LANG", "zh")
     with pytest.raises(PlanError, match=r"任意数量的输入（xs）。请在其签名中"):

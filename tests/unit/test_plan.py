@@ -229,7 +229,7 @@ def test_hybrid_reduces_dense_gradients_and_pushes_rows():
 
 
 def test_tables_of_several_workers_need_a_server():
-    with pytest.raises(PlanError, match=r"2 workers share table 'ids'.*phalanx run --server_num 1 --worker_num 2"):
+    with pytest.raises(PlanError, match=r"2 workers share table 'ids'.*phalanx run --server-num 1 --worker-num 2"):
         plan_from_strategy(DistributedStrategy(), WIDE, 2)
 
 

@@ -261,7 +261,7 @@ def test_a_log_that_is_damaged_is_an_error_and_rows_stay(tmp_path: Path) -> None
 
 
 def test_a_folder_without_servers_says_how_a_job_keeps_logs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"No parameter server keeps its log in .*--server_dir DIR or --max_restarts"):
+    with pytest.raises(ConfigError, match=r"No parameter server keeps its log in .*--server-dir DIR or --max-restarts"):
         ServersReplica(tmp_path)
 
 

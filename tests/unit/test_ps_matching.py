@@ -40,7 +40,7 @@ def test_a_renamed_table_is_named_on_both_sides_and_once(caplog: pytest.LogCaptu
     for steps in (0, WARMUP_STEPS - 1):
         matching.compare(tables("user", "item").values(), steps)
     (said,) = warnings(caplog)
-    assert said.startswith("table 'user' starts anew: /models/day1 has no table of this name, only 'item', 'users'.")
+    assert said.startswith("table 'user' starts fresh: /models/day1 has no table of this name, only 'item', 'users'.")
     assert said.endswith("Did you mean 'users'? Give tables the names they were saved with.")
     matching.compare(tables("user", "item").values(), WARMUP_STEPS)
     matching.end()
@@ -57,7 +57,7 @@ def test_a_run_of_few_steps_hears_it_at_its_end(caplog: pytest.LogCaptureFixture
     matching.end()
     dense, user = warnings(caplog)
     assert "table 'user' of /models/day1 is not used: no worker has one of this name, only none." in user
-    assert "dense table 'dense/0' starts anew" in dense
+    assert "dense table 'dense/0' starts fresh" in dense
     assert "fleet.load('/models/day1') on the workers loads dense parameters" in dense
 
 

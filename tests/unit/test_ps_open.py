@@ -86,7 +86,7 @@ def test_the_start_says_how_stale_rows_can_be_and_where_dense_parameters_live(pu
 
 def test_several_workers_need_a_server():
     with pytest.raises(
-        ConfigError, match=r"no parameter server. Launch with `phalanx run --server_num 1 --worker_num 3"
+        ConfigError, match=r"no parameter server. Launch with `phalanx run --server-num 1 --worker-num 3"
     ):
         connect.open_consistency(context(world_size=3), Push(mode="async"))
 

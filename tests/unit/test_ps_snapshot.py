@@ -247,7 +247,7 @@ def test_another_rule_takes_the_values_and_says_so(
     save_local(SnapshotParticipant(tables, range(SHARDS)), tmp_path, {})
     (table,) = loaded(tmp_path, TableSpec(name="ads", dim=4, rule=SGD(lr=1.0), init=Constant()))
     np.testing.assert_array_equal(pulled(table), pulled(tables["ads"]))
-    assert "optimizer state begins anew" in caplog.text
+    assert "optimizer state starts fresh" in caplog.text
     with pytest.raises(ConfigError, match=r"dim=5, but it was saved with dim=4"):
         loaded(tmp_path, TableSpec(name="ads", dim=5, rule=SGD(lr=1.0)))
 

@@ -236,7 +236,7 @@ def test_broken_records_of_cifar_are_left_out_and_counted_when_asked(cifar: Path
     assert torch.equal(found[8][0], whole[9][0])
     for number in range(1, 6):
         (cifar / f"data_batch_{number}.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"no record is whole; the first: .*data_batch_1.bin"):
+    with pytest.raises(DataError, match=r"no record is complete; the first: .*data_batch_1.bin"):
         Cifar10Dataset(cifar, on_corrupt="skip")
 
 

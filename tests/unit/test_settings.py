@@ -54,7 +54,7 @@ def test_the_page_equals_the_table():
         ("FLAGS_sync_nccl_allreduce", "leave it out"),
         ("FLAGS_fuse_parameter_memory_size", "strategy.fuse_grad_size_in_MB"),
         ("FLAGS_fuse_parameter_groups_size", "fused by bytes, use strategy.fuse_grad_size_in_MB"),
-        ("FLAGS_check_nan_inf", "phalanx run --check_nan_inf"),
+        ("FLAGS_check_nan_inf", "phalanx run --check-nan-inf"),
     ],
 )
 def test_a_dead_flag_warns_with_its_replacement(name, replacement):

@@ -110,5 +110,5 @@ def test_servers_and_hosts_without_cards_compute_on_the_cpu(monkeypatch):
 
 def test_more_ranks_than_cards_is_an_error(monkeypatch):
     _cuda(monkeypatch, 2)
-    with pytest.raises(ConfigError, match="Local rank 2 needs card 2, but this host shows 2"):
+    with pytest.raises(ConfigError, match="Local rank 2 needs device 2, but this host shows 2"):
         process_group.pick_device(Role(local_rank=2, local_world_size=3))

@@ -133,7 +133,9 @@ def test_a_strategy_with_a_model_axis_gives_the_axis():
     hybrid = {"mp_degree": 2, "dp_degree": 2}
     plan = plan_of(px.shard(mlp(), {"0": "column"}), hybrid_configs=hybrid)
     assert plan.rule_for("0.weight").place == OnRanks(layout={"model": Shard(dim=0)})
-    with pytest.raises(PlanError, match=r"2 ranks that hold one copy .* and no layer of this model is cut. Say which"):
+    with pytest.raises(
+        PlanError, match=r"2 ranks that hold one copy .* and no layer of this model is sharded. Name them"
+    ):
         plan_of(mlp(), hybrid_configs=hybrid)
 
 

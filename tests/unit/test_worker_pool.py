@@ -74,7 +74,7 @@ def test_a_job_ends_when_fewer_are_left_than_it_may_have_and_none_can_come() -> 
     workers.lose(0, "killed", now=0.0)
     assert workers.refusal(0.0) == ""
     workers.lose(1, "killed", now=0.0)
-    assert workers.refusal(0.0).startswith("1 of at least 2 workers are left, and all 0 of --max_restarts 0 are used")
+    assert workers.refusal(0.0).startswith("1 of at least 2 workers are left, and all 0 of --max-restarts 0 are used")
     assert pool(least=3, restarts=5).refusal(0.0) == ""
 
 
@@ -101,7 +101,7 @@ def test_scaling_asks_the_last_workers_to_leave_and_starts_others_again() -> Non
     assert workers.startable(0.0) == []
     workers.scale(4)
     assert workers.startable(0.0) == [2, 3]
-    with pytest.raises(LaunchError, match=r"Asked for 5 workers.*--worker_num 1:4"):
+    with pytest.raises(LaunchError, match=r"Asked for 5 workers.*--worker-num 1:4"):
         workers.scale(5)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.folder.checkpoint_folder import is_checkpoint, list_checkpoints
-from phalanx.checkpoint.folder.manifest import COMPLETE, CheckpointManifest, Marker, read_manifest
+from phalanx.checkpoint.folder.manifest import CheckpointManifest, read_manifest
+from phalanx.checkpoint.folder.marker import COMPLETE, Marker
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensors.safetensors_file import check_file

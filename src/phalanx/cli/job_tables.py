@@ -10,11 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.output import console, moment, show_table, talk, words
-from phalanx.i18n import tr
+from phalanx.i18n import language, tr
+from phalanx.jobs.attempt.checkpoints import SavedCheckpoint
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Attempt, Event, Failure, Job, JobState
-from phalanx.ui.formatting import needs, phases, span
-from phalanx.units import format_gib
+from phalanx.ui.formatting import needs, phases, reason_text, span
+from phalanx.units import format_bytes, format_gib
 
 _COLOURS = {JobState.RUNNING: "cyan", JobState.SUCCEEDED: "green", JobState.FAILED: "red", JobState.STOPPED: "yellow"}
 
@@ -35,9 +36,36 @@ def print_jobs(jobs: Sequence[Job]) -> None:
     show_table(headings, rows)
 
 
+def print_checkpoints(checkpoints: Sequence[SavedCheckpoint]) -> None:
+    """Print a table of what a job has saved."""
+    say = words()
+    if not checkpoints:
+        click.echo(say("no checkpoints"), err=True)
+        return
+    headings = [say("step"), say("checkpoint"), say("saved"), say("size"), say("state")]
+    rows = [
+        [
+            str(checkpoint.step),
+            checkpoint.folder,
+            moment(checkpoint.saved),
+            format_bytes(checkpoint.bytes),
+            f"{say('checkpoint ' + checkpoint.state)} {checkpoint.why}".strip(),
+        ]
+        for checkpoint in checkpoints
+    ]
+    show_table(headings, rows)
+
+
 def reason_of(job: Job) -> str:
     """Return why a job is in its state: the failure's cause and message, else its reason."""
-    return job.reason if job.failure is None else f"{words()('cause ' + job.failure.cause)}: {job.failure.message}"
+    if job.failure is None:
+        return _reason(job.reason)
+    return f"{words()('cause ' + job.failure.cause)}: {_reason(job.failure.message)}"
+
+
+def _reason(text: str) -> str:
+    """Return a sentence about a job in the user's language."""
+    return reason_text(language())(text)
 
 
 def print_ending(job: Job) -> None:
@@ -61,7 +89,7 @@ def print_job(record: Job, attempts: Sequence[Attempt], events: Sequence[Event],
     facts = Table.grid(padding=(0, 2))
     colour = _COLOURS.get(record.state, "default")
     facts.add_row(say("job"), f"[bold]{escape(record.id)}[/]")
-    facts.add_row(say("state"), f"[{colour}]{say(record.state)}[/]  {escape(record.reason)}")
+    facts.add_row(say("state"), f"[{colour}]{say(record.state)}[/]  {escape(_reason(record.reason))}")
     facts.add_row(say("workspace"), f"{escape(record.workspace)}, {say('owner').lower()} {escape(record.owner)}")
     for heading, value in _spec_facts(record):
         facts.add_row(heading, escape(value))
@@ -106,14 +134,16 @@ def _failure(failure: Failure | None) -> None:
         for name, value in (("node", failure.node), ("rank", failure.rank), ("exit code", failure.exit_code))
         if value is not None
     ]
-    console().print(f"\n[red]{say('cause ' + failure.cause)}[/]: {escape(failure.message)}  {', '.join(where)}")
+    message = escape(_reason(failure.message))
+    console().print(f"\n[red]{say('cause ' + failure.cause)}[/]: {message}  {', '.join(where)}")
     if failure.detail:
         click.echo(failure.detail.rstrip())
 
 
 def _phases(events: Sequence[Event], ended: datetime | None) -> None:
     say = words()
-    rows = [[moment(phase.since), say(phase.state), phase.lasted, phase.reason] for phase in phases(events, ended)]
+    spans = phases(events, ended)
+    rows = [[moment(phase.since), say(phase.state), phase.lasted, _reason(phase.reason)] for phase in spans]
     show_table([say("time"), say("state"), say("duration"), say("reason")], rows)
 
 
@@ -126,7 +156,7 @@ def _attempts(attempts: Sequence[Attempt]) -> None:
             moment(attempt.started),
             span(attempt.started, attempt.ended),
             attempt.handle,
-            attempt.reason if attempt.failure is None else attempt.failure.message,
+            _reason(attempt.reason if attempt.failure is None else attempt.failure.message),
         ]
         for attempt in attempts
     ]

@@ -205,6 +205,19 @@ def events(job: str, as_json: bool) -> None:
         job_tables.print_events(history)
 
 
+@job.command(epilog="\b\nExample:\n  phalanx job checkpoints hello-8p8h7h")
+@click.argument("job")
+@json_flag
+def checkpoints(job: str, as_json: bool) -> None:
+    """List the checkpoints that a job has saved, newest first."""
+    with jobs() as service:
+        saved = service.checkpoints(job)
+    if as_json:
+        show_json(saved)
+    else:
+        job_tables.print_checkpoints(saved)
+
+
 job.add_command(workspace)  # as others nest it
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -13,7 +14,9 @@ from rich.console import Console
 from phalanx.auto.search.request import PLAN_KNOBS, is_config_limit, read_layer_limit, read_limit
 from phalanx.auto.simulate.files import check_folders, simulation_options, write_file, write_simulated_step
 from phalanx.cluster.spec.cluster import read_cluster
+from phalanx.errors import ConfigError, nearest
 from phalanx.i18n import tr
+from phalanx.launch.cli.mistakes import flags_of
 
 if TYPE_CHECKING:  # a described transformer needs no torch
     from phalanx.auto.planner.report.result import PlanResult
@@ -104,16 +107,17 @@ def _plan_script(
     _check_words(cluster, (*limits, *alternatives))
     from phalanx.train.model.plan_script import plan_script
 
-    answer = plan_script(
-        script,
-        arguments,
-        cluster=cluster,
-        limits=limits,
-        top_k=top,
-        time_limit=time_limit,
-        alternatives=alternatives,
-        **({} if optimizer is None else {"optimizer": optimizer}),
-    )
+    with _hint_at_own_flag(arguments):
+        answer = plan_script(
+            script,
+            arguments,
+            cluster=cluster,
+            limits=limits,
+            top_k=top,
+            time_limit=time_limit,
+            alternatives=alternatives,
+            **({} if optimizer is None else {"optimizer": optimizer}),
+        )
     if as_json:
         click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(limit) for limit in alternatives]}))
     else:
@@ -161,12 +165,32 @@ def _simulate_script(
     from phalanx.train.model.plan_script import simulate_script
 
     chosen = {} if optimizer is None else {"optimizer": optimizer}
-    simulated = simulate_script(script, arguments, plan, cluster=cluster, **chosen)
+    with _hint_at_own_flag(arguments):
+        simulated = simulate_script(script, arguments, plan, cluster=cluster, **chosen)
     if as_json:
         click.echo(json.dumps(simulated.to_json()))
     else:
         Console().print(build_step_table(simulated))
     write_simulated_step(simulated, None, trace, timeline)
+
+
+@contextmanager
+def _hint_at_own_flag(arguments: Iterable[str]) -> Iterator[None]:
+    """Where a script refuses its command line, name the flag of this command that one of its flags is nearly."""
+    try:
+        yield
+    except ConfigError as error:
+        ended = error.__context__
+        if not (isinstance(ended, SystemExit) and ended.code == 2):  # as argparse and click end
+            raise
+        names = [argument.partition("=")[0].lstrip("-") for argument in arguments if argument.startswith("--")]
+        own_flags = [flag.lstrip("-") for flag in flags_of(click.get_current_context())]
+        hints = [
+            tr("--{flag} went to the script. Did you mean '--{near}' of `phalanx plan`?", flag=name, near=near)
+            for name in names
+            if (near := nearest(name, own_flags)) is not None
+        ]
+        raise ConfigError(" ".join([str(error), *hints[:1]])) from None
 
 
 def _check_words(cluster: str | None, limits: Iterable[str]) -> None:

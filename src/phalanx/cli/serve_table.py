@@ -33,7 +33,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     "--token-file", type=_FILE, help="File with the token that requests bring. Required unless --host is loopback."
 )
 @click.option(
-    "--follow", is_flag=True, help="DIRECTORY is the --server_dir or --log_dir of a job: serve rows as it trains."
+    "--follow", is_flag=True, help="DIRECTORY is the --server-dir or --log-dir of a job: serve rows as it trains."
 )
 def command(directory: Path, token_file: Path | None, follow: bool, **address: Any) -> None:
     """Serve the rows of the snapshot in DIRECTORY over HTTP, and newer ones that are saved there."""

@@ -62,7 +62,7 @@ class _Collector:
         if fact in self.values and self.values[fact] != value:
             raise LaunchError(
                 f"{self.origins[fact]}={self.values[fact]} and {variable}={value} disagree about the machines of this "
-                "job. Unset the one that does not belong to it, or give --nnodes, --node_rank and --master_addr."
+                "job. Unset the one that does not belong to it, or give --nnodes, --node-rank and --master-addr."
             )
         self.default(fact, variable, value)
 
@@ -148,15 +148,16 @@ def _outer_ranks(env: Environment, facts: _Collector, counts: Counts | None) -> 
         if size is None or rank is None:
             missing = "WORLD_SIZE" if size is None else "RANK"
             raise LaunchError(
-                f"WORLD_SIZE and RANK were said to count nodes, but {missing} is not set. Set it, or give --nnodes."
+                f"WORLD_SIZE and RANK count nodes here (--world-size-counts), but {missing} is not set. Set it, or "
+                "give --nnodes."
             )
         facts.say("node_count", "WORLD_SIZE", size)
         facts.say("node_rank", "RANK", rank)
     elif size is not None and size > 1 and rank is not None and "node_count" not in facts.values:
         raise LaunchError(
             f"RANK={rank} and WORLD_SIZE={size} are set where the launcher itself starts, and may count nodes or "
-            "processes. If they count nodes (DLC, PyTorchJob), add --world_size_counts nodes; if they are left over "
-            "from another job, add --world_size_counts processes, and they are ignored."
+            "processes. If they count nodes (DLC, PyTorchJob), add --world-size-counts nodes; if they are left over "
+            "from another job, add --world-size-counts processes, and they are ignored."
         )
 
 
@@ -179,7 +180,7 @@ def _slurm(env: Environment, facts: _Collector) -> tuple[str, ...]:
     elif hosts and len(hosts) != count:
         raise LaunchError(
             f"{count_name}={count}, but {list_name}={listed} names {len(hosts)} hosts. Start with srun, or give "
-            "--nnodes, --node_rank and --master_addr."
+            "--nnodes, --node-rank and --master-addr."
         )
     facts.say("node_count", count_name if env.text(count_name) else list_name, count)
     if count > 1:

@@ -362,7 +362,7 @@ def _dim(x: Tensor, dim: int, verb: str) -> int:
 def _split_sizes(length: int, sizes: Sequence[int] | None, parts: int, verb: str) -> list[int]:
     if sizes is None:
         if length % parts:
-            raise ConfigError(f"{verb} cannot cut {length} evenly for {parts} ranks. Give sizes=[...], one per rank.")
+            raise ConfigError(f"{verb} cannot split {length} evenly for {parts} ranks. Give sizes=[...], one per rank.")
         return [length // parts] * parts
     if len(sizes) != parts or sum(sizes) != length or min(sizes) < 0:
         raise ConfigError(

@@ -77,18 +77,18 @@ def pick_device(role: Role) -> torch.device:
     (launchers may show each rank its own); servers and machines without cards compute on the CPU.
 
     Raises:
-        ConfigError: If several cards are visible, but fewer than ranks on this host.
+        ConfigError: If several devices are visible, but fewer than ranks on this host.
     """
     if role.kind == "server" or accelerator.find_kind() is None:
         return torch.device("cpu")
     count = accelerator.count_devices()
-    card = role.local_rank if role.device_index is None else role.device_index
-    if 1 < count <= card:
+    device = role.local_rank if role.device_index is None else role.device_index
+    if 1 < count <= device:
         raise ConfigError(
-            f"Local rank {role.local_rank} needs card {card}, but this host shows {count}. "
+            f"Local rank {role.local_rank} needs device {device}, but this host shows {count}. "
             f"Start at most {count} ranks here, or set CUDA_VISIBLE_DEVICES per rank."
         )
-    return accelerator.select_device(card if count > 1 else 0)
+    return accelerator.select_device(device if count > 1 else 0)
 
 
 def start(role: Role, *, backend: str | None = None, timeout_s: float | None = None) -> bool:

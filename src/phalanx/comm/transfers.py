@@ -62,8 +62,8 @@ def check_not_alone(verb: str) -> None:
     """
     if (role := outsider()) and role.least_workers:
         raise ConfigError(
-            f"{verb} needs all workers, and in this job they come and go (--worker_num {role.least_workers}:"
-            f"{role.world_size}). Leave it out, compute it from a snapshot after training, or give --worker_num one "
+            f"{verb} needs all workers, and in this job they come and go (--worker-num {role.least_workers}:"
+            f"{role.world_size}). Leave it out, compute it from a snapshot after training, or give --worker-num one "
             "number."
         )
     if role:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,25 @@ def suggest(name: str, known_names: Iterable[str]) -> str:
     """Return a question for the known name nearest to `name`, in the user's language, or an empty string."""
     match = nearest(name, known_names)
     return "" if match is None else tr(" Did you mean '{flag}'?", flag=match)
+
+
+def to_chinese(message: str, sentences: Iterable[str]) -> str | None:
+    """Return the Chinese of a message that was written in English from one of `sentences`; None if from none of them.
+
+    Fields are filled in as they stand in the message, so they have to be without a format.
+    """
+    for sentence in sentences:
+        if match := _pattern(sentence).fullmatch(message):
+            return _chinese()[sentence].format(**match.groupdict())
+    return None
+
+
+@cache
+def _pattern(sentence: str) -> re.Pattern[str]:
+    """Return what matches a sentence with its fields filled in."""
+    parts = re.split(r"\{(\w+)\}", sentence)
+    names = [f"(?P<{part}>.+)" if index % 2 else re.escape(part) for index, part in enumerate(parts)]
+    return re.compile("".join(names), re.DOTALL)
 
 
 @cache

@@ -51,6 +51,11 @@ def stop(folder: Path) -> Path:
     return folder / "stop"
 
 
+def checkpoints(job_folder: Path, chosen: str | None) -> Path:
+    """Return the folder that the attempts of a job share: `checkpoint.dir` of its spec, or one in the job's folder."""
+    return job_folder / (chosen or "checkpoints")
+
+
 def launcher_logs(folder: Path, node: int) -> Path:
     """Return the folder of the files of node `node`'s launcher."""
     return logs(folder) / f"node-{node}"

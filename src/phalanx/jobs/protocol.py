@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from phalanx.jobs.attempt.checkpoints import SavedCheckpoint
 from phalanx.jobs.attempt.logs import LogPart
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
@@ -194,6 +195,10 @@ class Jobs:
             attempt: Its number.
             offset: Number of the first sample that is wanted; a negative one counts from the end: -1 is the last.
         """
+
+    @route("GET", "/jobs/{job}/checkpoints", "list_checkpoints")
+    def checkpoints(self, job: str) -> list[SavedCheckpoint]:
+        """Return the checkpoints that a job has saved, newest first; none of a job whose folder is in its pods."""
 
     @route("GET", "/jobs/{job}/plan", "draw_plan", is_text=True)
     def plan(self, job: str) -> str:

@@ -103,8 +103,8 @@ def _check(fn: object, n: object) -> None:
         )
     if "torch" in sys.modules and _has_used_device():
         raise LaunchError(
-            "px.launch copies this process, which has used a card already, and CUDA does not survive that. Restart the "
-            "notebook and touch cards only inside the function, or write a script for `phalanx run`."
+            "px.launch copies this process, which has used a GPU already, and CUDA does not survive that. Restart the "
+            "notebook and touch GPUs only inside the function, or write a script for `phalanx run`."
         )
     context = sys.modules.get("phalanx.comm.context")
     if context is not None and context.is_initialized():

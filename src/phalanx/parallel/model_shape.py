@@ -37,12 +37,12 @@ def held_over(param: Tensor) -> Group:
 
 
 def note_stages(param: Tensor, group: Group) -> None:
-    """Remember that the model of a parameter is cut into stages, each of which one rank of the group holds."""
+    """Remember that the model of a parameter is split into stages, each of which one rank of the group holds."""
     session.stage_groups[param] = group
 
 
 def stages_over(params: Iterable[Tensor]) -> tuple[Group, ...]:
-    """Return the groups over whose ranks the models of these parameters are cut into stages."""
+    """Return the groups over whose ranks the models of these parameters are split into stages."""
     groups = session.stage_groups
     return tuple(dict.fromkeys(groups[param] for param in params if param in groups)) if groups else ()
 

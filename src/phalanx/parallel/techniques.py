@@ -81,8 +81,8 @@ def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -
         if context.role.least_workers:
             raise PlanError(
                 "this Plan averages gradients by all-reduce, which needs all workers, and in this job they come and go "
-                f"(--worker_num {context.role.least_workers}:{context.world_size}). Keep dense parameters on the "
-                'servers, a_sync_configs = {"dense": "server"}, or give --worker_num one number.'
+                f"(--worker-num {context.role.least_workers}:{context.world_size}). Keep dense parameters on the "
+                'servers, a_sync_configs = {"dense": "server"}, or give --worker-num one number.'
             )
         raise PlanError(
             f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "

@@ -47,7 +47,7 @@ def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context
     servers = len(context.role.server_endpoints)
     if plan.servers != servers:
         raise PlanError(
-            f"the Plan has {plan.servers} parameter servers, but {servers} were launched. Launch with --server_num "
+            f"the Plan has {plan.servers} parameter servers, but {servers} were launched. Launch with --server-num "
             f"{plan.servers}, or change `servers` of the Plan."
         )
     beyond = _first_beyond_this_version(plan, shape, model)

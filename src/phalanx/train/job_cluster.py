@@ -28,10 +28,10 @@ def cluster_of(role: Role, device: torch.device) -> Cluster:
         try:
             node, measured, assumptions = measured_node(role.world_size, exactly=False)
         except ConfigError as error:
-            logger.info("the planner reckons with what this host looks like, as it was not measured: %s", error)
+            logger.info("the planner estimates this host, which was not measured: %s", error)
         else:
             for assumption in assumptions:
-                logger.info("the planner reckons with figures of this host: %s", assumption)
+                logger.info("the planner uses the figures of this host: %s", assumption)
             return Cluster(nodes=(node,), measured=measured, assumed=assumptions)
     cluster = Cluster.detect(role)
     per_node = role.world_size // len(cluster.nodes)

@@ -16,6 +16,7 @@ from phalanx.jobs.api.auth import TokenError, authenticate
 from phalanx.jobs.models import Actor, Job, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.ui import formatting, i18n
+from phalanx.units import format_bytes
 
 ROOT = "/ui"
 COOKIE = "phalanx_session"
@@ -37,6 +38,7 @@ _pages.globals |= {
     "span": formatting.span,
     "number": formatting.number,
     "needs": formatting.needs,
+    "size": format_bytes,
     "prose": formatting.prose,
 }
 

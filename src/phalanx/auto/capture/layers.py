@@ -133,7 +133,7 @@ class Layers:
     """Paths of the repeated blocks, none inside another: what may be recomputed."""
 
     partition_points: PartitionPoints | None = None
-    """Where the model may be cut into stages; None if it cannot be."""
+    """Where the model may be split into stages; None if it cannot be."""
 
     sequence: SequenceBlocks | None = None
     """Blocks whose sequence several ranks may share; None if there are none."""

@@ -34,7 +34,7 @@ _PLAIN: dict[str, int | str] = {
 def find_partition_points_or_reason(
     model: nn.Module, captured: CapturedStep, calls: tuple[ModuleCall, ...]
 ) -> tuple[PartitionPoints | None, str | None]:
-    """Return where a model may be cut into stages, or why it cannot be."""
+    """Return where a model may be split into stages, or why it cannot be."""
     try:
         points = find_partition_points(model, captured, calls)
     except PlanError as error:

@@ -144,7 +144,7 @@ class ClusterOf(_Part):
             logger.warning(
                 "%s",
                 tr(
-                    "The nodes differ ({cluster}), and every rank waits for the slowest: reckoned as {reckoned}. "
+                    "The nodes differ ({cluster}), and every rank waits for the slowest: counted as {reckoned}. "
                     "Describe some of the nodes alone to see what they would do without the others.",
                     cluster=cluster,
                     reckoned=reckoned,

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from phalanx.checkpoint.folder.manifest import COMPLETE, Marker, read_marker
+from phalanx.checkpoint.folder.marker import COMPLETE, Marker, read_marker
 from phalanx.errors import DataError
 
 logger = logging.getLogger("phalanx.checkpoint")

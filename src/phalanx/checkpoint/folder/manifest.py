@@ -1,4 +1,4 @@
-"""`CheckpointManifest`: the manifest of a checkpoint (JSON: tensors, chunks, files), and the marker that completes it.
+"""`CheckpointManifest`: the manifest of a checkpoint (JSON: tensors, chunks, files).
 
     <folder>/step-200/rank-0-<save>.safetensors   what rank 0 wrote; one file a rank
     <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, checksums of files
@@ -13,48 +13,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phalanx import __version__
+from phalanx.checkpoint.folder.marker import COMPLETE, PARSE_ERRORS, VERSION, Marker, read_marker, require_plain
 from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.safetensors_file import FileRecord, Slot, are_counts, dtype_of, is_shape
 from phalanx.cluster.disk_space import named_errors
 from phalanx.errors import DataError
 from phalanx.files import sync_directory, sync_file, write_atomically
 
-COMPLETE = "complete.json"
-VERSION = 1
-
 BLOCK_BYTES_LIMIT = 1 << 30
 """Largest block of a file with a checksum of its own that is read."""
 
 REQUIRED_VALUES = frozenset({"aliases", "averages", "model", "random", "kept"})
 """What every rank saves beside tensors."""
-
-_FILE_NAME = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
-_PARSE_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-"""Errors of parsing JSON of another structure."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """The complete-marker of a checkpoint."""
-
-    save: str
-    """Name of the save, part of its files' names."""
-
-    sequence: int
-    """One more than that of the save before it in this folder: the newest is not always that of the highest step."""
-
-    step: int
-    manifest: str
-    sha256: str
-    version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +106,6 @@ def _write_durable(path: Path, data: bytes) -> None:
         sync_file(file)
 
 
-def read_marker(folder: Path) -> Marker:
-    """Return the marker of a checkpoint.
-
-    Raises:
-        DataError: If the folder holds no complete checkpoint, or one of another version.
-    """
-    path = folder / COMPLETE
-    try:
-        value = json.loads(path.read_bytes())
-        if value.get("version") != VERSION:
-            raise DataError(
-                f"{path} has version {value.get('version')}; this version of phalanx reads {VERSION}. Load it with the "
-                "version that saved it."
-            )
-        marker = Marker(**value)
-        for field in fields(marker):
-            kind = type(getattr(marker, field.name)).__name__
-            if kind != field.type:
-                raise ValueError(f"{field.name} is of type {kind}, not {field.type}")
-        _require_plain(marker.manifest)
-    except FileNotFoundError:
-        raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from None
-    except _PARSE_ERRORS as error:
-        raise DataError(f"{path} is broken: {error}. Take another copy.") from None
-    return marker
-
-
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Return the manifest of a checkpoint, after checking that its files exist in full length.
 
@@ -175,7 +123,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise DataError(f"{path} is broken: its digest is not that of {COMPLETE}. Take another copy.")
     try:
         manifest = _manifest(folder, marker, json.loads(text))
-    except _PARSE_ERRORS as error:
+    except PARSE_ERRORS as error:
         raise DataError(f"{path} does not describe a checkpoint: {error!r}. Take another copy.") from None
     for file in manifest.files:
         _require_length(folder / file.name, file.bytes)
@@ -192,7 +140,7 @@ def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Checkpoint
         if missing := REQUIRED_VALUES - set(values):
             raise ValueError(f"the values of a rank lack {', '.join(sorted(missing))}")
     if value["tables"] is not None:
-        _require_plain(value["tables"])
+        require_plain(value["tables"])
     return CheckpointManifest(
         folder=folder,
         save=marker.save,
@@ -207,18 +155,12 @@ def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Checkpoint
 
 def _file(entry: dict[str, Any]) -> FileRecord:
     file = FileRecord(entry["name"], entry["bytes"], entry["block_bytes"], tuple(entry["crc32"]))
-    _require_plain(file.name)
+    require_plain(file.name)
     if not are_counts((file.bytes, file.block_bytes, *file.crc32)):
         raise ValueError(f"{file.name} is described with what is no number")
     if not 0 < file.block_bytes <= BLOCK_BYTES_LIMIT or len(file.crc32) != -(-file.bytes // file.block_bytes):
         raise ValueError(f"{file.name} of {file.bytes} bytes has {len(file.crc32)} blocks of {file.block_bytes}")
     return file
-
-
-def _require_plain(name: str) -> None:
-    """Raise unless a name is that of a file beside the one that names it: none may lead out of the folder."""
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
 
 
 def _require_length(path: Path, length: int) -> None:

@@ -120,7 +120,7 @@ def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, M
         measured, near = with_ranks(measured, count)
         notes = (
             tr(
-                "{ranks} ranks are reckoned from the figures of {near}: `phalanx calibrate -n {ranks}` measures them",
+                "{ranks} ranks are estimated from those of {near}: `phalanx calibrate -n {ranks}` measures them",
                 ranks=count,
                 near=near,
             ),

@@ -395,7 +395,7 @@ class SharedMemoryGroup(NamedGroup):
         rows = tensor.shape[0] if tensor.dim() else 0
         if rows % self._size:
             raise ConfigError(
-                f"all_to_all_single cannot cut {rows} rows evenly for {self._size} ranks. Give split sizes."
+                f"all_to_all_single cannot split {rows} rows evenly for {self._size} ranks. Give split sizes."
             )
         return [rows // self._size] * self._size
 

@@ -349,7 +349,7 @@ class ShardedLoader:
         if self._options.batch_source is not None:
             raise ConfigError(
                 "The state of a loader was asked for, and in this job the servers lease its batches to workers that "
-                "come and go (--worker_num a:b): none has a position of its own. Leave the loader out of what is "
+                "come and go (--worker-num a:b): none has a position of its own. Leave the loader out of what is "
                 "saved; save tables with fleet.save_persistables between two epochs."
             )
         order, rows = self.ordering, self._options.rows()

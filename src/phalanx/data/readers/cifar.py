@@ -66,7 +66,9 @@ class Cifar10Dataset(ImageDataset):
         self._record_of = np.concatenate([np.flatnonzero(is_good) for is_good in good])
         labels = [file.table[is_good, 0] for file, is_good in zip(self._files, good, strict=True)]
         if not len(self._file_of):
-            raise DataError(f"{folder}: no record is whole; the first: {self.corrupt.first}. Download the files again.")
+            raise DataError(
+                f"{folder}: no record is complete; the first: {self.corrupt.first}. Download the files again."
+            )
         self._describe(
             torch.from_numpy(np.concatenate(labels)).long(),
             CLASSES,

@@ -163,7 +163,7 @@ class IdxDataset(ImageDataset):
             )
         whole = min(len(self._pixels), len(classes))
         if not whole:
-            raise DataError(f"{images}: holds no whole image with a label. Download both files again.")
+            raise DataError(f"{images}: holds no complete image with a label. Download both files again.")
         normalize = Normalize((self.MEAN if mean is None else mean,), (self.STD if std is None else std,))
         self._describe(
             torch.from_numpy(classes.table[:whole, 0].astype(np.int64)),

@@ -114,7 +114,7 @@ def measure(counts: Sequence[int], *, quick: bool, report_progress: Callable[[in
 def _measure_one(count: int, quick: bool, report_progress: Callable[[float, str], None]) -> Rates:
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as name:
         folder = Path(name)
-        arguments = ["-m", "phalanx", "run", "-n", str(count), "--log_dir", str(folder / "log")]
+        arguments = ["-m", "phalanx", "run", "-n", str(count), "--log-dir", str(folder / "log")]
         arguments += ["-m", "phalanx.diagnose.calibrate.rank", name, *(["--quick"] if quick else [])]
         # GPUs are not measured: their rates are presets.
         environment = {k: v for k, v in os.environ.items() if k != "PHALANX_BACKEND"} | {"CUDA_VISIBLE_DEVICES": ""}

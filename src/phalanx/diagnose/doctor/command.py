@@ -29,14 +29,14 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 @click.command(
-    epilog="\b\nExample:\n  phalanx doctor\n  phalanx doctor --nnodes 2 --node_rank 0 --master_addr 10.0.0.1"
+    epilog="\b\nExample:\n  phalanx doctor\n  phalanx doctor --nnodes 2 --node-rank 0 --master-addr 10.0.0.1"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes of the job; run this on each of them.")
-@click.option("--node_rank", type=click.IntRange(0), default=0, help="This node's place, from 0.")
-@click.option("--master_addr", metavar="HOST", help="Address of the first node.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, help="This node's place, from 0.")
+@click.option("--master-addr", metavar="HOST", help="Address of the first node.")
 @click.option(
-    "--master_port",
+    "--master-port",
     type=click.IntRange(1, 65535),
     default=DEFAULT_PORT,
     show_default=True,
@@ -49,14 +49,14 @@ def doctor(
 ) -> None:
     """Check this machine for what training needs; exit with 1 if something fails.
 
-    With --nnodes, every node of a job: run it on each with its own --node_rank and the same --master_addr; each prints
+    With --nnodes, every node of a job: run it on each with its own --node-rank and the same --master-addr; each prints
     one table of all.
     """
     from phalanx.diagnose.doctor import facts
 
     if nnodes == 1:
         if network:
-            raise click.UsageError("--network measures between nodes: add --nnodes, --node_rank and --master_addr.")
+            raise click.UsageError("--network measures between nodes: add --nnodes, --node-rank and --master-addr.")
         results = list(facts.examine())
         if as_json:
             click.echo(json.dumps({"ok": not _failures(results), "checks": [r.to_json() for r in results]}, indent=1))
@@ -65,7 +65,7 @@ def doctor(
         sys.exit(1 if _failures(results) else 0)
     if master_addr is None or node_rank >= nnodes:
         raise click.UsageError(
-            f"--nnodes {nnodes} needs --master_addr, the first node's address, and --node_rank from 0 to {nnodes - 1}."
+            f"--nnodes {nnodes} needs --master-addr, the first node's address, and --node-rank from 0 to {nnodes - 1}."
         )
     from phalanx.diagnose.doctor.nodes import MeetingOptions
 

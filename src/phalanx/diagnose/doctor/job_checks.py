@@ -55,7 +55,7 @@ def reach(report: JobReport) -> Check:
     if broken:
         advice = (
             "Ranks listen at ports that the system chooses: open all TCP ports between the nodes, or correct addresses "
-            "and routes (--master_addr, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+            "and routes (--master-addr, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
         )
         return Check(name="reach", state="failed", observed="; ".join(broken), advice=advice)
     slowest = max((link.latency_s for _, _, link in _pairs(report)), default=0.0)

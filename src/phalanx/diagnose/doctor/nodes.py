@@ -109,7 +109,7 @@ class NodeMeeting:
             checks=tuple(checks),
         )
         if self._store.add(f"claim/{options.node_rank}", 1) > 1:
-            raise ConfigError(f"Two nodes say they are node {options.node_rank}. Give every node its own --node_rank.")
+            raise ConfigError(f"Two nodes say they are node {options.node_rank}. Give every node its own --node-rank.")
         self._store.set(f"report/{options.node_rank}", _REPORT.dump_json(report))
         nodes = tuple(_decode(_REPORT, text) for text in self._all("report"))
         if with_bandwidth and options.node_rank > 0:  # one node after the other, so that none takes another's bandwidth
@@ -122,7 +122,7 @@ class NodeMeeting:
         ranks, lengths = [node.node_rank for node in nodes], {len(row) for row in links}
         if ranks != list(range(options.nnodes)) or lengths != {options.nnodes}:
             raise ConfigError(
-                "Nodes disagree on how many they are. Give each the same --nnodes and a --node_rank of its own."
+                "Nodes disagree on how many they are. Give each the same --nnodes and a --node-rank of its own."
             )
         return JobReport(nodes=nodes, links=links)
 
@@ -147,7 +147,7 @@ class NodeMeeting:
         options, patience = self._options, timedelta(seconds=self._options.timeout_s)
         self._deadline = time.monotonic() + options.timeout_s  # torch is imported by now
         if options.node_rank == 0:
-            listening = machine.bind(master, options.master_port, flag="--master_port", listen=True)
+            listening = machine.bind(master, options.master_port, flag="--master-port", listen=True)
             return TCPStore(
                 master,
                 options.master_port,
@@ -161,7 +161,7 @@ class NodeMeeting:
         if why:
             raise PeerLostError(
                 f"The first node did not answer at {master}:{options.master_port} within {options.timeout_s:g} s "
-                f"({why}). Run the same command there with --node_rank 0, and check that the port is open between the "
+                f"({why}). Run the same command there with --node-rank 0, and check that the port is open between the "
                 "nodes."
             )
         return TCPStore(master, options.master_port, None, False, timeout=patience)
@@ -200,7 +200,7 @@ class NodeMeeting:
         options = self._options
         return (
             f"{len(missing)} of {options.nnodes} nodes did not come within {options.timeout_s:g} s: {names}. Run the "
-            "same command there with its own --node_rank."
+            "same command there with its own --node-rank."
         )
 
 
@@ -225,5 +225,5 @@ def _decode(adapter: TypeAdapter[_Value], text: bytes) -> _Value:
     except ValidationError:
         raise ConfigError(
             f"A node sent {text[:60]!r}, which `phalanx doctor` of this version does not. Run the same version of "
-            "phalanx on every node, and let nothing else connect to --master_port."
+            "phalanx on every node, and let nothing else connect to --master-port."
         ) from None

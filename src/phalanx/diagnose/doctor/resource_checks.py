@@ -45,7 +45,7 @@ def disk(folder: str, free: int) -> Check:
     observed = f"{format_bytes(free)} free in {folder}"
     if free < NEEDS_DISK.recommended:
         state: State = "failed" if free < NEEDS_DISK.needed else "warning"
-        advice = "Make room, or name another place: --log_dir, and the folder given to px.save."
+        advice = "Make room, or name another place: --log-dir, and the folder given to px.save."
         return Check(name="disk", state=state, observed=observed, advice=advice)
     return Check(name="disk", state="ok", observed=observed)
 

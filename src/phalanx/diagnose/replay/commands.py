@@ -32,7 +32,7 @@ from phalanx.errors import ConfigError, LaunchError
 def command(run: Path, step: int | None, find: str | None, timeout_s: float, as_json: bool) -> None:
     """Do a step of RUN again in one process, from the nearest checkpoint, and compare the digests of gradients.
 
-    RUN is the log folder of a job that was started with `phalanx run --flight_log` (default: log). Bits are compared
+    RUN is the log folder of a job that was started with `phalanx run --flight-log` (default: log). Bits are compared
     where it trained with logical replicas. Exits with 0 if they agree, with 1 if not.
     """
     flight = read_flight(run)
@@ -99,7 +99,7 @@ def _replay(
             {} if flight.replicas is None or flight.threads is None else {"OMP_NUM_THREADS": str(flight.threads)}
         )
         replicas = [] if flight.replicas is None else ["--replicas", str(flight.replicas)]
-        command_line = [sys.executable, "-m", "phalanx.launch", "-n", "1", "--log_dir", f"{folder}/log", *replicas]
+        command_line = [sys.executable, "-m", "phalanx.launch", "-n", "1", "--log-dir", f"{folder}/log", *replicas]
         output = Path(folder) / "output.txt"
         code = run_recorded(
             [*command_line, *_script_words(flight)],

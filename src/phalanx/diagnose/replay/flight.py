@@ -89,7 +89,7 @@ def read_flight(folder: Path) -> Flight:
     if flight is None or not flight.updates:
         raise ConfigError(
             f"{folder} has no flight log (flight.0.jsonl). Give the log folder of a run that was started with "
-            "phalanx run --flight_log and made a step."
+            "phalanx run --flight-log and made a step."
         )
     return flight
 

@@ -156,7 +156,7 @@ def check_gradients(first: Step, second: Step, number: int, tolerance: Tolerance
             if candidate[name][NOT_FINITE] or reference[name][NOT_FINITE]:
                 cause, why = (
                     DifferenceCause.NOT_FINITE,
-                    "It holds NaN or infinity in one run alone; run with --check_nan_inf.",
+                    "It holds NaN or infinity in one run alone; run with --check-nan-inf.",
                 )
             else:
                 cause, why = _explain_gradient(reference[name], candidate[name], readers_of(second), name)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,14 +18,10 @@ from phalanx.diagnose.verify.verdict import RunVerdict
 from phalanx.launch.reports.terminal import fit_terminal
 
 _SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
-_CONTEXT: dict[str, Any] = {
-    "allow_interspersed_args": False,
-    "token_normalize_func": lambda token: token.replace("-", "_"),
-}
 
 
-@click.command("verify", context_settings=_CONTEXT)
-@click.option("-n", "--nproc_per_node", "ranks", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
+@click.command("verify", context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--nproc-per-node", "ranks", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Optimizer steps to compare.")
 @click.option(
     "--replicas",
@@ -42,7 +37,7 @@ _CONTEXT: dict[str, Any] = {
     help="Compare two Plans on N ranks (give it twice), or one Plan on N ranks with the script alone on one.",
 )
 @click.option("--against", metavar="COMMIT", help="Compare with this commit of the script's repository, on N ranks.")
-@click.option("--control/--no_control", default=True, help="Measure rounding by one more run of the first kind.")
+@click.option("--control/--no-control", default=True, help="Measure rounding by one more run of the first kind.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=900, show_default=True, help="Seconds a run.")
 @click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep records and logs in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")

@@ -51,7 +51,7 @@ def record_run(spec: ComparedRun, out: Path, *, steps: int, timeout_s: float) ->
     if spec.plan is not None:
         variables[PLAN_VARIABLE] = str(spec.plan.resolve())
     replicas = () if spec.replicas is None else ("--replicas", str(spec.replicas))
-    command = [sys.executable, "-m", "phalanx.launch", "-n", str(spec.ranks), "--log_dir", str(out / "log"), *replicas]
+    command = [sys.executable, "-m", "phalanx.launch", "-n", str(spec.ranks), "--log-dir", str(out / "log"), *replicas]
     output = out / "output.txt"
     code = run_recorded(
         [*command, str(spec.script), *spec.arguments],

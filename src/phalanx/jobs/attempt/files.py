@@ -99,7 +99,7 @@ def spec_json(submission: Submission, home: str = "", job_folder: str = "") -> d
         "attempt": submission.attempt,
         "spec": submission.spec.model_dump(mode="json"),
         "home": str(home or folder.parents[2]),
-        "checkpoint": str(Path(job_folder or folder.parent) / (submission.spec.checkpoint.dir or "checkpoints")),
+        "checkpoint": str(paths.checkpoints(Path(job_folder or folder.parent), submission.spec.checkpoint.dir)),
     }
 
 

@@ -197,7 +197,7 @@ def _phalanx(
     spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...], python: str, logs: str
 ) -> LaunchCommand:
     roles = _servers(spec, rendezvous) if spec.servers else _workers(spec, rendezvous)
-    argv = (python, "-m", "phalanx.launch", "--log_dir", logs, *roles, *words)
+    argv = (python, "-m", "phalanx.launch", "--log-dir", logs, *roles, *words)
     # Time to save, before the node itself kills what is left.
     return LaunchCommand(argv, {"PHALANX_STOP_GRACE_S": str(max(1, int(spec.grace)))})
 
@@ -210,9 +210,9 @@ def _workers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     rendezvous_flags = (
         "--ips",
         ",".join(rendezvous.hosts),
-        "--node_rank",
+        "--node-rank",
         str(rendezvous.node),
-        "--http_port",
+        "--http-port",
         str(rendezvous.port),
     )
     if resources.least_nodes is None:
@@ -233,7 +233,7 @@ def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     # Beside servers, workers get GPUs only if asked for; the backend decides which ones a node has.
     gpus = ("--gpus", "all") if spec.resources.gpu and rendezvous.node < nodes else ()
     if len(rendezvous.hosts) == 1:
-        return ("--server_num", str(spec.servers.count), "--worker_num", str(procs), *gpus)
+        return ("--server-num", str(spec.servers.count), "--worker-num", str(procs), *gpus)
     server_hosts = rendezvous.hosts[nodes:] or rendezvous.hosts
     port = rendezvous.port + 1
     servers = [f"{server_hosts[number % len(server_hosts)]}:{port + number}" for number in range(spec.servers.count)]
@@ -244,5 +244,5 @@ def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     rank = order.index(rendezvous.hosts[rendezvous.node])
     return (
         *("--servers", ",".join(servers), "--workers", ",".join(workers)),
-        *("--node_rank", str(rank), "--http_port", str(rendezvous.port), *gpus),
+        *("--node-rank", str(rank), "--http-port", str(rendezvous.port), *gpus),
     )

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import logs, metrics, usage
+from phalanx.jobs.attempt.checkpoints import SavedCheckpoint, list_saved
 from phalanx.jobs.attempt.logs import LogPart
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
@@ -196,6 +197,11 @@ class JobService(Jobs):
         folder = self._folder(record, attempt)
         nodes = range(record.spec["resources"]["nodes"]) if node is None else [node]
         return [usage.read(folder, number, offset) for number in nodes]
+
+    def checkpoints(self, job: str) -> list[SavedCheckpoint]:
+        record = self.job(job)
+        chosen = TrainingJob.model_validate(record.spec).checkpoint.dir
+        return list_saved(paths.checkpoints(paths.attempt_folder(self._store.home, job, 1).parent, chosen))
 
     def plan(self, job: str) -> str:
         from phalanx.plan.files import read_run_plan

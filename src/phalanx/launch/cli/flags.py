@@ -20,7 +20,7 @@ from phalanx.launch.request.options import DEFAULT_PORT, Options
 
 
 def _split_ranges(values: dict[str, Any]) -> None:
-    """Give the ends of -n a:b, --nnodes a:b and --worker_num a:b fields of their own."""
+    """Give the ends of -n a:b, --nnodes a:b and --worker-num a:b fields of their own."""
     ranges = (("nproc_per_node", "least_nproc"), ("nnodes", "least_nnodes"), ("worker_num", "least_workers"))
     for name, least in ranges:
         if isinstance(values[name], range):
@@ -34,9 +34,9 @@ def _choose_language(ctx: click.Context, param: click.Parameter, value: str | No
 
 
 def _normalize(token: str) -> str:
-    """Return a flag as it is declared: with _ for -, and the name that `phalanx job` has for -n too."""
-    name = token.replace("-", "_")
-    return "nproc_per_node" if name == "procs_per_node" else name
+    """Return a flag as it is declared: with - for _; what `phalanx job` calls -n is known too."""
+    name = token.replace("_", "-")
+    return "nproc-per-node" if name == "procs-per-node" else name
 
 
 _CONTEXT: dict[str, Any] = {
@@ -50,7 +50,7 @@ _CONTEXT: dict[str, Any] = {
 @click.command(name="run", context_settings=_CONTEXT)
 @click.option(
     "-n",
-    "--nproc_per_node",
+    "--nproc-per-node",
     "--nprocs",
     "nproc_per_node",
     type=CountOrRange("number of processes"),
@@ -69,56 +69,56 @@ _CONTEXT: dict[str, Any] = {
     type=CountOrRange("number of hosts"),
     help="Number of hosts, instead of --ips; 1:4 for an elastic job.",
 )
-@click.option("--node_rank", type=Count("host number", 0), help="This host's place; found by address unless ambiguous.")
-@click.option("--master_addr", metavar="HOST", help="First host, with --nnodes.")
+@click.option("--node-rank", type=Count("host number", 0), help="This host's place; found by address unless ambiguous.")
+@click.option("--master-addr", metavar="HOST", help="First host, with --nnodes.")
 @click.option(
-    "--rank_table",
+    "--rank-table",
     metavar="FILE",
-    help="Which rank runs on which device of which host, instead of --ips and -n; RANK_TABLE_FILE says it too.",
+    help="Which rank runs on which device of which host, instead of --ips and -n; or set RANK_TABLE_FILE.",
 )
 @click.option(
-    "--world_size_counts",
+    "--world-size-counts",
     type=click.Choice(COUNTS),
     help="What RANK and WORLD_SIZE set for this launcher count: 'nodes' in a DLC or PyTorchJob pod.",
 )
 @click.option(
-    "--http_port",
-    "--master_port",
+    "--http-port",
+    "--master-port",
     "http_port",
     type=Port(),
     help=f"Port on the first host. One host: chosen by the system; several: {DEFAULT_PORT}.",
 )
 @click.option(
-    "--server_num",
+    "--server-num",
     type=Count("number of servers", instead="; without servers start with -n 2"),
     help="Parameter servers on this host.",
 )
 @click.option(
-    "--worker_num",
+    "--worker-num",
     type=CountOrRange("number of workers"),
     help="Parameter-server workers on this host; 1:4 where they may come and go.",
 )
 @click.option(
-    "--heter_worker_num",
+    "--heter-worker-num",
     type=Count("number of heter workers"),
     help="Heter workers here: a role for your script to fill.",
 )
 @click.option("--servers", default="", metavar="LIST", help="Servers of the whole job, ip:port,ip:port.")
 @click.option("--workers", default="", metavar="LIST", help="Workers of the whole job, ip:port,ip:port.")
-@click.option("--heter_workers", default="", metavar="LIST", help="Heter workers of the whole job.")
-@click.option("--log_dir", default="log", show_default=True, metavar="DIR", help="Folder of the log files.")
+@click.option("--heter-workers", default="", metavar="LIST", help="Heter workers of the whole job.")
+@click.option("--log-dir", default="log", show_default=True, metavar="DIR", help="Folder of the log files.")
 @click.option(
-    "--per_rank_dir",
+    "--per-rank-dir",
     is_flag=True,
     help="Give each rank a folder, LOG_DIR/rank_N, with train.log and env.log, its environment.",
 )
 @click.option(
-    "--log_format",
+    "--log-format",
     type=click.Choice(log_format.FORMATS),
     help="Form of log lines, the script's own too when given.",
 )
 @click.option(
-    "--max_restarts",
+    "--max-restarts",
     type=Count("number of restarts", 0),
     help="How often a failed job is started again (default 0); with servers: a failed process, alone; "
     "elastic: a lost rank is replaced (default 3 in 10 minutes).",
@@ -130,19 +130,19 @@ _CONTEXT: dict[str, Any] = {
     help="Logical replicas that split global batches: results have the same bits on any number of ranks up to it.",
 )
 @click.option(
-    "--check_nan_inf",
+    "--check-nan-inf",
     is_flag=True,
     help="Test gradients and loss of every step; name module, operator, rank and sample of the first NaN or infinity.",
 )
 @click.option(
-    "--flight_log",
+    "--flight-log",
     is_flag=True,
     help="Log a few hundred bytes of each update in LOG_DIR/flight.N.jsonl, for phalanx replay.",
 )
 @click.option(
-    "--server_dir",
+    "--server-dir",
     metavar="DIR",
-    help="Where servers keep their state. Default: LOG_DIR/servers with --max_restarts, else nowhere.",
+    help="Where servers keep their state. Default: LOG_DIR/servers with --max-restarts, else nowhere.",
 )
 @click.option(
     "--timeout",
@@ -155,7 +155,7 @@ _CONTEXT: dict[str, Any] = {
     help="Seconds to wait for other hosts and ranks.",
 )
 @click.option(
-    "--hang_after",
+    "--hang-after",
     "hang_after_s",
     type=Seconds("for never"),
     envvar="PHALANX_HANG_AFTER_S",
@@ -165,7 +165,7 @@ _CONTEXT: dict[str, Any] = {
     help="Seconds beyond the usual that ranks may wait for one until a report says where it is; 0 for no report.",
 )
 @click.option(
-    "--hang_timeout",
+    "--hang-timeout",
     "hang_timeout_s",
     type=Seconds("to wait for ever"),
     envvar="PHALANX_HANG_TIMEOUT_S",
@@ -175,7 +175,7 @@ _CONTEXT: dict[str, Any] = {
     help="Seconds from that report to the end of the job, while the rank does not work; 0 waits for ever.",
 )
 @click.option(
-    "--slow_share",
+    "--slow-share",
     type=click.FloatRange(0.0, 1.0),
     envvar="PHALANX_SLOW_SHARE",
     default=0.05,
@@ -211,7 +211,7 @@ def command(ctx: click.Context, /, **values: Any) -> int:
       phalanx run -n 2 train.py --lr 0.1                   two processes here
       phalanx run --gpus 0,1 train.py                      one process per GPU
       phalanx run --ips 10.0.0.1,10.0.0.2 -n 4 train.py    the same on both hosts
-      phalanx run --server_num 1 --worker_num 2 train.py   parameter servers
+      phalanx run --server-num 1 --worker-num 2 train.py   parameter servers
 
     Flags may be written with _ or -. What follows the script belongs to the script. Rank 0 is shown here,
     every rank writes LOG_DIR/workerlog.N. When a rank fails all end, and the last lines say which failed

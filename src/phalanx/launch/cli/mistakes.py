@@ -1,4 +1,4 @@
-"""`describe_mistake`: what is wrong with a command line, and what to write; `refuse_old_flags`: flags renamed."""
+"""`describe_mistake`: what is wrong with a command line, and what to write; `flags_of`; `refuse_old_flags`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from phalanx.i18n import tr
 _RENAMED = {
     "--cluster_node_ips": "--ips",
     "--selected_gpus": "--gpus",
-    "--np": "--nproc_per_node",
+    "--np": "--nproc-per-node",
 }
 _REMOVED = {
-    "--node_ip": "the launcher finds this host in --ips by itself; --node_rank decides where that is open",
+    "--node_ip": "the launcher finds this host in --ips by itself; --node-rank decides where that is open",
     "--use_paddlecloud": "cluster environments are recognised by themselves",
-    "--started_port": "ports are chosen by the system; --http_port fixes the meeting port",
-    "--log_level": "set the level in your script; --log_format chooses the form",
+    "--started_port": "ports are chosen by the system; --http-port fixes the meeting port",
+    "--log_level": "set the level in your script; --log-format chooses the form",
     "--print_config": "--verbose prints the configuration",
 }
 _ELSEWHERE = {
@@ -28,9 +28,9 @@ _ELSEWHERE = {
     "--num_gpus": "-n",
     "--num_machines": "--nnodes",
     "--num_nodes": "--nnodes",
-    "--machine_rank": "--node_rank",
-    "--main_process_ip": "--master_addr",
-    "--rdzv_endpoint": "--master_addr and --http_port",
+    "--machine_rank": "--node-rank",
+    "--main_process_ip": "--master-addr",
+    "--rdzv_endpoint": "--master-addr and --http-port",
 }
 """Flags of accelerate, deepspeed and torchrun."""
 
@@ -40,7 +40,7 @@ def describe_mistake(error: click.UsageError) -> str:
     path = "phalanx" if error.ctx is None else error.ctx.command_path
     flag = _unknown_flag(error)
     if flag is not None:
-        match = nearest(flag, _flags_of(error.ctx))
+        match = nearest(flag, flags_of(error.ctx))
         near = "" if match is None else tr(" Did you mean '{flag}'?", flag=match)
         return tr(
             "No such option '{flag}'.{nearest} `{program} --help` lists all.", flag=flag, nearest=near, program=path
@@ -60,7 +60,7 @@ def _unknown_flag(error: click.UsageError) -> str | None:
     return None if file is None else file[1].partition("=")[0]
 
 
-def _flags_of(context: click.Context | None) -> list[str]:
+def flags_of(context: click.Context | None) -> list[str]:
     """Return the flags that the help of a command lists, as it spells them."""
     parameters = [] if context is None else context.command.get_params(context)
     options = [option for option in parameters if isinstance(option, click.Option) and not option.hidden]

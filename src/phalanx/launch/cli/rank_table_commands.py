@@ -89,7 +89,7 @@ def check(file: str, as_json: bool) -> None:
         click.echo(f"rank {device.rank}  {device.server}  device {device.device_id}{port}")
     ours = [server for server in table.servers if network.is_own(server)]
     click.echo(f"ranks: {len(table.devices)}, servers: {len(table.servers)}, this host: {', '.join(ours) or 'none'}")
-    click.echo(f"launchers of several hosts, and ranks started by hand, meet at {meeting}; --http_port or MASTER_PORT")
+    click.echo(f"launchers of several hosts, and ranks started by hand, meet at {meeting}; --http-port or MASTER_PORT")
     click.echo("chooses another port")
 
 

@@ -41,6 +41,6 @@ def _control_of(name: str) -> str:
     if control is None:
         raise LaunchError(
             f"Job {matches[0]['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
-            "-n 1:4 ..., or with parameter servers --worker_num 1:4."
+            "-n 1:4 ..., or with parameter servers --worker-num 1:4."
         )
     return control

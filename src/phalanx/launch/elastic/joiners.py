@@ -15,7 +15,7 @@ logger = logging.getLogger("phalanx.launch")
 
 WINDOW_S = 600.0
 DEFAULT_IN_WINDOW = 3
-"""Replacements within `WINDOW_S` unless --max_restarts says how many there may be in all."""
+"""Replacements within `WINDOW_S` unless --max-restarts says how many there may be in all."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class RestartBudget:
 
     total: int | None
     max_restarts: int = 0
-    """What --max_restarts allows in all, of whole restarts too."""
+    """What --max-restarts allows in all, of whole restarts too."""
 
     _times: deque[float] = field(default_factory=deque)
 
@@ -46,8 +46,8 @@ class RestartBudget:
     def limit(self) -> str:
         """The limit in words."""
         if self.total is not None:
-            return f"all {self.max_restarts} of --max_restarts {self.max_restarts} are used"
-        return f"{DEFAULT_IN_WINDOW} in {WINDOW_S / 60:g} minutes; --max_restarts changes it"
+            return f"all {self.max_restarts} of --max-restarts {self.max_restarts} are used"
+        return f"{DEFAULT_IN_WINDOW} in {WINDOW_S / 60:g} minutes; --max-restarts changes it"
 
 
 @dataclass

@@ -18,7 +18,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.process.environment import JobFacts
 from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.request import machine
-from phalanx.launch.request.options import Options
+from phalanx.launch.request.options import Options, flag_of
 from phalanx.launch.request.request import ROLES, LaunchRequest, RoleName
 from phalanx.launch.request.topology import NodeOffer, Process, Topology
 
@@ -45,9 +45,9 @@ class AttemptResources:
             if nodes.rank == 0 or self.request.elastic is not None:
                 # With several hosts the user's port is where the launchers meet.
                 port = 0 if nodes.is_multi_node else (self.request.port or 0)
-                self.store = self._bind(port, "--http_port", listen=True)
+                self.store = self._bind(port, "--http-port", listen=True)
             for role in ROLES:
-                flag = f"--{role}s: port"
+                flag = f"{flag_of(role)}s: port"
                 self.endpoints[role] = [self._bind(port, flag) for port in self._ports_to_bind(role)]
         except BaseException:
             self._open.close()
@@ -74,25 +74,25 @@ class AttemptResources:
     def _ports_to_bind(self, role: RoleName) -> list[int]:
         if not self.request.endpoints:
             return [0] * self.request.counts.get(role, 0)
-        listed = [split_endpoint(endpoint, f"--{role}s") for endpoint in self.request.endpoints[role]]
+        listed = [split_endpoint(endpoint, f"{flag_of(role)}s") for endpoint in self.request.endpoints[role]]
         return [port for host, port in listed if host == self.request.nodes.address]
 
     def offer(self, job_id: str, options: Options, secret: str) -> NodeOffer:
         """Return what this host brings into the job."""
         terms = {
             "mode": self.request.mode,
-            "--max_restarts": str(options.max_restarts),
+            "--max-restarts": str(options.max_restarts),
             "--replicas": str(options.replicas),
             "the number of hosts": str(self.request.nodes.count),
         }
         for name in ("ips", "servers", "workers", "heter_workers"):
             if listed := getattr(options, name):
-                terms[f"--{name}"] = listed.replace(" ", "")
+                terms[flag_of(name)] = listed.replace(" ", "")
         if self.request.elastic is not None:
             terms["-n"] = f"{options.least_nproc or options.nproc_per_node}:{options.nproc_per_node}"
             terms["--nnodes"] = f"{options.least_nnodes or options.nnodes}:{options.nnodes}"
         if options.table is not None:
-            terms["--rank_table"] = f"(sha256 {options.table.digest})"
+            terms["--rank-table"] = f"(sha256 {options.table.digest})"
         if secret:
             terms["PHALANX_JOB_SECRET"] = f"(sha256 {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
         return NodeOffer(

@@ -66,7 +66,7 @@ class ElasticMeeting:
             node=self.nodes.rank,
             addresses={node: (address, self.port) for node, address in addresses.items()},
             node_count=self.nodes.count,
-            listening=machine.bind(self.nodes.address, self.port, flag="--http_port", listen=True),
+            listening=machine.bind(self.nodes.address, self.port, flag="--http-port", listen=True),
             key=JobKey(self.key),
             hello=self._hello,
             on_connect=self._on_connect,

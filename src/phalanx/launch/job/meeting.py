@@ -49,7 +49,7 @@ def join_link(server: ForkServerHandle, request: LaunchRequest, *, timeout_s: fl
     with theirs:
         meeting = None
         if nodes.rank == 0:
-            meeting = machine.bind(nodes.address, port, flag="--http_port", listen=True)
+            meeting = machine.bind(nodes.address, port, flag="--http-port", listen=True)
             fds.append(meeting.fileno())
         server.spawn(
             "link",

@@ -11,7 +11,7 @@ from typing import Protocol
 from phalanx.cluster.log_line import LOG_LINE
 
 FORMATS = ("default", "bar", "json")
-"""Values of `--log_format`."""
+"""Values of `--log-format`."""
 
 
 class LineFormatter(logging.Formatter):

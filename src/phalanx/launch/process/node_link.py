@@ -147,7 +147,7 @@ def _decode(value: bytes, key: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise _LinkError(
             f"The store of the hosts holds {value[:40]!r} under {key!r}, which no launcher wrote ({error}). Let "
-            "nothing else connect to --master_port."
+            "nothing else connect to --master-port."
         ) from None
 
 
@@ -219,7 +219,7 @@ class _Link:
             self._offered_at = self._reported_at = time.monotonic()
             if self._attempt == 0 and self.store.add(f"claim/{self.node_rank}", 1) > 1:
                 raise _LinkError(
-                    f"Two launchers say they are node {self.node_rank}. Give every host its own --node_rank."
+                    f"Two launchers say they are node {self.node_rank}. Give every host its own --node-rank."
                 )
             self._publish("offer", message["offer"])
         elif "failed" in message:

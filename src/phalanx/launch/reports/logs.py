@@ -75,7 +75,7 @@ class LogFolder:
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise LaunchError(
-                tr("--log_dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
+                tr("--log-dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
             ) from None
 
     def archive_attempt(self, attempt: int) -> None:
@@ -175,7 +175,7 @@ def _check_disk_space(path: Path, log_dir: str) -> None:
     except OSError as error:
         why = describe_full(log_dir, _LAUNCHER_BYTES) if is_full(error) else error.strerror
         raise LaunchError(
-            tr("--log_dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
+            tr("--log-dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
         ) from None
 
 
@@ -188,8 +188,8 @@ def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
         except OSError as error:
             why = error.strerror
             raise LaunchError(
-                tr("--log_dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
+                tr("--log-dir {folder} cannot be written to ({why}). Choose another folder.", folder=log_dir, why=why)
             ) from None
         if descriptor is not None:
             return path, os.fdopen(descriptor, "a")
-    raise LaunchError(f"--log_dir {log_dir}: 999 jobs write there already. Choose another folder.")
+    raise LaunchError(f"--log-dir {log_dir}: 999 jobs write there already. Choose another folder.")

@@ -73,7 +73,7 @@ class ProcessExit:
         if read is None or not all(isinstance(getattr(read, name), kind) for name, kind in _KINDS.items()):
             raise PeerLostError(
                 f"Another host reported a failure as {str(values)[:60]!r}, which no launcher of this version says. Run "
-                "the same version on every host, and let nothing else connect to --master_port."
+                "the same version on every host, and let nothing else connect to --master-port."
             )
         return read
 

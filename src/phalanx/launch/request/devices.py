@@ -63,7 +63,7 @@ def _check_cuda(options: Options, machine: Machine) -> None:
     else:
         problem = f"no GPU is visible ({machine.hidden_by})" if machine.hidden_by else "no NVIDIA GPU was found"
     has_servers = any((options.server_num, options.worker_num, options.servers, options.workers))
-    instead = "leave --gpus out: --worker_num says how many" if has_servers else "give the number of processes: -n 2"
+    instead = "leave --gpus out: --worker-num says how many" if has_servers else "give the number of processes: -n 2"
     raise LaunchError(f"--gpus {options.gpus} needs CUDA, but {problem}. To compute on the CPU, {instead}.")
 
 

@@ -20,14 +20,14 @@ class ElasticRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRange:
-    """How many workers a job with parameter servers may have, from `--worker_num a:b`."""
+    """How many workers a job with parameter servers may have, from `--worker-num a:b`."""
 
     least: int
     most: int
 
 
 def worker_range(options: Options) -> WorkerRange | None:
-    """Return how many workers a job may have, or None where `--worker_num` is one number.
+    """Return how many workers a job may have, or None where `--worker-num` is one number.
 
     Args:
         options: What the user typed.
@@ -38,16 +38,16 @@ def worker_range(options: Options) -> WorkerRange | None:
     if options.least_workers is None:
         return None
     assert options.worker_num is not None
-    flag = f"--worker_num {options.least_workers}:{options.worker_num}"
+    flag = f"--worker-num {options.least_workers}:{options.worker_num}"
     if options.servers or options.workers:
         raise LaunchError(
             f"{flag} lets the number of workers change, and --servers and --workers list every process. Start them on "
-            f"this host with --server_num 1 {flag}, or give --worker_num one number."
+            f"this host with --server-num 1 {flag}, or give --worker-num one number."
         )
     if options.heter_worker_num or options.heter_workers:
         raise LaunchError(
-            f"{flag} lets workers come and go, which heter workers cannot follow. Drop --heter_worker_num, or give "
-            "--worker_num one number."
+            f"{flag} lets workers come and go, which heter workers cannot follow. Drop --heter-worker-num, or give "
+            "--worker-num one number."
         )
     return WorkerRange(least=options.least_workers, most=options.worker_num)
 
@@ -66,7 +66,7 @@ def elastic_range(options: Options, ranks_here: int) -> ElasticRange | None:
         return None
     if options.rank_table is not None:
         raise LaunchError(
-            f"--rank_table fixes every rank, and {_range_flag(options)} lets their number change. Drop one of the two."
+            f"--rank-table fixes every rank, and {_range_flag(options)} lets their number change. Drop one of the two."
         )
     nodes = options.nnodes or 1
     most = nodes * ranks_here

@@ -41,7 +41,7 @@ class Nodes:
 
 
 def collective_nodes(options: Options, machine: Machine) -> Nodes:
-    """Return the hosts named by `--ips`, or counted by `--nnodes` and `--master_addr`.
+    """Return the hosts named by `--ips`, or counted by `--nnodes` and `--master-addr`.
 
     Raises:
         LaunchError: If an address is none, none or several of them are this host's, or the counts disagree.
@@ -60,7 +60,7 @@ def collective_nodes(options: Options, machine: Machine) -> Nodes:
         address = options.master_addr or "127.0.0.1"
         if not hosts.is_own_address(hosts.resolve(address)):
             raise LaunchError(
-                f"--master_addr {address} is not this host, and --nnodes is 1. Add --nnodes N --node_rank K."
+                f"--master-addr {address} is not this host, and --nnodes is 1. Add --nnodes N --node-rank K."
             )
         return Nodes((hosts.resolve(address),), 1, 0, hosts.resolve(address))
     return _counted_nodes(options, machine)
@@ -69,10 +69,10 @@ def collective_nodes(options: Options, machine: Machine) -> Nodes:
 def _counted_nodes(options: Options, machine: Machine) -> Nodes:
     assert options.nnodes is not None
     if options.master_addr is None or options.node_rank is None:
-        missing = "--master_addr" if options.master_addr is None else "--node_rank"
+        missing = "--master-addr" if options.master_addr is None else "--node-rank"
         raise LaunchError(
             f"{options.describe_option('nnodes')} needs the first host's address and this host's place, but {missing} "
-            "is missing. Write e.g. --nnodes 2 --node_rank 0 --master_addr 10.0.0.1, or --ips 10.0.0.1,10.0.0.2."
+            "is missing. Write e.g. --nnodes 2 --node-rank 0 --master-addr 10.0.0.1, or --ips 10.0.0.1,10.0.0.2."
         )
     _check_node_rank(options, options.nnodes)
     master = _first_host(options, machine)
@@ -109,7 +109,7 @@ def _scheduled(options: Options, name: str) -> str:
     except LaunchError:
         raise LaunchError(
             f"{options.describe_option('master_addr')} is the first host of this job, and no name this host can "
-            "resolve. Set MASTER_ADDR, or give --master_addr, with that host's IPv4 address on every host."
+            "resolve. Set MASTER_ADDR, or give --master-addr, with that host's IPv4 address on every host."
         ) from None
 
 
@@ -142,7 +142,7 @@ def match_host(options: Options, machine: Machine, listed: tuple[str, ...]) -> N
         rank = options.node_rank
         if rank not in ours:
             raise LaunchError(
-                f"--node_rank {rank} is {listed[rank]}, which is not an address of this host. "
+                f"--node-rank {rank} is {listed[rank]}, which is not an address of this host. "
                 "Run this command there, or correct the list."
             )
     elif machine.pod_ip in addresses:
@@ -159,7 +159,7 @@ def match_host(options: Options, machine: Machine, listed: tuple[str, ...]) -> N
         raise LaunchError(
             f"{' and '.join(listed[rank] for rank in ours)} are all addresses of this host, so its place is "
             "open. "
-            f"Add --node_rank ({' or '.join(map(str, ours))})."
+            f"Add --node-rank ({' or '.join(map(str, ours))})."
         )
     return Nodes(addresses, len(addresses), rank, addresses[rank])
 

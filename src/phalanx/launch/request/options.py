@@ -1,4 +1,4 @@
-"""`Options`: the parsed flags of `phalanx run`, before defaults are filled in."""
+"""`Options`, `flag_of`: the parsed flags of `phalanx run`, before defaults are filled in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from phalanx.cluster.rank_table.rank_table import RankTable
 from phalanx.cluster.role.rank_table_role import MEETING_PORT
 
 DEFAULT_PORT = MEETING_PORT
-"""Port on the first host at which the launchers of several hosts meet, unless `--http_port` says otherwise."""
+"""Port on the first host at which the launchers of several hosts meet, unless `--http-port` says otherwise."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag that sets a field, as the help spells it."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +43,7 @@ class Options:
     server_num: int | None = None
     worker_num: int | None = None
     least_workers: int | None = None
-    """The smaller number of --worker_num a:b; `worker_num` is the larger."""
+    """The smaller number of --worker-num a:b; `worker_num` is the larger."""
 
     heter_worker_num: int | None = None
     rank_table: str | None = None
@@ -47,7 +52,7 @@ class Options:
     log_format: str | None = None
     max_restarts: int = 0
     replacements: int | None = None
-    """Ranks of an elastic job that may be replaced in all; None where --max_restarts was not given."""
+    """Ranks of an elastic job that may be replaced in all; None where --max-restarts was not given."""
 
     replicas: int | None = None
     check_nan_inf: bool = False
@@ -78,12 +83,12 @@ class Options:
     @property
     def misplaced_flag(self) -> str:
         """The first of the script's arguments that looks as if it were meant for the launcher, or ""."""
-        return next((a for a in self.training_script_args if a.partition("=")[0].replace("-", "_") in _MISPLACED), "")
+        return next((a for a in self.training_script_args if a.partition("=")[0].replace("_", "-") in _MISPLACED), "")
 
     def describe_option(self, name: str) -> str:
-        """Return a field as the user would find it: `--node_rank 1`, or `PET_NODE_RANK=1`."""
+        """Return a field as the user would find it: `--node-rank 1`, or `PET_NODE_RANK=1`."""
         value = getattr(self, name)
-        return f"{self.origins[name]}={value}" if name in self.origins else f"--{name} {value}"
+        return f"{self.origins[name]}={value}" if name in self.origins else f"{flag_of(name)} {value}"
 
     @property
     def origin_lines(self) -> list[str]:
@@ -112,11 +117,11 @@ class Options:
 
 
 _MISPLACED = {
-    f"__{name}"
+    flag_of(name)
     for name in ("nproc_per_node", "gpus", "ips", "nnodes", "node_rank", "master_addr", "http_port", "server_num",
                  "worker_num", "servers", "workers", "max_restarts", "rank_table", "per_rank_dir")
-} | {"_n"}  # fmt: skip
-"""The launcher's own flags, with _ for -; those that scripts have too are left out."""
+} | {"-n"}  # fmt: skip
+"""The launcher's own flags; those that scripts have too are left out."""
 
 _BANNER = {
     "gpus",

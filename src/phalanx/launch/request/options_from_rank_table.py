@@ -14,7 +14,7 @@ from phalanx.cluster.rank_table.rank_table import RankTable
 from phalanx.errors import LaunchError
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.nodes import match_host
-from phalanx.launch.request.options import Options
+from phalanx.launch.request.options import Options, flag_of
 from phalanx.launch.request.request import detect_mode
 
 logger = logging.getLogger("phalanx.launch")
@@ -24,7 +24,7 @@ _SET_BY_TABLE = ("ips", "nnodes", "master_addr", "gpus")
 
 
 def fill(options: Options, environment: Mapping[str, str], machine: Machine) -> Options:
-    """Return `options` with hosts, processes and gpus of `--rank_table`, else of RANK_TABLE_FILE, where there is one.
+    """Return `options` with hosts, processes and gpus of `--rank-table`, else of RANK_TABLE_FILE, where there is one.
 
     Where a scheduler said which hosts take part, no table is needed, and none is read.
 
@@ -36,7 +36,7 @@ def fill(options: Options, environment: Mapping[str, str], machine: Machine) -> 
     Raises:
         ConfigError: If the table is wrong, other flags say otherwise, or this host is not in it.
     """
-    source = "--rank_table" if options.rank_table is not None else rank_table.VARIABLE
+    source = "--rank-table" if options.rank_table is not None else rank_table.VARIABLE
     path = options.rank_table or Environment(environment).text(rank_table.VARIABLE)
     if path is None or _skips_table(options, environment, source):
         return options
@@ -55,10 +55,10 @@ def _skips_table(options: Options, environment: Mapping[str, str], source: str) 
         setting = options.describe_option(first)
         logger.warning("%s is not read: %s says what takes part. Unset that to start from the table.", source, setting)
         return True
-    typed = [f"--{name}" for name in _SET_BY_TABLE if getattr(options, name) is not None]
+    typed = [flag_of(name) for name in _SET_BY_TABLE if getattr(options, name) is not None]
     if options.rank_table is not None:
         if typed:
-            raise LaunchError(f"--rank_table and {typed[0]} both say what takes part. Keep one of them.")
+            raise LaunchError(f"--rank-table and {typed[0]} both say what takes part. Keep one of them.")
         return False
     if environment.get("PHALANX_RANK") or environment.get("TORCHELASTIC_RUN_ID"):
         return True  # Inside a rank of a job, which the table may be that of.

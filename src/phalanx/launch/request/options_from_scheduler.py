@@ -53,7 +53,7 @@ def fill(options: Options, environment: Mapping[str, str]) -> Options:
 def _check_one_node(allocation: Allocation) -> None:
     if allocation.node_count > 1:
         raise LaunchError(
-            f"--server_num and --worker_num start processes on this host only, but "
+            f"--server-num and --worker-num start processes on this host only, but "
             f"{allocation.origins['node_count']}={allocation.node_count} says the job has {allocation.node_count} "
             "hosts. Say where each process runs with --servers ip:port,... and --workers ip:port,..."
         )

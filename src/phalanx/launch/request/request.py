@@ -13,7 +13,7 @@ from phalanx.launch.request.devices import assign_gpus, ranks_per_node
 from phalanx.launch.request.elastic import ElasticRange, WorkerRange, elastic_range, worker_range
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.nodes import Nodes, collective_nodes, listed_nodes
-from phalanx.launch.request.options import DEFAULT_PORT, Options
+from phalanx.launch.request.options import DEFAULT_PORT, Options, flag_of
 
 Mode = Literal["collective", "ps"]
 RoleName = Literal["worker", "server", "heter_worker"]
@@ -74,8 +74,8 @@ def resolve(options: Options, machine: Machine) -> LaunchRequest:
     mode, mode_flags = detect_mode(options)
     if mode == "collective" and options.server_dir is not None:
         raise LaunchError(
-            f"--server_dir {options.server_dir} is for parameter servers, and none were asked for. "
-            "Add --server_num 1 --worker_num 2, or drop it."
+            f"--server-dir {options.server_dir} is for parameter servers, and none were asked for. "
+            "Add --server-num 1 --worker-num 2, or drop it."
         )
     workers = worker_range(options)
     counts: dict[RoleName, int]
@@ -136,22 +136,22 @@ def detect_mode(options: Options) -> tuple[Mode, tuple[str, ...]]:
     Raises:
         LaunchError: If flags of both modes were given.
     """
-    servers = tuple(f"--{name}" for name in _PS_FLAGS if getattr(options, name))
-    collective = tuple(f"--{name}" for name in _COLLECTIVE_FLAGS if getattr(options, name))
+    servers = tuple(flag_of(name) for name in _PS_FLAGS if getattr(options, name))
+    collective = tuple(flag_of(name) for name in _COLLECTIVE_FLAGS if getattr(options, name))
     if servers and collective:
         raise LaunchError(
             f"{', '.join(collective)} starts collective training and {', '.join(servers)} a "
             "parameter-server job; "
-            "both were given. Keep one family: -n/--ips, or --server_num/--worker_num (several hosts: "
+            "both were given. Keep one family: -n/--ips, or --server-num/--worker-num (several hosts: "
             "--servers/--workers)."
         )
     if servers:
         return "ps", servers
     if options.wants_servers:
         raise LaunchError(
-            "launch_ps starts a parameter-server job, but neither --server_num and --worker_num nor "
+            "launch_ps starts a parameter-server job, but neither --server-num and --worker-num nor "
             "--servers and "
-            "--workers were given. Add e.g. --server_num 1 --worker_num 2."
+            "--workers were given. Add e.g. --server-num 1 --worker-num 2."
         )
     hosts = options.origins.get("nnodes") or options.origins.get("ips")
     return "collective", (hosts,) if hosts else tuple(flag for flag in collective if flag == "--ips")
@@ -159,10 +159,10 @@ def detect_mode(options: Options) -> tuple[Mode, tuple[str, ...]]:
 
 def _ps_counts(options: Options) -> dict[RoleName, int]:
     if not options.server_num or not options.worker_num:
-        missing = "--server_num" if not options.server_num else "--worker_num"
+        missing = "--server-num" if not options.server_num else "--worker-num"
         raise LaunchError(
             f"A parameter-server job needs servers and workers, but {missing} is missing. "
-            "Add e.g. --server_num 1 --worker_num 2."
+            "Add e.g. --server-num 1 --worker-num 2."
         )
     return {
         "server": options.server_num,
@@ -190,11 +190,11 @@ def _listed_endpoints(options: Options) -> dict[RoleName, tuple[str, ...]]:
         count = getattr(options, f"{role}_num")
         if count is not None and count != len(lists[role]):
             raise LaunchError(
-                f"--{role}_num is {count}, but --{role}s lists {len(lists[role])} endpoints. Drop "
-                f"--{role}_num or correct the list."
+                f"{flag_of(role)}-num is {count}, but {flag_of(role)}s lists {len(lists[role])} endpoints. Drop "
+                f"{flag_of(role)}-num or correct the list."
             )
         for endpoint in lists[role]:
-            split_endpoint(endpoint, f"--{role}s")
+            split_endpoint(endpoint, f"{flag_of(role)}s")
     for role in ("server", "worker"):
         if not lists[role]:
             raise LaunchError(

@@ -53,7 +53,7 @@ class NodeOffer:
         if not is_offer:
             raise LaunchError(
                 f"A host brought {str(value)[:60]!r} into the job, which no launcher of this version says. Run the "
-                "same version on every host, and let nothing else connect to --master_port."
+                "same version on every host, and let nothing else connect to --master-port."
             )
         return offer
 

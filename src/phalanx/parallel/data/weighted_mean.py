@@ -49,7 +49,7 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
 
     Raises:
         ConfigError: If the shapes do not fit, no rank has any weight, gradients are summed over the ranks, or the model
-            is cut into stages.
+            is split into stages.
     """
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
         raise ConfigError(
@@ -152,7 +152,7 @@ def _check_models() -> None:
     pipelines = [applied.pipeline for applied in models if applied.pipeline is not None]
     if pipelines and (len(pipelines) == len(models) or any(pipeline.is_running for pipeline in pipelines)):
         raise ConfigError(
-            "weighted_mean takes a whole batch, and a model cut into stages computes losses of micro-batches. Give "
+            "weighted_mean takes a whole batch, and a model split into stages computes losses of micro-batches. Give "
             "px.train_step a torch loss (nn.CrossEntropyLoss), which is exact there, or train without stages."
         )
     sums = [is_sum_of_ranks(applied.plan) for applied in models]

@@ -111,7 +111,7 @@ class ShardRecovery:
             raise self._abandon(
                 f"{missing / self.state.table.total:.0%} of the optimizer's state was on ranks that are lost"
                 + (" together with their mirrors" if self.state.mirror else ", and had no mirror (mirror=1)")
-                + "; training goes on from the newest checkpoint when the job is started again (--max_restarts)"
+                + "; training goes on from the newest checkpoint when the job is started again (--max-restarts)"
             )
         return change
 

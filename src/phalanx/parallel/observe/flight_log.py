@@ -2,7 +2,7 @@
 
 A line holds the loader's epoch, position and seed, from which the samples follow, or their indices; the losses; and
 digests of gradients by bucket: of each logical replica's own before they are added up, and of the sum. Two files of
-bounded size follow each other. The log is begun by the launcher's entry (`--flight_log`), and written after each
+bounded size follow each other. The log is begun by the launcher's entry (`--flight-log`), and written after each
 optimizer step that updates.
 """
 

@@ -42,6 +42,7 @@ from phalanx.parallel.pipeline.schedule import (
     infer_stage_shapes,
     microbatches_of,
     schedule_for,
+    take_step,
 )
 from phalanx.parallel.pipeline.stage_io import pack, unpack
 from phalanx.parallel.pipeline.stage_state import check_not_shared, free_parameters
@@ -137,7 +138,7 @@ class PipelineEngine:
 
     def __reduce__(self) -> Any:
         """Refuse to copy: a copy would talk to stages that nobody runs."""
-        raise ConfigError("a model cut into stages cannot be copied or pickled whole. Keep its state_dict instead.")
+        raise ConfigError("a model split into stages cannot be copied or pickled whole. Keep its state_dict instead.")
 
     @property
     def is_running(self) -> bool:
@@ -193,7 +194,7 @@ class PipelineEngine:
         numbers = torch.arange(count)
         with self._together("a pipeline's step"):
             with self._streams.step():
-                schedule.step(*([numbers] if 0 in self.route.mine else []), target=numbers, return_outputs=False)
+                take_step(schedule, [numbers] if 0 in self.route.mine else [], numbers)
             if self.sharded is not None:
                 self.sharded.reduce()
             if self.reducer is not None:
@@ -347,7 +348,7 @@ def _run_forward(forward: Forward, pipeline: PipelineEngine, *inputs: Any, **nam
     model = pipeline.model
     if model.training and torch.is_grad_enabled():
         raise ConfigError(
-            f"training {type(model).__name__}, which is cut into stages, needs px.train_step: step = px.train_step("
+            f"training {type(model).__name__}, which is split into stages, needs px.train_step: step = px.train_step("
             "model, loss_fn, optimizer), then step(inputs, target) for each batch. For a loop of your own plan without "
             'stages, px.auto_parallel(..., limits=["pp=1"]). To evaluate, use px.evaluate or torch.no_grad().'
         )

@@ -80,7 +80,7 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> TracedFor
     if several:
         raise PlanError(
             tr(
-                "the forward pass of {model} cannot be cut into stages, because it takes any number of inputs "
+                "the forward pass of {model} cannot be split into stages, because it takes any number of inputs "
                 "({names}). Name each of them in its signature.",
                 model=type(model).__name__,
                 names=", ".join(several),
@@ -92,7 +92,7 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> TracedFor
     except Exception as error:  # the user's own forward runs on stand-ins, which may raise anything
         raise PlanError(
             tr(
-                "the forward pass of {model} cannot be cut into stages, because it looks at values while it runs: "
+                "the forward pass of {model} cannot be split into stages, because it looks at values while it runs: "
                 "{why}. Move such code into one of its units ({units}), or write the model as a torch.nn.Sequential "
                 "of them.",
                 model=type(model).__name__,

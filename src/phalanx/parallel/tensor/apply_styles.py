@@ -87,7 +87,7 @@ def _leave_logits_cut(styled: StyledModule, group: Group) -> None:
     """Say which loss logits need, and look whether they get it."""
     styled.module.register_forward_hook(ShardedLogits(styled.name, styled.axis, group))
     logger.info(
-        "logits of %r stay cut over the ranks of axis %r, their loss: px.vocab_cross_entropy(logits, target, axis=%r)",
+        "logits of %r stay sharded over axis %r, their loss: px.vocab_cross_entropy(logits, target, axis=%r)",
         styled.name,
         styled.axis,
         styled.axis,

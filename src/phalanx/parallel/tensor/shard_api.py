@@ -134,7 +134,7 @@ def with_shard_requests(plan: Plan, model: nn.Module, attention: ContextAttentio
     if sizes.get(MODEL_AXIS, 1) > 1 and not has_layers and not any(is_module_held(p) for p in model.parameters()):
         raise PlanError(
             f"the strategy asks for {sizes[MODEL_AXIS]} ranks that hold one copy of the layers together "
-            "(tensor_parallel, mp_degree), and no layer of this model is cut. Say which before it is distributed: "
+            "(tensor_parallel, mp_degree), and no layer of this model is sharded. Name them before it is distributed: "
             'px.shard(model, {"classifier.*": "column"}).'
         )
     return _with_presharded_layers(plan, model)

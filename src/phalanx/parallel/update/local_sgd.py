@@ -150,8 +150,8 @@ class LocalSgd:
     def _adapt(self, rate: float) -> None:
         if self._loss is None:
             raise ConfigError(
-                "adaptive_localsgd follows the loss, and no step told one. Train with phalanx.train_step, or tell it "
-                "with phalanx.report(loss=...) in every step."
+                "adaptive_localsgd follows the loss, and no step reported one. Train with phalanx.train_step, or "
+                "call phalanx.report(loss=...) in every step."
             )
         loss = self._loss.double().reshape(1) / dist.get_world_size(self._group)
         dist.all_reduce(loss, group=self._group)

@@ -56,7 +56,7 @@ class TopKCompressor:
         self._held: list[tuple[dict[str, Any], float, float]] = []
         if params and all(param.numel() < update.dense_below for param in params.values()):
             logger.warning(
-                "dgc does not compress: every parameter has fewer than %d elements, and travels whole.",
+                "dgc does not compress: every parameter has fewer than %d elements, and is sent in full.",
                 update.dense_below,
             )
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -104,8 +104,8 @@ class TopKCompressor:
         self._velocity, self._residual = {}, {}
         if waited:
             logger.warning(
-                "dgc: gradients that waited to travel when this was saved are dropped, because ranks now hold other "
-                "parts of the model. Load with the same mesh to keep them."
+                "dgc: gradients that were still to be sent when this was saved are dropped, because ranks now hold "
+                "other parts of the model. Load with the same mesh to keep them."
             )
 
     def _over(self) -> list[list[int]]:

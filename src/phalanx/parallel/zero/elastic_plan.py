@@ -41,7 +41,7 @@ def describe(update: ReduceScatter) -> str:
         return f"optimizer state is sharded; each rank keeps that of the next one too (mirror=1).{stage}"
     return (
         "optimizer state is sharded; without mirror=1 a lost rank's ZeRO shard comes from the newest checkpoint, from "
-        f"which the job starts again (--max_restarts).{stage}"
+        f"which the job starts again (--max-restarts).{stage}"
     )
 
 

@@ -52,7 +52,7 @@ def check_servers(strategy: DistributedStrategy, shape: ModelShape, world_size: 
     if sparse and world_size > 1 and not servers:
         raise PlanError(
             f"{world_size} workers share table {sparse[0].name!r}, but the job has no parameter server to hold it. "
-            f"Launch with `phalanx run --server_num 1 --worker_num {world_size} train.py`."
+            f"Launch with `phalanx run --server-num 1 --worker-num {world_size} train.py`."
         )
 
 

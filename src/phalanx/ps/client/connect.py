@@ -120,7 +120,7 @@ def _store(role: Role, push: Push) -> TableStore:
         if role.worker_num > 1:
             raise ConfigError(
                 f"{role.worker_num} workers share tables, but the job has no parameter server. Launch with "
-                f"`phalanx run --server_num 1 --worker_num {role.worker_num} train.py`."
+                f"`phalanx run --server-num 1 --worker-num {role.worker_num} train.py`."
             )
         return LocalStore()
     mode: ServerMode = "sync" if push.mode == "sync" else "bounded" if push.mode == "bounded" else "async"

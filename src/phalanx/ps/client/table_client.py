@@ -119,8 +119,8 @@ class TableClient:
         if not dense and role.least_workers and role.server_endpoints:
             raise ConfigError(
                 "Dense parameters were asked for on the workers, averaged at each step (a_sync_configs "
-                '{"dense": "all_reduce"}, or a Plan), and in this job workers come and go (--worker_num '
-                f"{role.least_workers}:{role.world_size}). Keep them on the servers, or give --worker_num one number."
+                '{"dense": "all_reduce"}, or a Plan), and in this job workers come and go (--worker-num '
+                f"{role.least_workers}:{role.world_size}). Keep them on the servers, or give --worker-num one number."
             )
         if self._mode is not None and (push, dense) != (self.push, self.registry.dense_default):
             raise ConfigError(

@@ -81,8 +81,8 @@ def read_server_number(directory: Path) -> ServerNumber:
         number = _number.validate_json(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"No parameter server keeps its log in {directory}. Start the job with --server_dir DIR or --max_restarts, "
-            "and give that folder (LOG_DIR where --server_dir was left out)."
+            f"No parameter server keeps its log in {directory}. Start the job with --server-dir DIR or --max-restarts, "
+            "and give that folder (LOG_DIR where --server-dir was left out)."
         ) from None
     except ValidationError as error:
         raise DataError(f"{path} does not say which server it is of. Start the server again.") from error

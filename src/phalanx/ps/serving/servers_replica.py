@@ -87,7 +87,7 @@ def find_servers(directory: Path) -> list[Path]:
         if read_server_number(folder) != ServerNumber(number, servers) or _read_job(folder) != _read_job(first):
             raise ConfigError(
                 f"{folder} is not the folder of server {number} of {servers} of the job in {first}. Give a folder that "
-                "the servers of all hosts share, as --server_dir of the job."
+                "the servers of all hosts share, as --server-dir of the job."
             )
     if len(folders) != servers:
         raise ConfigError(

@@ -274,7 +274,7 @@ def _has_state(manifest: SnapshotManifest, spec: TableSpec) -> bool:
     same = type(saved.rule) is type(spec.rule) and (old.width, old.state) == (new.width, new.state)
     if not same:
         _log.warning(
-            "table %s was saved with %s and is now trained with %s: its values are loaded, optimizer state begins anew",
+            "table %s was saved with %s and is now trained with %s: values are loaded, optimizer state starts fresh",
             spec.name,
             saved.rule,
             spec.rule,

@@ -260,7 +260,7 @@ class Run:
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
             elif callback.state_dict():
-                logger.warning("callback %s begins anew: the checkpoint has no state of it", name)
+                logger.warning("callback %s starts fresh: the checkpoint has no state of it", name)
 
     def _list_named(self) -> Iterator[tuple[str, Callback]]:
         return zip(self._dispatcher.names, self.callbacks, strict=True)

@@ -106,7 +106,7 @@ def build_model_loss_mean(net: nn.Module, applied: Applied | None, *, is_seen: b
 
 
 def check_stages(target: Any) -> None:
-    """Raise if a net that is cut into stages, which average losses of parts of a batch, leaves out labels. Collective.
+    """Raise if a net split into stages, which average losses of parts of a batch, leaves out labels. Collective.
 
     Raises:
         ConfigError: On all ranks.

@@ -114,6 +114,6 @@ def check_reduction(loss_fn: Any, applied: Applied | None) -> None:
         )
     if applied.pipeline is not None:
         raise ConfigError(
-            f'{name} with reduction="sum" was given for a model cut into stages, which averages over micro-batches. '
+            f'{name} with reduction="sum" was given for a model split into stages, which averages over micro-batches. '
             'Use reduction="mean".'
         )

@@ -111,13 +111,13 @@ def set_auto_parallel_context(**settings: Any) -> None:
     if _first_model:
         raise ConfigError(
             f"set_auto_parallel_context was called after a {_first_model[0]} was made, which would not follow it. Call "
-            "it before, or reset_auto_parallel_context() for a Model of its own."
+            "it before, or reset_auto_parallel_context() for a new Model."
         )
     values: dict[str, Any] = {}
     for word, value in settings.items():
         name = _setting_name(word)
         if name in values and values[name] != value:
-            raise ConfigError(f"{name} was said twice, as {values[name]!r} and {value!r}. Say it once.")
+            raise ConfigError(f"{name} was set twice, to {values[name]!r} and {value!r}. Set it once.")
         values[name] = _check_value(word, name, value)
     for name, value in values.items():
         setattr(auto_context, name, value)

@@ -85,7 +85,7 @@ def strategy_in(
     aside = [f"px.shard of {name!r}" for name in discard_shards(model)]
     if mode is ParallelMode.AUTO_PARALLEL:
         if aside:
-            logger.info("parallel_mode AUTO_PARALLEL finds out itself what to cut: %s set aside", ", ".join(aside))
+            logger.info("parallel_mode AUTO_PARALLEL chooses what to shard: %s ignored", ", ".join(aside))
         return chosen
     hybrid_configs = chosen.config(HybridConfigs)
     degrees = {
@@ -98,7 +98,7 @@ def strategy_in(
     }
     if aside or degrees or switches:
         names = [*sorted(switches), *sorted(degrees), *aside]
-        logger.info("parallel_mode DATA_PARALLEL holds the whole model on every rank: %s set aside", ", ".join(names))
+        logger.info("parallel_mode DATA_PARALLEL holds the full model on every rank: %s ignored", ", ".join(names))
     hybrid = {key: value for key, value in chosen.hybrid_configs.items() if key not in degrees}
     return chosen.model_copy(update={"hybrid_configs": hybrid, **dict.fromkeys(switches, False)})
 
@@ -114,6 +114,6 @@ def require_cuts(mode: ParallelMode | None, strategy: DistributedStrategy, model
     is_cut = has_shard_requests(model) or any(is_module_held(param) for param in model.parameters())
     if not is_cut and strategy.techniques.isdisjoint(_CUTS):
         raise ConfigError(
-            f"parallel_mode {mode.name} has nothing to cut: no layer is marked and the strategy asks for no stages. "
+            f"parallel_mode {mode.name} has nothing to shard: no layer is marked and the strategy asks for no stages. "
             'Say which layers, px.shard(net, {"classifier": "column"}), or write DATA_PARALLEL.'
         )

@@ -245,7 +245,7 @@ def require_no_tables(model: Any) -> None:
             tr(
                 "The planner was asked for a Plan of a model whose parameter {name!r} stands for a table of rows, "
                 "which live on parameter servers. It plans models that hold all their parameters. Train this one as "
-                "its strategy says, `phalanx run --server_num 1 --worker_num 2 train.py`, or build it with "
+                "its strategy says, `phalanx run --server-num 1 --worker-num 2 train.py`, or build it with "
                 "torch.nn.Embedding.",
                 name=name,
             )

@@ -93,7 +93,7 @@ class GraphedStep:
         except RuntimeError as error:
             raise ConfigError(
                 f"dataset_sink_mode captures the step as a CUDA graph, and torch could not: {error} Train with "
-                "dataset_sink_mode=False, or take out what waits for the card."
+                "dataset_sink_mode=False, or take out what waits for the GPU."
             ) from error
         # Let go of autograd's graph: its memory is the captured graph's, which rewrites it.
         self._result = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, (loss, fetched))
@@ -145,7 +145,7 @@ class forbid_host_syncs(TorchDispatchMode):  # noqa: N801 -- used as a function
             call = ".item(), float() or if" if name == "_local_scalar_dense" else name
             raise ConfigError(
                 f"dataset_sink_mode captures the step as a CUDA graph, and {call}{where} makes the host wait for "
-                "values on the card, which no graph can. Train with dataset_sink_mode=False, or compute it with "
+                "values on the GPU, which no graph can. Train with dataset_sink_mode=False, or compute it with "
                 "torch.where."
             )
         return func(*args, **(kwargs or {}))

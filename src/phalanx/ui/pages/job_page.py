@@ -1,4 +1,4 @@
-"""`job_page`: the page of one job, in tabs: overview, charts, logs, Plan, events, spec."""
+"""`job_page`: the page of one job, in tabs: overview, charts, logs, checkpoints, Plan, events, spec."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.units import format_length
 
 routes = APIRouter(include_in_schema=False)
 
-TABS = ("overview", "charts", "logs", "plan", "events", "spec")
+TABS = ("overview", "charts", "logs", "checkpoints", "plan", "events", "spec")
 
 _EPOCHS, _EPOCH_NODES = 10, 16
 """Changes of the members that are shown, and nodes whose launchers are asked for them."""
@@ -34,7 +34,7 @@ _COLUMNS = 30
 def job_page(
     session: CurrentSession, job: str, tab: str = "overview", attempt: AttemptNumber = None, rank: str = ""
 ) -> Response:
-    """Show one job: why it is as it is, charts, logs, Plan, events or spec."""
+    """Show one job: why it is as it is, charts, logs, checkpoints, Plan, events or spec."""
     record = session.jobs.job(job)
     number = attempt or record.attempt or 1
     tab = tab if tab in TABS else TABS[0]
@@ -43,6 +43,8 @@ def job_page(
     match tab:
         case "logs":
             values |= _log(session, record, number, rank, head["attempts"])
+        case "checkpoints":
+            values["checkpoints"] = session.jobs.checkpoints(job)
         case "plan":
             values["picture"] = bool(session.jobs.plan(job))
         case "events":

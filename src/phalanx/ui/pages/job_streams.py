@@ -12,7 +12,8 @@ from fastapi.responses import Response, StreamingResponse
 
 from phalanx.jobs.api.streams import LOG_START, stream_log
 from phalanx.ui.pages.job_list import CurrentSession
-from phalanx.ui.session import ConsoleSession
+from phalanx.ui.plan_words import translate_picture
+from phalanx.ui.session import ConsoleSession, language
 
 routes = APIRouter(include_in_schema=False)
 
@@ -86,4 +87,7 @@ def _offsets(text: str) -> dict[str, int]:
 def plan(session: CurrentSession, job: str) -> Response:
     """Return the picture of the job's Plan."""
     headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}  # its own colours, no script
-    return Response(session.jobs.plan(job), media_type="image/svg+xml", headers=headers)
+    drawn = session.jobs.plan(job)
+    if language(session.request) == "zh":
+        drawn = translate_picture(drawn)
+    return Response(drawn, media_type="image/svg+xml", headers=headers)

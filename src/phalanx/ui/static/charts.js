@@ -6,7 +6,8 @@ const MOST_CHARTS = 20; // beside loss and speed
 const COUNTS = new Set(["time", "step", "loss", "samples_per_s", "pace", "epoch", "epochs", "total_steps", "samples", "train_s", "compile_s"]);
 const HEIGHT = 240;
 const COLOURS = ["#2f7dc9", "#d9822b", "#2e9e62", "#b04bb5", "#c43d3d", "#7a8a99", "#8d6b1f", "#158f96"];
-const CLOCK = (time) => (time == null ? "--" : new Date(time * 1000).toTimeString().slice(0, 8));
+const CLOCK = (time) => (time == null ? "" : new Date(time * 1000).toTimeString().slice(0, 8));
+const NUMBER = (value) => value.toLocaleString(undefined, Math.abs(value) < 1 ? { maximumSignificantDigits: 4 } : {});
 
 // How charts are drawn now, by the controls of the page; whoever draws is told of changes.
 const chartOptions = { smoothing: 0, log: false, time: false };
@@ -28,6 +29,12 @@ const smooth = (points) => {
     count += 1;
     return [x, sum / (1 - weight ** count)];
   });
+};
+
+// What the legend shows of a line: its value at the pointer or, where there is no pointer, its last.
+const legendValue = (format) => (plot, value, line, place) => {
+  const shown = place == null ? plot.data[line].findLast((known) => known !== null) : value;
+  return shown == null ? "--" : format(shown);
 };
 
 // Charts in `box`: draw(key, title, lines, axis), lines a map of names to [[x, y], ...].
@@ -56,7 +63,11 @@ const plotter = (box, { isSmoothed = true, scales = {} } = {}) => {
     }
     const isLog = chartOptions.log && isSmoothed;
     const shape = [axis.label, isLog, ...lines.keys()].join();
-    if (drawn[key]?.shape === shape) { drawn[key].plot.setData(data); return; }
+    if (drawn[key]?.shape === shape) {
+      drawn[key].plot.setData(data);
+      drawn[key].plot.setLegend(); // or it shows the last values of before
+      return;
+    }
     const figure = drawn[key]?.figure || document.createElement("figure");
     if (drawn[key]) drawn[key].plot.destroy();
     else {
@@ -66,8 +77,8 @@ const plotter = (box, { isSmoothed = true, scales = {} } = {}) => {
       figure.append(caption);
       box.append(figure);
     }
-    const series = [{ label: axis.label, value: axis.value }, ...[...lines.keys()].map((name, index) => ({
-      label: name, stroke: COLOURS[index % COLOURS.length], width: 2, spanGaps: true }))];
+    const series = [{ label: axis.label, value: legendValue(axis.value || NUMBER) }, ...[...lines.keys()].map((name, index) => ({
+      label: name, stroke: COLOURS[index % COLOURS.length], width: 2, spanGaps: true, value: legendValue(NUMBER) }))];
     const look = { stroke: getComputedStyle(document.body).color, grid: { stroke: "#8884" } };
     const axes = [{ ...look, values: axis.values }, { ...look, size: 64 }];
     const y = isLog ? { distr: 3 } : (scales.y || {});
@@ -109,7 +120,7 @@ const reportCharts = (box, lines, all) => {
   const draw = plotter(box);
   const redraw = () => {
     const axis = chartOptions.time
-      ? { label: box.dataset.time, value: (_, seconds) => (seconds == null ? "--" : `${Math.round(seconds)} s`) }
+      ? { label: box.dataset.time, value: (seconds) => `${Math.round(seconds)} s` }
       : { label: box.dataset.step };
     const place = (line, event) => (chartOptions.time ? event.time - line.points[0].time : event.step);
     const of = (value) => new Map([...lines].map(([, line]) => [line.label, line.points.map((event) => [place(line, event), value(event)])]));
@@ -165,7 +176,7 @@ const used = document.querySelector("[data-usage]");
 if (used) {
   const nodes = new Map(); // node -> {label, offset, points: [sample]}
   const draw = plotter(used, { isSmoothed: false, scales: { y: { range: (_, least, most) => [0, Math.max(most * 1.1, 0.1)] } } });
-  const axis = { label: used.dataset.time, value: (_, time) => CLOCK(time), values: (_, times) => times.map(CLOCK) };
+  const axis = { label: used.dataset.time, value: CLOCK, values: (_, times) => times.map(CLOCK) };
   const over = (key, value) => draw(key, used.dataset[key],
     new Map([...nodes].map(([, line]) => [line.label, line.points.map((sample) => [sample.time, value(sample)])])), axis);
   const gib = (bytes) => (bytes === null ? null : bytes / 2 ** 30);

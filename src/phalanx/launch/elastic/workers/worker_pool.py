@@ -110,7 +110,7 @@ class WorkerPool:
         """
         if not self.limits.least <= size <= self.limits.most:
             raise LaunchError(
-                f"Asked for {size} workers, and the job was started with --worker_num {self.limits.least}:"
+                f"Asked for {size} workers, and the job was started with --worker-num {self.limits.least}:"
                 f"{self.limits.most}. Give a number in that range."
             )
         before, self.target, self._unreplaced = self.target, size, 0

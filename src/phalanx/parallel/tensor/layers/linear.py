@@ -92,7 +92,7 @@ def gather_input(x: Tensor, features: int, inputs: int | None, spec: ShardSpec) 
     if full.shape[-1] != features:
         raise ConfigError(
             f"a column-parallel layer of {features} inputs got {full.shape[-1]} of them. Where the layer before "
-            'leaves its output cut, say so: inputs={axis: Shard(dim=-1)} in the rule of this one, or style "row".'
+            'leaves its output sharded, say so: inputs={axis: Shard(dim=-1)} in the rule of this one, or style "row".'
         )
     return full
 

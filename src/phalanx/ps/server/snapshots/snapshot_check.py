@@ -36,7 +36,7 @@ class SnapshotTableCheck:
         self._declared |= new
         for name, spec in new.items():
             if self._takes_all and name not in self._saved:
-                self._warn(spec, f"starts anew: {self._directory} has no table of this name", self._saved)
+                self._warn(spec, f"starts fresh: {self._directory} has no table of this name", self._saved)
         if steps >= WARMUP_STEPS:
             self.end()
 
