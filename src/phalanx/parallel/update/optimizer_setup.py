@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.optim.elementwise import check_elementwise
 from phalanx.parallel.session import Applied, optimizer_record
-from phalanx.parallel.stateful import keep_state
+from phalanx.parallel.stateful import Elsewhere, keep_state
 from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.param_remap import rebind
 from phalanx.plan.mesh import is_sum_of_ranks
@@ -110,7 +110,7 @@ def _follow_plan(
             reduces_batches=is_elastic,
         )
         gradients = AccumulatedGradients(optimizer, merge, is_sharded=applied.is_sharded)
-        own = "share" if is_sum_of_ranks(applied.plan) else "mean"
+        own: Elsewhere = "share" if is_sum_of_ranks(applied.plan) else "mean"
         keep_state(optimizer, "gradient_merge", gradients, elsewhere="first" if is_elastic else own)
     if any(rule.pure for rule in applied.plan.modules):
         from phalanx.parallel.precision.master_weights import keep_master_weights
