@@ -1,6 +1,7 @@
 """A training in which members end where a test wants it, for tests of elastic jobs.
 
-`SHARDING` of the environment holds the sharding settings of its strategy, as JSON.
+`SHARDING` of the environment holds the sharding settings of its strategy, as JSON, and `MERGE` how many global batches
+make an update.
 """
 
 from __future__ import annotations
@@ -120,7 +121,15 @@ def fail_once(owner: Any, name: str) -> None:
 def strategy_of_job() -> px.DistributedStrategy:
     """Return what the environment asks for."""
     settings = os.environ.get("SHARDING")
-    return px.DistributedStrategy(sharding=settings is not None, sharding_configs=json.loads(settings or "{}"))
+    merge = int(os.environ.get("MERGE", "1"))
+    return px.DistributedStrategy(
+        sharding=settings is not None,
+        sharding_configs=json.loads(settings or "{}"),
+        gradient_merge=merge > 1,
+        gradient_merge_configs={"k_steps": merge},
+        clip=merge > 1,
+        clip_configs={"norm": 1.0},
+    )
 
 
 def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leaves: tuple[str, int] = ("", 0)) -> Any:
@@ -151,7 +160,8 @@ def train(faults: dict[str, tuple[int, str]], spawns: tuple[int, ...] = (), leav
             else:
                 loss = F.cross_entropy(model(x), y)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+            if "MERGE" not in os.environ:  # it would clip the gradients of a batch
+                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
             if net.fault == "step":
                 end("step")
             optimizer.step()

@@ -20,6 +20,7 @@ from phalanx.launch.elastic.nodes import mesh as mesh_module
 from phalanx.launch.elastic.nodes.job_key import JobKey
 from phalanx.launch.elastic.nodes.mesh import NodeMesh
 from phalanx.launch.elastic.nodes.node_group import NodeGroup, NodePlace
+from phalanx.launch.elastic.scaling import Scaling
 
 pytestmark = pytest.mark.dist
 
@@ -101,7 +102,9 @@ def nodes(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Nodes]]:
         group.mesh.close()
 
 
-def test_a_greeting_comes_once_to_nodes_that_connect_later_too(nodes: Callable[..., Nodes]) -> None:
+def test_a_greeting_comes_to_nodes_that_connect_later_and_again_where_a_connection_broke(
+    nodes: Callable[..., Nodes],
+) -> None:
     three = nodes()
     heard: list[tuple[int, int]] = []
     for node, group in three.groups.items():
@@ -113,6 +116,19 @@ def test_a_greeting_comes_once_to_nodes_that_connect_later_too(nodes: Callable[.
     three.run_until(lambda: three.are_connected() and len(heard) == 2)
     three.start()
     assert sorted(heard) == [(0, 2), (1, 2)]
+    three.groups[0].mesh.drop(2, "the test wants it")  # it may have been before the greeting was read
+    three.run_until(lambda: three.are_connected() and len(heard) == 3)
+    assert heard[-1] == (0, 2)
+
+
+def test_a_node_that_greets_again_does_not_undo_what_was_asked_for_since(nodes: Callable[..., Nodes]) -> None:
+    three = nodes()
+    three.start()
+    scaling = Scaling(three.groups[0])
+    scaling.welcome(2, 1, "store2:1")
+    three.groups[0].scale({0: 1, 1: 1, 2: 0}, "scaled to 2 ranks")
+    scaling.welcome(2, 1, "store2:1")
+    assert three.groups[0].membership.targets == {0: 1, 1: 1, 2: 0}
 
 
 def test_a_fact_of_one_node_makes_the_same_view_on_all(nodes: Callable[..., Nodes]) -> None:

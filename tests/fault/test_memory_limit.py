@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from memory_traps import digest
 from phalanx.comm.groups import group_of
-from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
+from phalanx.parallel.memory.free_memory import block_return, free_caches
 from ranks import run_ranks
 
 pytestmark = pytest.mark.fault
@@ -106,7 +106,7 @@ def train(kind: str, limit: int, word: str, replicas: int | None) -> tuple[str, 
     gc.freeze()
     # Each thread's own heap reserves 64 MB of addresses, or not, as the threads' allocations happen to meet.
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-    return_large_blocks(torch.device("cpu"))  # else what the first pass frees is there for the second
+    block_return.tighten(torch.device("cpu"))  # else what the first pass frees is there for the second
     generate_kernels(kind, replicas or 2)
     torch.manual_seed(0)
     net, x, y, batch = WORKS[kind]()
@@ -134,7 +134,7 @@ def limited(kind: str, replicas: int | None = None, share: float = 0.5) -> tuple
 
 @pytest.mark.parametrize(
     ("kind", "replicas", "share"),
-    [("mlp", None, 0.5), ("batch norm", None, 0.5), ("mlp", 4, 0.5), ("text", None, 0.72)],
+    [("mlp", None, 0.5), ("batch norm", None, 0.5), ("mlp", 4, 0.5), ("text", None, 0.72), ("text", None, 0.57)],
 )
 def test_less_memory_gives_the_same_weights(kind: str, replicas: int | None, share: float) -> None:
     whole, limit = limited(kind, replicas, share)

@@ -13,7 +13,7 @@ from torch import nn
 
 import phalanx as px
 from memory_traps import digest
-from phalanx.parallel.memory.free_memory import return_large_blocks
+from phalanx.parallel.memory.free_memory import block_return
 from ranks import run_ranks
 
 pytestmark = pytest.mark.fault
@@ -45,7 +45,7 @@ def step_under_limit(how: str, foreach: bool) -> tuple[str, str, bool]:
     px.distribute(net, optimizer)
     x = torch.randn(4, WIDTH)
     net(x).square().mean().backward()
-    return_large_blocks(torch.device("cpu"))
+    block_return.tighten(torch.device("cpu"))
     if how == "garbage":
         Ring(2 * STATE)
     room = {"garbage": REST, "short": STATE // 2, "loop": STATE + TEMPORARIES + REST, "": None}[how]

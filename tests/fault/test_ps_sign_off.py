@@ -127,3 +127,18 @@ def test_the_end_of_an_attempt_ends_what_was_to_be_told(monkeypatch: pytest.Monk
         assert not sign_off.is_done
         for worker in (spectator, late):
             worker.close()
+
+
+def test_a_server_that_refuses_for_long_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.elastic.workers.sign_off.REFUSED_S", 0.7)
+    with servers(1) as job:
+        worker = Worker(job[0])
+        worker.declare(workers=2)
+        sign_off = SignOff(job.endpoints, SECRET, 5, 2)  # a number that no worker of two has
+        assert sign_off.refusal == ""
+        wait_until(lambda: sign_off.refusal)
+        assert sign_off.refusal.startswith("server 0 has refused for 1 s to count worker 5 out, which is gone: ")
+        assert sign_off.refusal.endswith("Read serverlog.0, and start the job again when that is mended")
+        wait_until(lambda: not any(thread.name.startswith("sign off worker 5") for thread in threading.enumerate()))
+        assert not sign_off.is_done
+        worker.close()

@@ -14,7 +14,7 @@ import phalanx as px
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.clip import clip_grad_norm_
-from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
+from phalanx.parallel.optim.gradient_accumulation import AccumulatedGradients, accumulate_gradients
 from phalanx.parallel.precision.loss_scale import LossScale
 from phalanx.parallel.step.gate import follow_updates
 from phalanx.plan.value import Scaler
@@ -219,3 +219,37 @@ def test_a_checkpoint_within_a_group_holds_its_gradients(tmp_path) -> None:
     for one, its in ((model, optimizer), (again, its_optimizer)):
         train(one, its, [third])
     assert torch.equal(again[0].weight.grad, model[0].weight.grad)
+
+
+def half_a_group(reduces_batches: bool) -> tuple[nn.Module, torch.optim.Optimizer, AccumulatedGradients]:
+    """Return a net after one of two batches of an update."""
+    px.init()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    merge = accumulate_gradients(optimizer, model, 2, reduces_batches=reduces_batches)
+    train(model, optimizer, batches(4))
+    return model, optimizer, AccumulatedGradients(optimizer, merge, is_sharded=False)
+
+
+@pytest.mark.parametrize("reduces_batches", [True, False])
+def test_what_is_reduced_goes_on_in_any_job(reduces_batches: bool) -> None:
+    model, optimizer, saved = half_a_group(True)
+    other, its_optimizer, loaded = half_a_group(reduces_batches)
+    loaded.load_state_dict(saved.state_dict())
+    train(model, optimizer, batches(3, 2)[1:])
+    train(other, its_optimizer, batches(3, 2)[1:])
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), net().parameters(), strict=True))
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_of_single_ranks_are_not_taken_where_every_rank_has_the_sum(caplog) -> None:
+    _, _, saved = half_a_group(False)
+    model, optimizer, loaded = half_a_group(True)
+    loaded.load_state_dict(saved.state_dict())
+    assert "has gradients of 1 batches that are those of its ranks" in caplog.text
+    train(model, optimizer, batches(4, 2))
+    other, its_optimizer = made(2)
+    train(other, its_optimizer, batches(4, 2))
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

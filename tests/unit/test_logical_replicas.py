@@ -86,6 +86,13 @@ def test_sharding_that_cannot_go_on_without_a_rank_is_refused(plan: Plan, why: s
     assert why in (why_lost(plan) or "")
 
 
+def test_gradients_may_be_accumulated_where_ranks_leave() -> None:
+    plan = sharded_plan(ReduceScatter(zero=1, axes=("data",)), accumulate=4)
+    assert why_lost(plan) is None
+    assert why_inexact(plan, is_shared=True, is_elastic=True) is None
+    assert "gradient_merge and sharding" in (why_inexact(plan, is_shared=True) or "")
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_optimizer_state_may_be_sharded_where_ranks_leave(zero: Literal[1, 2]) -> None:
     update = ReduceScatter(zero=zero, axes=("data",), reduce="sum")

@@ -21,6 +21,7 @@ from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers, read_awaited
 from phalanx.launch.elastic.workers.sign_off import SplitPush
 from phalanx.launch.elastic.workers.worker_pool import WorkerPool
+from phalanx.launch.job.registry import render
 from phalanx.launch.request.elastic import WorkerRange
 from phalanx.ps.server.status import awaited_workers
 
@@ -54,6 +55,11 @@ def test_a_push_that_some_servers_alone_have_is_an_event_of_its_own() -> None:
     assert event["reason"].startswith(
         "push 7 of worker 1 is in the tables of server 0 and server 2 and not in those of"
     )
+    job = {"job_id": "j", "script": "s.py", "mode": "ps", "pid": 1, "age_s": 1.0, "processes": []}
+    shown = render([{**job, "elastic": workers.status()}]).splitlines()
+    assert [line.split("  ")[-1] for line in shown[-2:]] == [
+        "epoch 1: worker 1 was killed by SIGKILL", event["reason"],
+    ]  # fmt: skip
     assert workers.startable(0.0) == [1]
 
 

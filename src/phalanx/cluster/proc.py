@@ -167,6 +167,12 @@ def process_memory() -> ProcessMemory:
     return ProcessMemory(pages[0] * _PAGE_BYTES, pages[1] * _PAGE_BYTES, pages[5] * _PAGE_BYTES)
 
 
+def most_address_space() -> int:
+    """Return the most bytes of address space that this process had at once (VmPeak)."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak:"))
+
+
 def total_bytes() -> int:
     """Return the memory of this host."""
     return _meminfo()["MemTotal"]

@@ -19,6 +19,8 @@ class Scaling:
 
     def __post_init__(self) -> None:
         self._node, self._membership = self.group.node, self.group.membership
+        self._welcomed: set[str] = set()
+        """Launches of nodes that came later."""
 
     def scale(self, size: int) -> str:
         """Change how many ranks the job should have; returns what follows, in words.
@@ -54,7 +56,11 @@ class Scaling:
         self.group.greet({"arrive": {"capacity": own.capacity, "store": own.store}})
 
     def welcome(self, node: int, capacity: int, store: str) -> None:
-        """Take in a node that comes later."""
+        """Take in a node that comes later; what it says again, as its connection broke, changes nothing."""
+        launch = self.group.mesh.launch(node)
+        if launch in self._welcomed:
+            return
+        self._welcomed.add(launch)
         self.group.places[node] = NodePlace(capacity, store)
         if self.group.is_coordinator and not self.is_closed:
             others = sum(size for other, size in self._membership.targets.items() if other != node)

@@ -171,9 +171,12 @@ def _elastic_lines(elastic: dict[str, Any]) -> list[str]:
     names = [f"{member['rank']} is {member['id']}" for member in elastic["members"]] if noun == "ranks" else []
     lines = [f"  membership epoch {elastic['epoch']}: {'; '.join([size, *([', '.join(names)] if names else [])])}"]
     for event in elastic["events"]:
+        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        if event["kind"] == "split_push":
+            lines.append(f"    {at}  {event['reason']}")
+            continue
         stall = f", stood still for {max(event['seconds'].values()):.2f} s" if event["seconds"] else ""
         redone = f", {event['redone']} samples computed again" if event["redone"] else ""
-        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         lines.append(f"    {at}  epoch {event['epoch']}: {event['reason']}{stall}{redone}")
     return lines
 

@@ -82,7 +82,8 @@ class WorkersAttempt(LocalAttempt):
         self._settle_losses()
         self._find_missed(now)
         self._start_missing(now)
-        if refusal := self.pool.refusal(now):
+        refusals = (sign_off.refusal for sign_off in self._sign_offs.values())
+        if refusal := next(filter(None, refusals), "") or self.pool.refusal(now):
             self._fail(refusal)
 
     def _is_training(self) -> bool:

@@ -1,7 +1,9 @@
 """Gradient accumulation: `optimizer.step()` updates every k batches.
 
 The script stays as it is: it calls `backward`, `step` and `zero_grad` for every batch. Between updates `step` and
-`zero_grad` hold back, gradients accumulate on each rank, and the last backward pass of a group reduces their sum.
+`zero_grad` hold back, gradients accumulate on each rank, and the last backward pass of a group reduces their sum. Where
+ranks may leave and join each batch is reduced by itself, so that every rank has the whole sum and nothing of it is lost
+with another.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
+from phalanx.parallel.data.replicas.accumulated_gradients import RoundTotal
 from phalanx.parallel.model_shape import is_handle
 from phalanx.parallel.session import StepPhase, session
 from phalanx.parallel.step.hooks import add_action
@@ -66,9 +69,15 @@ class _NoSyncUntilUpdate:
 class GradientAccumulation:
     """The group of batches that one optimizer is adding up; made by `accumulate_gradients`."""
 
-    def __init__(self, steps: int, avg: bool, quiet: _NoSyncUntilUpdate) -> None:
+    def __init__(self, steps: int, avg: bool, quiet: _NoSyncUntilUpdate, *, reduces_batches: bool = False) -> None:
         self.steps = steps
         """Batches of a group."""
+
+        self.reduces_batches = reduces_batches
+        """Whether each batch is reduced by itself, so that all ranks have the same sum."""
+
+        self.total = RoundTotal()
+        """What waits for the update and is reduced."""
 
         self._avg = avg
         self._quiet = quiet
@@ -82,7 +91,7 @@ class GradientAccumulation:
         """Weigh the gradients of the parameters from now on, after what acts on them already."""
         for hook in self.param_hooks:
             hook.remove()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = list_params(optimizer)
         self.param_hooks = [param.register_hook(self.weight) for param in params if param.requires_grad]
 
     def follow_reducer(self, optimizer: Optimizer) -> None:
@@ -113,9 +122,13 @@ class GradientAccumulation:
     def admit(self, optimizer: Optimizer) -> bool:
         """Hold a step back, or complete the group and let it through."""
         self._batches += self._relative_rows()
-        completes = self.is_last
+        completes, params = self.is_last, list_params(optimizer)
+        if completes or self.reduces_batches:
+            self.total.add_to(params)
         if not completes:
             self.held += 1
+            if self.reduces_batches:
+                self.total.take(params)
         else:
             if self._avg and self._batches != self.steps:
                 _multiply(optimizer, self.steps / self._batches)
@@ -169,6 +182,7 @@ def accumulate_gradients(
     *,
     avg: bool = True,
     quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    reduces_batches: bool = False,
 ) -> GradientAccumulation:
     """Update once every `k_steps` calls of `optimizer.step()`.
 
@@ -181,6 +195,7 @@ def accumulate_gradients(
         k_steps: Batches of a group, at least 1.
         avg: Whether the mean over the rows of the group is applied, or the sum of the batches' gradients.
         quiet: Makes the block inside which backward passes do not reduce: `partial(no_sync, model)`.
+        reduces_batches: Whether every backward pass reduces, and the sums of its gradients add up here.
 
     Returns:
         The group, for those who ask how many batches wait.
@@ -190,7 +205,7 @@ def accumulate_gradients(
     """
     if k_steps < 1:
         raise ConfigError(f"gradient_merge needs k_steps of at least 1, found {k_steps}.")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list_params(optimizer)
     if any(_merge_of(param) for param in params):
         raise ConfigError("the gradients of these parameters are accumulated already. Call accumulate_gradients once.")
     if any(is_handle(param) for param in params):
@@ -200,7 +215,7 @@ def accumulate_gradients(
         )
     before = model.__dict__.get("zero_grad")
     zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _NoSyncUntilUpdate(quiet))
-    merge = GradientAccumulation(k_steps, avg, zero_grad.quiet)
+    merge = GradientAccumulation(k_steps, avg, zero_grad.quiet, reduces_batches=reduces_batches)
     for param in params:
         session.accumulations[param] = weakref.ref(merge)  # it knows the model
     merge.hook_params(optimizer)
@@ -216,6 +231,11 @@ def accumulate_gradients(
     model.zero_grad = zero_grad  # type: ignore[method-assign]
     weakref.finalize(optimizer, _end, merge, k_steps, context_of.current().rank)
     return merge
+
+
+def list_params(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer trains."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -237,37 +257,62 @@ class AccumulatedGradients:
         self._is_sharded = is_sharded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the group is, and the gradients of this rank; those of unused parameters as zeros."""
+        """Return how far the group is, and the gradients of this rank; those of unused parameters as zeros.
+
+        What is `reduced` already is the same on all ranks.
+        """
         if self._merge.held and self._is_sharded:
             logger.warning(
                 "gradient_merge: the checkpoint is without the gradients of %d batches that wait for an update, which "
                 "sharding cannot save. Save after an update.",
                 self._merge.held,
             )
-        elif self._merge.held and _has_shared_replicas():
+        elif self._merge.held and _has_shared_replicas() and not self._merge.reduces_batches:
             logger.warning(
                 "gradient_merge: the checkpoint is without the gradients of %d global batches that wait for an update: "
                 "several logical replicas of this rank have one each. Save after an update.",
                 self._merge.held,
             )
         elif self._merge.held:
-            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._params().items()}
-            return {"group": self._merge.state_dict(), "gradients": gradients}
-        return {"group": None, "gradients": {}}
+            gradients = {
+                name: torch.zeros_like(param) if param.grad is None else param.grad
+                for name, param in ({} if self._merge.reduces_batches else self._params()).items()
+            }
+            reduced = {str(number): sum_ for number, sum_ in enumerate(self._merge.total.gradients) if sum_ is not None}
+            return {"group": self._merge.state_dict(), "gradients": gradients, "reduced": reduced}
+        return {"group": None, "gradients": {}, "reduced": {}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; what waited here is forgotten."""
-        self._merge.load_state_dict(state["group"] or {"held": 0, "batches": 0.0, "first_rows": None})
-        for name, param in self._params().items():
-            gradient = state["gradients"].get(name)
-            is_used = gradient is not None and bool(gradient.any())
-            param.grad = gradient.to(param.device, param.dtype, copy=True) if is_used else None
+        group, own, reduced = state["group"], state["gradients"], state.get("reduced", {})
+        if self._merge.reduces_batches and own:
+            logger.warning(
+                "gradient_merge: the checkpoint has gradients of %d batches that are those of its ranks, and ranks of "
+                "this job may leave and join (-n a:b); the update begins anew. Save after an update.",
+                group["held"],
+            )
+            group, own, reduced = None, {}, {}
+        self._merge.load_state_dict(group or {"held": 0, "batches": 0.0, "first_rows": None})
+        params = self._params()
+        for name, param in params.items():
+            param.grad = _like(own.get(name), param)
+        optimizer = self._optimizer()
+        self._merge.total.gradients = [
+            _like(reduced.get(str(number)), param)
+            for number, param in enumerate([] if optimizer is None or not reduced else list_params(optimizer))
+        ]
 
     def _params(self) -> dict[str, Tensor]:
         optimizer = self._optimizer()
-        params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        params = [] if optimizer is None else list_params(optimizer)
         return {str(number): p for number, p in enumerate(params) if p.requires_grad and not p.is_meta}
+
+
+def _like(gradient: Tensor | None, param: Tensor) -> Tensor | None:
+    """Return a gradient as one of a parameter; None where it is not used."""
+    is_used = gradient is not None and bool(gradient.any())
+    return gradient.to(param.device, param.dtype, copy=True) if gradient is not None and is_used else None
 
 
 def _has_shared_replicas() -> bool:

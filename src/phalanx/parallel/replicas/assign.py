@@ -37,8 +37,9 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
         context.use_replicas(None)
         return
     assignment = assign_replicas(plan.step.replicas, mesh.size(mesh.batch_axes), plan.step.shares)
-    is_shared = membership is not None or len(assignment) < plan.step.replicas
-    reason = why_inexact(plan, is_shared=is_shared) or (None if membership is None else why_lost(plan))
+    is_elastic = membership is not None
+    is_shared = is_elastic or len(assignment) < plan.step.replicas
+    reason = why_inexact(plan, is_shared=is_shared, is_elastic=is_elastic) or (why_lost(plan) if is_elastic else None)
     if reason is not None:
         raise PlanError(f"logical replicas cannot be combined with {reason}.")
     split_over_replicas(plan, assignment, mesh, context)

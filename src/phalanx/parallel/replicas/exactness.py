@@ -12,12 +12,13 @@ from phalanx.plan.styles import STYLES
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
 
 
-def why_inexact(plan: Plan, *, is_shared: bool) -> str | None:
+def why_inexact(plan: Plan, *, is_shared: bool, is_elastic: bool = False) -> str | None:
     """Return what of a Plan has other bits on other numbers of ranks; None if nothing does.
 
     Args:
         plan: The Plan.
         is_shared: Whether some rank holds several replicas.
+        is_elastic: Whether ranks may leave and join, so that each has whole gradients of every global batch.
     """
     groups = {*plan.step.batch_axes, MODEL_AXIS, STAGE_AXIS, CONTEXT_AXIS}
     other = next((axis.name for axis in plan.mesh if axis.size > 1 and axis.name not in groups), None)
@@ -41,12 +42,16 @@ def why_inexact(plan: Plan, *, is_shared: bool) -> str | None:
             "sync_batch_norm on fewer ranks than replicas: a layer waits for the samples of all replicas, and those of "
             "one rank run one after the other. Start as many ranks as there are replicas, or turn it off"
         )
-    return _inexact_together(plan, is_shared=is_shared)
+    return _inexact_together(plan, accumulates=plan.step.accumulate > 1 and is_shared and not is_elastic)
 
 
-def _inexact_together(plan: Plan, *, is_shared: bool) -> str | None:
-    """Return which two techniques of a Plan have other bits on other numbers of ranks; None if none have."""
-    accumulates = plan.step.accumulate > 1 and is_shared
+def _inexact_together(plan: Plan, *, accumulates: bool) -> str | None:
+    """Return which two techniques of a Plan have other bits on other numbers of ranks; None if none have.
+
+    Args:
+        plan: The Plan.
+        accumulates: Whether gradients wait for further global batches on the rank that computed them.
+    """
     is_sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
     has_stages = any(axis.size > 1 and axis.name == STAGE_AXIS for axis in plan.mesh)
     if is_sharded and any(axis.size > 1 and axis.name == CONTEXT_AXIS for axis in plan.mesh):
@@ -68,8 +73,6 @@ def why_lost(plan: Plan) -> str | None:
         return "model parallel where ranks may leave and join (-n a:b): what a lost rank holds has no other copy"
     if plan.step.balance is not None:
         return "balance where ranks may leave and join (-n a:b), which share replicas out evenly"
-    if plan.step.accumulate > 1:
-        return "gradient_merge where ranks may leave and join (-n a:b): what a lost rank accumulated is gone"
     return None
 
 

@@ -141,7 +141,7 @@ class ReplicaGate:
             raise ConfigError(
                 f"optimizer.step() was called after {self._batches_since(group)} batches where ranks may leave and "
                 "join (-n a:b): gradients that a loop accumulates would be gone with a rank, and missing on one that "
-                "joins. Call it for every batch, and ask for a larger global_batch with more replicas instead."
+                "joins. Call it for every batch, and accumulate with strategy.gradient_merge."
             )
 
     def _check_settings(self, optimizer: Optimizer, *, is_first: bool) -> None:

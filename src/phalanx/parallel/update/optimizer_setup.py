@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.optim.elementwise import check_elementwise
 from phalanx.parallel.session import Applied, optimizer_record
-from phalanx.parallel.stateful import keep_state
+from phalanx.parallel.stateful import Elsewhere, keep_state
 from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.param_remap import rebind
 from phalanx.plan.mesh import is_sum_of_ranks
@@ -99,11 +100,18 @@ def _follow_plan(
     if step.accumulate > 1:
         from phalanx.parallel.optim.gradient_accumulation import AccumulatedGradients, accumulate_gradients
 
-        merge = accumulate_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
-        gradients = AccumulatedGradients(optimizer, merge, is_sharded=applied.is_sharded)
-        keep_state(
-            optimizer, "gradient_merge", gradients, elsewhere="share" if is_sum_of_ranks(applied.plan) else "mean"
+        is_elastic = context_of.current().recovery is not None
+        merge = accumulate_gradients(
+            optimizer,
+            model,
+            step.accumulate,
+            avg=step.accumulate_mean,
+            quiet=nullcontext if is_elastic else quiet,
+            reduces_batches=is_elastic,
         )
+        gradients = AccumulatedGradients(optimizer, merge, is_sharded=applied.is_sharded)
+        own: Elsewhere = "share" if is_sum_of_ranks(applied.plan) else "mean"
+        keep_state(optimizer, "gradient_merge", gradients, elsewhere="first" if is_elastic else own)
     if any(rule.pure for rule in applied.plan.modules):
         from phalanx.parallel.precision.master_weights import keep_master_weights
 

@@ -62,7 +62,6 @@ class NodeGroup:
     """Called with messages of nodes that are not about membership itself."""
 
     _greeting: dict[str, Any] | None = None
-    _greeted: set[int] = field(default_factory=set)
     _vote: ViewVote = field(default_factory=ViewVote)
     _ballot: ViewBallot | None = None
     _ballot_until: float = 0.0
@@ -102,15 +101,12 @@ class NodeGroup:
         self.mesh.broadcast(message)
 
     def greet(self, message: dict[str, Any]) -> None:
-        """Send something once to every other node, also to those that connect later."""
-        self._greeting = message
-        for node in self.mesh.connected:
-            self._greet(node)
+        """Send something to every other node whenever it connects, so that none misses it: its connection may break.
 
-    def _greet(self, node: int) -> None:
-        if self._greeting is not None and node not in self._greeted:
-            self._greeted.add(node)
-            self.mesh.send(node, self._greeting)
+        It may come to a node several times.
+        """
+        self._greeting = message
+        self.mesh.broadcast(message)
 
     def start(self, initial: Sequence[str]) -> None:
         """Begin with view 0 once all its members have started; the lowest node says so."""
@@ -184,7 +180,8 @@ class NodeGroup:
             self.mesh.send(node, {"form": self.form})
         # Facts went to connected nodes only.
         self.mesh.send(node, {"state": self._state()})
-        self._greet(node)
+        if self._greeting is not None:
+            self.mesh.send(node, self._greeting)
 
     def _state(self) -> dict[str, Any]:
         places = [[node, brought.capacity, brought.store] for node, brought in self.places.items()]

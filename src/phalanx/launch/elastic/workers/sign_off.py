@@ -1,6 +1,7 @@
 """`SignOff`: tells the parameter servers of a job that a worker is gone, beside the launcher's loop.
 
-Each server is asked until it has answered; only the end of the attempt ends that. First all say how many pushes of the
+Each server is asked until it has answered; the end of the attempt ends that, or a server that has refused for
+`REFUSED_S`. First all say how many pushes of the
 worker they have (`fence`), and from then on refuse what its process may still have on its way. Then all are told how
 many of them count (`leave`): those that every server has. One more, in whose midst the process was killed, counts on
 no server if its step is not complete yet; where it is, the outcome says so.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
 
-from phalanx.errors import ClosedError, PhalanxError
+from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.ps.wire.client.connection import Connection
 
 logger = logging.getLogger("phalanx.launch")
@@ -34,6 +35,9 @@ WARN_S = 10.0
 """How long a server may not answer before that is mentioned; and again after each minute."""
 
 _WARN_AGAIN_S = 60.0
+
+REFUSED_S = 300.0
+"""How long a server may answer with an error before the job ends: a full disk can be emptied meanwhile."""
 
 
 class SplitPush(NamedTuple):
@@ -64,6 +68,7 @@ class SignOff:
         self._worker, self._about = worker, {"worker": worker, "workers": workers}
         self._changed = threading.Condition()
         self._is_stopped = False
+        self._refusal = ""
         self._fenced: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._left: dict[int, int] = {}
@@ -77,6 +82,12 @@ class SignOff:
         """Whether all servers have answered."""
         with self._changed:
             return len(self._left) == len(self._endpoints)
+
+    @property
+    def refusal(self) -> str:
+        """Why the job cannot go on: a server has refused for `REFUSED_S`; empty while none has."""
+        with self._changed:
+            return self._refusal
 
     @property
     def split_push(self) -> SplitPush | None:
@@ -98,27 +109,38 @@ class SignOff:
             connection.close()
 
     def _run(self, server: int) -> None:
-        """Tell one server, until it has answered or there is no need to."""
-        started, warn_at = time.monotonic(), WARN_S
+        """Tell one server, until it has answered, has refused for too long, or there is no need to."""
+        started, warn_at, refused_at = time.monotonic(), WARN_S, None
         while not self._is_over(server):
             try:
                 self._tell(server)
             except (PhalanxError, OSError, ValueError, LookupError, RuntimeError) as error:  # no thread left, too
-                waited = time.monotonic() - started
+                now = time.monotonic()
+                refused_at = (refused_at or now) if _is_refusal(error) else None
+                if refused_at is not None and now - refused_at >= REFUSED_S:
+                    self._give_up(server, now - refused_at, error)
+                    return
                 with self._changed:
                     if self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S):
                         return
-                if waited >= warn_at:
-                    warn_at = waited + _WARN_AGAIN_S
+                if now - started >= warn_at:
+                    warn_at = now - started + _WARN_AGAIN_S
                     logger.warning(
                         "server %d could not be told for %.0f s that worker %d is gone, and is asked again: %s. Read "
                         "serverlog.%d; if that server is frozen, continue or kill it",
                         server,
-                        waited,
+                        now - started,
                         self._worker,
                         error,
                         server,
                     )
+
+    def _give_up(self, server: int, seconds: float, error: Exception) -> None:
+        with self._changed:
+            self._refusal = self._refusal or (
+                f"server {server} has refused for {seconds:.0f} s to count worker {self._worker} out, which is gone: "
+                f"{str(error).rstrip('.')}. Read serverlog.{server}, and start the job again when that is mended"
+            )
 
     def _is_over(self, server: int) -> bool:
         with self._changed:
@@ -165,3 +187,8 @@ class SignOff:
             if self._is_stopped:
                 raise ClosedError("the attempt is over")
             return min(self._fenced.values())
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether an error is what a server has answered, not that it does not."""
+    return isinstance(error, PhalanxError) and not isinstance(error, PeerLostError | ClosedError)

@@ -74,7 +74,7 @@ class WorkerPool:
         if split is None:
             return None
         have, lack = (" and ".join(f"server {s}" for s in servers) for servers in (split.servers, split.others))
-        return {
+        event = {
             "time": round(now, 3),
             "kind": "split_push",
             "worker": worker,
@@ -84,6 +84,8 @@ class WorkerPool:
             "reason": f"push {split.push} of worker {worker} is in the tables of {have} and not in those of {lack}: "
             "the worker was lost in the midst of it. Training goes on with that difference",
         }
+        self.events.append(event)
+        return event
 
     def start(self, worker: int, now: float, *, clock: float) -> dict[str, Any]:
         """Take notice that a worker is started; returns the event.

@@ -169,7 +169,9 @@ class ReplicaRound:
             self._accumulated[replica].restore(model)
         elif self._replicas.is_first:
             if self.is_shared and self._replicas.group.spans_epochs:
-                self._total.take(model)  # the loop made no update at the end of the epoch: its next step is an error
+                self._total.take(
+                    model.parameters()
+                )  # the loop made no update at the end of the epoch: its next step is an error
             self._buffers.begin(model)
         else:
             for param in model.parameters():
@@ -299,7 +301,7 @@ class ReplicaRound:
         if model is None or self._has_unreduced or self._has_micro_batches or self._replicas.is_elastic:
             return
         if has_accumulated():
-            self._total.take(model)
+            self._total.take(model.parameters())
         else:
             self._total.clear()  # of a pass that raised
 
@@ -383,9 +385,9 @@ class ReplicaRound:
             return
         if factor is not None:
             multiply_gradients(model, factor)
-        self._total.add_to(model)
+        self._total.add_to(model.parameters())
         if self.is_shared and not group.is_complete:
-            self._total.take(model)
+            self._total.take(model.parameters())
 
     def _clear(self) -> None:
         self._finished.clear()

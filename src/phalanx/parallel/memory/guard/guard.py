@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from phalanx import accelerator
 from phalanx.comm.local.call_count import calls_issued
 from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
-from phalanx.parallel.memory.free_memory import can_run_out
+from phalanx.parallel.memory.free_memory import block_return, can_run_out
 from phalanx.parallel.memory.guard.changing_buffers import CannotRepeatError
 from phalanx.parallel.memory.guard.graphs import Node
 from phalanx.parallel.memory.guard.pass_state import PassState, StateKeeper, tensors_of
@@ -197,6 +197,7 @@ class MemoryGuard:
         if not self._has_begun:
             self._has_begun = True
             self._begin(self)
+        block_return.count_pass()
         state, calls = self.keeper.keep(inputs), calls_issued()
         running.is_forward = True
         try:

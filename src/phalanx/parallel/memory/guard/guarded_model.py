@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.comm.context import Context
-from phalanx.parallel.memory.free_memory import return_large_blocks
+from phalanx.parallel.memory.free_memory import block_return
 from phalanx.parallel.memory.guard.guard import MemoryGuard, Sharding
 from phalanx.parallel.memory.guard.guarded_backward import guard_backward
 from phalanx.parallel.memory.guard.guarded_loss import guard_losses
@@ -51,7 +51,7 @@ def _begin(guard: MemoryGuard) -> None:
     guard_backward(guard)
     guard_losses(guard.device.type)
     # In the heap, small blocks that stay lie between large ones that are freed, and none that is larger fits there.
-    return_large_blocks(guard.device)
+    block_return.begin(guard.device)
 
 
 def why_unguarded(model: nn.Module, plan: Plan, context: Context) -> str | None:

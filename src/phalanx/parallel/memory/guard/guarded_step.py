@@ -19,7 +19,7 @@ from phalanx.accelerator import is_accelerator
 from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import state_of
 from phalanx.parallel.memory.failures import MemoryFailure, is_repeatable
-from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
+from phalanx.parallel.memory.free_memory import block_return, free_caches
 from phalanx.parallel.memory.guard.remedies import FREE_CACHES, Remedy, report_remedy
 from phalanx.parallel.session import StepPhase, optimizer_record
 from phalanx.parallel.step.hooks import add_action
@@ -87,7 +87,7 @@ class MemoryReserve:
         """Apply the next remedy and return it."""
         if not self._has_freed:
             self._has_freed = True
-            return_large_blocks(self._device)
+            block_return.tighten(self._device)
             return FREE_CACHES
         groups = [group for group in optimizer.param_groups if _is_foreach(group)]
         for group in groups:

@@ -26,7 +26,7 @@ from phalanx.parallel.data.forward_hooks import Forward, wrap_forward, wrap_inne
 from phalanx.parallel.memory.activation_checkpointing import recomputed
 from phalanx.parallel.memory.blocks import Block, find_blocks, inner_blocks
 from phalanx.parallel.memory.failures import MemoryFailure
-from phalanx.parallel.memory.free_memory import free_caches, return_large_blocks
+from phalanx.parallel.memory.free_memory import block_return, free_caches
 from phalanx.plan.rules.recompute import recomputed_modules
 from phalanx.plan.value import ModuleRule
 
@@ -130,7 +130,7 @@ class Remedies:
         return self._steps
 
     def _list(self, model: nn.Module) -> Iterator[Step]:
-        yield FREE_CACHES, lambda: return_large_blocks(self._device)
+        yield FREE_CACHES, lambda: block_return.tighten(self._device)
         blocks = self._blocks(model)
         half, cut = len(blocks) // 2, dict[nn.Module, SegmentedRun]()
         for part, amount in ((blocks[:half], f"{half} of its {len(blocks)} blocks"), (blocks[half:], "all its blocks")):
