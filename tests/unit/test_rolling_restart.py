@@ -39,9 +39,11 @@ def test_the_next_server_ends_when_the_one_before_reports_again(tmp_path: Path) 
     assert job.sent == []
     assert job.restart.answer({"servers": "restart"}) == "server 0, server 1"
     assert job.progress() == "server 0 writes its state, 1 of 2 wait"
-    assert not job.restart.take_end(SERVERS[1])
-    assert job.restart.take_end(SERVERS[0])
-    assert not job.restart.take_end(SERVERS[0])  # it fails while it recovers: that is no end that was asked for
+    assert not job.restart.take_end(SERVERS[1], failed=True)
+    assert job.restart.take_end(SERVERS[0], failed=True)
+    assert not job.restart.take_end(
+        SERVERS[0], failed=True
+    )  # it fails while it recovers: that is no end that was asked for
     assert job.progress() == "server 0 recovers, 1 of 2 wait"
     os.truncate(tmp_path / "status.server.0.json", 3)  # half a report is none
     assert job.progress() == "server 0 recovers, 1 of 2 wait"
@@ -50,7 +52,7 @@ def test_the_next_server_ends_when_the_one_before_reports_again(tmp_path: Path) 
     job.report(0, time.time() + 1)
     assert job.progress() == "1 of 2 wait"
     assert job.progress() == "server 1 writes its state, 0 of 2 wait"
-    assert job.restart.take_end(SERVERS[1])
+    assert job.restart.take_end(SERVERS[1], failed=True)
     job.report(1, time.time() + 1)
     assert job.progress() == ""
     assert job.sent == [("server.0", RESTART_SIGNAL), ("server.1", RESTART_SIGNAL)]
@@ -62,6 +64,15 @@ def test_a_server_that_does_not_end_in_time_is_killed_once(tmp_path: Path) -> No
     for _ in range(3):
         job.progress()
     assert job.sent == [("server.0", RESTART_SIGNAL), ("server.0", signal.SIGKILL)]
+
+
+def test_a_server_whose_workers_have_all_left_is_not_started_again(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.restart.answer({"servers": "restart"})
+    assert job.progress() == "server 0 writes its state, 1 of 2 wait"
+    assert not job.restart.take_end(SERVERS[0], failed=False)
+    assert job.progress() == ""
+    assert job.sent == [("server.0", RESTART_SIGNAL)]
 
 
 def test_servers_that_keep_nothing_are_not_restarted(tmp_path: Path) -> None:

@@ -97,9 +97,15 @@ class RollingRestart:
             logger.info("%s is back after %.1f s", turn.server.title, taken_s)
             self._turn = None
 
-    def take_end(self, process: Process) -> bool:
-        """Return whether a process ended because it was asked to here, and is to be started again."""
+    def take_end(self, process: Process, *, failed: bool) -> bool:
+        """Return whether a process ended because it was asked to here, and is to be started again.
+
+        A server that ended well did so because all workers had left: the others end too, and none is started again.
+        """
         if self._turn is None or self._turn.server is not process or self._turn.ended_at:
+            return False
+        if not failed:
+            self._turn, self._waiting = None, []
             return False
         self._turn.ended_at = time.time()
         return True

@@ -305,10 +305,11 @@ class LocalAttempt:
             return
         process_exit = self._exit_records.of_process(process, code, at, is_stopping=self._stopping)
         self.hang.note_end(process.title, describe_exit(process_exit))
-        if not self._stopping and self._failed_at is None and self._rolling.take_end(process):
+        goes_on = not self._stopping and self._failed_at is None
+        if goes_on and self._rolling.take_end(process, failed=process_exit.failed):
             self._start(process)
             return
-        is_news = not self._stopping and self._failed_at is None and self._fails_attempt(process, process_exit)
+        is_news = goes_on and self._fails_attempt(process, process_exit)
         if is_news and self.restarts:
             self._restart_process(process, process_exit)
             return
