@@ -1,7 +1,10 @@
 // The file of a lane: records against a map, segments that are emptied and used again, and disks that fail.
 
+#include <linux/magic.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -174,6 +177,40 @@ void segments_are_passed_over(const Folder& folder) {
   CHECK(file.sparse_segment() == 0u);
 }
 
+// Nothing is emptied while half of the file lives; then the segment of which least lives is.
+void emptiest_segments_go_first(const Folder& folder) {
+  RowFile file(folder.path(), 1, 20, 320);
+  Rows rows(file, 20);
+  for (std::uint64_t hash = 0; hash < 41; ++hash) rows.append(hash);  // four segments of ten, and one row
+  const auto leave = [&](std::uint32_t segment, std::uint32_t living) {
+    for (std::uint32_t i = living; i < 10; ++i) rows.discard(rows.hashes().find(10 * segment + i));
+  };
+  leave(0, 3);
+  leave(2, 1);
+  leave(3, 6);
+  CHECK(!file.sparse_segment());  // 20 of 40
+  leave(1, 9);
+  CHECK(file.sparse_segment() == 2u);
+  rows.compact();
+  CHECK(file.live(2) == 0 && file.live(0) == 3);  // 18 of 30
+  rows.check_all();
+}
+
+// The system's cache holds nothing of what was written, where the file system is one that lets writes pass it by.
+void writes_pass_the_cache_by(const Folder& folder) {
+  struct statfs system;
+  CHECK(statfs(folder.path().c_str(), &system) == 0);
+  if (system.f_type != EXT4_SUPER_MAGIC && system.f_type != XFS_SUPER_MAGIC) return;
+  RowFile file(folder.path(), 1, 100, 64 << 10);
+  Rows rows(file, 100);
+  for (std::uint64_t hash = 0; hash < 5000; ++hash) rows.append(hash);
+  std::array<std::uint64_t, 2> all{0, file.bytes()};
+  std::array<std::uint64_t, 5> pages{};  // cached, dirty, being written, gone, gone lately
+  const bool is_told = syscall(451, folder.open_file(), all.data(), pages.data(), 0) == 0;  // cachestat, since Linux 6.5
+  if (is_told) CHECK(file.bytes() > 500'000 && pages[0] == 0);
+  rows.check_all();
+}
+
 // What a full disk does not take stays in memory, and is written once there is room.
 void full_disk_loses_nothing(const Folder& folder) {
   signal(SIGXFSZ, SIG_IGN);
@@ -213,5 +250,7 @@ void test_row_file() {
   damage_is_named(folder);
   lost_writes_are_named(folder);
   segments_are_passed_over(folder);
+  emptiest_segments_go_first(folder);
+  writes_pass_the_cache_by(folder);
   full_disk_loses_nothing(folder);
 }
