@@ -35,7 +35,7 @@ from phalanx.ps.table.update_rules import Adagrad
 
 CASES = ("step", "pull", "cold")
 TABLE = "tiers"
-DRAWS, BATCHES, FILLED = 8_192, 20, 2_048
+DRAWS, BATCHES, FILLED = 8_192, 100, 2_048
 MIB = 1 << 20
 Batches = Sequence[NDArray[np.int64]]
 
@@ -159,7 +159,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2, help="threads that train with a server")
     parser.add_argument("--exponent", type=float, default=1.2, help="of the Zipf distribution of ids")
-    parser.add_argument("--warm", type=int, default=5, help="times 20 steps before the first that counts")
+    parser.add_argument("--warm", type=int, default=5, help="times 100 steps before the first that counts")
     parser.add_argument("--folder", type=Path, help="on the disk for rows; one for temporary files when omitted")
     asked = parser.parse_args()
     check_cases(parser, asked, CASES)

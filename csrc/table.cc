@@ -10,11 +10,13 @@ namespace {
 
 // So many rows are restored before those that there is no room for leave memory.
 constexpr std::size_t kRestored = 1024;
+// The most bytes of a queue of reads, and how many of them `max_bytes` should hold.
+constexpr std::uint64_t kMostQueue = 4 << 20, kQueues = 32;
 
 }  // namespace
 
 EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))),
-      reads_(RowFile::record_bytes(spec.row_bytes())) {
+      reads_(RowFile::record_bytes(spec.row_bytes()), std::min(kMostQueue, spec.max_bytes / kQueues)) {
   make_rule(spec_.rule, 0);  // throws now what a push would
   for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = std::make_unique<Lane>(spec_, starter_, arena_, static_cast<int>(i));
 }
@@ -242,7 +244,7 @@ std::uint64_t EmbeddingTable::sum(Count count) const {
 }
 
 std::uint64_t EmbeddingTable::bytes() const {
-  return sum([](const Lane& lane) { return lane.bytes(); });
+  return reads_.bytes() + sum([](const Lane& lane) { return lane.bytes(); });
 }
 
 std::uint64_t EmbeddingTable::file_bytes() const {

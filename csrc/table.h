@@ -128,7 +128,7 @@ class EmbeddingTable {
   void wait_for_changes() const;  // REQUIRES: clock_ is locked
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
   std::uint64_t cost() const;
-  void read(std::span<MissedRow> rows, std::vector<std::byte>& bytes) const;
+  std::unique_ptr<std::byte[]> read(std::span<MissedRow> rows) const;
   void bring_in(KeysByLane& keys) const;
   void bring_in(Lane& lane, Slice slice) const;
   template <class Use>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <stdexcept>
 
 #include "table.h"
@@ -48,27 +49,28 @@ void EmbeddingTable::each_of_lane(std::span<const MissedRow> rows, Use use) cons
   }
 }
 
-// Reads rows of all lanes together, and checks them; `bytes` is where they go.
-void EmbeddingTable::read(std::span<MissedRow> rows, std::vector<std::byte>& bytes) const {
+// Reads rows of all lanes together, and checks them; returns the memory that they are in.
+std::unique_ptr<std::byte[]> EmbeddingTable::read(std::span<MissedRow> rows) const {
   const std::size_t size = RowFile::record_bytes(spec_.row_bytes());
-  bytes.resize(rows.size() * size);
+  auto bytes = std::make_unique_for_overwrite<std::byte[]>(rows.size() * size);
   std::vector<FilePiece> pieces;
   pieces.reserve(rows.size());
   for (MissedRow& row : rows) {
-    row.bytes = bytes.data() + pieces.size() * size;
-    pieces.push_back({row.file, row.place, size, bytes.data() + pieces.size() * size});
+    std::byte* const to = bytes.get() + pieces.size() * size;
+    row.bytes = to;
+    pieces.push_back({row.file, row.place, size, to});
   }
   reads_.read(pieces);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     if (pieces[i].is_whole) lanes_[static_cast<std::size_t>(lane_of(rows[i].hash))]->file().check(rows[i]);
   }
+  return bytes;
 }
 
 // Brings rows that a change names into memory, those of all its lanes together. It finds what was left out by itself.
 void EmbeddingTable::bring_in(KeysByLane& keys) const {
   if (!spec_.spills() || stored() == 0) return;
   std::vector<MissedRow> missed;
-  std::vector<std::byte> bytes;
   std::array<std::uint64_t, kLanes> departures{};  // before what is read now, of lanes that will have all
   for (std::size_t number = 0; number < kLanes; ++number) {
     Slice slice = keys.slice(number);
@@ -81,7 +83,7 @@ void EmbeddingTable::bring_in(KeysByLane& keys) const {
     if (missed.size() == before) keys.note_present(number, lane.departures());
   }
   if (missed.empty()) return;
-  read(missed, bytes);
+  const std::unique_ptr<std::byte[]> bytes = read(missed);
   each_of_lane(missed, [&](Lane& lane, std::span<const MissedRow> rows) {
     const auto number = static_cast<std::size_t>(lane_of(rows[0].hash));
     make_room(lane, rows.size());
@@ -93,13 +95,12 @@ void EmbeddingTable::bring_in(KeysByLane& keys) const {
 void EmbeddingTable::bring_in(Lane& lane, Slice slice) const {
   if (!spec_.spills() || lane.stored() == 0) return;
   std::vector<MissedRow> missed;
-  std::vector<std::byte> bytes;
   {
     const std::lock_guard locked(lane.lock);
     lane.find_missed(slice, missed);
   }
   if (missed.empty()) return;
-  read(missed, bytes);
+  const std::unique_ptr<std::byte[]> bytes = read(missed);
   const std::lock_guard locked(lane.lock);
   make_room(lane, missed.size());
   lane.bring_in(missed);
@@ -109,7 +110,6 @@ void EmbeddingTable::pull(Keys keys, float* values) const {
   check_count(keys);
   std::uint64_t missing = 0;
   std::vector<MissedRow> missed;
-  std::vector<std::byte> bytes;
   each_block(keys, [&](KeysByLane& block) {
     missed.clear();
     each_lane(block, [&](Lane& lane, Slice& slice) {
@@ -117,7 +117,7 @@ void EmbeddingTable::pull(Keys keys, float* values) const {
       make_room(lane);
     });
     if (missed.empty()) return;
-    read(missed, bytes);
+    const std::unique_ptr<std::byte[]> bytes = read(missed);
     each_of_lane(missed, [&](Lane& lane, std::span<const MissedRow> rows) {
       missing += lane.finish_pull(rows, values);
       make_room(lane);

@@ -33,7 +33,7 @@ std::uint32_t records_of(std::size_t segment_bytes, std::size_t record_bytes) {
 
 RowFile::RowFile(std::string folder, int lane, std::size_t row_bytes, std::size_t segment_bytes)
     : folder_(std::move(folder)), lane_(lane), row_bytes_(row_bytes), record_bytes_(kHeaderBytes + row_bytes),
-      records_(records_of(segment_bytes, record_bytes_)), segment_bytes_(records_ * record_bytes_) {}
+      records_(records_of(segment_bytes, record_bytes_)), segment_bytes_(PageBytes::rounded(records_ * record_bytes_)) {}
 
 RowFile::~RowFile() {
   for (const int file : {file_, direct_}) {
@@ -102,15 +102,15 @@ void RowFile::read_run(std::span<const StoredRow> rows) {
     for (const StoredRow& row : rows) copy(row, buffer_.data() + (row.record - first_record(open_)) * record_bytes_);
     return;
   }
-  load(first, (rows.back().record - first + 1) * record_bytes_);
-  for (const StoredRow& row : rows) copy(row, window_.data() + (row.record - first) * record_bytes_);
+  load(file_, first, place_of(rows.back().record) - place_of(first) + record_bytes_);
+  for (const StoredRow& row : rows) copy(row, window_.data() + (place_of(row.record) - place_of(first)));
 }
 
 // Reads so many bytes of the file, from a record on, into the window.
-void RowFile::load(std::uint32_t record, std::size_t bytes) {
-  if (window_.size() < bytes) window_.resize(bytes);
+void RowFile::load(int file, std::uint32_t record, std::size_t bytes) {
+  if (window_.size() < bytes) window_ = PageBytes(bytes);
   for (std::size_t done = 0; done < bytes;) {
-    const ssize_t got = pread(file_, window_.data() + done, bytes - done, static_cast<off_t>(place_of(record) + done));
+    const ssize_t got = pread(file, window_.data() + done, bytes - done, static_cast<off_t>(place_of(record) + done));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail(record, std::string("cannot be read: ") + std::strerror(errno));
     if (got == 0) fail(record, "lies behind the end of the file");
@@ -186,7 +186,7 @@ bool RowFile::is_sparse(std::uint32_t segment) const {
   return segment != open_ && !written.is_passed_over && written.live > 0 && written.live < (records_ + 1) / 2;
 }
 
-// Notes what a written segment is good for, now that it has fewer living records.
+// Notes what a written segment is good for, now that it has fewer living records, or has just been written.
 void RowFile::settle(std::uint32_t segment) {
   if (segments_[segment].live == 0) {
     free_.push_back(segment);
@@ -197,17 +197,21 @@ void RowFile::settle(std::uint32_t segment) {
 }
 
 std::optional<std::uint32_t> RowFile::sparse_segment() {
-  while (!sparse_.empty()) {
-    const std::uint32_t segment = sparse_.back();
-    if (is_sparse(segment)) return segment;
-    segments_[segment].is_listed = false;
-    sparse_.pop_back();
-  }
-  return std::nullopt;
+  const bool is_open = open_ != kNone;
+  const std::uint64_t written = (segments_.size() - free_.size() - is_open) * records_;
+  if (written <= 2 * (live_ - (is_open ? segments_[open_].live : 0))) return std::nullopt;
+  std::erase_if(sparse_, [&](std::uint32_t segment) {
+    segments_[segment].is_listed = is_sparse(segment);
+    return !segments_[segment].is_listed;
+  });
+  const auto least = std::min_element(sparse_.begin(), sparse_.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return segments_[a].live < segments_[b].live;
+  });
+  return least == sparse_.end() ? std::nullopt : std::optional(*least);
 }
 
 std::vector<std::uint64_t> RowFile::hashes(std::uint32_t segment) {
-  load(first_record(segment), segment_bytes_);
+  load(direct_ >= 0 ? direct_ : file_, first_record(segment), segment_bytes_);
   std::vector<std::uint64_t> hashes(records_);
   for (std::uint32_t i = 0; i < records_; ++i) {
     hashes[i] = loaded<std::uint64_t>(window_.data() + i * record_bytes_);
@@ -224,7 +228,10 @@ const std::byte* RowFile::loaded_row(std::uint32_t record, std::uint64_t hash) c
 bool RowFile::open_segment() {
   if (file_ < 0 && !open_file()) return false;
   if (free_.empty() && !add_segment()) return false;
-  buffer_.resize(segment_bytes_);
+  if (buffer_.size() == 0) {
+    buffer_ = PageBytes(segment_bytes_);
+    std::memset(buffer_.data(), 0, buffer_.size());  // what follows the last record is written too
+  }
   open_ = free_.back();
   free_.pop_back();
   segments_[open_].use = ++uses_;
@@ -252,7 +259,7 @@ bool RowFile::add_segment() {
 bool RowFile::write_segment() {
   const std::uint64_t place = place_of(first_record(open_));
   for (std::size_t done = 0; done < segment_bytes_;) {
-    const ssize_t put = pwrite(file_, buffer_.data() + done, segment_bytes_ - done, static_cast<off_t>(place + done));
+    const ssize_t put = write(done, place + done);
     if (put < 0 && errno == EINTR) continue;
     if (put <= 0) return refuse("takes no more rows", put < 0 ? errno : ENOSPC);
     done += static_cast<std::size_t>(put);
@@ -261,6 +268,17 @@ bool RowFile::write_segment() {
   open_ = kNone;
   settle(written);
   return true;
+}
+
+// Writes what follows `done` bytes of the segment in memory; past the cache if the system takes it so.
+ssize_t RowFile::write(std::size_t done, std::uint64_t place) {
+  const auto put = [&](int file) {
+    return pwrite(file, buffer_.data() + done, segment_bytes_ - done, static_cast<off_t>(place));
+  };
+  const bool is_aligned = done % PageBytes::kPage == 0;  // not so after a write that took a part
+  if (direct_ < 0 || !is_aligned) return put(file_);
+  const ssize_t written = put(direct_);
+  return written < 0 && errno == EINVAL ? put(file_) : written;
 }
 
 bool RowFile::open_file() {
@@ -273,7 +291,7 @@ bool RowFile::open_file() {
   }
   std::string same = "/proc/self/fd/";
   same += std::to_string(file_);
-  direct_ = open(same.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+  direct_ = open(same.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
   posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // rows that are near each other in the file are not used together
   return true;
 }
@@ -284,7 +302,7 @@ bool RowFile::refuse(const std::string& what, int error) {
 }
 
 std::size_t RowFile::memory_bytes() const {
-  return buffer_.capacity() + window_.capacity() + asked_.capacity() / 8 + segments_.capacity() * sizeof(Segment) +
+  return buffer_.size() + window_.size() + asked_.capacity() / 8 + segments_.capacity() * sizeof(Segment) +
          (free_.capacity() + sparse_.capacity()) * sizeof(std::uint32_t);
 }
 

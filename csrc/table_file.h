@@ -1,9 +1,13 @@
 // The file of a lane: rows that have left memory, as records that are appended and never changed.
 //
-// A record is `hash | crc32 | row`; its number is its place. Records are gathered in a segment of memory, which is
-// written in one piece when it is full. A segment that is mostly dead is emptied by its lane, which appends the records
-// that live anew; its place is used again. So the file takes at most about twice the bytes of what lives. The checksum
-// covers the record's number and which use of its place this is: what a lost write leaves there does not pass.
+// A record is `hash | crc32 | row`; its number is its place. Records are gathered in a segment of memory, of whole pages,
+// which is written in one piece when it is full. While less than half of the file lives, its lane empties segments, those
+// of which least lives first: it appends their records anew, and the places are used again. So the file takes at most
+// about twice the bytes of what lives. The checksum covers the record's number and which use of its place this is: what
+// a lost write leaves there does not pass.
+//
+// Segments are written, and read as a whole, past the system's cache where the file system lets them (O_DIRECT). A cache
+// that counts as this process's memory would hold the writer up, at the limit of a control group, until the disk is done.
 //
 // The file extends memory and outlives nothing: its name goes as soon as it is open, and a server that is started again
 // fills its tables from snapshot and log. Nothing is flushed to the disk.
@@ -13,6 +17,8 @@
 
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -21,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "page_bytes.h"
 #include "table_reads.h"
 
 namespace phalanx {
@@ -82,7 +89,8 @@ class RowFile {
   // Notes that a record was asked for, and returns whether it had been before.
   bool ask(std::uint32_t record);
 
-  // A written segment of which less than half lives; it is named until its last record is discarded.
+  // The segment to empty next, if less than half lives of all that is written; it is named until its last record is
+  // discarded.
   std::optional<std::uint32_t> sparse_segment();
   // Reads a written segment; returns the hash of each record by place, those that live no more and broken ones too.
   // Throws DamagedRow where the segment cannot be read.
@@ -113,16 +121,19 @@ class RowFile {
   std::uint32_t segment_of(std::uint32_t record) const { return record / records_; }
   bool is_sparse(std::uint32_t segment) const;
   void settle(std::uint32_t segment);
-  std::uint64_t place_of(std::uint32_t record) const { return std::uint64_t{record} * record_bytes_; }
+  std::uint64_t place_of(std::uint32_t record) const {
+    return segment_of(record) * segment_bytes_ + record % records_ * record_bytes_;
+  }
   bool open_segment();
   bool add_segment();
   bool write_segment();
+  ssize_t write(std::size_t done, std::uint64_t place);
   bool open_file();
   bool refuse(const std::string& what, int error);
   void ask_ahead(std::span<const StoredRow> rows) const;
   std::size_t run_length(std::span<const StoredRow> rows) const;
   void read_run(std::span<const StoredRow> rows);
-  void load(std::uint32_t record, std::size_t bytes);
+  void load(int file, std::uint32_t record, std::size_t bytes);
   std::uint64_t checked_hash(std::uint32_t record, const std::byte* bytes) const;
   void copy(const StoredRow& wanted, const std::byte* bytes) const;
   std::uint32_t checksum(std::uint32_t record, std::uint32_t use, const std::byte* bytes) const;
@@ -132,18 +143,18 @@ class RowFile {
   const int lane_;
   const std::size_t row_bytes_, record_bytes_;
   const std::uint32_t records_;  // of a segment
-  const std::uint64_t segment_bytes_;
+  const std::uint64_t segment_bytes_;  // of whole pages
   int file_ = -1;
   int direct_ = -1;  // the same file, past the system's cache
   std::uint32_t open_ = kNone;  // the segment that is in memory
   std::uint32_t filled_ = 0;    // its records
-  std::vector<std::byte> buffer_;
+  PageBytes buffer_;
   std::vector<Segment> segments_;
   std::uint32_t uses_ = 0;             // of all places, those before `clear` too
   std::vector<std::uint32_t> free_;    // segments without records
-  std::vector<std::uint32_t> sparse_;  // those that may be sparse
+  std::vector<std::uint32_t> sparse_;  // those of which less than half may live
   std::vector<bool> asked_;            // by record
-  std::vector<std::byte> window_;      // what the last read of the file brought
+  PageBytes window_;                   // what the last read of the file brought
   std::string failure_;
   std::uint64_t bytes_ = 0;
   std::uint64_t live_ = 0;

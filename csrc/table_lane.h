@@ -18,7 +18,6 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "table_columns.h"
@@ -135,6 +134,9 @@ class Lane {
   // In table_misses.cc.
   void bring_in(std::span<Entry* const> entries);
   void pull_stored(const Slice& slice, std::span<const std::size_t> keys, float* out);
+  template <class Use>
+  void each_missed(const Slice& slice, std::vector<MissedRow>& missed, Use use) const;
+  void ask_index(std::span<const MissedRow> rows) const;
   std::uint64_t pull_anew(const MissedRow& row, float* out);
   Entry* unchanged(const MissedRow& row) const;
   void keep_read(Entry& entry, const std::byte* row);
@@ -233,16 +235,16 @@ class Lane {
   // Of a row in memory, by its place in the slab.
   static constexpr std::uint8_t kReferred = 1;  // a call named it since the hand was there
   static constexpr std::uint8_t kFresh = 2;     // it came from the file and is in `fresh_`
-  static constexpr std::uint8_t kCopied = 4;    // and has not changed since: its record is in `copies_`
+  static constexpr std::uint8_t kCopied = 4;    // and has not changed since: `copies_` has its record
   struct Fresh {
     std::uint64_t hash;
     std::uint32_t place;
   };
   std::vector<std::uint8_t> marks_;
+  std::vector<std::uint32_t> copies_;  // records, by place too
   std::deque<Fresh> fresh_;          // what came from the file, the oldest first; some have left since
   std::uint64_t fresh_rows_ = 0;     // rows that are marked so
   std::uint64_t departures_ = 1;
-  std::unordered_map<std::uint32_t, std::uint32_t> copies_;  // records by place
   struct {
     int part = 0;
     std::uint64_t piece = 0, pieces = 0;

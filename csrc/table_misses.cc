@@ -9,8 +9,6 @@
 // that leaves and comes back. As long as it does not change its record stays, and leaving costs no write. So ids that are
 // read once, by an evaluation say, push nothing else out.
 
-#include <utility>
-
 #include "table_lane.h"
 
 namespace phalanx {
@@ -20,23 +18,35 @@ constexpr std::uint64_t kFreshShare = 8;  // of the rows that there is memory fo
 
 }  // namespace
 
+// Adds the keys of a slice whose rows are to be read from the file; calls use(i) for each whose segment is in memory.
+template <class Use>
+void Lane::each_missed(const Slice& slice, std::vector<MissedRow>& missed, Use use) const {
+  for (std::size_t i = 0; i < slice.rows.size(); ++i) {
+    if (!Entry::is_stored(slice.rows[i])) continue;
+    const std::uint32_t record = slice.rows[i] - Entry::kStored;
+    if (file_.is_written(record)) missed.push_back(file_.missed(record, slice.hashes[i], slice.positions[i]));
+    else use(i);
+  }
+}
+
+// Asks memory for the entries of rows that were read.
+void Lane::ask_index(std::span<const MissedRow> rows) const {
+  for (const MissedRow& row : rows) __builtin_prefetch(index_.home(row.hash));
+}
+
 std::uint64_t Lane::pull(Slice& slice, float* out, std::vector<MissedRow>& missed) {
   look_up(slice);
   const std::uint64_t absent = pull_resident(slice, out);
   if (stored() == 0) return absent;
   std::vector<std::size_t> open;
-  for (std::size_t i = 0; i < slice.rows.size(); ++i) {
-    if (!Entry::is_stored(slice.rows[i])) continue;
-    const std::uint32_t record = slice.rows[i] - Entry::kStored;
-    if (file_.is_written(record)) missed.push_back(file_.missed(record, slice.hashes[i], slice.positions[i]));
-    else open.push_back(i);
-  }
+  each_missed(slice, missed, [&](std::size_t i) { open.push_back(i); });
   pull_stored(slice, open, out);
   return absent;
 }
 
 std::uint64_t Lane::finish_pull(std::span<const MissedRow> rows, float* out) {
   std::uint64_t absent = 0;
+  ask_index(rows);
   for (const MissedRow& row : rows) {
     Entry* const entry = unchanged(row);
     if (entry == nullptr) {
@@ -83,17 +93,13 @@ bool Lane::find_missed(Slice& slice, std::vector<MissedRow>& missed) const {
   if (stored() == 0) return true;
   look_up(slice);
   bool is_all = true;
-  for (std::size_t i = 0; i < slice.rows.size(); ++i) {
-    if (!Entry::is_stored(slice.rows[i])) continue;
-    const std::uint32_t record = slice.rows[i] - Entry::kStored;
-    if (file_.is_written(record)) missed.push_back(file_.missed(record, slice.hashes[i], slice.positions[i]));
-    else is_all = false;
-  }
+  each_missed(slice, missed, [&](std::size_t) { is_all = false; });
   return is_all;
 }
 
 bool Lane::bring_in(std::span<const MissedRow> rows) {
   bool is_all = true;
+  ask_index(rows);
   for (const MissedRow& row : rows) {
     Entry* const entry = unchanged(row);
     if (entry != nullptr) {
@@ -148,7 +154,7 @@ void Lane::settle(Entry& entry, std::uint32_t place) {
   if (file_.ask(record)) {
     file_.discard(record);
   } else {
-    copies_.emplace(place, record);
+    copies_[place] = record;
     fresh_.push_back({entry.hash, place});
     marks_[place] = kFresh | kCopied;
     ++fresh_rows_;
@@ -166,7 +172,7 @@ bool Lane::retire() {
   if (is_there && (marks_[first.place] & (kCopied | kReferred)) == 0 && !file_.make_room()) return false;
   fresh_.pop_front();
   if (!is_there) return false;
-  const std::uint8_t marks = std::exchange(marks_[first.place], 0);
+  const std::uint8_t marks = marks_[first.place];
   --fresh_rows_;
   if ((marks & kReferred) != 0) {
     forget_copy(first.place);
@@ -178,9 +184,7 @@ bool Lane::retire() {
     file_.ask(entry->record());
     return true;
   }
-  const auto copy = copies_.find(first.place);
-  entry->row = Entry::kStored + copy->second;
-  copies_.erase(copy);
+  entry->row = Entry::kStored + copies_[first.place];
   slab_.give_back(first.place);
   bump(resident_, -1);
   ++departures_;
@@ -207,15 +211,13 @@ void Lane::note_changed(const Slice& slice) {
 
 // Whether this record holds what is in memory, too.
 bool Lane::is_copy(const Entry& entry, std::uint32_t record) const {
-  return entry.is_in_memory() && (marks_[entry.row] & kCopied) != 0 && copies_.at(entry.row) == record;
+  return entry.is_in_memory() && (marks_[entry.row] & kCopied) != 0 && copies_[entry.row] == record;
 }
 
 // Lets the record of a row in memory live no more, if it has one: the row is about to change.
 void Lane::forget_copy(std::uint32_t place) {
-  const auto copy = copies_.find(place);
-  if (copy == copies_.end()) return;
-  file_.discard(copy->second);
-  copies_.erase(copy);
+  if (!spec_.spills() || (marks_[place] & kCopied) == 0) return;
+  file_.discard(copies_[place]);
   marks_[place] &= static_cast<std::uint8_t>(~kCopied);
 }
 

@@ -7,47 +7,19 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <new>
+
+#include "page_bytes.h"
 
 namespace phalanx {
 namespace {
 
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kMostDepth = 256, kMostBytes = 4 << 20;  // requests under way, and what their buffers take
-constexpr std::size_t kLeastSlot = 2 * kPage;                  // of places beside each other
-
-#ifdef SYS_cachestat
-constexpr long kCacheStat = SYS_cachestat;
-#else
-constexpr long kCacheStat = 451;
-#endif
-
-// As linux/mman.h has them since 6.5.
-struct CacheRange {
-  std::uint64_t place, size;
-};
-struct CacheCounts {
-  std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
-};
+constexpr std::size_t kPage = PageBytes::kPage;
+constexpr std::size_t kMostDepth = 256;        // requests under way
+constexpr std::size_t kLeastSlot = 2 * kPage;  // of places beside each other
 
 std::uint64_t start_of(const FilePiece& piece) { return piece.place / kPage * kPage; }
 std::uint64_t end_of(const FilePiece& piece) { return (piece.place + piece.size + kPage - 1) / kPage * kPage; }
-
-// Whether the system can say what its cache holds.
-bool can_ask(int file) {
-  CacheRange range{0, kPage};
-  CacheCounts counts{};
-  return syscall(kCacheStat, file, &range, &counts, 0) == 0;
-}
-
-bool is_cached(const FilePiece& piece) {
-  CacheRange range{piece.place, piece.size};
-  CacheCounts counts{};
-  if (syscall(kCacheStat, piece.file.cached, &range, &counts, 0) != 0) return true;
-  return counts.cached * kPage >= end_of(piece) - start_of(piece);
-}
 
 void read_cached(FilePiece& piece) {
   std::size_t done = 0;
@@ -73,30 +45,28 @@ void read_through_cache(std::span<FilePiece> pieces) {
 
 class ReadQueues::Queue {
  public:
-  explicit Queue(std::size_t piece_bytes)
-      : slot_bytes_(std::max(kLeastSlot, (piece_bytes + kPage - 1) / kPage * kPage + kPage)),
-        slots_(std::clamp<std::size_t>(kMostBytes / slot_bytes_, 1, kMostDepth)) {
-    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, slots_.size() * slot_bytes_)));
-    if (!memory_) throw std::bad_alloc();
+  Queue(std::size_t piece_bytes, std::size_t most_bytes)
+      : slot_bytes_(std::max(kLeastSlot, PageBytes::rounded(piece_bytes) + kPage)),
+        slots_(std::clamp<std::size_t>(most_bytes / slot_bytes_, 1, kMostDepth)), memory_(slots_.size() * slot_bytes_) {
     for (std::size_t i = 0; i < slots_.size(); ++i) free_.push_back(i);
     to_submit_.reserve(slots_.size());
     events_.resize(slots_.size());
     // Last, as nothing gives it back if what follows throws.
-    if (syscall(SYS_io_setup, slots_.size(), &context_) != 0) memory_.reset();
+    if (syscall(SYS_io_setup, slots_.size(), &context_) != 0) memory_ = PageBytes();
   }
   Queue(const Queue&) = delete;
   ~Queue() {
     if (context_ != 0) syscall(SYS_io_destroy, context_);
   }
 
-  std::size_t bytes() const { return memory_ ? slots_.size() * slot_bytes_ : 0; }
+  std::size_t bytes() const { return memory_.size(); }
 
   void read(std::span<FilePiece> pieces) {
     if (pieces.empty()) return;
-    if (!memory_ || pieces[0].file.direct < 0 || !can_ask(pieces[0].file.cached)) return read_through_cache(pieces);
+    if (memory_.size() == 0 || pieces[0].file.direct < 0) return read_through_cache(pieces);
     std::vector<FilePiece*> waiting;
     for (FilePiece& piece : pieces) {
-      if (piece.file.direct < 0 || is_cached(piece)) read_cached(piece);
+      if (piece.file.direct < 0) read_cached(piece);
       else waiting.push_back(&piece);
     }
     std::sort(waiting.begin(), waiting.end(), [](const FilePiece* a, const FilePiece* b) {
@@ -118,10 +88,6 @@ class ReadQueues::Queue {
     iocb request{};
     std::span<FilePiece* const> pieces;
   };
-  struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
-  };
-
   // How many of these pieces, the first ones, are asked for together: whose pages touch and fit in a slot.
   std::size_t neighbours(std::span<FilePiece* const> pieces) const {
     const std::uint64_t start = start_of(*pieces[0]);
@@ -134,7 +100,7 @@ class ReadQueues::Queue {
     return count;
   }
 
-  std::byte* memory_of(std::size_t slot) const { return memory_.get() + slot * slot_bytes_; }
+  std::byte* memory_of(std::size_t slot) const { return memory_.data() + slot * slot_bytes_; }
 
   void prepare(std::span<FilePiece* const> pieces) {
     const std::size_t number = free_.back();
@@ -193,14 +159,15 @@ class ReadQueues::Queue {
 
   const std::size_t slot_bytes_;
   std::vector<Slot> slots_;
+  PageBytes memory_;
   aio_context_t context_ = 0;
-  std::unique_ptr<std::byte, Free> memory_;
   std::vector<std::size_t> free_;
   std::vector<iocb*> to_submit_;
   std::vector<io_event> events_;
 };
 
-ReadQueues::ReadQueues(std::size_t piece_bytes) : piece_bytes_(piece_bytes) {}
+ReadQueues::ReadQueues(std::size_t piece_bytes, std::size_t most_bytes)
+    : piece_bytes_(piece_bytes), most_bytes_(most_bytes) {}
 
 ReadQueues::~ReadQueues() = default;
 
@@ -220,7 +187,7 @@ std::unique_ptr<ReadQueues::Queue> ReadQueues::take() {
       return queue;
     }
   }
-  auto queue = std::make_unique<Queue>(piece_bytes_);
+  auto queue = std::make_unique<Queue>(piece_bytes_, most_bytes_);
   bytes_ += queue->bytes();
   return queue;
 }

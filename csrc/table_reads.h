@@ -1,9 +1,9 @@
 // Reads of many places of files at a time, as the disk answers them.
 //
-// What the system's cache holds is copied from there. The rest is asked of the disk together, past the cache (O_DIRECT),
-// through the system calls of Linux for asynchronous reads: up to 256 requests under way, each for the pages of places
-// that lie beside each other. Where the system has no such calls, or the file system no such reads, all goes through the
-// cache, which is told of every place before the first one is waited for.
+// All are asked of the disk together, past the system's cache (O_DIRECT), through the system calls of Linux for
+// asynchronous reads: up to 256 requests under way, each for the pages of places that lie beside each other. Where the
+// system has no such calls, or the file system no such reads, all goes through the cache, which is told of every place
+// before the first one is waited for.
 
 #pragma once
 
@@ -35,7 +35,8 @@ struct FilePiece {
 // Thread-safe: each call works with a queue of its own, which the next call takes when it is idle.
 class ReadQueues {
  public:
-  explicit ReadQueues(std::size_t piece_bytes);  // bytes of the pieces it is for
+  // Bytes of the pieces it is for, and of the memory that a queue may take; room for one piece it has always.
+  ReadQueues(std::size_t piece_bytes, std::size_t most_bytes);
   ReadQueues(const ReadQueues&) = delete;
   ~ReadQueues();
 
@@ -49,7 +50,7 @@ class ReadQueues {
 
   std::unique_ptr<Queue> take();
 
-  const std::size_t piece_bytes_;
+  const std::size_t piece_bytes_, most_bytes_;
   std::atomic<std::size_t> bytes_ = 0;
   std::mutex lock_;
   std::vector<std::unique_ptr<Queue>> idle_;

@@ -13,8 +13,6 @@ namespace {
 constexpr std::size_t kRowsAhead = 32;
 // Ids that went which a shard remembers; half as many as it has ids where that is more.
 constexpr std::size_t kLeastRemoved = 64;
-// What an entry of `copies_` takes, with what the system adds.
-constexpr std::size_t kCopyBytes = 40;
 // Rows that are read from the file together.
 constexpr std::size_t kBatch = 1024;
 
@@ -247,7 +245,7 @@ std::uint64_t Lane::bytes() const {
   std::size_t removed = 0;
   for (const std::vector<Removed>& of_part : removed_) removed += of_part.capacity();
   return index_.bytes() + slab_.bytes() + past_bytes() + removed * sizeof(Removed) + file_.memory_bytes() +
-         marks_.capacity() + fresh_.size() * sizeof(Fresh) + copies_.size() * kCopyBytes;
+         marks_.capacity() + fresh_.size() * sizeof(Fresh) + copies_.capacity() * sizeof(copies_[0]);
 }
 
 void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {

@@ -25,7 +25,11 @@ void Lane::take_out(Entry& entry, std::uint32_t place) {
 std::uint32_t Lane::take_place() {
   const std::uint32_t place = slab_.take();
   if (!spec_.spills()) return place;
-  if (place >= marks_.size()) marks_.resize(std::max<std::size_t>(place + 1, marks_.size() * 5 / 4));
+  if (place >= marks_.size()) {
+    const std::size_t places = std::max<std::size_t>(place + 1, marks_.size() * 5 / 4);
+    copies_.resize(places);
+    marks_.resize(places);
+  }
   marks_[place] = 0;
   return place;
 }
@@ -34,7 +38,7 @@ void Lane::make_room(std::uint64_t bytes) {
   if (!refusal().empty()) return;
   const std::uint64_t row_bytes = spec_.row_bytes();
   std::uint64_t rows = (bytes + row_bytes - 1) / row_bytes;
-  while (fresh_.size() > fresh_limit() || (rows > 0 && resident() > 0)) {
+  while (rows > 0 && resident() > 0) {
     const bool is_fresh = fresh_.size() > fresh_limit() || resident() == fresh_rows_;
     const std::uint64_t left = is_fresh ? retire() : sweep();
     if (!file_.failure().empty()) return;

@@ -40,6 +40,12 @@ TableSpec stored(TableSpec spec, const Folder& folder) {
 
 std::size_t record_bytes(const TableSpec& spec) { return spec.row_bytes() + 12; }
 
+// Where a record begins in its file, whose segments are pages here.
+std::size_t place_of(const TableSpec& spec, std::size_t record) {
+  const std::size_t records = 4096 / record_bytes(spec);
+  return record / records * 4096 + record % records * record_bytes(spec);
+}
+
 std::vector<std::int64_t> ids(std::int64_t count) {
   std::vector<std::int64_t> ids(static_cast<std::size_t>(count));
   std::iota(ids.begin(), ids.end(), 0);
@@ -59,7 +65,7 @@ std::vector<float> pulled(const EmbeddingTable& table, std::span<const std::int6
 
 // Changes the last byte of a record of each file, or changes it back.
 void damage(const Folder& folder, const TableSpec& spec, std::size_t record) {
-  const auto place = static_cast<off_t>((record + 1) * record_bytes(spec) - 1);
+  const auto place = static_cast<off_t>(place_of(spec, record) + record_bytes(spec) - 1);
   for (const int file : folder.open_files()) {
     unsigned char byte = 0;
     CHECK(pread(file, &byte, 1, place) == 1);

@@ -1,7 +1,10 @@
 // The file of a lane: records against a map, segments that are emptied and used again, and disks that fail.
 
+#include <linux/magic.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -89,7 +92,8 @@ void file_is_a_map(const Folder& folder, std::size_t row_bytes, std::size_t segm
   }
   rows.compact();
   rows.check_all();
-  CHECK(file.bytes() <= 2 * (kMost * (row_bytes + 12) + 64 * segment_bytes));
+  const std::size_t records = std::max<std::size_t>(segment_bytes / (row_bytes + 12), 1);
+  CHECK(file.bytes() <= (2 * (kMost + 64) / records + 4) * phalanx::PageBytes::rounded(records * (row_bytes + 12)));
   CHECK(std::filesystem::is_empty(folder.path()));
   file.clear();
   CHECK(file.live() == 0 && file.bytes() == 0);
@@ -104,7 +108,7 @@ void damage_is_named(const Folder& folder) {
   Rows rows(file, 20);
   for (std::uint64_t hash = 0; hash < 35; ++hash) rows.append(hash);
   const char wrong = 99;
-  CHECK(pwrite(folder.open_file(), &wrong, 1, 12 * 32 + 25) == 1);
+  CHECK(pwrite(folder.open_file(), &wrong, 1, 4096 + 2 * 32 + 25) == 1);
   std::vector<std::byte> row(20);
   std::vector<StoredRow> whole{{11, 11, row.data()}}, broken{{12, 12, row.data()}}, other{{13, 12, row.data()}};
   file.read(whole);
@@ -169,7 +173,42 @@ void segments_are_passed_over(const Folder& folder) {
   for (std::uint64_t hash = 11; hash < 31; ++hash) rows.append(hash);
   CHECK(file.live(0) == 10);
   discard(0, 6);
+  discard(11, 16);
   CHECK(file.sparse_segment() == 0u);
+}
+
+// Nothing is emptied while half of the file lives; then the segment of which least lives is.
+void emptiest_segments_go_first(const Folder& folder) {
+  RowFile file(folder.path(), 1, 20, 320);
+  Rows rows(file, 20);
+  for (std::uint64_t hash = 0; hash < 41; ++hash) rows.append(hash);  // four segments of ten, and one row
+  const auto leave = [&](std::uint32_t segment, std::uint32_t living) {
+    for (std::uint32_t i = living; i < 10; ++i) rows.discard(rows.hashes().find(10 * segment + i));
+  };
+  leave(0, 3);
+  leave(2, 1);
+  leave(3, 6);
+  CHECK(!file.sparse_segment());  // 20 of 40
+  leave(1, 9);
+  CHECK(file.sparse_segment() == 2u);
+  rows.compact();
+  CHECK(file.live(2) == 0 && file.live(0) == 3);  // 18 of 30
+  rows.check_all();
+}
+
+// The system's cache holds nothing of what was written, where the file system is one that lets writes pass it by.
+void writes_pass_the_cache_by(const Folder& folder) {
+  struct statfs system;
+  CHECK(statfs(folder.path().c_str(), &system) == 0);
+  if (system.f_type != EXT4_SUPER_MAGIC && system.f_type != XFS_SUPER_MAGIC) return;
+  RowFile file(folder.path(), 1, 100, 64 << 10);
+  Rows rows(file, 100);
+  for (std::uint64_t hash = 0; hash < 5000; ++hash) rows.append(hash);
+  std::array<std::uint64_t, 2> all{0, file.bytes()};
+  std::array<std::uint64_t, 5> pages{};  // cached, dirty, being written, gone, gone lately
+  const bool is_told = syscall(451, folder.open_file(), all.data(), pages.data(), 0) == 0;  // cachestat, since Linux 6.5
+  if (is_told) CHECK(file.bytes() > 500'000 && pages[0] == 0);
+  rows.check_all();
 }
 
 // What a full disk does not take stays in memory, and is written once there is room.
@@ -177,7 +216,7 @@ void full_disk_loses_nothing(const Folder& folder) {
   signal(SIGXFSZ, SIG_IGN);
   rlimit before;
   CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0);
-  const rlimit small = {1000, before.rlim_max};
+  const rlimit small = {3 * 4096 + 1000, before.rlim_max};
   CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
   RowFile file(folder.path(), 0, 20, 320);
   Rows rows(file, 20);
@@ -189,7 +228,7 @@ void full_disk_loses_nothing(const Folder& folder) {
   rows.check_all();
   for (std::uint32_t record = 0; record < 10; ++record) rows.discard(rows.hashes().find(record));
   while (file.make_room()) rows.append(hash++);  // a place inside the file
-  CHECK(hash == 40 && file.bytes() == 960);
+  CHECK(hash == 40 && file.bytes() == 3 * 4096);
   rows.check_all();
   CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
   rows.append(hash);
@@ -204,12 +243,14 @@ void full_disk_loses_nothing(const Folder& folder) {
 
 void test_row_file() {
   const Folder folder;
-  file_is_a_map(folder, 4, 256);
+  file_is_a_map(folder, 4, 4096);
   file_is_a_map(folder, 128, 4096);
   file_is_a_map(folder, 128, 64 << 10);
   file_is_a_map(folder, 5000, 4096);  // a segment is one record
   damage_is_named(folder);
   lost_writes_are_named(folder);
   segments_are_passed_over(folder);
+  emptiest_segments_go_first(folder);
+  writes_pass_the_cache_by(folder);
   full_disk_loses_nothing(folder);
 }

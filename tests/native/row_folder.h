@@ -25,7 +25,7 @@ class Folder {
   ~Folder() { rmdir(path_.c_str()); }
   const std::string& path() const { return path_; }
 
-  // The descriptors of files that were made here and are open for writing.
+  // The descriptors of files that were made here and are open for writing, through the system's cache.
   std::vector<int> open_files() const {
     std::vector<int> files;
     for (const auto& link : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -33,7 +33,7 @@ class Folder {
       const std::string target = std::filesystem::read_symlink(link.path(), gone);
       if (!target.starts_with(path_ + "/")) continue;
       const int file = std::stoi(link.path().filename());
-      if ((fcntl(file, F_GETFL) & O_ACCMODE) == O_RDWR) files.push_back(file);
+      if ((fcntl(file, F_GETFL) & (O_ACCMODE | O_DIRECT)) == O_RDWR) files.push_back(file);
     }
     return files;
   }

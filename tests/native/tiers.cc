@@ -235,6 +235,34 @@ void rows_are_read_once_a_step() {
   CHECK(table.file_reads() < before + 4050);  // lanes have more of them or fewer at a time
 }
 
+// Where memory has room, as when other rows have expired, rows that are read stay: no queue is too long then.
+void rows_stay_while_there_is_room() {
+  const Folder folder;
+  TableSpec spec = spec_of(EntryKind::kAny, false);
+  spec.entry.unseen_days = 1;
+  const std::uint64_t half = 1600;
+  EmbeddingTable table(spilled(spec, half * spec.row_bytes() + 2 * half * EmbeddingTable::kIndexBytes, folder));
+  std::vector<std::int64_t> ids(2 * half);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  const std::span<const std::int64_t> old = std::span(ids).first(half), recent = std::span(ids).subspan(half);
+  std::vector<float> values(half * spec.dim, 0.5f);
+  table.push(old, {values.data(), 0.1});
+  table.shrink();
+  for (std::size_t first = 0; first < half; first += 40) {
+    table.pull(old, values.data());  // so that it is these that stay in memory
+    table.push(recent.subspan(first, 40), {values.data(), 0.1});
+  }
+  table.shrink();
+  CHECK(table.rows() == half && table.stored() > half / 2);
+  const auto read = [&] {
+    const std::uint64_t before = table.file_reads();
+    for (std::size_t first = 0; first < half; first += 40) table.pull(recent.subspan(first, 40), values.data());
+    return table.file_reads() - before;
+  };
+  CHECK(read() > half / 2 && table.stored() == 0);
+  CHECK(read() == 0);
+}
+
 // Threads push, pull, read moments and end days of one table; rows stay whole: a row has equal numbers.
 void is_shared(EntryKind entry) {
   const Folder folder;
@@ -277,4 +305,5 @@ void test_tiers() {
   }
   holds_many_times_its_memory();
   rows_are_read_once_a_step();
+  rows_stay_while_there_is_room();
 }

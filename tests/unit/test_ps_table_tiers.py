@@ -58,7 +58,7 @@ def damage(folder: Path) -> None:
     for link in [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]:
         if os.path.exists(link) and os.readlink(link).startswith(f"{folder}/"):
             file = int(link.rpartition("/")[2])
-            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            if fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT) != os.O_RDWR:
                 continue  # the same file, past the system's cache
             os.pwrite(file, bytes(os.fstat(file).st_size), 0)
 

@@ -25,6 +25,11 @@ _COMMANDS = {
         "command",
         "Change how many ranks a running elastic job has.",
     ),
+    "restart-servers": (
+        "phalanx.launch.cli.restart_servers_command",
+        "command",
+        "Start the parameter servers of a running job again, one after the other.",
+    ),
     "why": (
         "phalanx.launch.cli.why_command",
         "command",
@@ -71,7 +76,7 @@ _COMMANDS = {
 }
 
 _SECTIONS = {
-    "Train": ("run", "ps", "scale", "why", "verify", "replay"),
+    "Train": ("run", "ps", "scale", "restart-servers", "why", "verify", "replay"),
     "Plan": ("plan", "predict", "calibrate"),
     "Jobs": ("job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"),
     "More": ("doctor", "env", "rank-table", "serve-table", "completion"),

@@ -7,9 +7,9 @@ import sys
 
 import click
 
-from phalanx.errors import LaunchError, NotFoundError
+from phalanx.errors import LaunchError
+from phalanx.launch.cli.running_job import find_job
 from phalanx.launch.elastic.control import ask
-from phalanx.launch.job import registry
 
 
 @click.command(name="scale", epilog="\b\nExample:\n  phalanx scale 4f2a 3")
@@ -23,24 +23,11 @@ def command(job: str, ranks: int, as_json: bool) -> None:
     that are taken away end after the step they compute. N lies in the range that the job was started with. With
     parameter servers N is the number of workers, which take the state from the servers.
     """
-    done = ask(_control_of(job), {"scale": ranks})
-    sys.stdout.write(json.dumps({"done": done}) + "\n" if as_json else f"{done}\n")
-
-
-def _control_of(name: str) -> str:
-    """Return the socket of the one running job that `name` means."""
-    running = registry.jobs()
-    matches = [job for job in running if job["job_id"].startswith(name) or str(job["pid"]) == name]
-    if len(matches) != 1:
-        names = ", ".join(job["job_id"] for job in running) or "none"
-        raise NotFoundError(
-            f"{'Several jobs are' if matches else 'No job is'} called {name} on this host; running: {names}. "
-            "Give the name or the pid that phalanx ps shows."
-        )
-    control: str | None = matches[0].get("control")
-    if control is None:
+    found = find_job(job)
+    if found["control"] is None:
         raise LaunchError(
-            f"Job {matches[0]['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
+            f"Job {found['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
             "-n 1:4 ..., or with parameter servers --worker-num 1:4."
         )
-    return control
+    done = ask(found["control"], {"scale": ranks})
+    sys.stdout.write(json.dumps({"done": done}) + "\n" if as_json else f"{done}\n")

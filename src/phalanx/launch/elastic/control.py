@@ -1,6 +1,6 @@
-"""`ControlSocket`: takes commands of this user for a job that runs, over a Unix socket: `phalanx scale`.
+"""`ControlSocket`: takes commands of this user for a job that runs, over a Unix socket: `phalanx scale` and others.
 
-One JSON object a line: `{"scale": 3}`, answered by `{"done": text}` or `{"error": text}`.
+One JSON object a line: `{"scale": 3}` or `{"servers": "restart"}`, answered by `{"done": text}` or `{"error": text}`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ControlSocket:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.setblocking(False)
         if len(os.fsencode(path)) > _PATH_LIMIT:
-            logger.warning("`phalanx scale` will not reach this job: %s is too long for a socket", path)
+            logger.warning("commands will not reach this job: %s is too long for a socket", path)
             return
         before = os.umask(0o177)
         try:
@@ -59,7 +59,7 @@ class ControlSocket:
             self._listening.listen()
             self.path = path
         except OSError as error:
-            logger.warning("`phalanx scale` will not reach this job: %s: %s", path, error.strerror)
+            logger.warning("commands will not reach this job: %s: %s", path, error.strerror)
         finally:
             os.umask(before)
 
@@ -114,7 +114,7 @@ class ControlSocket:
         if not isinstance(command, dict):
             return {"error": "the command is no JSON object"}
         if self.answer is None:
-            return {"error": "The job is starting. Ask again in a moment."}
+            return {"error": "The job is starting or ending. Ask again in a moment."}
         try:
             return {"done": self.answer(command)}
         except LaunchError as error:

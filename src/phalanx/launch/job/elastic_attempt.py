@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from phalanx.cluster.view import Member, View
 from phalanx.launch.elastic.agent import ElasticAgent
-from phalanx.launch.elastic.control import ControlSocket, read_scale
+from phalanx.launch.elastic.control import read_scale
 from phalanx.launch.elastic.history import EpochEvent
 from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.nodes.probes import NodeProbes
@@ -25,8 +25,9 @@ from phalanx.launch.elastic.rank_host import MemberExit
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
-from phalanx.launch.job.local_attempt import LocalAttempt, Outcome, make_log
+from phalanx.launch.job.local_attempt import LocalAttempt, make_log
 from phalanx.launch.process import environment
+from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_briefly
 from phalanx.launch.reports.root_cause import ProcessExit
 from phalanx.launch.request import machine
@@ -48,7 +49,6 @@ class ElasticAttempt(LocalAttempt):
     place: ElasticStart
     budget: RestartBudget
     per_rank_dir: bool
-    control: ControlSocket
     publish: Callable[[list[dict[str, Any]], dict[str, Any]], None]
     """Called with the processes and the state of the members whenever either changes."""
 
@@ -80,7 +80,6 @@ class ElasticAttempt(LocalAttempt):
         if self.place.meeting is not None:
             self.hang.channel = self.probes
         self.place.replay()
-        self.control.answer = self._answer
 
     def start(self, store: socket.socket | None) -> None:
         """As of every attempt; on a node that comes later the ranks are started once the others know of it."""
@@ -145,7 +144,6 @@ class ElasticAttempt(LocalAttempt):
     def _register(self, ready: selectors.BaseSelector) -> None:
         super()._register(ready)
         self.agent.register(ready)
-        self.control.register(ready)
 
     def _poll(self, timeout_s: float) -> None:
         super()._poll(timeout_s)
@@ -276,7 +274,6 @@ class ElasticAttempt(LocalAttempt):
             if self._causes is not None:
                 outcome.exits, outcome.refusal = self._causes, self.agent.refusal
         finally:
-            self.control.answer = None
             self.agent.close()
         return outcome
 

@@ -24,7 +24,7 @@ from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangSettings, HangWatch
 from phalanx.launch.job import attempt_resources, registry
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
-from phalanx.launch.job.local_attempt import STOP_GRACE_S, LocalAttempt, Outcome
+from phalanx.launch.job.local_attempt import STOP_GRACE_S, LocalAttempt
 from phalanx.launch.job.meeting import exchange_offers, join_link, meet_elastic
 from phalanx.launch.job.start import Starter
 from phalanx.launch.job.start_messages import describe_threads, say_start, say_topology
@@ -35,6 +35,7 @@ from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.reports import report
 from phalanx.launch.reports.console import Console
 from phalanx.launch.reports.logs import LogFolder
+from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.root_cause import first_failure
 from phalanx.launch.request import options_from_rank_table, options_from_scheduler
 from phalanx.launch.request.machine import Machine
@@ -94,7 +95,8 @@ class Launcher:
         self._gloo_path = str(runtime / f"gloo-{self._job_id}")
         script = self._options.training_script
         with contextlib.ExitStack() as stack:
-            if request.elastic is not None or request.workers is not None:
+            can_restart_servers = request.mode == "ps" and self._options.max_restarts > 0
+            if request.elastic is not None or request.workers is not None or can_restart_servers:
                 self._control = stack.enter_context(self._open_control(runtime))
             control = self._control.path if self._control is not None else None
             self._entry = stack.enter_context(
@@ -221,6 +223,7 @@ class Launcher:
                 hang=self._hang_watch(request, layout),
                 on_slow=self._note_slow,
                 slow=SlowWatch(self._options.slow_share, has_other_hosts=request.nodes.is_multi_node),
+                control=self._control,
             )
             try:
                 trial.start(stage.store)
@@ -248,14 +251,12 @@ class Launcher:
         from phalanx.launch.job.workers_attempt import WorkersAttempt
 
         self._budget.total = self._options.replacements
-        assert self._control is not None
         assert request.workers is not None
         return partial(
             WorkersAttempt,
             limits=request.workers,
             budget=self._budget,
             patience_s=Environment(self._inherited).seconds("PHALANX_PATIENCE_S") or PATIENCE_S,
-            control=self._control,
             publish=lambda pids, status: self._entry.write(_process_rows(layout, facts, pids), status),
         )
 
@@ -264,13 +265,11 @@ class Launcher:
         from phalanx.launch.job.elastic_attempt import ElasticAttempt
 
         self._budget.total = None if self._options.replacements is None else self._restarts
-        assert self._control is not None
         return partial(
             ElasticAttempt,
             place=self._place,
             budget=self._budget,
             per_rank_dir=self._options.per_rank_dir,
-            control=self._control,
             publish=self._entry.write,
         )
 

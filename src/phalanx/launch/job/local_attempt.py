@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.errors import InternalError
+from phalanx.launch.elastic.rolling_restart import RollingRestart
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangWatch
@@ -22,6 +23,7 @@ from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.reports.console import Console
 from phalanx.launch.reports.exit_records import ExitRecords
+from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_exit, render_hang
 from phalanx.launch.reports.root_cause import ProcessExit, is_consequence
 from phalanx.launch.reports.terminal import fit_terminal
@@ -30,6 +32,9 @@ from phalanx.launch.slow.goodput import Goodput
 from phalanx.launch.slow.stragglers import Losses
 from phalanx.launch.slow.watch import SlowWatch
 from phalanx.launch.slow.words import lines_of
+
+if TYPE_CHECKING:
+    from phalanx.launch.elastic.control import ControlSocket
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -57,19 +62,6 @@ LINGER_S = 20
 
 DISK_CHECK_S = 1.0
 """How often to look whether there is room for logs."""
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """How an attempt ended: a success, a failure, or a stop from outside."""
-
-    exits: list[ProcessExit]
-    failed: bool = False
-    stopped_by: int = 0
-    """The signal that ended the launcher's job, or 0."""
-
-    refusal: str = ""
-    """Why an elastic job could not go on."""
 
 
 @dataclass(kw_only=True)
@@ -107,6 +99,9 @@ class LocalAttempt:
     slow: SlowWatch
     """Adds up where they lose time."""
 
+    control: ControlSocket | None = None
+    """Takes commands for the job."""
+
     _alive: dict[str, Process] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
     _starts: dict[str, int] = field(default_factory=dict)
@@ -121,6 +116,9 @@ class LocalAttempt:
     def __post_init__(self) -> None:
         self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
         self._exit_records = ExitRecords(self.layout, self.facts.log_dir, self._pids)
+        self._rolling = RollingRestart(self.layout, self.facts, self.server.signal, self.stop_grace_s)
+        if self.control is not None:
+            self.control.answer = self._answer
 
     def start(self, store: socket.socket | None) -> None:
         """Ask the fork server for every process. It answers when torch is there.
@@ -161,6 +159,8 @@ class LocalAttempt:
             while not self._is_over():
                 self._poll(POLL_S)
         finally:
+            if self.control is not None:
+                self.control.answer = None
             self.hang.stop()
             losses = self.slow.stop()
         stopped_by = self.stops.take()
@@ -209,6 +209,8 @@ class LocalAttempt:
                 key.data()
         self.console.poll()
         self._note_lingering()
+        if not self._stopping and self._failed_at is None:
+            self._rolling.poll()
         if (news := self.hang.take()) is not None:
             self._take_hang_news(news)
         if (losses := self.slow.take()) is not None:
@@ -223,6 +225,8 @@ class LocalAttempt:
         ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
         if self.link is not None:
             ready.register(self.link.socket, selectors.EVENT_READ, self._link_event)
+        if self.control is not None:
+            self.control.register(ready)
 
     def _note_lingering(self) -> None:
         """Warn once that some workers exited with 0 long ago while others still run: often those wait for them."""
@@ -301,7 +305,11 @@ class LocalAttempt:
             return
         process_exit = self._exit_records.of_process(process, code, at, is_stopping=self._stopping)
         self.hang.note_end(process.title, describe_exit(process_exit))
-        is_news = not self._stopping and self._failed_at is None and self._fails_attempt(process, process_exit)
+        goes_on = not self._stopping and self._failed_at is None
+        if goes_on and self._rolling.take_end(process, failed=process_exit.failed):
+            self._start(process)
+            return
+        is_news = goes_on and self._fails_attempt(process, process_exit)
         if is_news and self.restarts:
             self._restart_process(process, process_exit)
             return
@@ -323,6 +331,10 @@ class LocalAttempt:
         )
         make_log(process)
         self._start(process)
+
+    def _answer(self, command: dict[str, Any]) -> str:
+        """Do what a command asks for; raises LaunchError."""
+        return self._rolling.answer(command)
 
     def _link_event(self) -> None:
         assert self.link is not None

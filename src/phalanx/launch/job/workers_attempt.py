@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import selectors
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.elastic.control import ControlSocket, read_scale
+from phalanx.launch.elastic.control import read_scale
 from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers
 from phalanx.launch.elastic.workers.sign_off import SignOff
 from phalanx.launch.elastic.workers.worker_pool import WorkerPool
-from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt, Outcome, make_log
+from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt, make_log
 from phalanx.launch.process import environment
+from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_briefly
 from phalanx.launch.reports.root_cause import ProcessExit
 from phalanx.launch.request.elastic import WorkerRange
@@ -41,7 +41,6 @@ class WorkersAttempt(LocalAttempt):
     patience_s: float
     """How long a worker may be frozen."""
 
-    control: ControlSocket
     publish: Callable[[dict[str, int], dict[str, Any]], None]
     """Called with the pids of processes and the state of the workers whenever either changes."""
 
@@ -61,17 +60,11 @@ class WorkersAttempt(LocalAttempt):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pool = WorkerPool(limits=self.limits, budget=self.budget)
+        files = environment.server_status_files(self.layout, self.facts.log_dir)
         self._workers = {process.rank: process for process in self.layout.local if process.role == "worker"}
-        servers = [process for process in self.layout.local if process.role == "server"]
-        status_files = [environment.status_file(process, self.facts.log_dir) for process in servers]
-        self._frozen = FrozenWorkers(self.patience_s, status_files)
-        self.control.answer = self._answer
+        self._frozen = FrozenWorkers(self.patience_s, [*files.values()])
 
     # --- the loop -----------------------------------------------------------------------------------------------------
-
-    def _register(self, ready: selectors.BaseSelector) -> None:
-        super()._register(ready)
-        self.control.register(ready)
 
     def _poll(self, timeout_s: float) -> None:
         super()._poll(timeout_s)
@@ -235,7 +228,6 @@ class WorkersAttempt(LocalAttempt):
         try:
             outcome = super().wait()
         finally:
-            self.control.answer = None
             for sign_off in self._sign_offs.values():
                 sign_off.stop()
         outcome.exits = [process_exit for process_exit in outcome.exits if process_exit not in self._survived]
@@ -245,6 +237,8 @@ class WorkersAttempt(LocalAttempt):
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _answer(self, command: dict[str, Any]) -> str:
+        if "servers" in command:
+            return super()._answer(command)
         answer = self.pool.scale(read_scale(command))
         for worker in sorted(self.pool.leaving - self._leave_by.keys()):
             self._leave_by[worker] = time.monotonic() + self.stop_grace_s

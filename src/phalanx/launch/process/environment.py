@@ -157,6 +157,11 @@ def status_file(process: Process, log_dir: str) -> str:
     return f"{log_dir}/status.{process.id}.json"
 
 
+def server_status_files(layout: Topology, log_dir: str) -> dict[str, str]:
+    """Return where the servers of this host write what they hold and do, by process id."""
+    return {process.id: status_file(process, log_dir) for process in layout.local if process.role == "server"}
+
+
 def _torchrun(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str | None]:
     before = sum(counts[process.role] for counts in layout.local_counts[: process.node_rank])
     return {

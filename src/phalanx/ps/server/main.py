@@ -17,7 +17,7 @@ from phalanx.cluster.cgroup import ControlGroups
 from phalanx.cluster.env.environment import Environment
 from phalanx.cluster.proc import total_bytes
 from phalanx.cluster.role.role import Role
-from phalanx.errors import PeerLostError, RoleError
+from phalanx.errors import PeerLostError, PhalanxError, RoleError
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
@@ -58,7 +58,8 @@ def run(
     """Serve tables until every worker has left and no client is connected.
 
     SIGTERM ends it too: well when all workers have left, else as it ends any process, so that whoever started this one
-    sees that it was too early. What was answered is in the log.
+    sees that it was too early. What was answered is in the log. SIGUSR1 has a server that keeps its state write a base
+    first, and then ends it in the same way: whoever starts it again need not wait for a log.
 
     Args:
         role: This server's place in the job.
@@ -167,21 +168,20 @@ def watch(
     Where workers `may_come` when all have left, it ends by SIGTERM alone.
     """
     reported, last = time.monotonic(), ""
-    with _SigtermFlag() as sigterm:
+    with _EndSignals() as ends:
         while not service.stopped.wait(TICK_S):
             clocks = service.state.clocks
             status.tick()
             _compare_tables(service, snapshot_check)
             # One that left may still evaluate or save, and another may come.
-            is_over = sigterm.seen or not (may_come or service.is_connected)
+            is_over = ends.seen or not (may_come or service.is_connected)
             if clocks is not None and not clocks.live and is_over:
                 logger.info("server %d: all workers have left", service.state.server)
                 _say_untrained(service)
                 _compare_tables(service, snapshot_check, has_ended=True)
-                sigterm.after = signal.SIG_IGN
+                ends.after = signal.SIG_IGN
                 return
-            if sigterm.seen:
-                sigterm.terminate()
+            ends.obey(recovery if clocks is not None else None)
             has_timed_out = join_timeout.check(clocks)
             if clocks is not None:
                 if has_timed_out or (grace_s and clocks.expire(time.monotonic(), grace_s)):
@@ -274,33 +274,58 @@ def _bound_socket() -> socket.socket | None:
     return socket.socket(fileno=int(number)) if number else None
 
 
-class _SigtermFlag:
-    """Notes SIGTERM instead of dying of it at once, where the main thread runs the server."""
+class _EndSignals:
+    """Notes SIGTERM and SIGUSR1 instead of dying of them at once, where the main thread runs the server."""
 
     def __init__(self) -> None:
         self.seen = False
+        """Whether it was asked to end."""
+
+        self.is_restart = False
+        """Whether it was asked to end as one that is started again."""
+
         self.after: signal.Handlers = signal.SIG_DFL
         """What SIGTERM does from then on. The launcher asks servers to end when the workers' processes have ended: one
         that is ending already need not be killed in the midst of what its script still does, and is if it takes long.
         """
 
-    def __enter__(self) -> _SigtermFlag:
+    def __enter__(self) -> _EndSignals:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._see)
+            signal.signal(signal.SIGUSR1, self._see_restart)
         return self
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.after)
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
-    def terminate(self) -> None:
-        """Die of it."""
-        logger.error("ended by SIGTERM before all workers had left")
+    def obey(self, recovery: Recovery | None) -> None:
+        """Die of SIGTERM if a signal came; as one that is started again after a base."""
+        if self.seen:
+            logger.error("ended by SIGTERM before all workers had left")
+        elif self.is_restart:
+            if recovery is not None:
+                _write_last_base(recovery)
+            logger.info("ends to be started again")
+        else:
+            return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _see(self, *_: object) -> None:
         self.seen = True
+
+    def _see_restart(self, *_: object) -> None:
+        self.is_restart = True
+
+
+def _write_last_base(recovery: Recovery) -> None:
+    """Write the state of a server that is about to end. Its log has all of it, too."""
+    try:
+        recovery.write_base()
+    except PhalanxError as error:
+        logger.warning("no base snapshot was written: %s", error)
 
 
 def default_budget() -> int:

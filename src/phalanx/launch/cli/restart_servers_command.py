@@ -1,0 +1,45 @@
+"""`phalanx restart-servers`: start the parameter servers of a running job again, one after the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import click
+
+from phalanx.errors import LaunchError
+from phalanx.launch.cli.running_job import find_job
+from phalanx.launch.elastic.control import ask
+
+_ASK_S = 0.5
+"""Between two questions how far the restart is."""
+
+
+@click.command(name="restart-servers", epilog="\b\nExample:\n  phalanx restart-servers 4f2a")
+@click.argument("job", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(job: str, as_json: bool) -> None:
+    """Start the parameter servers of JOB, as `phalanx ps` lists it, again, one after the other, while it trains.
+
+    JOB is the beginning of its name or the pid of its launcher, which starts the servers of its host; the job was
+    started with --max-restarts. Each server writes its state, ends, runs its script anew and takes the state up again.
+    No update is lost, and workers wait for the server that is away. Returns when all are back.
+    """
+    found = find_job(job)
+    if found["control"] is None or found["mode"] != "ps":
+        raise LaunchError(
+            f"Job {found['job_id']} has no servers that can be started again: phalanx run --max-restarts 1 "
+            "--server-num 2 ... starts such a job."
+        )
+    started = time.monotonic()
+    servers = ask(found["control"], {"servers": "restart"})
+    before = ""
+    while progress := ask(found["control"], {"servers": "progress"}):
+        if progress != before:
+            click.echo(progress, err=True)
+        before = progress
+        time.sleep(_ASK_S)
+    seconds = time.monotonic() - started
+    report = {"restarted": servers.split(", "), "seconds": round(seconds, 1)}
+    sys.stdout.write(json.dumps(report) + "\n" if as_json else f"{servers}: started again in {seconds:.1f} s\n")
