@@ -98,5 +98,5 @@ def test_servers_that_keep_no_state_are_not_started_again(tmp_path: Path) -> Non
     job = start(tmp_path)
     report = restart_servers(job)
     assert report.returncode == 1
-    assert "has no servers that can be started again: phalanx run --max_restarts 1" in report.stderr
+    assert "has no servers that can be started again: phalanx run --max-restarts 1" in report.stderr
     end(job)

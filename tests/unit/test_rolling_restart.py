@@ -76,7 +76,7 @@ def test_a_server_whose_workers_have_all_left_is_not_started_again(tmp_path: Pat
 
 
 def test_servers_that_keep_nothing_are_not_restarted(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="Start it with --max_restarts 1"):
+    with pytest.raises(LaunchError, match="Start it with --max-restarts 1"):
         Job(tmp_path, max_restarts=0).restart.answer({"servers": "restart"})
 
 
