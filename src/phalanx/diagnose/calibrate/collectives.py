@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.calibration.figures import BACKENDS, Kind
-from phalanx.diagnose.calibrate.operators import Benchmark, BenchmarkTimer, Points, points
+from phalanx.diagnose.calibrate.operators import COLD_BYTES, Benchmark, BenchmarkTimer, Points, in_turn, points
 
 _SAMPLES = 2
 _PAIRS, _IN_A_ROW = 4, 4
@@ -63,29 +64,39 @@ def _seconds(run: Benchmark, size: int, kind: Kind, most: int) -> float:
 
 
 def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Benchmark:
-    """Return one call of a collective; a send is there and back."""
+    """Return one call of a collective; a send is there and back.
+
+    Tensors take turns, as in a step: large ones are in no cache.
+    """
     ranks, mine = dist.get_world_size(group), dist.get_rank(group)
     part = max(1, size // 4 // ranks)
-    whole, slice_ = torch.zeros(part * ranks), torch.zeros(part)
+    # Memory that was never written is one page of zeros, which any cache holds.
+    wholes = itertools.cycle(in_turn(torch.ones(max(COLD_BYTES // 4, part * ranks)), part * ranks))
+    slices = itertools.cycle(in_turn(torch.ones(max(COLD_BYTES // 4, part)), part))
     turn = iter(range(2**62))
 
     def there_and_back() -> None:
         other = mine ^ 1
         if other >= ranks:
             return
+        whole = next(wholes)
         for sender in (0, 1):
             if mine % 2 == sender:
                 dist.send(whole, group=group, group_dst=other)
             else:
                 dist.recv(whole, group=group, group_src=other)
 
+    def to_all() -> None:
+        whole = next(wholes)
+        dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
     calls: dict[Kind, Benchmark] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: _gather(whole, slice_, group=group),
-        "reduce_scatter": lambda: _scatter(slice_, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(next(wholes), group=group),
+        "all_gather": lambda: _gather(next(wholes), next(slices), group=group),
+        "reduce_scatter": lambda: _scatter(next(slices), next(wholes), group=group),
+        "all_to_all": to_all,
         # The source changes: the one before may not run ahead of those that wait for it.
-        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=next(turn) % ranks),
+        "broadcast": lambda: dist.broadcast(next(wholes), group=group, group_src=next(turn) % ranks),
         "send": there_and_back,
     }
     return calls[kind]

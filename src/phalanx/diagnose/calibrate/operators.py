@@ -121,7 +121,7 @@ def matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
     memory = torch.ones(COLD_BYTES // kind.itemsize, dtype=kind)
 
     def time_point(m: int, n: int, k: int) -> float:
-        x, weights = torch.ones(m, k, dtype=kind), itertools.cycle(_in_turn(memory, n, k))
+        x, weights = torch.ones(m, k, dtype=kind), itertools.cycle(in_turn(memory, n, k))
         outputs: deque[Tensor] = deque(maxlen=_in_a_row(m * n * kind.itemsize))
         with torch.no_grad():
             return clock.seconds(lambda: outputs.append(F.linear(x, next(weights))))
@@ -129,7 +129,7 @@ def matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
     return points(axes, (1, 1, 1), [time_point(*sizes) for sizes in itertools.product(*axes)])
 
 
-def _in_turn(memory: Tensor, *shape: int) -> list[Tensor]:
+def in_turn(memory: Tensor, *shape: int) -> list[Tensor]:
     """Return tensors of one shape that lie side by side."""
     size = math.prod(shape)
     count = _in_a_row(size * memory.itemsize)
