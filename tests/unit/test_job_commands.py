@@ -200,14 +200,14 @@ def test_the_checkpoints_that_a_job_saved_are_listed(command, store):
     job = submitted(command)
     assert json.loads(command("job", "checkpoints", job, "--json").stdout) == []
     assert "PHALANX_CHECKPOINT_DIR" in command("job", "checkpoints", job).stderr
-    shared = paths.checkpoints(paths.attempt_folder(store.home, job, 1).parent, None)
+    shared = paths.checkpoints(paths.job_folder(store.home, job), None)
     _save(shared, 100, 3 << 20, {})
     _save(shared / "best", 90, 1 << 20, {"version": 99})
     _save(shared, 200, 100)
     found = json.loads(command("job", "checkpoints", job, "--json").stdout)
     states = {one["folder"]: (one["step"], one["state"]) for one in found}
     assert states == {
-        "step-100": (100, "complete"), "best/step-90": (90, "broken"), "step-200": (200, "unfinished"),
+        "step-100": (100, "complete"), "best/step-90": (90, "unreadable"), "step-200": (200, "unfinished"),
     }  # fmt: skip
     assert next(one["bytes"] for one in found if one["step"] == 100) > 3 << 20
     text = command("job", "checkpoints", job).stdout

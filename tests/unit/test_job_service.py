@@ -192,6 +192,23 @@ def test_a_member_of_one_workspace_sees_nothing_of_another(acting, store, tree):
         mallory.submit(spec(workspace="other", code={"name": "c"}), base=tree)
 
 
+def test_checkpoints_in_pods_are_not_looked_for_on_this_machine(store, acting, tree, tmp_path):
+    (tmp_path / "step-3").mkdir()
+    jobs = JobService(store, {"local": FakeBackend(), "kubernetes": FakeBackend()}, OWNER, wake=lambda _: None)
+    here = jobs.submit(spec(checkpoint={"dir": str(tmp_path)}), base=tree).id
+    there = jobs.submit(
+        spec(
+            name="pods",
+            backend="kubernetes",
+            kubernetes={"image": "phalanx"},
+            checkpoint={"dir": str(tmp_path)},
+        ),
+        base=tree,
+    ).id
+    assert [one.step for one in jobs.checkpoints(here)] == [3]
+    assert jobs.checkpoints(there) == []
+
+
 def test_values_of_secrets_are_shown_nowhere(acting, store, tree, caplog):
     owner = acting(OWNER)
     owner.put_secret("default", "KEY", VALUE)

@@ -31,9 +31,14 @@ def home() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "phalanx"
 
 
+def job_folder(root: Path, job: str) -> Path:
+    """Return the folder of a job under the home `root`."""
+    return root / "jobs" / job
+
+
 def attempt_folder(root: Path, job: str, attempt: int) -> Path:
     """Return the folder of one attempt under the home `root`."""
-    return root / "jobs" / job / f"attempt-{attempt}"
+    return job_folder(root, job) / f"attempt-{attempt}"
 
 
 def logs(folder: Path) -> Path:

@@ -209,10 +209,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "size": ("Size", "大小"),
     "checkpoint complete": ("complete", "完整"),
     "checkpoint unfinished": ("not finished", "未完成"),
-    "checkpoint broken": ("broken", "已损坏"),
+    "checkpoint unreadable": ("cannot be read", "无法读取"),
     "checkpoints help": (
-        "Newest first. An attempt whose script calls Checkpointer.resume() goes on from the newest complete one.",
-        "最新的在前。脚本若调用 Checkpointer.resume()，再次尝试时从最新的完整检查点继续。",
+        "Newest first. `Checkpointer.resume()` goes on from the newest complete one of its folder.",
+        "最新的在前。`Checkpointer.resume()` 从其目录中最新的完整检查点继续。",
     ),
     "no checkpoints": (
         "No checkpoint that can be seen here. Save below PHALANX_CHECKPOINT_DIR, with px.Checkpointer or px.save.",

@@ -12,7 +12,7 @@ from phalanx.errors import DataError
 
 logger = logging.getLogger("phalanx.checkpoint")
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d+)", re.ASCII)
 _FILE_NAME = re.compile(
     r"(?:rank-\d+|tables|manifest)-(?P<save>[0-9a-f]{8})(?:\.safetensors|\.json)?|complete\.json\.(?P<part>[0-9a-f]{8})"
 )
@@ -21,6 +21,12 @@ _FILE_NAME = re.compile(
 def step_folder(parent: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return parent / f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of the folder of a checkpoint; None for another name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_checkpoint(folder: Path) -> bool:

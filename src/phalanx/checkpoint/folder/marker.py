@@ -42,7 +42,26 @@ def read_marker(folder: Path) -> Marker:
     """
     path = folder / COMPLETE
     try:
-        value = json.loads(path.read_bytes())
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from None
+    return parse_marker(text, path)
+
+
+def parse_marker(text: bytes, path: Path) -> Marker:
+    """Return the marker that a file holds.
+
+    Args:
+        text: What is in the file.
+        path: The file, for errors.
+
+    Raises:
+        DataError: If it is none, or one of another version.
+    """
+    try:
+        value = json.loads(text)
         if value.get("version") != VERSION:
             raise DataError(
                 f"{path} has version {value.get('version')}; this version of phalanx reads {VERSION}. Load it with the "
@@ -54,10 +73,6 @@ def read_marker(folder: Path) -> Marker:
             if kind != field.type:
                 raise ValueError(f"{field.name} is of type {kind}, not {field.type}")
         require_plain(marker.manifest)
-    except FileNotFoundError:
-        raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from None
     except PARSE_ERRORS as error:
         raise DataError(f"{path} is broken: {error}. Take another copy.") from None
     return marker

@@ -1,18 +1,33 @@
-"""`list_saved`: the checkpoints that the attempts of a job have saved in the folder that they share."""
+"""`list_saved`: the checkpoints that the attempts of a job have saved in the folder that they share.
+
+A job writes there, and may leave anything: links to what is not its own, pipes, files without end. None is followed or
+waited for.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from phalanx.checkpoint.folder.checkpoint_folder import list_checkpoints
-from phalanx.checkpoint.folder.marker import COMPLETE, Marker
+from phalanx.checkpoint.folder.checkpoint_folder import step_of
+from phalanx.checkpoint.folder.marker import COMPLETE, parse_marker
+from phalanx.errors import DataError
 
 _MOST = 100
 """Most checkpoints that are listed, the newest."""
+
+_MOST_FILES = 10_000
+"""Most files of a checkpoint whose bytes are added up."""
+
+_MARKER_BYTES = 1 << 16
+"""Most bytes of a marker; a whole one has some hundred."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +40,12 @@ class SavedCheckpoint:
     step: int
     saved: datetime
     bytes: int
-    state: Literal["complete", "unfinished", "broken"]
-    """Unfinished: a save that still goes on, or did not end."""
+    state: Literal["complete", "unfinished", "unreadable"]
+    """Complete: its save ended; files are checked when it is loaded. Unfinished: a save that still goes on, or did not
+    end."""
 
     why: str
-    """What is wrong with a broken one."""
+    """Why one cannot be read."""
 
 
 def list_saved(shared: Path) -> list[SavedCheckpoint]:
@@ -38,24 +54,75 @@ def list_saved(shared: Path) -> list[SavedCheckpoint]:
     Args:
         shared: The folder that its attempts share.
     """
-    if not shared.is_dir():
+    if shared.is_symlink():
         return []
-    parents = [shared, *(path for path in sorted(shared.iterdir()) if path.is_dir() and not path.is_symlink())]
-    saved = []
-    for path, marker in (item for parent in parents for item in list_checkpoints(parent).items()):
-        with suppress(FileNotFoundError):  # the job removes old ones meanwhile
-            saved.append(_describe(shared, path, marker))
-    return sorted(saved, key=lambda checkpoint: checkpoint.saved, reverse=True)[:_MOST]
+    parents = [shared, *(path for path in _list_folders(shared) if step_of(path.name) is None)]
+    folders = [
+        (changed, path)
+        for parent in parents
+        for path in _list_folders(parent)
+        if step_of(path.name) is not None and (changed := _changed(path)) is not None
+    ]
+    newest = sorted(folders, key=lambda item: item[0], reverse=True)[:_MOST]
+    return [_describe(shared, path, changed) for changed, path in newest]
 
 
-def _describe(shared: Path, path: Path, marker: Marker | str) -> SavedCheckpoint:
-    is_ended = (path / COMPLETE).exists()
-    changed = (path / COMPLETE if is_ended else path).stat().st_mtime
+def _list_folders(parent: Path) -> list[Path]:
+    """Return the folders in another one whose names can be shown; none where it cannot be read."""
+    try:
+        with os.scandir(parent) as entries:
+            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return [parent / name for name in sorted(found) if name.isprintable()]
+
+
+def _changed(path: Path) -> datetime | None:
+    """Return when a checkpoint was completed, or its folder changed; None if it has gone, or never was."""
+    for file in (path / COMPLETE, path):
+        with suppress(OSError, ValueError, OverflowError):
+            return datetime.fromtimestamp(file.lstat().st_mtime, UTC)
+    return None
+
+
+def _describe(shared: Path, path: Path, changed: datetime) -> SavedCheckpoint:
+    state: Literal["complete", "unfinished", "unreadable"] = "complete"
+    why = ""
+    try:
+        parse_marker(_read_marker(path / COMPLETE), path / COMPLETE)
+    except FileNotFoundError:
+        state = "unfinished"
+    except OSError as error:
+        state, why = "unreadable", f"{COMPLETE}: {error.strerror}"
+    except DataError as error:
+        state, why = "unreadable", str(error).replace(f"{path}{os.sep}", "")
     return SavedCheckpoint(
         folder=str(path.relative_to(shared)),
-        step=int(path.name.rpartition("-")[2]),
-        saved=datetime.fromtimestamp(changed, UTC),
-        bytes=sum(file.lstat().st_size for file in path.rglob("*")),
-        state="complete" if isinstance(marker, Marker) else "broken" if is_ended else "unfinished",
-        why=marker if isinstance(marker, str) and is_ended else "",
+        step=step_of(path.name) or 0,
+        saved=changed,
+        bytes=sum(islice(_list_sizes(path), _MOST_FILES)),
+        state=state,
+        why=why,
     )
+
+
+def _read_marker(path: Path) -> bytes:
+    """Return what a marker holds; a link is an error, and so is what is no file or too large for a marker."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        described = os.fstat(descriptor)
+        if not stat.S_ISREG(described.st_mode) or described.st_size > _MARKER_BYTES:
+            raise DataError(f"{path} is no marker of a checkpoint. Take another copy.")
+        return os.read(descriptor, _MARKER_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _list_sizes(path: Path) -> Iterator[int]:
+    """Yield the bytes of the files in a folder and the folders there; what goes meanwhile is left out."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                described = os.lstat(os.path.join(folder, name))
+                if stat.S_ISREG(described.st_mode):
+                    yield described.st_size

@@ -199,9 +199,10 @@ class JobService(Jobs):
         return [usage.read(folder, number, offset) for number in nodes]
 
     def checkpoints(self, job: str) -> list[SavedCheckpoint]:
-        record = self.job(job)
-        chosen = TrainingJob.model_validate(record.spec).checkpoint.dir
-        return list_saved(paths.checkpoints(paths.attempt_folder(self._store.home, job, 1).parent, chosen))
+        spec = TrainingJob.model_validate(self.job(job).spec)
+        if not BACKENDS[spec.backend].sees_local_paths:
+            return []  # the folder is in its pods, and what this machine has at the same path is not the job's
+        return list_saved(paths.checkpoints(paths.job_folder(self._store.home, job), spec.checkpoint.dir))
 
     def plan(self, job: str) -> str:
         from phalanx.plan.files import read_run_plan
@@ -291,7 +292,7 @@ class JobService(Jobs):
         if workspace == TrainingJob.model_fields["workspace"].default:
             raise StateError(f"Workspace {workspace!r} stays: jobs that name no workspace belong to it.")
         for job in self._store.workspaces.remove(workspace):
-            shutil.rmtree(paths.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
+            shutil.rmtree(paths.job_folder(self._store.home, job), ignore_errors=True)
 
     def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         self._need(workspace, MemberRole.ADMIN)

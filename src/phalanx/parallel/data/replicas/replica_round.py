@@ -169,9 +169,8 @@ class ReplicaRound:
             self._accumulated[replica].restore(model)
         elif self._replicas.is_first:
             if self.is_shared and self._replicas.group.spans_epochs:
-                self._total.take(
-                    model.parameters()
-                )  # the loop made no update at the end of the epoch: its next step is an error
+                # The loop made no update at the end of the epoch: its next step is an error.
+                self._total.take(model.parameters())
             self._buffers.begin(model)
         else:
             for param in model.parameters():
