@@ -110,8 +110,13 @@ void RowFile::read_run(std::span<const StoredRow> rows) {
 void RowFile::load(int file, std::uint32_t record, std::size_t bytes) {
   if (window_.size() < bytes) window_ = PageBytes(bytes);
   for (std::size_t done = 0; done < bytes;) {
+    if (done % PageBytes::kPage != 0) file = file_;  // after a read that brought a part
     const ssize_t got = pread(file, window_.data() + done, bytes - done, static_cast<off_t>(place_of(record) + done));
     if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EINVAL && file != file_) {  // larger blocks than pages
+      file = file_;
+      continue;
+    }
     if (got < 0) fail(record, std::string("cannot be read: ") + std::strerror(errno));
     if (got == 0) fail(record, "lies behind the end of the file");
     done += static_cast<std::size_t>(got);
@@ -153,7 +158,7 @@ void RowFile::fail(std::uint32_t record, const std::string& what) const {
   throw DamagedRow("A row was asked of the file of lane " + std::to_string(lane_) + " in " + folder_ +
                    ", but its record " + std::to_string(record) + " " + what +
                    ". The disk has lost or changed what was written: check it, and start from the last snapshot, or let "
-                   "servers be started again (--max_restarts), which fills the file anew.");
+                   "servers be started again (--max-restarts), which fills the file anew.");
 }
 
 void RowFile::discard(std::uint32_t record) {

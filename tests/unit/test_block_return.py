@@ -55,6 +55,17 @@ def test_memory_that_has_run_out_is_short_for_good(thresholds: list[int], monkey
     assert thresholds == [1 << 17, 1 << 17]
 
 
+def test_a_second_model_changes_nothing_where_memory_has_run_out(
+    thresholds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(free_memory, "most_address_space", lambda: START)
+    blocks = BlockReturn()
+    blocks.tighten(CPU)
+    blocks.begin(CPU)
+    run_first_passes(blocks)
+    assert thresholds == [1 << 17, 1 << 17]
+
+
 def test_the_most_address_space_is_that_of_all_times() -> None:
     before = free_memory.most_address_space()
     block = torch.empty(1 << 28, dtype=torch.uint8)

@@ -87,6 +87,14 @@ def test_clipping_in_the_loop_acts_on_the_complete_gradient() -> None:
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
+def test_clipping_in_the_loop_is_an_error_where_each_batch_is_reduced() -> None:
+    model, _, _ = half_a_group(True)
+    with pytest.raises(ConfigError, match="gradient of one batch only"):
+        clip_grad_norm_(model, 0.01)
+    with pytest.raises(ConfigError, match="gradient of one batch only"):
+        clip_grad_norm_(model.parameters(), 0.01)
+
+
 def test_a_scheduler_counts_updates() -> None:
     model, optimizer = made(3, lr=1.0)
     scheduler = follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))

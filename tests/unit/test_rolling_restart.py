@@ -22,7 +22,14 @@ class Job:
         self.folder, self.sent = folder, []
         layout = SimpleNamespace(local=[*SERVERS, SimpleNamespace(id="worker.0", role="worker", title="worker 0")])
         facts = SimpleNamespace(log_dir=str(folder), server_dir="servers", max_restarts=max_restarts)
-        self.restart = RollingRestart(layout, facts, lambda ids, number: self.sent.append((*ids, number)), patience_s)
+        self.has_workers = True
+        self.restart = RollingRestart(
+            layout,
+            facts,
+            lambda ids, number: self.sent.append((*ids, number)),
+            patience_s,
+            has_workers=lambda: self.has_workers,
+        )
 
     def report(self, server: int, at: float) -> None:
         (self.folder / f"status.server.{server}.json").write_text(json.dumps({"time": at}))
@@ -41,9 +48,8 @@ def test_the_next_server_ends_when_the_one_before_reports_again(tmp_path: Path) 
     assert job.progress() == "server 0 writes its state, 1 of 2 wait"
     assert not job.restart.take_end(SERVERS[1], failed=True)
     assert job.restart.take_end(SERVERS[0], failed=True)
-    assert not job.restart.take_end(
-        SERVERS[0], failed=True
-    )  # it fails while it recovers: that is no end that was asked for
+    # It fails while it recovers: that is no end that was asked for.
+    assert not job.restart.take_end(SERVERS[0], failed=True)
     assert job.progress() == "server 0 recovers, 1 of 2 wait"
     os.truncate(tmp_path / "status.server.0.json", 3)  # half a report is none
     assert job.progress() == "server 0 recovers, 1 of 2 wait"
@@ -55,6 +61,7 @@ def test_the_next_server_ends_when_the_one_before_reports_again(tmp_path: Path) 
     assert job.restart.take_end(SERVERS[1], failed=True)
     job.report(1, time.time() + 1)
     assert job.progress() == ""
+    assert job.restart.answer({"servers": "restarted"}) == "server 0, server 1"
     assert job.sent == [("server.0", RESTART_SIGNAL), ("server.1", RESTART_SIGNAL)]
 
 
@@ -66,13 +73,35 @@ def test_a_server_that_does_not_end_in_time_is_killed_once(tmp_path: Path) -> No
     assert job.sent == [("server.0", RESTART_SIGNAL), ("server.0", signal.SIGKILL)]
 
 
-def test_a_server_whose_workers_have_all_left_is_not_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("recovers", [False, True])
+def test_no_server_is_started_again_once_one_has_ended_well(tmp_path: Path, server: object, recovers: bool) -> None:
     job = Job(tmp_path)
     job.restart.answer({"servers": "restart"})
     assert job.progress() == "server 0 writes its state, 1 of 2 wait"
-    assert not job.restart.take_end(SERVERS[0], failed=False)
+    if recovers:
+        assert job.restart.take_end(SERVERS[0], failed=True)
+    assert not job.restart.take_end(server, failed=False)
+    assert job.progress() == ""
+    assert job.restart.answer({"servers": "restarted"}) == ""
+    assert job.sent == [("server.0", RESTART_SIGNAL)]
+    with pytest.raises(LaunchError, match="have left, and its servers end"):
+        job.restart.answer({"servers": "restart"})
+
+
+def test_no_server_is_asked_or_killed_once_the_workers_have_left(tmp_path: Path) -> None:
+    job = Job(tmp_path, patience_s=0.0)
+    job.restart.answer({"servers": "restart"})
+    job.has_workers = False
+    assert job.progress() == ""
+    job.has_workers = True
+    job.restart.answer({"servers": "restart"})
+    job.restart.poll()
+    job.has_workers = False
     assert job.progress() == ""
     assert job.sent == [("server.0", RESTART_SIGNAL)]
+    with pytest.raises(LaunchError, match="have left, and its servers end"):
+        job.restart.answer({"servers": "restart"})
 
 
 def test_servers_that_keep_nothing_are_not_restarted(tmp_path: Path) -> None:
@@ -81,5 +110,5 @@ def test_servers_that_keep_nothing_are_not_restarted(tmp_path: Path) -> None:
 
 
 def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="Known: servers, with restart or progress"):
+    with pytest.raises(LaunchError, match="Known: servers, with restart, progress or restarted"):
         Job(tmp_path).restart.answer({"servers": "stop"})

@@ -40,6 +40,11 @@ def command(job: str, as_json: bool) -> None:
             click.echo(progress, err=True)
         before = progress
         time.sleep(_ASK_S)
-    seconds = time.monotonic() - started
+    seconds, back = time.monotonic() - started, ask(found["control"], {"servers": "restarted"})
+    if back != servers:
+        raise LaunchError(
+            f"The workers of job {found['job_id']} left before all of its servers were back. Of {servers} these are: "
+            f"{back or 'none'}."
+        )
     report = {"restarted": servers.split(", "), "seconds": round(seconds, 1)}
     sys.stdout.write(json.dumps(report) + "\n" if as_json else f"{servers}: started again in {seconds:.1f} s\n")

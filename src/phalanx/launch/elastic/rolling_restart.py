@@ -40,13 +40,15 @@ class RollingRestart:
     """Asks one server at a time to end; the next one when that reports again.
 
     A server first writes a base, so that it recovers without its log. It ends as in a crash: what it answered is in
-    base and log, and what it did not answer comes again. Workers wait for it as they do after a crash.
+    base and log, and what it did not answer comes again. Workers wait for it as they do after a crash. Servers whose
+    workers have left end by themselves, and are not asked to.
 
     Args:
         layout: The job, of which this restarts the servers of this host.
         facts: Further facts of it.
         send: Sends a signal to processes, by their ids.
         patience_s: How long a server may take to end. It is killed then, and recovers with its log.
+        has_workers: Whether there are workers that train.
     """
 
     def __init__(
@@ -55,20 +57,25 @@ class RollingRestart:
         facts: JobFacts,
         send: Callable[[Sequence[str], int], None],
         patience_s: float,
+        *,
+        has_workers: Callable[[], bool],
     ) -> None:
         self._servers = [process for process in layout.local if process.role == "server"]
         self._status_files = environment.server_status_files(layout, facts.log_dir)
         self._can_restart = bool(self._servers and facts.server_dir and facts.max_restarts)
-        self._send, self._patience_s = send, patience_s
+        self._send, self._patience_s, self._has_workers = send, patience_s, has_workers
         self._waiting: list[Process] = []
         self._turn: _Turn | None = None
+        self._back: list[Process] = []
+        self._has_ended = False
+        """Whether a server ended well, which all do once the workers have left."""
 
     def answer(self, command: dict[str, Any]) -> str:
-        """Begin, or say how far it is, which is "" once all servers are back.
+        """Begin; or say how far it is, which is "" once it is over; or name the servers that are back.
 
         Raises:
-            LaunchError: If it is another command, there is nothing to start servers again from, or a restart is under
-                way.
+            LaunchError: If it is another command, there is nothing to start servers again from, the workers have left,
+                or a restart is under way.
         """
         if not self._can_restart:
             raise LaunchError(
@@ -79,10 +86,14 @@ class RollingRestart:
             return self._begin()
         if command == {"servers": "progress"}:
             return self._progress()
-        raise LaunchError(f"{command} is no command of this job. Known: servers, with restart or progress.")
+        if command == {"servers": "restarted"}:
+            return _titles(self._back)
+        raise LaunchError(f"{command} is no command of this job. Known: servers, with restart, progress or restarted.")
 
     def poll(self) -> None:
         """Go on with what is under way. Called every few moments."""
+        if (self._waiting or self._turn) and not self._has_workers():
+            self._abandon()
         if self._turn is None:
             if self._waiting:
                 self._ask(self._waiting.pop(0))
@@ -95,6 +106,7 @@ class RollingRestart:
                 self._send([turn.server.id], signal.SIGKILL)
         elif _reported_at(self._status_files[turn.server.id]) > turn.ended_at:
             logger.info("%s is back after %.1f s", turn.server.title, taken_s)
+            self._back.append(turn.server)
             self._turn = None
 
     def take_end(self, process: Process, *, failed: bool) -> bool:
@@ -102,10 +114,10 @@ class RollingRestart:
 
         A server that ended well did so because all workers had left: the others end too, and none is started again.
         """
+        if process.role == "server" and not failed:
+            self._has_ended = True
+            self._abandon()
         if self._turn is None or self._turn.server is not process or self._turn.ended_at:
-            return False
-        if not failed:
-            self._turn, self._waiting = None, []
             return False
         self._turn.ended_at = time.time()
         return True
@@ -113,10 +125,20 @@ class RollingRestart:
     def _begin(self) -> str:
         if progress := self._progress():
             raise LaunchError(f"The servers are being started again: {progress}. Wait until they are back.")
-        self._waiting = [*self._servers]
-        names = ", ".join(server.title for server in self._servers)
-        logger.info("phalanx restart-servers: %s, one after the other", names)
-        return names
+        if self._has_ended or not self._has_workers():
+            raise LaunchError(
+                "The workers of this job have left, and its servers end. There is nothing to start again."
+            )
+        self._waiting, self._back = [*self._servers], []
+        logger.info("phalanx restart-servers: %s, one after the other", _titles(self._servers))
+        return _titles(self._servers)
+
+    def _abandon(self) -> None:
+        """Ask no more servers to end: the workers have left."""
+        left = [*([self._turn.server] if self._turn else []), *self._waiting]
+        if left:
+            logger.warning("phalanx restart-servers: the workers have left before these were back: %s", _titles(left))
+        self._turn, self._waiting = None, []
 
     def _ask(self, server: Process) -> None:
         self._turn = _Turn(server, time.monotonic())
@@ -127,6 +149,10 @@ class RollingRestart:
             return f"{len(self._waiting)} of {len(self._servers)} wait" if self._waiting else ""
         does = "recovers" if self._turn.ended_at else "writes its state"
         return f"{self._turn.server.title} {does}, {len(self._waiting)} of {len(self._servers)} wait"
+
+
+def _titles(servers: Sequence[Process]) -> str:
+    return ", ".join(server.title for server in servers)
 
 
 def _reported_at(status_file: str) -> float:

@@ -95,8 +95,7 @@ class Launcher:
         self._gloo_path = str(runtime / f"gloo-{self._job_id}")
         script = self._options.training_script
         with contextlib.ExitStack() as stack:
-            can_restart_servers = request.mode == "ps" and self._options.max_restarts > 0
-            if request.elastic is not None or request.workers is not None or can_restart_servers:
+            if request.elastic is not None or request.workers is not None or self._can_restart_servers(request):
                 self._control = stack.enter_context(self._open_control(runtime))
             control = self._control.path if self._control is not None else None
             self._entry = stack.enter_context(
@@ -109,6 +108,10 @@ class Launcher:
                 raise
             finally:
                 shutil.rmtree(self._gloo_path, ignore_errors=True)
+
+    def _can_restart_servers(self, request: LaunchRequest) -> bool:
+        """Whether `phalanx restart-servers` may start processes of this job again, whatever restarts are left."""
+        return request.mode == "ps" and self._options.max_restarts > 0
 
     def _open_control(self, runtime: Path) -> ControlSocket:
         from phalanx.launch.elastic.control import ControlSocket
@@ -227,7 +230,8 @@ class Launcher:
             )
             try:
                 trial.start(stage.store)
-                stage.release_sockets(keep_endpoints=restarts > 0 or request.workers is not None)
+                keeps = restarts > 0 or request.workers is not None or self._can_restart_servers(request)
+                stage.release_sockets(keep_endpoints=keeps)
                 if attempt == 0 and layout.local:
                     say_topology(layout, facts, self._console, self._inherited, is_verbose=self._options.is_verbose)
                 return trial.wait()

@@ -116,7 +116,9 @@ class LocalAttempt:
     def __post_init__(self) -> None:
         self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
         self._exit_records = ExitRecords(self.layout, self.facts.log_dir, self._pids)
-        self._rolling = RollingRestart(self.layout, self.facts, self.server.signal, self.stop_grace_s)
+        self._rolling = RollingRestart(
+            self.layout, self.facts, self.server.signal, self.stop_grace_s, has_workers=self._has_workers
+        )
         if self.control is not None:
             self.control.answer = self._answer
 
@@ -307,6 +309,7 @@ class LocalAttempt:
         self.hang.note_end(process.title, describe_exit(process_exit))
         goes_on = not self._stopping and self._failed_at is None
         if goes_on and self._rolling.take_end(process, failed=process_exit.failed):
+            make_log(process)
             self._start(process)
             return
         is_news = goes_on and self._fails_attempt(process, process_exit)
@@ -335,6 +338,10 @@ class LocalAttempt:
     def _answer(self, command: dict[str, Any]) -> str:
         """Do what a command asks for; raises LaunchError."""
         return self._rolling.answer(command)
+
+    def _has_workers(self) -> bool:
+        """Whether workers of this host train; those of other hosts are not seen."""
+        return self._is_training() or all(p.role != "worker" for p in self.layout.local)
 
     def _link_event(self) -> None:
         assert self.link is not None

@@ -47,17 +47,21 @@ class BlockReturn:
         self._at_start: int | None = None
         """The address space in use before the first steps; None once they are over, or memory has run out."""
 
+        self._has_run_out = False
         self._passes = 0
 
     def begin(self, device: torch.device) -> None:
         """Free caches and return blocks from now on: the first pass begins that can run out of memory."""
-        self.tighten(device)
-        if device.type == "cpu":
+        self._return_blocks(device)
+        if device.type == "cpu" and not self._has_run_out:
             self._at_start, self._passes = process_memory().address_space, 0
 
     def tighten(self, device: torch.device) -> None:
         """Free caches and return blocks for good: memory has run out."""
-        self._at_start = None
+        self._at_start, self._has_run_out = None, True
+        self._return_blocks(device)
+
+    def _return_blocks(self, device: torch.device) -> None:
         if device.type == "cpu":
             _call_libc("mallopt", _MMAP_THRESHOLD, _TIGHT_BYTES)
         free_caches(device)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import stages_over
-from phalanx.parallel.optim.gradient_accumulation import is_partial
+from phalanx.parallel.optim.gradient_accumulation import is_partial, is_reduced_by_batch
 from phalanx.parallel.precision.loss_scale import gradient_scale
 from phalanx.parallel.session import StepPhase
 from phalanx.parallel.step.hooks import add_action
@@ -45,13 +45,20 @@ def clip_grad_norm_(
         The norm before clipping; one element, the same on every rank.
 
     Raises:
-        ConfigError: If `max_norm` or `norm_type` is not above 0, or the norm is not finite and that is an error.
+        ConfigError: If `max_norm` or `norm_type` is not above 0, the norm is not finite and that is an error, or
+            gradients are accumulated where ranks may leave and join: what came before this batch is not in `grad`.
     """
     if not max_norm > 0 or not norm_type > 0:
         raise ConfigError(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
         )
     params = _parameters_of(parameters)
+    if any(is_reduced_by_batch(param) for param in params):
+        raise ConfigError(
+            "clip_grad_norm_ sees the gradient of one batch only where gradient_merge accumulates over several and "
+            "ranks may leave and join (-n a:b). Set strategy.clip = True and strategy.clip_configs = {'norm': ...}, "
+            "which clips the complete gradient."
+        )
     replicas = context_of.current().replicas if context_of.is_initialized() else None
     if replicas is not None and replicas.progress.has_gradients and not replicas.is_update_due:
         return torch.tensor(0.0, device=params[0].device if params else None)

@@ -36,6 +36,12 @@ def is_partial(param: Tensor) -> bool:
     return merge is not None and not merge.is_last
 
 
+def is_reduced_by_batch(param: Tensor) -> bool:
+    """Return whether what is accumulated for this parameter is not in its `grad`, which is of one batch."""
+    merge = _merge_of(param)
+    return merge is not None and merge.reduces_batches
+
+
 def _merge_of(param: Tensor) -> GradientAccumulation | None:
     reference = session.accumulations.get(param) if session.accumulations else None
     return None if reference is None else reference()

@@ -285,7 +285,7 @@ class _EndSignals:
         """Whether it was asked to end as one that is started again."""
 
         self.after: signal.Handlers = signal.SIG_DFL
-        """What SIGTERM does from then on. The launcher asks servers to end when the workers' processes have ended: one
+        """What both do from then on. The launcher asks servers to end when the workers' processes have ended: one
         that is ending already need not be killed in the midst of what its script still does, and is if it takes long.
         """
 
@@ -297,8 +297,8 @@ class _EndSignals:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self.after)
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, self.after)
 
     def obey(self, recovery: Recovery | None) -> None:
         """Die of SIGTERM if a signal came; as one that is started again after a base."""
@@ -324,7 +324,7 @@ def _write_last_base(recovery: Recovery) -> None:
     """Write the state of a server that is about to end. Its log has all of it, too."""
     try:
         recovery.write_base()
-    except PhalanxError as error:
+    except (PhalanxError, OSError) as error:
         logger.warning("no base snapshot was written: %s", error)
 
 

@@ -110,13 +110,17 @@ class SignOff:
 
     def _run(self, server: int) -> None:
         """Tell one server, until it has answered, has refused for too long, or there is no need to."""
-        started, warn_at, refused_at = time.monotonic(), WARN_S, None
+        started, warn_at, refused_at, was_fenced = time.monotonic(), WARN_S, None, False
         while not self._is_over(server):
             try:
                 self._tell(server)
             except (PhalanxError, OSError, ValueError, LookupError, RuntimeError) as error:  # no thread left, too
-                now = time.monotonic()
-                refused_at = (refused_at or now) if _is_refusal(error) else None
+                now, is_fenced = time.monotonic(), self._is_fenced(server)
+                if not _is_refusal(error) or is_fenced != was_fenced:  # it has answered meanwhile
+                    refused_at = None
+                if _is_refusal(error):
+                    refused_at = refused_at or now
+                was_fenced = is_fenced
                 if refused_at is not None and now - refused_at >= REFUSED_S:
                     self._give_up(server, now - refused_at, error)
                     return
@@ -141,6 +145,10 @@ class SignOff:
                 f"server {server} has refused for {seconds:.0f} s to count worker {self._worker} out, which is gone: "
                 f"{str(error).rstrip('.')}. Read serverlog.{server}, and start the job again when that is mended"
             )
+
+    def _is_fenced(self, server: int) -> bool:
+        with self._changed:
+            return server in self._fenced
 
     def _is_over(self, server: int) -> bool:
         with self._changed:
