@@ -280,15 +280,19 @@ def test_a_model_with_tables_is_not_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "hint"),
-    [("--limt", "--limt went to the script. Did you mean '--limit' of `phalanx plan`?"), ("--nothing-like-it", None)],
+    ("flags", "hint"),
+    [
+        (["--limt"], "If --limt was meant for `phalanx plan`: did you mean '--limit'?"),
+        (["--nothing-like-it"], None),
+        (["--", "--limit"], None),
+    ],
 )
 def test_a_flag_that_the_script_refuses_names_the_nearest_of_the_command(
-    tmp_path: Path, flag: str, hint: str | None
+    tmp_path: Path, flags: list[str], hint: str | None
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(REFUSES)
-    result = CliRunner().invoke(command, [str(script), "--cluster", "cpux2", "--lr", "0.1", flag, "tp<=8"])
+    result = CliRunner().invoke(command, [str(script), "--cluster", "cpux2", "--lr", "0.1", *flags, "tp<=8"])
     assert isinstance(result.exception, ConfigError)
     assert "ended (2) before it trained a model" in str(result.exception)
     assert str(result.exception).endswith(hint or "px.Model(...).train(...).")

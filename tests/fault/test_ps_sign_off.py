@@ -137,8 +137,10 @@ def test_a_server_that_refuses_for_long_is_named_and_asked_no_more(monkeypatch: 
         sign_off = SignOff(job.endpoints, SECRET, 5, 2)  # a number that no worker of two has
         assert sign_off.refusal == ""
         wait_until(lambda: sign_off.refusal)
-        assert sign_off.refusal.startswith("server 0 has refused for 1 s to count worker 5 out, which is gone: ")
-        assert sign_off.refusal.endswith("Read serverlog.0, and start the job again when that is mended")
+        assert sign_off.refusal.startswith(
+            "server 0 has answered with an error for 1 s when told that worker 5 is lost: "
+        )
+        assert sign_off.refusal.endswith("Read serverlog.0, fix the cause, and start the job again")
         wait_until(lambda: not any(thread.name.startswith("sign off worker 5") for thread in threading.enumerate()))
         assert not sign_off.is_done
         worker.close()

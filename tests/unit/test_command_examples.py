@@ -173,7 +173,7 @@ def test_a_mistake_is_one_line_with_the_nearest_right_word(
 
 
 def test_ranks_of_a_node_have_every_name_that_hands_type():
-    for flag in ("-n", "--nprocs", "--nproc-per-node", "--nproc-per-node", "--procs-per-node", "--procs_per_node"):
+    for flag in ("-n", "--nprocs", "--nproc-per-node", "--nproc_per_node", "--procs-per-node", "--procs_per_node"):
         for path in ("phalanx run", "phalanx job submit"):
             words, parent = [flag, "3", "train.py"], click.Context(phalanx, **phalanx.context_settings)
             context = COMMANDS[path].command.make_context(path, words, parent=parent, resilient_parsing=True)

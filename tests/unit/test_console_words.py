@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from phalanx import ui
+from phalanx import jobs, ui
+from phalanx.cluster.view import Member
 from phalanx.jobs.attempt import failures
+from phalanx.jobs.attempt.files import ExitRecord
+from phalanx.jobs.backend import Phase, Status
 from phalanx.jobs.backends.kubernetes.pods import Pod, failure_of
 from phalanx.jobs.backends.slurm import states as slurm
 from phalanx.jobs.node import exit_reason
 from phalanx.jobs.scheduling.queue import Amount, RunningJob, WaitingJob, choose
 from phalanx.jobs.scheduling.quotas import Quota
+from phalanx.launch.elastic.joiners import RestartBudget
+from phalanx.launch.elastic.membership import Membership, SizeLimits
+from phalanx.launch.elastic.workers.sign_off import SplitPush
+from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.reports.report import describe_exit
 from phalanx.launch.reports.root_cause import ProcessExit
-from phalanx.plan.report.explain import explain
-from phalanx.plan.report.picture import picture
-from phalanx.plan.rules.rules import plan_from_strategy
-from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.strategy import DistributedStrategy
-from phalanx.strategy.techniques import TECHNIQUES
+from phalanx.launch.request.elastic import WorkerRange
 from phalanx.ui.i18n import TABLE
-from phalanx.ui.plan_words import translate_picture, translate_words
 from phalanx.ui.reasons import translate_reason
 
 
@@ -65,8 +65,30 @@ def _ended(code: int, **details: str) -> str:
     return f"rank 1 {describe_exit(ended)}"
 
 
+LOST = (
+    "its process is gone",
+    "its backend knows nothing of it any more",
+    "Slurm does not know the job any more",
+    "the cluster has no such workload",
+    "was not started",
+)
+"""What backends say of a node that left no exit record."""
+
+
+def test_what_backends_say_of_lost_nodes_is_of_the_code() -> None:
+    source = "".join(path.read_text() for path in Path(jobs.__file__).parent.rglob("*.py"))
+    assert [why for why in LOST if f'"{why}"' not in source] == []
+
+
 def _failures() -> Iterator[str]:
-    yield failures.lost_node_failure(1, "no heartbeat").message
+    yield from (failures.lost_node_failure(1, why).message for why in LOST)
+    for message in ("asked to end", "asked to end by SIGTERM", "ended with node 1, which failed"):  # of node/agent.py
+        yield message
+        stopped = failures.failure_of({0: ExitRecord("stopped", None, message)}, Status(Phase.FAILED))
+        assert stopped is not None
+        yield stopped.message
+    yield "attempt 1 failed (node_failure: node 0 has not been heard of for 30 s); restart 1 of 3"
+    yield from (f"'python x.py' could not be {verb}: no" for verb in ("started", "supervised"))
     yield from (failures.oom_failure(0, count).message for count in (1, 3))
     yield from (failures.hang_failure(60, signs).message for signs in (None, {"0": 1.0, "1": 10.0}))
     yield failures.timeout_failure(60).message
@@ -93,45 +115,64 @@ def test_every_failure_has_its_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
         chinese = translate_reason(message)
         assert re.search(r"[\u4e00-\u9fff]", chinese), message
         assert not re.search(
-            r"\b(rank|ended|killed|signal|processor|memory)\b", chinese.replace("rank 0 is at x", "")
+            r"\b(rank|node|its|the|was|ended|killed|signal|processor|memory)\b", chinese.replace("rank 0 is at x", "")
         ), chinese
 
 
-def test_every_word_of_a_plans_picture_has_its_chinese() -> None:
-    frozen = {"x": False, "fc.weight": True, "<b>&": True}
-    shape = ModelShape(
-        tuple(
-            ParamShape(name=name, shape=(8,), dtype="float32", item_bytes=4, trainable=not fixed)
-            for name, fixed in frozen.items()
-        )
-    )
-    strategy = DistributedStrategy(clip=True, clip_configs={"norm": 1.0})
-    for ranks in (1, 2):
-        drawn = translate_picture(picture(explain(plan_from_strategy(strategy, shape, ranks), shape)))
-        words = [text.text or "" for text in ET.fromstring(drawn).iter() if text.tag.endswith("text")]
-        english = [word for word in words if re.search(r"[a-z]{3}", word) and not re.search(r"[\u4e00-\u9fff]", word)]
-        assert english == ["fc.weight (1)"]
-        assert "<b>& (1)" in words
+def test_changes_of_workers_have_their_chinese() -> None:
+    workers = WorkerPool(limits=WorkerRange(least=1, most=3), budget=RestartBudget(None, 0))
+    workers.lose(1, "worker 1 is frozen: stopped by a signal for 3.0 s", now=1.0)
+    workers.sign_off(1, SplitPush(7, [0, 2], [1]), now=2.0)
+    workers.start(1, 3.0, clock=0.0)
+    workers.scale(2)
+    workers.finish(2, 4.0)
+    workers.scale(3)
+    workers.start(2, 5.0, clock=0.0)
+    assert [translate_reason(event["reason"]) for event in workers.events] == [
+        "工作进程 1 停止响应：被信号暂停，已 3.0 秒",
+        (
+            "工作进程 1 的推送 7 已写入参数服务器 0、2 的表，没有写入参数服务器 1 的表：该工作进程在发送时丢失。"
+            "训练继续，各表保留这一差异"
+        ),
+        "工作进程 1 接替一个丢失的工作进程",
+        "工作进程 2 已退出",
+        "工作进程 2 加入",
+    ]
 
 
-@pytest.mark.parametrize("effect", [technique.effect for technique in TECHNIQUES.values() if technique.effect])
-def test_what_a_technique_does_has_its_chinese(effect: str) -> None:
-    for words in (f"x=True: {effect}", f"x=True: {effect} (one rank: nothing to do)"):
-        assert not re.search(r"rank|gradients|each ", translate_words(words)), words
+def test_changes_of_ranks_have_their_chinese() -> None:
+    membership = Membership(SizeLimits(1, 4))
+    for number in range(4):
+        membership.add(Member(id=f"n0.{number}", host="h", pid=5, log="", node=0))
+    views = [membership.start(["n0.0", "n0.1", "n0.2"], "h:1")]
+    for member in membership.active:
+        membership.take_up(member, 0)
+    membership.scale({0: 2}, "scaled to 2 ranks", (1, 0))
+    membership.admit("n0.3")
+    views.append(membership.next_view({0: "h:1"}))
+    assert views[-1] is not None
+    membership.adopt(views[-1])
+    membership.lose("n0.0", "rank 0 (n0.0, pid 5) raised ValueError: no; never")
+    membership.lose("n0.1", "h (node 0) is gone or cut off: no sign of life for 5 s")
+    views.append(membership.next_view({0: "h:1"}))
+    assert [translate_reason(view.reason) for view in views if view is not None] == [
+        "作业启动",
+        "n0.2 退出（规模调整为 2 个进程）；n0.3 加入",
+        "进程 0（n0.0，pid 5）抛出 ValueError: no; never；h（节点 0）丢失或失去连接：已 5 秒没有消息",
+    ]
 
 
 @pytest.mark.parametrize(
     ("english", "chinese"),
     [
-        ("2 servers, table item", "2 个参数服务器，表 item"),
-        ("shard over data, shard over model", "沿 data 分片，沿 model 分片"),
-        ("push (async, 4 steps)", "推送（async，4 步）"),
-        ("stage 1 on rank 0 of its axis: a, b", "阶段 1，在其轴的进程 0：a, b"),
-        ("layers.0 (3)", "layers.0 (3)"),
+        ("n0.1 leaves (my own words)", "n0.1 退出（my own words）"),
+        ("rank 1 (n0.1, pid 5) was killed by SIGKILL", "进程 1（n0.1，pid 5）被信号 SIGKILL 终止"),
+        ("worker 2 ended with exit code 3", "工作进程 2 以退出码 3 结束"),
+        ("a script wrote; this line", "a script wrote; this line"),
     ],
 )
-def test_words_of_a_plan_in_chinese(english: str, chinese: str) -> None:
-    assert translate_words(english) == chinese
+def test_a_change_in_chinese(english: str, chinese: str) -> None:
+    assert translate_reason(english) == chinese
 
 
 def test_every_word_of_the_console_is_shown_somewhere() -> None:

@@ -97,7 +97,10 @@ def test_a_job_of_other_ranks_than_were_measured_is_reckoned_from_the_nearest(
     machine(cores, of_1=rates(cores), of_2=rates(max(1, cores // 2), 2)).save(measured_file())
     with caplog.at_level(logging.INFO, "phalanx.train"):
         found = cluster_of(Role(world_size=64, local_world_size=64), torch.device("cpu"))
-    assert "64 ranks are estimated from those of 2: `phalanx calibrate -n 64` measures them" in caplog.text
+    assert (
+        "the figures for 64 ranks are estimated from those for 2: `phalanx calibrate -n 64` measures them"
+        in caplog.text
+    )
     assert found.devices == 64
     assert found.measured is not None
     slower = cores_each(cores, 2) / cores_each(cores, 64)

@@ -28,7 +28,7 @@ _COMMANDS = {
     "restart-servers": (
         "phalanx.launch.cli.restart_servers_command",
         "command",
-        "Start the parameter servers of a running job again, one after the other.",
+        "Restart the parameter servers of a running job, one after the other.",
     ),
     "why": (
         "phalanx.launch.cli.why_command",

@@ -42,11 +42,11 @@ def print_checkpoints(checkpoints: Sequence[SavedCheckpoint]) -> None:
     if not checkpoints:
         click.echo(say("no checkpoints"), err=True)
         return
-    headings = [say("step"), say("checkpoint"), say("saved"), say("size"), say("state")]
+    headings = [say("checkpoint"), say("step"), say("saved"), say("size"), say("state")]
     rows = [
         [
-            str(checkpoint.step),
             checkpoint.folder,
+            str(checkpoint.step),
             moment(checkpoint.saved),
             format_bytes(checkpoint.bytes),
             f"{say('checkpoint ' + checkpoint.state)} {checkpoint.why}".strip(),

@@ -176,7 +176,7 @@ def _simulate_script(
 
 @contextmanager
 def _hint_at_own_flag(arguments: Iterable[str]) -> Iterator[None]:
-    """Where a script refuses its command line, name the flag of this command that one of its flags is nearly."""
+    """Where a script refuses its command line, name the flag of this command that an argument may be a slip for."""
     try:
         yield
     except ConfigError as error:
@@ -186,9 +186,9 @@ def _hint_at_own_flag(arguments: Iterable[str]) -> Iterator[None]:
         names = [argument.partition("=")[0].lstrip("-") for argument in arguments if argument.startswith("--")]
         own_flags = [flag.lstrip("-") for flag in flags_of(click.get_current_context())]
         hints = [
-            tr("--{flag} went to the script. Did you mean '--{near}' of `phalanx plan`?", flag=name, near=near)
+            tr("If --{flag} was meant for `phalanx plan`: did you mean '--{near}'?", flag=name, near=near)
             for name in names
-            if (near := nearest(name, own_flags)) is not None
+            if name not in own_flags and (near := nearest(name, own_flags)) is not None
         ]
         raise ConfigError(" ".join([str(error), *hints[:1]])) from None
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import unescape
+
+from rich.cells import cell_len
+
+from phalanx.plan.report.picture import fit
 
 _EFFECTS = {
     "the forward pass and the loss are compiled": "编译前向计算与损失",
@@ -17,7 +21,7 @@ _EFFECTS = {
     ),
     "the step of each parameter follows its norm and its gradient's": "各参数的步长由其范数与梯度范数决定",
     "the step of each parameter follows its norm and its update's": "各参数的步长由其范数与更新量的范数决定",
-    "only the largest entries of gradients are sent": "只发送梯度中最大的元素",
+    "only the largest entries of gradients are sent": "只发送梯度中绝对值最大的元素",
     "gradients are sent in float16": "以 float16 发送梯度",
     "gradients are added up within each host first": "先在每台主机内汇总梯度",
     "batch normalisation over the samples of all ranks": "按所有进程的样本做批归一化",
@@ -36,7 +40,9 @@ _EFFECTS = {
     "each rank keeps its own initial parameters": "每个进程保留自己的初始参数",
     "one all-reduce per gradient": "每个梯度各做一次 all-reduce",
     "stay as they are": "保持不变",
-    "its table is in this process: the job has one worker and no server": "表在本进程中：作业没有参数服务器",
+    "its table is in this process: the job has one worker and no server": (
+        "表在本进程中：作业只有一个工作进程，没有参数服务器"
+    ),
     "dense parameters live on the servers; buffers are each worker's own": "稠密参数在参数服务器上；缓冲区归各工作进程",
     "dense parameters live on every worker, equal by all-reduce": "每个工作进程都有稠密参数，由 all-reduce 保持一致",
     "each gathers the samples of all ranks": "各层收集所有进程的样本",
@@ -68,7 +74,7 @@ _PHRASES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = t
             r"a rank holds (\S+) MiB of parameters; (\d+) all-reduces of (\S+) MiB a step",
             lambda m: f"每个进程持有 {m[1]} MiB 参数；每步 {m[2]} 次 all-reduce，{m[3]} MiB",
         ),
-        (r"stage (\d+) on rank (\d+) of its axis: (.+)", lambda m: f"阶段 {m[1]}，在其轴的进程 {m[2]}：{m[3]}"),
+        (r"stage (\d+) on rank (\d+) of its axis: (.+)", lambda m: f"阶段 {m[1]}（所在轴的进程 {m[2]}）：{m[3]}"),
         (r"(\d+) servers?, table (\S+)", lambda m: f"{m[1]} 个参数服务器，表 {m[2]}"),
         (r"this process, table (\S+)", lambda m: f"本进程，表 {m[1]}"),
         (r"cut over (.+) by its layer", lambda m: f"由所在层沿 {m[1]} 切分"),
@@ -84,8 +90,9 @@ _PHRASES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = t
         ),
         (
             r"(.+?): (.+) are sharded over ranks; (.+)",
-            lambda m: f"{m[1]}：{m[2]} 切分到各进程；{_EFFECTS.get(m[3], m[3])}",
+            lambda m: f"{_setting(m[1])}：{_layers(m[2])}切分到各进程；{_EFFECTS.get(m[3], m[3])}",
         ),
+        (r"planner: (.+): (predicted .+)", lambda m: f"规划器：{m[1]}：{_effect(m[2])}"),
         (r"(.+?): (.+)", lambda m: f"{_setting(m[1])}：{_effect(m[2])}" if _effect(m[2]) != m[2] else m[0]),
     )
 )
@@ -95,7 +102,16 @@ def _setting(text: str) -> str:
     text = re.sub(r"^world size (\d+)$", r"\1 个进程", text)
     text = re.sub(r"^(\d+) servers?$", r"\1 个参数服务器", text)
     text = re.sub(r"^no a_sync$", "未设 a_sync", text)
+    text = re.sub(r"^px\.shard over (.+)$", r"px.shard（\1）", text)
     return re.sub(r"^(\d+) parameters without requires_grad$", r"\1 个参数没有 requires_grad", text)
+
+
+def _layers(text: str) -> str:
+    """Return names of layers with their styles in Chinese; where only some are named, with the number of all."""
+    text = re.sub(r"(^|, )the model \(", r"\1整个模型 (", text)
+    if match := re.fullmatch(r"(.+) and (\d+) more", text):
+        return f"{match[1]} 等 {match[1].count(', ') + 1 + int(match[2])} 层"
+    return f"{text} "
 
 
 def _effect(text: str) -> str:
@@ -108,9 +124,15 @@ def _effect(text: str) -> str:
         text,
     )
     text = re.sub(
-        r"^workers push to the servers in mode (\w+)(?: \((\d+) steps\))?$", r"工作进程以 \1 模式推送到参数服务器", text
+        r"^workers push to the servers in mode (\w+)(?: \((\d+) steps\))?$",
+        lambda m: f"工作进程以 {m[1]} 模式推送到参数服务器{f'（{m[2]} 步）' if m[2] else ''}",
+        text,
     )
-    text = re.sub(r"^faster ranks get more of each global batch, about (.+)$", r"较快的进程分得更多样本，约为 \1", text)
+    text = re.sub(
+        r"^faster ranks get more of each global batch, about (.+)$",
+        lambda m: "较快的进程分得更多样本，约为 " + re.sub(r": (\d+) each", r" 各 \1", m[1]).replace(", ", "，"),
+        text,
+    )
     return re.sub(
         r"^predicted (\S+) ms a step of (\d+) rows, (\S+) MiB a rank$",
         r"预计每步（\2 个样本）\1 ms，每个进程 \3 MiB",
@@ -129,7 +151,13 @@ def translate_words(text: str) -> str:
 
 
 def translate_picture(svg: str) -> str:
-    """Return a Plan's picture with its words in Chinese."""
-    return re.sub(
-        r"(<text\b[^>]*>)([^<]*)(</text>)", lambda m: f"{m[1]}{escape(translate_words(unescape(m[2])))}{m[3]}", svg
-    )
+    """Return a Plan's picture with its words in Chinese, cut to the widths of those before."""
+    return _TEXT.sub(lambda m: f"{m['tag']}{_translate_content(m['whole'], m['shown'])}</text>", svg)
+
+
+_TEXT = re.compile(r"(?P<tag><text\b[^>]*>)(?:<title>(?P<whole>[^<]*)</title>)?(?P<shown>[^<]*)</text>")
+
+
+def _translate_content(whole: str | None, shown: str) -> str:
+    chinese = translate_words(unescape(shown if whole is None else whole))
+    return fit(chinese, cell_len(chinese if whole is None else unescape(shown)))

@@ -9,6 +9,9 @@ import re
 from collections.abc import Callable
 
 from phalanx.i18n import to_chinese
+from phalanx.jobs.models import Cause
+from phalanx.ui.i18n import speaker
+from phalanx.ui.member_changes import translate_change
 
 _AMOUNT = r"[\d.]+ (?:cpu|GiB of memory|gpu)"
 _AMOUNTS = rf"{_AMOUNT}(?:, {_AMOUNT})*"
@@ -45,7 +48,7 @@ _SLURM = {
     "other jobs are before it": "前面还有其他作业",
     "its time to begin has not come": "未到开始时间",
     "waits for another job": "等待另一个作业",
-    "waits for a job that can never end as it should; cancel it": "等待一个不可能按要求结束的作业；请取消",
+    "waits for a job that can never end as it should; cancel it": "所依赖的作业不可能满足条件；请取消本作业",
     "held by an administrator": "被管理员挂起",
     "held; `scontrol release` lets it go": "已挂起；用 `scontrol release` 放行",
     "could not be started; an administrator must look": "无法启动；需要管理员处理",
@@ -107,7 +110,18 @@ def _ending(text: str) -> str:
 
 _PLACE = r"(?P<place>next in line|\d+(?:st|nd|rd|th) in line)"
 _ENDED = r"(?P<how>raised .+|(?:was )?ended (?:by|with|early) .+|hung: .+)"
+_CAUSE = rf"(?P<cause>{'|'.join(Cause)})"
 _OUTSIDE = {"killed from outside": "被外部终止", "asked to end from outside": "被外部要求结束"}
+_VERBS = {"started": "无法启动", "supervised": "运行中无法继续监管"}
+
+_FIXED = {
+    "its process is gone": "其进程已不存在",
+    "its backend knows nothing of it any more": "后端已没有它的记录",
+    "Slurm does not know the job any more": "Slurm 中已没有该作业",
+    "the cluster has no such workload": "集群中没有该工作负载",
+    "was not started": "没有启动",
+}
+"""What backends say of a node that left no exit record."""
 
 _SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern, re.DOTALL), chinese)
@@ -130,6 +144,13 @@ _SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
         (r"stopped by (?P<who>\S+)", lambda m: f"由 {m['who']} 停止"),
         (r"attempt (?P<n>\d+)", lambda m: f"第 {m['n']} 次尝试"),
         (
+            rf"attempt (?P<n>\d+) failed \({_CAUSE}: (?P<why>.+)\); restart (?P<restart>\d+) of (?P<most>\d+)",
+            lambda m: (
+                f"第 {m['n']} 次尝试失败（{speaker('zh')('cause ' + m['cause'])}：{translate_reason(m['why'])}）；"
+                f"第 {m['restart']} 次重启，最多 {m['most']} 次"
+            ),
+        ),
+        (
             r"(?:slurm: )?(?P<words>[^(]+) \(Slurm: (?P<slurm>.+)\)",
             lambda m: f"{_SLURM.get(m['words'], m['words'])}（Slurm：{m['slurm']}）",
         ),
@@ -151,12 +172,14 @@ _SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
         ),
         (
             r"node (?P<node>\d+) was lost: (?P<why>.+), and it left no exit record",
-            lambda m: f"节点 {m['node']} 丢失：{m['why']}；没有留下退出记录",
+            lambda m: f"节点 {m['node']} 丢失：{translate_reason(m['why'])}；没有留下退出记录",
         ),
         (
-            r"node (?P<node>\d+) was asked to end(?: by (?P<signal>\w+))?, and not by us",
-            lambda m: f"节点 {m['node']} 被要求结束{_aside(m['signal'])}，并非由本系统发起",
+            r"node (?P<node>\d+) was (?P<how>asked to end.*|ended with node .+), and not by us",
+            lambda m: f"节点 {m['node']} {translate_reason(m['how'])}，并非由本系统发起",
         ),
+        (r"asked to end(?: by (?P<signal>\w+))?", lambda m: f"被要求结束{_aside(m['signal'])}"),
+        (r"ended with node (?P<node>\d+), which failed", lambda m: f"因节点 {m['node']} 失败而结束"),
         (
             r"node (?P<node>\d+) has not been heard of for (?P<s>\S+) s",
             lambda m: f"节点 {m['node']} 已 {m['s']} 秒没有消息",
@@ -175,8 +198,8 @@ _SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
             lambda m: f"无法提交{_aside(m['s'], '已尝试 {} 秒')}：{m['error']}",
         ),
         (
-            r"(?P<command>'.+'|\".+\") could not be (?:started|supervised): (?P<error>.+)",
-            lambda m: f"{m['command']} 无法启动或监管：{m['error']}",
+            r"(?P<command>'.+'|\".+\") could not be (?P<verb>started|supervised): (?P<error>.+)",
+            lambda m: f"{m['command']} {_VERBS[m['verb']]}：{m['error']}",
         ),
         (r"no node of the job started; see (?P<file>\S+)", lambda m: f"没有任何节点启动；见 {m['file']}"),
         (r"its time ran out \(Kubernetes: (?P<words>.+)\)", lambda m: f"时间用完（Kubernetes：{m['words']}）"),
@@ -202,7 +225,9 @@ _SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
 
 def translate_reason(text: str) -> str:
     """Return a sentence about a job in Chinese; one that is not of the table is returned as it is."""
+    if text in _FIXED:
+        return _FIXED[text]
     for pattern, chinese in _SENTENCES:
         if match := pattern.fullmatch(text):
             return chinese(match)
-    return text
+    return translate_change(text)

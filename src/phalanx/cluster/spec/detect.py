@@ -120,7 +120,8 @@ def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, M
         measured, near = with_ranks(measured, count)
         notes = (
             tr(
-                "{ranks} ranks are estimated from those of {near}: `phalanx calibrate -n {ranks}` measures them",
+                "the figures for {ranks} ranks are estimated from those for {near}: "
+                "`phalanx calibrate -n {ranks}` measures them",
                 ranks=count,
                 near=near,
             ),

@@ -89,7 +89,7 @@ def read_source(data: Any) -> DataSource:
     if inspect.isgenerator(data) or isinstance(data, Iterator):
         raise ConfigError(
             f"Asked to load from a {type(data).__name__}, which can be read only once. "
-            "Give the function that makes it, without calling it, so that each epoch starts it again."
+            "Give the function that makes it, without calling it, so that each epoch can start from its beginning."
         )
     if callable(data):
         return DataSource(dataset=FunctionStream(data), loading={})

@@ -49,7 +49,7 @@ class GeneratorDataset(PipelineMethods, FunctionStream):
         if not callable(function):
             raise ConfigError(
                 f"Asked to read samples from a {type(function).__name__}. Give the function that makes the generator, "
-                "without calling it, so that each epoch starts it again."
+                "without calling it, so that each epoch can start from its beginning."
             )
         super().__init__(function)
         self.column_names = (columns,) if isinstance(columns, str) else tuple(columns)

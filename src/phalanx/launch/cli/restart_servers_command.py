@@ -20,11 +20,12 @@ _ASK_S = 0.5
 @click.argument("job", metavar="JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(job: str, as_json: bool) -> None:
-    """Start the parameter servers of JOB, as `phalanx ps` lists it, again, one after the other, while it trains.
+    """Restart the parameter servers of JOB one after the other, while it trains.
 
-    JOB is the beginning of its name or the pid of its launcher, which starts the servers of its host; the job was
-    started with --max-restarts. Each server writes its state, ends, runs its script anew and takes the state up again.
-    No update is lost, and workers wait for the server that is away. Returns when all are back.
+    JOB is the beginning of the name that `phalanx ps` lists, or the pid of its launcher. Only servers on this host are
+    restarted, and the job must have been started with --max-restarts. Each server writes its state, ends, runs its
+    script again and loads its state. No update is lost, and workers wait for the server that is away. Returns when all
+    are back.
     """
     found = find_job(job)
     if found["control"] is None or found["mode"] != "ps":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from rich.cells import cell_len, chop_cells
+
 from phalanx.plan.report.explain import Explanation, RuleRow
 
 _PLACES = (("on servers", "#59a14f"), ("shard", "#4e79a7"), ("cut", "#4e79a7"), ("", "#9aa5b1"))
@@ -42,11 +44,11 @@ def picture(explanation: Explanation) -> str:
         top += _ROW
     for stage in explanation.stages:
         line = f"stage {stage.stage} on rank {stage.holder} of its axis: {', '.join(stage.units)}"
-        parts.append(f'<text x="{_NAME}" y="{top + 16:g}">{escape(_short(line, 150))}</text>')
+        parts.append(f'<text x="{_NAME}" y="{top + 16:g}">{fit(line, 150)}</text>')
         top += _ROW
     for reason in reasons:
         top += 18
-        parts.append(f'<text x="{_NAME}" y="{top:g}" font-size="12" class="soft">{escape(_short(reason, 160))}</text>')
+        parts.append(f'<text x="{_NAME}" y="{top:g}" font-size="12" class="soft">{fit(reason, 160)}</text>')
     return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
 
 
@@ -72,9 +74,9 @@ def _draw_row(row: RuleRow, top: float, most: int) -> Iterator[str]:
     colour = next(colour for word, colour in _PLACES if word in row.location)
     middle = top + 16
     words = f"{row.match} ({row.tensors})"
-    yield f'<text x="{_NAME}" y="{middle:g}" font-weight="bold">{escape(_short(words, 40))}</text>'
-    yield f'<text x="{_PLACE}" y="{middle:g}">{escape(_short(row.location, 26))}</text>'
-    yield f'<text x="{_UPDATE}" y="{middle:g}">{escape(_short(row.update, 38))}</text>'
+    yield f'<text x="{_NAME}" y="{middle:g}" font-weight="bold">{fit(words, 40)}</text>'
+    yield f'<text x="{_PLACE}" y="{middle:g}">{fit(row.location, 26)}</text>'
+    yield f'<text x="{_UPDATE}" y="{middle:g}">{fit(row.update, 38)}</text>'
     length, on_rank = (_BAR * amount / most for amount in (row.bytes, min(row.rank_bytes, row.bytes)))
     bar = f'<rect x="{_BYTES}" y="{top + 3:g}" height="{_ROW - 7}" fill="{colour}"'
     yield f'{bar} width="{length:.1f}" opacity="0.35"/>'
@@ -82,5 +84,8 @@ def _draw_row(row: RuleRow, top: float, most: int) -> Iterator[str]:
     yield f'<text x="{_BYTES + length + 6:.1f}" y="{middle:g}" class="soft">{row.bytes / 2**20:.3g}</text>'
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def fit(text: str, columns: int) -> str:
+    """Return the content of a `<text>` no wider than some columns; what is cut has the whole in its `<title>`."""
+    if cell_len(text) <= columns:
+        return escape(text)
+    return f"<title>{escape(text)}</title>{escape(chop_cells(text, columns - 1)[0])}…"

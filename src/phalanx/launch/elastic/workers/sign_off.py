@@ -142,8 +142,8 @@ class SignOff:
     def _give_up(self, server: int, seconds: float, error: Exception) -> None:
         with self._changed:
             self._refusal = self._refusal or (
-                f"server {server} has refused for {seconds:.0f} s to count worker {self._worker} out, which is gone: "
-                f"{str(error).rstrip('.')}. Read serverlog.{server}, and start the job again when that is mended"
+                f"server {server} has answered with an error for {seconds:.0f} s when told that worker {self._worker} "
+                f"is lost: {str(error).rstrip('.')}. Read serverlog.{server}, fix the cause, and start the job again"
             )
 
     def _is_fenced(self, server: int) -> bool:

@@ -82,7 +82,7 @@ class WorkerPool:
             "servers": split.servers,
             "missing": split.others,
             "reason": f"push {split.push} of worker {worker} is in the tables of {have} and not in those of {lack}: "
-            "the worker was lost in the midst of it. Training goes on with that difference",
+            "the worker was lost while it sent it. Training goes on, and the tables keep that difference",
         }
         self.events.append(event)
         return event
