@@ -27,24 +27,24 @@ def command(job: str, as_json: bool) -> None:
     script again and loads its state. No update is lost, and workers wait for the server that is away. Returns when all
     are back.
     """
-    found = find_job(job)
-    if found["control"] is None or found["mode"] != "ps":
+    running = find_job(job)
+    if running["control"] is None or running["mode"] != "ps":
         raise LaunchError(
-            f"Job {found['job_id']} has no servers that can be started again: phalanx run --max-restarts 1 "
+            f"Job {running['job_id']} has no servers that can be started again: phalanx run --max-restarts 1 "
             "--server-num 2 ... starts such a job."
         )
     started = time.monotonic()
-    servers = ask(found["control"], {"servers": "restart"})
+    servers = ask(running["control"], {"servers": "restart"})
     before = ""
-    while progress := ask(found["control"], {"servers": "progress"}):
+    while progress := ask(running["control"], {"servers": "progress"}):
         if progress != before:
             click.echo(progress, err=True)
         before = progress
         time.sleep(_ASK_S)
-    seconds, back = time.monotonic() - started, ask(found["control"], {"servers": "restarted"})
+    seconds, back = time.monotonic() - started, ask(running["control"], {"servers": "restarted"})
     if back != servers:
         raise LaunchError(
-            f"The workers of job {found['job_id']} left before all of its servers were back. Of {servers} these are: "
+            f"The workers of job {running['job_id']} left before all of its servers were back. Of {servers} these are: "
             f"{back or 'none'}."
         )
     report = {"restarted": servers.split(", "), "seconds": round(seconds, 1)}

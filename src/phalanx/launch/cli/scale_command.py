@@ -23,11 +23,11 @@ def command(job: str, ranks: int, as_json: bool) -> None:
     that are taken away end after the step they compute. N lies in the range that the job was started with. With
     parameter servers N is the number of workers, which take the state from the servers.
     """
-    found = find_job(job)
-    if found["control"] is None:
+    running = find_job(job)
+    if running["control"] is None:
         raise LaunchError(
-            f"Job {found['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
+            f"Job {running['job_id']} was started with a fixed number of ranks. Start it with a range: phalanx run "
             "-n 1:4 ..., or with parameter servers --worker-num 1:4."
         )
-    done = ask(found["control"], {"scale": ranks})
+    done = ask(running["control"], {"scale": ranks})
     sys.stdout.write(json.dumps({"done": done}) + "\n" if as_json else f"{done}\n")
