@@ -18,7 +18,7 @@ SECTIONS = GUIDE[GUIDE.index("## How many processes") : GUIDE.index("## What is 
 
 def test_every_flag_the_guide_names_exists() -> None:
     known = {name for parameter in flags.command.params for name in parameter.opts}
-    describe_option = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", SECTIONS)) - {"--json", "--ntasks"}
+    describe_option = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", SECTIONS)) - {"--json", "--ntasks-per-node"}
     assert describe_option <= known, describe_option - known
     assert len(describe_option) > 8
 

@@ -71,10 +71,10 @@ def _list_folders(parent: Path) -> list[Path]:
     """Return the folders in another one whose names can be shown; none where it cannot be read."""
     try:
         with os.scandir(parent) as entries:
-            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    return [parent / name for name in sorted(found) if name.isprintable()]
+    return [parent / name for name in sorted(names) if name.isprintable()]
 
 
 def _changed(path: Path) -> datetime | None:
