@@ -1,6 +1,8 @@
 """Servers are started again one after the other while workers train: the tables are those of a calm run."""
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -92,6 +94,21 @@ def test_servers_started_again_one_after_the_other_lose_no_update_and_use_up_no_
         # The base has everything, but what was pushed while it was written.
         assert done.log(f"serverlog.{server}").count("recovered from") == 2
     assert "restarts left" not in done.out + done.err
+
+
+def test_servers_are_started_again_when_the_whole_job_was_and_no_restart_is_left(tmp_path: Path) -> None:
+    job = start(tmp_path, "--max-restarts", "1")
+    for worker in range(2):
+        (tmp_path / f"trains.{worker}").unlink()
+    launcher = job.process.pid
+    os.kill(int(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[0]), signal.SIGKILL)
+    for worker in range(2):
+        wait_until((tmp_path / f"trains.{worker}").exists)
+    report = restart_servers(job)
+    assert report.returncode == 0, report.stderr
+    done = end(job)
+    assert "restart 1 of 1" in done.out
+    assert "ends to be started again" in done.log("serverlog.0")
 
 
 def test_servers_that_keep_no_state_are_not_started_again(tmp_path: Path) -> None:
