@@ -158,8 +158,8 @@ class RecomputeConfigs(Configs):
     selective: bool = False
     """Ours. Keep the results of matrix products and convolutions, and recompute the rest."""
 
-    checkpoint_shape: list[int] | None = _no_effect("offloaded tensors keep the shape they have")
-    enable_tuning: bool | None = _no_effect("nothing searches for what to compute again; name it in checkpoints")
+    checkpoint_shape: list[int] | None = _no_effect("offloaded tensors keep their shape")
+    enable_tuning: bool | None = _no_effect("nothing chooses modules to recompute; name them in checkpoints")
     refined_ops_patterns: list[Any] | None = _no_effect("selective=True keeps matrix products and convolutions")
 
 
@@ -295,7 +295,7 @@ class TensorParallelConfigs(Configs):
     """Ranks that together hold one copy of the layers; the same as `mp_degree` in `hybrid_configs`."""
 
     tensor_init_seed: Annotated[int, Field(ge=-1)] | None = _no_effect(
-        "shards are cut from the values the layer was made with"
+        "shards are taken from the initial values of the layer"
     )
 
 
@@ -343,9 +343,9 @@ class HybridConfigs(Configs):
     order: list[Literal["dp", "pp", "sharding", "ep", "sep", "mp"]] = ["dp", "pp", "sharding", "ep", "sep", "mp"]
     """The axes of the mesh, from the slowest to the fastest."""
 
-    cp_degree: Count | None = _no_effect("sep_degree cuts sequences")
+    cp_degree: Count | None = _no_effect("sep_degree shards sequences")
     moe_sharding_degree: Count | None = _no_effect("copies of experts are averaged over dp_degree")
-    cp_sharding_degree: Count | None = _no_effect("sep_degree cuts sequences")
+    cp_sharding_degree: Count | None = _no_effect("sep_degree shards sequences")
     enable_optimizer_timer: bool | None = _no_effect("the event file has the time of each step")
     split_norm_comm: bool | None = _no_effect("one all-reduce per group of ranks carries all norms")
     mp_configs: dict[str, Any] | None = _no_effect("tensor_parallel has no tuning switches")
