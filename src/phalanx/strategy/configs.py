@@ -78,10 +78,11 @@ class ASyncConfigs(Configs):
     """How workers and parameter servers work together."""
 
     k_steps: Annotated[int, Field(ge=-1)] = 0
-    """Above 0: geo mode, each worker trains a copy and sends its difference every so many steps. 0 or -1: no geo."""
+    """Above 0: geo mode. Each worker trains a copy and sends the copy's difference after this number of steps. 0 or -1:
+    no geo."""
 
     max_merge_var_num: Count = 1
-    """Steps whose gradients a worker sends as one, in half-async mode."""
+    """In half-async mode: number of steps whose gradients a worker adds up and sends together."""
 
     half_async: bool = False
     """Ours. Half-async mode: a worker sends the sum of `max_merge_var_num` steps and waits until it is applied."""
@@ -90,15 +91,15 @@ class ASyncConfigs(Configs):
     """Ours. Bounded staleness: no worker is more steps than this ahead of the slowest."""
 
     dense: Literal["server", "all_reduce"] = "server"
-    """Ours. Where dense parameters live: on the servers like the rows, or on every worker, averaged each step
-    (hybrid)."""
+    """Ours. Where dense parameters live: on the servers, like the rows, or on every worker, where their gradients are
+    averaged in each step (hybrid mode)."""
 
     local_optimizer: bool = False
-    """Ours. Whether geo may train with another rule than SGD, whose state stays with each worker."""
+    """Ours. Whether geo mode may use an update rule other than SGD; the state of the rule stays on each worker."""
 
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Ours. As what rows of ids and their gradients travel to and from the servers, which keep and log float32.
-    bfloat16: half the bytes, each value rounded by at most 1/256 of itself."""
+    """Ours. The type in which rows and their gradients are sent between workers and servers; servers store and log
+    float32. bfloat16: half the bytes, and each value is rounded by at most 1/256 of itself."""
 
     send_queue_size: Count | None = _no_effect("queues to the servers are bounded by bytes")
     min_send_grad_num_before_recv: Count | None = _no_effect("rows are read when a forward pass asks for them")
@@ -121,19 +122,19 @@ class AmpConfigs(Configs):
     """Parameters in bfloat16 too, with a float32 copy in the optimizer."""
 
     init_loss_scaling: Positive = 32768.0
-    """First factor of the loss; it is scaled with float16 only, as by the next five keys."""
+    """First factor by which the loss is multiplied. This key and the next five apply to float16 only."""
 
     incr_every_n_steps: Count = 1000
     """Steps without an overflow after which the factor rises."""
 
     decr_every_n_nan_or_inf: Count = 2
-    """Overflows after which it falls."""
+    """Overflows after which the factor falls."""
 
     incr_ratio: Annotated[Number, Field(ge=1)] = 2.0
-    """By what it is multiplied when it rises."""
+    """The factor is multiplied by this number when it rises."""
 
     decr_ratio: Annotated[Number, Field(gt=0, le=1)] = 0.8
-    """By what it is multiplied when it falls."""
+    """The factor is multiplied by this number when it falls."""
 
     use_dynamic_loss_scaling: bool = True
     """Whether the factor changes at all."""
@@ -155,10 +156,10 @@ class RecomputeConfigs(Configs):
     """Keep the inputs of those modules in host memory instead of the device's."""
 
     selective: bool = False
-    """Ours. Keep the results of matrix products and convolutions, compute the rest again."""
+    """Ours. Keep the results of matrix products and convolutions, and recompute the rest."""
 
-    checkpoint_shape: list[int] | None = _no_effect("offloaded tensors keep the shape they have")
-    enable_tuning: bool | None = _no_effect("nothing searches for what to compute again; name it in checkpoints")
+    checkpoint_shape: list[int] | None = _no_effect("offloaded tensors keep their shape")
+    enable_tuning: bool | None = _no_effect("nothing chooses modules to recompute; name them in checkpoints")
     refined_ops_patterns: list[Any] | None = _no_effect("selective=True keeps matrix products and convolutions")
 
 
@@ -166,7 +167,7 @@ class GradientMergeConfigs(Configs):
     """Micro-batches whose gradients make one update."""
 
     k_steps: Count = 1
-    """How many."""
+    """Number of micro-batches."""
 
     avg: bool = True
     """True: the mean of the micro-batches; False: their sum."""
@@ -183,7 +184,7 @@ class LocalSgdConfigs(Configs):
 
 
 class AdaptiveLocalSgdConfigs(Configs):
-    """Ranks that take local steps; their number follows the loss."""
+    """Ranks that take local steps; the number of steps is chosen from the loss."""
 
     init_k_steps: Count = 1
     """Steps between the first two averages."""
@@ -199,10 +200,10 @@ class DgcConfigs(Configs):
     """First step that compresses."""
 
     rampup_step: Count = 1
-    """Steps over which the sparsities of the list are gone through."""
+    """Number of steps over which training goes through the list `sparsity`."""
 
     sparsity: Annotated[list[Share], Field(min_length=1)] = [0.999]
-    """Share of the entries that stay behind."""
+    """Shares of the entries that are not sent, one after the other."""
 
 
 class LarsConfigs(Configs):
@@ -238,7 +239,7 @@ class ShardingConfigs(Configs):
     """1: optimizer state; 2: gradients too; 3: parameters too."""
 
     sharding_degree: Degree = -1
-    """Ranks that share one copy; -1: all. The rest of the ranks hold further copies."""
+    """Number of ranks that share one copy of the state; -1: all ranks. Further ranks hold further copies."""
 
     units: Names = []
     """Ours. Modules whose parameters are gathered together (stage 3); the model's direct children when empty."""
@@ -247,7 +248,7 @@ class ShardingConfigs(Configs):
     """Keep the shards in host memory."""
 
     mirror: Literal[0, 1] = 0
-    """Ours. 1: each rank keeps the optimizer state of the next one too, so that nothing is lost with a rank
+    """Ours. 1: each rank also stores the optimizer state of the next rank, so that no state is lost if a rank is lost
     (`phalanx run -n a:b`)."""
 
     segment_strategy: str | None = _no_effect("units say what is gathered together")
@@ -266,7 +267,7 @@ class ShardingConfigs(Configs):
 
 
 class PipelineConfigs(Configs):
-    """Stages of layers that pass micro-batches on."""
+    """Stages of layers, which pass micro-batches from one to the next."""
 
     accumulate_steps: Count = 1
     """Micro-batches of one step."""
@@ -278,7 +279,7 @@ class PipelineConfigs(Configs):
     """Order of the micro-batches. `F-then-B` is Fleet's word for GPipe."""
 
     cuts: Names = []
-    """Ours. Modules at which a new stage begins; stages of about equal parameters when empty."""
+    """Ours. Modules at which a new stage begins. When empty: stages with about the same number of parameters."""
 
     virtual: Count = 1
     """Ours. Stages held by each rank (Interleaved)."""
@@ -291,10 +292,10 @@ class TensorParallelConfigs(Configs):
     """Layers that are sharded over ranks."""
 
     tensor_parallel_degree: Count | None = None
-    """Ranks that hold one copy of the layers together; `mp_degree` of `hybrid_configs` says the same."""
+    """Ranks that together hold one copy of the layers; the same as `mp_degree` in `hybrid_configs`."""
 
     tensor_init_seed: Annotated[int, Field(ge=-1)] | None = _no_effect(
-        "shards are cut from the values the layer was made with"
+        "shards are taken from the initial values of the layer"
     )
 
 
@@ -302,48 +303,49 @@ class ContextParallelConfigs(Configs):
     """Ours. Ranks that compute parts of the same sequences."""
 
     degree: Count | None = None
-    """Ranks that compute a sequence together; `sep_degree` of `hybrid_configs` says the same."""
+    """Ranks that together compute a sequence; the same as `sep_degree` in `hybrid_configs`."""
 
     attention: Literal["all_gather", "ring"] = "all_gather"
-    """How attention meets the keys and values of other ranks. `all_gather`: each rank gathers all, and keeps them for
-    the backward pass. `ring`: they go around the ranks in both passes, and no rank holds all of them."""
+    """How attention gets the keys and values of other ranks. `all_gather`: each rank gathers all of them, and keeps
+    them for the backward pass. `ring`: they are passed around the ranks in both passes, and no rank holds all of
+    them."""
 
 
 class ExpertParallelConfigs(Configs):
     """Ours. Ranks that hold the experts of a mixture together."""
 
     degree: Count | None = None
-    """Ranks that hold one copy of the experts together; `ep_degree` of `hybrid_configs` says the same."""
+    """Ranks that together hold one copy of the experts; the same as `ep_degree` in `hybrid_configs`."""
 
 
 class HybridConfigs(Configs):
     """The mesh: how many ranks each kind of parallelism has."""
 
     dp_degree: Degree = -1
-    """Data-parallel replicas; -1 takes what the others leave."""
+    """Number of data-parallel replicas; -1: all ranks that the other degrees leave."""
 
     mp_degree: Count | None = None
-    """Ranks that hold one copy of the sharded layers, as `tensor_parallel_configs` says too."""
+    """Ranks that hold one copy of the sharded layers; the same as the degree in `tensor_parallel_configs`."""
 
     pp_degree: Count | None = None
     """Stages of the pipeline."""
 
     sharding_degree: Count | None = None
-    """Ranks that share one copy, as `sharding_configs` says too."""
+    """Ranks that share one copy of the state; the same as the degree in `sharding_configs`."""
 
     sep_degree: Count | None = None
-    """Ranks that compute parts of the same sequences, as `context_parallel_configs` says too."""
+    """Ranks that compute parts of the same sequences; the same as the degree in `context_parallel_configs`."""
 
     ep_degree: Count | None = None
-    """Ranks that hold one copy of the experts together, as `expert_parallel_configs` says too; they read samples of
-    their own, beside `dp_degree`."""
+    """Ranks that together hold one copy of the experts; the same as the degree in `expert_parallel_configs`. Each of
+    them reads different samples, as the replicas of `dp_degree` do."""
 
     order: list[Literal["dp", "pp", "sharding", "ep", "sep", "mp"]] = ["dp", "pp", "sharding", "ep", "sep", "mp"]
-    """From the slowest axis to the fastest."""
+    """The axes of the mesh, from the slowest to the fastest."""
 
-    cp_degree: Count | None = _no_effect("sep_degree cuts sequences")
+    cp_degree: Count | None = _no_effect("sep_degree shards sequences")
     moe_sharding_degree: Count | None = _no_effect("copies of experts are averaged over dp_degree")
-    cp_sharding_degree: Count | None = _no_effect("sep_degree cuts sequences")
+    cp_sharding_degree: Count | None = _no_effect("sep_degree shards sequences")
     enable_optimizer_timer: bool | None = _no_effect("the event file has the time of each step")
     split_norm_comm: bool | None = _no_effect("one all-reduce per group of ranks carries all norms")
     mp_configs: dict[str, Any] | None = _no_effect("tensor_parallel has no tuning switches")
@@ -352,7 +354,7 @@ class HybridConfigs(Configs):
 
 
 class ClipConfigs(Configs):
-    """Ours. What gradients are held to before the update."""
+    """Ours. How gradients are clipped before the update."""
 
     norm: Positive | None = None
     """Largest norm of all gradients together."""
@@ -365,7 +367,7 @@ class EmaConfigs(Configs):
     """Ours. An exponential moving average of the parameters."""
 
     decay: Share = 0.999
-    """Share of the average that each step keeps."""
+    """Share of the old average that remains after each step."""
 
     warmup: bool = True
-    """True: the first means forget faster."""
+    """True: the decay is smaller in the first steps, so that the average forgets the initial weights sooner."""

@@ -34,19 +34,19 @@ class DistributedStrategy(BaseModel):
     """Compile the forward pass and the loss (`torch.compile`)."""
 
     fuse_all_reduce_ops: bool = True
-    """Bucket gradients; one all-reduce per gradient when False."""
+    """Group gradients in buckets, with one all-reduce per bucket. When False: one all-reduce per gradient."""
 
     fuse_grad_size_in_MB: configs.Positive = 25.0  # noqa: N815 (Fleet's spelling)
     """MiB of gradients in a bucket. Fleet's default is 32; ours is torch DDP's."""
 
     fuse_grad_size_in_TFLOPS: configs.Positive | None = None  # noqa: N815
-    """Accepted and reported: buckets are cut by bytes only."""
+    """Accepted and reported: the size of buckets is set in bytes only."""
 
     sync_nccl_allreduce: bool = True
     """Accepted and reported: collectives are always waited for before the optimizer step."""
 
     find_unused_parameters: bool = False
-    """Accepted: parameters without a gradient are always found, on every step, and named after the first."""
+    """Accepted: parameters without a gradient are found in every step, and named after the first step."""
 
     gradient_scale_configs: dict[Literal["scale_strategy"], Literal["avg", "sum"]] = {}
     """`{"scale_strategy": "avg" | "sum"}`: whether gradients are averaged over the ranks or summed."""
@@ -58,23 +58,26 @@ class DistributedStrategy(BaseModel):
     """Keep floating-point buffers equal: batch-norm statistics are averaged with the gradients, others are rank 0's."""
 
     logical_replicas: int | None = Field(default=None, ge=0)
-    """Split every global batch over so many logical replicas, which ranks hold: the trained weights have the same bits
-    on any number of ranks up to it. When None, one for each rank of the first start: a checkpoint that is loaded on
-    fewer ranks goes on with as many replicas as it was trained with. One for each rank now when 0."""
+    """Split every global batch over this number of logical replicas, and distribute them to the ranks: the trained
+    weights are bit for bit the same on any number of ranks up to it. None: one replica for each rank of the first
+    start, so a checkpoint that is loaded on fewer ranks resumes with the number of replicas that it was trained with.
+    0: one for each rank of the current start."""
 
     balance: Literal["replicas", "samples"] | None = None
-    """Measure how fast each rank computes, and give faster ranks more of the logical replicas, or without replicas more
-    samples of each global batch, whose size stays (load balancing). Even parts when None."""
+    """Load balancing: measure how fast each rank computes, and give faster ranks more logical replicas (`replicas`), or
+    more samples of each global batch (`samples`). The global batch keeps its size. None: equal parts."""
 
     replica_threads: int = Field(default=1, gt=0)
-    """Threads with which a logical replica computes on a CPU; other numbers give other bits."""
+    """Threads that compute a logical replica on a CPU; another number of threads changes the last bits of the
+    results."""
 
     check_nan_inf: bool = False
-    """Test gradients and loss of every step, and name what was first not finite: module, operator, rank and sample."""
+    """Test gradients and loss of every step, and name where NaN or infinity first appeared: module, operator, rank and
+    sample."""
 
     audit: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Part of the updates in which another rank computes a random logical replica again; its gradients must have the
-    same bits. Finds silent corruption; needs `logical_replicas` on several ranks."""
+    """Fraction of the updates in which another rank computes a random logical replica again; its gradients must be bit
+    for bit the same. Finds silent data corruption; needs `logical_replicas` on several ranks."""
 
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by (global batch / base_batch), or by its square root, and warm up."""
@@ -83,11 +86,11 @@ class DistributedStrategy(BaseModel):
     """Global batch for which the learning rate was chosen; the per-rank batch when None."""
 
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps over which the learning rate rises linearly to its value; when None, 5 epochs for a scaled
-    rate (500 steps where the length of an epoch is not known) and 0 otherwise."""
+    """Optimizer steps over which the learning rate rises linearly to its value. None: 5 epochs if `scale_lr` is set
+    (500 steps if the length of an epoch is not known), otherwise 0."""
 
     a_sync: bool | None = None
-    """Parameter servers: True for asynchronous training, False for synchronous; asynchronous when None and the job has
+    """Parameter servers: True for asynchronous training, False for synchronous. None: asynchronous if the job has
     servers."""
 
     a_sync_configs: Annotated[dict[str, Any], KeysOf(configs.ASyncConfigs)] = {}
@@ -104,8 +107,9 @@ class DistributedStrategy(BaseModel):
     recompute_configs: Annotated[dict[str, Any], KeysOf(configs.RecomputeConfigs)] = {}
 
     out_of_memory: Literal["recompute", "raise"] = "recompute"
-    """What a rank does that runs out of memory in a forward or backward pass, in a cross entropy, or at the optimizer's
-    first step: free memory, recompute activations from then on, and repeat what failed; or raise the error."""
+    """What a rank does when it runs out of memory in a forward or backward pass, in a cross entropy, or at the
+    optimizer's first step. `recompute`: free memory, recompute activations from then on, and repeat the failed pass.
+    `raise`: raise the error."""
 
     gradient_merge: bool = False
     """Accumulate the gradients of `k_steps` batches before one update."""
@@ -118,22 +122,23 @@ class DistributedStrategy(BaseModel):
     localsgd_configs: Annotated[dict[str, Any], KeysOf(configs.LocalSgdConfigs)] = {}
 
     adaptive_localsgd: bool = False
-    """The same, with a number of steps that follows the loss."""
+    """Like `localsgd`, with a number of local steps that is chosen from the loss."""
 
     adaptive_localsgd_configs: Annotated[dict[str, Any], KeysOf(configs.AdaptiveLocalSgdConfigs)] = {}
 
     dgc: bool = False
-    """Send only the largest entries of each gradient; the rest waits on its rank. For SGD with momentum."""
+    """Send only the largest entries of each gradient; each rank adds the rest to its next gradient. For SGD with
+    momentum."""
 
     dgc_configs: Annotated[dict[str, Any], KeysOf(configs.DgcConfigs)] = {}
 
     lars: bool = False
-    """Give every parameter of an SGD optimizer a rate that follows the norms of weights and gradients."""
+    """Scale the learning rate of each parameter of an SGD optimizer by the norms of its weights and gradients."""
 
     lars_configs: Annotated[dict[str, Any], KeysOf(configs.LarsConfigs)] = {}
 
     lamb: bool = False
-    """The same for Adam."""
+    """Like `lars`, for Adam."""
 
     lamb_configs: Annotated[dict[str, Any], KeysOf(configs.LambConfigs)] = {}
 
@@ -144,7 +149,7 @@ class DistributedStrategy(BaseModel):
     """Reduce gradients within each host first, then between hosts."""
 
     hierarchical_allreduce_inter_nranks: int = Field(default=1, ge=1)
-    """Ranks of one host; what the job says when 1."""
+    """Number of ranks on one host. 1: taken from the job."""
 
     sync_batch_norm: bool = False
     """Normalise over the samples of all ranks."""
@@ -155,7 +160,7 @@ class DistributedStrategy(BaseModel):
     sharding_configs: Annotated[dict[str, Any], KeysOf(configs.ShardingConfigs)] = {}
 
     pipeline: bool = False
-    """Split the model into stages that pass micro-batches on."""
+    """Split the model into stages, which pass micro-batches from one to the next."""
 
     pipeline_configs: Annotated[dict[str, Any], KeysOf(configs.PipelineConfigs)] = {}
 
@@ -170,7 +175,8 @@ class DistributedStrategy(BaseModel):
     context_parallel_configs: Annotated[dict[str, Any], KeysOf(configs.ContextParallelConfigs)] = {}
 
     expert_parallel: bool = False
-    """Deal the experts of the modules that `px.shard` gives style `expert` to ranks; tokens travel to them."""
+    """Distribute the experts of the modules that `px.shard` gives style `expert` over ranks; tokens are sent to the
+    ranks of their experts."""
 
     expert_parallel_configs: Annotated[dict[str, Any], KeysOf(configs.ExpertParallelConfigs)] = {}
 
@@ -178,7 +184,7 @@ class DistributedStrategy(BaseModel):
     """The mesh: how many ranks each kind of parallelism has."""
 
     clip: bool = False
-    """Hold gradients to `clip_configs` before the update, over all ranks."""
+    """Clip gradients over all ranks before the update, as `clip_configs` says."""
 
     clip_configs: Annotated[dict[str, Any], KeysOf(configs.ClipConfigs)] = {}
 

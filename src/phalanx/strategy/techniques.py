@@ -17,7 +17,7 @@ _NOT_WITH_LOCAL_STEPS = {
     **dict.fromkeys(("dgc", "fp16_allreduce", "use_hierarchical_allreduce"), _NO_GRADIENTS),
     **dict.fromkeys(("sharding", "pipeline", "tensor_parallel"), _UNSHARDED),
     "context_parallel": "ranks with parts of one sequence add up their gradients in every step",
-    "sync_batch_norm": "synchronised layers make the ranks meet in every step",
+    "sync_batch_norm": "synchronised layers exchange statistics between the ranks in every step",
 }
 
 
@@ -46,7 +46,7 @@ TECHNIQUES: dict[str, Technique] = {
     "localsgd": Technique(
         effect="ranks take local steps and average their parameters",
         across_ranks=True,
-        conflicts={"adaptive_localsgd": "both say when parameters are averaged", **_NOT_WITH_LOCAL_STEPS},
+        conflicts={"adaptive_localsgd": "both decide when parameters are averaged", **_NOT_WITH_LOCAL_STEPS},
     ),
     "adaptive_localsgd": Technique(
         effect="ranks take local steps and average their parameters, less often while the loss is high",
@@ -55,7 +55,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "lars": Technique(
         effect="the step of each parameter follows its norm and its gradient's",
-        conflicts={"lamb": "both are the update rule"},
+        conflicts={"lamb": "each of them replaces the update rule"},
     ),
     "lamb": Technique(effect="the step of each parameter follows its norm and its update's"),
     "dgc": Technique(
@@ -63,7 +63,7 @@ TECHNIQUES: dict[str, Technique] = {
         across_ranks=True,
         conflicts={
             "lamb": "DGC corrects the momentum of SGD",
-            "lars": "both carry the momentum of SGD",
+            "lars": "both keep the momentum of SGD",
             "fp16_allreduce": _SPARSE,
             "use_hierarchical_allreduce": _SPARSE,
             "sharding": "each rank would need the residuals of the full gradients",
@@ -92,7 +92,7 @@ TECHNIQUES: dict[str, Technique] = {
             "a_sync": _SERVERS,
         },
         pending={
-            "sharding": "slices of optimizer state would be cut along the ranks that hold other experts",
+            "sharding": "optimizer state would be sharded over ranks that hold different experts",
             "pipeline": "stages would have to exchange tokens within a micro-batch",
             "dgc": _UNTESTED,
         },
