@@ -200,7 +200,7 @@ FAULTS: tuple[Fault, ...] = (
         script=GLOO + "if rank == 0:\n    note()\n    dist.recv(x, 1)\nelse:\n    time.sleep(1000)  # FAULT\n",
         words=("recv",),
     ),
-    Fault(name="deadlocked data worker", script=_WORKER, words=("DataLoader.__next__", "data worker (pid")),
+    Fault(name="deadlocked data worker", script=_WORKER, words=("DataLoader.__next__", "its data worker (pid")),
     Fault(
         name="uneven loaders",
         script=GLOO

@@ -61,7 +61,7 @@ PATHS = {
     "phalanx.batch(reader, batch_size=32)": "global_batch",
     "phalanx.dataset.flowers.train(use_xmap=True)": "FlowersDataset",
     "phalanx.io.DataLoader.from_generator(capacity=32)": "ShardedLoader",
-    "phalanx.common_ops_import.core.EOFException": "a loop over it ends",
+    "phalanx.common_ops_import.core.EOFException": "when the data ends",
     "phalanx.optimizer.Momentum(learning_rate=0.1)": "momentum=0.9",
     "phalanx.optimizer.SGD": "torch.optim",
     "phalanx.optimizer.Adam": "torch.optim",

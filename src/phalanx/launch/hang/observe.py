@@ -172,20 +172,31 @@ def _activity_of(pid: int) -> Activity | None:
 
 def _troubles_of_workers(pid: int) -> list[str]:
     """Say where the data workers of a rank are that waits for them."""
-    lines: dict[str, list[int]] = {}
+    troubled: dict[str, list[int]] = {}
+    located: dict[str, list[int]] = {}
     for child in proc.children(pid)[:_MAX_WORKERS]:
         state = state_of(child)
         if troubles := troubles_of(child, state):
-            lines.setdefault(troubles[0], []).append(child)
+            troubled.setdefault(troubles[0], []).append(child)
             continue
         stacks = read_stacks(child)
         location = location_of_frames(_of_dataset(stacks.main)) if stacks.main else None
         if location is not None and location.source:
-            lines.setdefault(tr("it is at {place}", place=location), []).append(child)
+            located.setdefault(str(location), []).append(child)
     return [
-        tr("of its data worker (pid {pids}): {what}", pids=", ".join(map(str, pids)), what=what)
-        for what, pids in lines.items()
+        *(
+            tr("its data worker (pid {pids}): {trouble}", pids=_listed(pids), trouble=trouble)
+            for trouble, pids in troubled.items()
+        ),
+        *(
+            tr("its data worker (pid {pids}) is at {place}", pids=_listed(pids), place=place)
+            for place, pids in located.items()
+        ),
     ]
+
+
+def _listed(pids: Sequence[int]) -> str:
+    return ", ".join(map(str, pids))
 
 
 def _of_dataset(frames: Sequence[Frame]) -> Sequence[Frame]:
