@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx as px
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.layer_strategy import collective_operators
+from phalanx.diagnose.calibrate.layers import OperatorCounter
 from phalanx.parallel.session import session
 from ranks import run_ranks
 
@@ -34,23 +34,11 @@ STYLES: dict[str, tuple[dict[str, Any], str, dict[str, LayerStrategy]]] = {
 """Styles of layers, the mesh axis whose ranks hold them, and what a planner calls that."""
 
 
-class Counted(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operators_of(model: nn.Sequential, ids: Tensor) -> list[int]:
     """Return how many operators each layer starts in a forward pass."""
     counts, x = [], ids
     for layer in model:
-        with Counted() as mode:
+        with OperatorCounter() as mode:
             x = layer(x)
         counts.append(mode.count)
     return counts

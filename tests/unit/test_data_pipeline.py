@@ -233,7 +233,7 @@ def test_verbs_of_older_frameworks_say_what_to_write(word: str, instead: str) ->
 
 
 def test_arguments_of_older_frameworks_say_what_to_write() -> None:
-    told = r"has no argument 'num_parallel_workers'\. .* Write instead: num_workers=4 of px\.data\.ShardedLoader"
+    told = r"has no argument 'num_parallel_workers'\. .* Write instead: num_workers=4 in px\.data\.ShardedLoader"
     for verb, asked in (("map", {"operations": abs}), ("batch", {"batch_size": 2}), ("shuffle", {"buffer_size": 2})):
         with pytest.raises(ConfigError, match=f"{verb} {told}"):
             getattr(numbers(3), verb)(**asked, num_parallel_workers=4)

@@ -155,7 +155,7 @@ def time_recomputation(clock: BenchmarkTimer) -> tuple[float, float]:
     """
     plain, full, selective = (_blocks(rule) for rule in (None, "full", "selective"))
     x = torch.ones(1, 4, _TINY, requires_grad=True)
-    with _Counter() as counter:
+    with OperatorCounter() as counter:
         plain(x)
     taken = []
     for _ in range(_SAMPLES + 1):
@@ -186,7 +186,7 @@ def _blocks(recompute: Literal["full", "selective"] | None) -> nn.Module:
     return model
 
 
-class _Counter(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts operators."""
 
     def __init__(self) -> None:

@@ -185,17 +185,17 @@ def _troubles_of_workers(pid: int) -> list[str]:
             located.setdefault(str(location), []).append(child)
     return [
         *(
-            tr("its data worker (pid {pids}): {trouble}", pids=_listed(pids), trouble=trouble)
+            tr("its data worker (pid {pids}): {trouble}", pids=_join_pids(pids), trouble=trouble)
             for trouble, pids in troubled.items()
         ),
         *(
-            tr("its data worker (pid {pids}) is at {place}", pids=_listed(pids), place=place)
-            for place, pids in located.items()
+            tr("its data worker (pid {pids}) is at {place}", pids=_join_pids(pids), place=location)
+            for location, pids in located.items()
         ),
     ]
 
 
-def _listed(pids: Sequence[int]) -> str:
+def _join_pids(pids: Sequence[int]) -> str:
     return ", ".join(map(str, pids))
 
 
