@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -77,6 +78,9 @@ class Launch:
             self.out, self.err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            for pid in self.alive():  # any of them holds the pipes open
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             out, err = self.process.communicate()
             raise AssertionError(f"no end after {timeout_s} s\n{out}\n{err}") from None
         return self
