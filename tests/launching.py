@@ -77,13 +77,16 @@ class Launch:
         try:
             self.out, self.err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            for pid in self.alive():  # any of them holds the pipes open
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            out, err = self.process.communicate()
-            raise AssertionError(f"no end after {timeout_s} s\n{out}\n{err}") from None
+            raise AssertionError(f"no end after {timeout_s} s\n{self._kill()}") from None
         return self
+
+    def _kill(self) -> str:
+        """Kill every process, as any of them holds the pipes open; returns everything said."""
+        self.process.kill()
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return "\n".join(self.process.communicate())
 
     @property
     def code(self) -> int:
@@ -115,8 +118,7 @@ class Launch:
         deadline = time.monotonic() + timeout_s
         while not (path.exists() and path.read_text()):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                raise AssertionError(f"{path} did not come:\n{''.join(self.process.communicate())}")
+                raise AssertionError(f"{path} did not come:\n{self._kill()}")
             time.sleep(0.01)
         return path.read_text()
 
