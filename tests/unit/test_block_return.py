@@ -46,22 +46,14 @@ def test_memory_is_short_where_the_first_steps_leave_little_of_the_limit(
     assert thresholds == ([1 << 17] if is_short else [1 << 17, 1 << 20])
 
 
-def test_memory_that_has_run_out_is_short_for_good(thresholds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "most_address_space", lambda: START)
-    blocks = BlockReturn()
-    blocks.begin(CPU)
-    blocks.tighten(CPU)
-    run_first_passes(blocks)
-    assert thresholds == [1 << 17, 1 << 17]
-
-
-def test_a_second_model_changes_nothing_where_memory_has_run_out(
-    thresholds: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_turn", [("begin", "tighten"), ("tighten", "begin")])
+def test_memory_that_has_run_out_is_short_for_good(
+    thresholds: list[int], monkeypatch: pytest.MonkeyPatch, in_turn: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(free_memory, "most_address_space", lambda: START)
     blocks = BlockReturn()
-    blocks.tighten(CPU)
-    blocks.begin(CPU)
+    for name in in_turn:  # a second model begins after the first has run out
+        getattr(blocks, name)(CPU)
     run_first_passes(blocks)
     assert thresholds == [1 << 17, 1 << 17]
 

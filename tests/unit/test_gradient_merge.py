@@ -229,14 +229,16 @@ def test_a_checkpoint_within_a_group_holds_its_gradients(tmp_path) -> None:
     assert torch.equal(again[0].weight.grad, model[0].weight.grad)
 
 
-def half_a_group(reduces_batches: bool) -> tuple[nn.Module, torch.optim.Optimizer, AccumulatedGradients]:
+def half_a_group(
+    reduces_batches: bool, is_sum: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, AccumulatedGradients]:
     """Return a net after one of two batches of an update."""
     px.init()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     merge = accumulate_gradients(optimizer, model, 2, reduces_batches=reduces_batches)
     train(model, optimizer, batches(4))
-    return model, optimizer, AccumulatedGradients(optimizer, merge, is_sharded=False)
+    return model, optimizer, AccumulatedGradients(optimizer, merge, is_sharded=False, is_sum=is_sum)
 
 
 @pytest.mark.parametrize("reduces_batches", [True, False])
@@ -251,11 +253,12 @@ def test_what_is_reduced_goes_on_in_any_job(reduces_batches: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_gradients_of_single_ranks_are_not_taken_where_every_rank_has_the_sum(caplog) -> None:
-    _, _, saved = half_a_group(False)
-    model, optimizer, loaded = half_a_group(True)
+@pytest.mark.parametrize(("is_reduced", "reason"), [(False, "those of its ranks"), (True, "a sum over its ranks")])
+def test_gradients_that_cannot_be_added_to_are_not_taken(caplog, is_reduced: bool, reason: str) -> None:
+    _, _, saved = half_a_group(is_reduced)
+    model, optimizer, loaded = half_a_group(not is_reduced, is_sum=True)
     loaded.load_state_dict(saved.state_dict())
-    assert "has gradients of 1 batches that are those of its ranks" in caplog.text
+    assert f"has gradients of 1 batches that are {reason}" in caplog.text
     train(model, optimizer, batches(4, 2))
     other, its_optimizer = made(2)
     train(other, its_optimizer, batches(4, 2))

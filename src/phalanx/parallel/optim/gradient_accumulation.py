@@ -255,12 +255,16 @@ class AccumulatedGradients:
         optimizer: Its gradients are merged.
         merge: Its group.
         is_sharded: Whether torch keeps the gradients of a group to itself; the group then begins anew.
+        is_sum: Whether gradients are summed over the ranks. At another number of ranks those of a checkpoint are shared
+            out, which a sum that is `reduced` already would not survive.
     """
 
-    def __init__(self, optimizer: Optimizer, merge: GradientAccumulation, *, is_sharded: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, merge: GradientAccumulation, *, is_sharded: bool, is_sum: bool = False
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._merge = merge
-        self._is_sharded = is_sharded
+        self._is_sharded, self._is_sum = is_sharded, is_sum
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the group is, and the gradients of this rank; those of unused parameters as zeros.
@@ -292,11 +296,12 @@ class AccumulatedGradients:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; what waited here is forgotten."""
         group, own, reduced = state["group"], state["gradients"], state.get("reduced", {})
-        if self._merge.reduces_batches and own:
+        if reason := self._why_unusable(own, reduced):
             logger.warning(
-                "gradient_merge: the checkpoint has gradients of %d batches that are those of its ranks, and ranks of "
-                "this job may leave and join (-n a:b); the update begins anew. Save after an update.",
+                "gradient_merge: the checkpoint has gradients of %d batches that are %s; the update begins again. Save "
+                "after an update.",
                 group["held"],
+                reason,
             )
             group, own, reduced = None, {}, {}
         self._merge.load_state_dict(group or {"held": 0, "batches": 0.0, "first_rows": None})
@@ -308,6 +313,14 @@ class AccumulatedGradients:
             _like(reduced.get(str(number)), param)
             for number, param in enumerate([] if optimizer is None or not reduced else list_params(optimizer))
         ]
+
+    def _why_unusable(self, own: dict[str, Tensor], reduced: dict[str, Tensor]) -> str:
+        """Return why gradients of a checkpoint cannot be added to in this job; empty if they can."""
+        if self._merge.reduces_batches and own:
+            return "those of its ranks, and ranks of this job may leave and join (-n a:b)"
+        if self._is_sum and reduced and not self._merge.reduces_batches:
+            return "a sum over its ranks, which could leave and join (-n a:b), and each rank of this job has its own"
+        return ""
 
     def _params(self) -> dict[str, Tensor]:
         optimizer = self._optimizer()

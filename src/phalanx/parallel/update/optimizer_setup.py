@@ -109,8 +109,9 @@ def _follow_plan(
             quiet=nullcontext if is_elastic else quiet,
             reduces_batches=is_elastic,
         )
-        gradients = AccumulatedGradients(optimizer, merge, is_sharded=applied.is_sharded)
-        own: Elsewhere = "share" if is_sum_of_ranks(applied.plan) else "mean"
+        is_sum = is_sum_of_ranks(applied.plan)
+        gradients = AccumulatedGradients(optimizer, merge, is_sharded=applied.is_sharded, is_sum=is_sum)
+        own: Elsewhere = "share" if is_sum else "mean"
         keep_state(optimizer, "gradient_merge", gradients, elsewhere="first" if is_elastic else own)
     if any(rule.pure for rule in applied.plan.modules):
         from phalanx.parallel.precision.master_weights import keep_master_weights
