@@ -85,21 +85,23 @@ class ASyncConfigs(Configs):
     """In half-async mode: number of steps whose gradients a worker adds up and sends together."""
 
     half_async: bool = False
-    """Ours. Half-async mode: a worker sends the sum of `max_merge_var_num` steps and waits until it is applied."""
+    """Not in Fleet. Half-async mode: a worker sends the sum of `max_merge_var_num` steps and waits until it is
+    applied."""
 
     staleness: Count | None = None
-    """Ours. Bounded staleness: no worker is more steps than this ahead of the slowest."""
+    """Not in Fleet. Bounded staleness: no worker is more steps than this ahead of the slowest."""
 
     dense: Literal["server", "all_reduce"] = "server"
-    """Ours. Where dense parameters live: on the servers, like the rows, or on every worker, where their gradients are
-    averaged in each step (hybrid mode)."""
+    """Not in Fleet. Where dense parameters live: on the servers, like the rows, or on every worker, where their
+    gradients are averaged in each step (hybrid mode)."""
 
     local_optimizer: bool = False
-    """Ours. Whether geo mode may use an update rule other than SGD; the state of the rule stays on each worker."""
+    """Not in Fleet. Whether geo mode may use an update rule other than SGD; the state of the rule stays on each
+    worker."""
 
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Ours. The type in which rows and their gradients are sent between workers and servers; servers store and log
-    float32. bfloat16: half the bytes, and each value is rounded by at most 1/256 of itself."""
+    """Not in Fleet. The type in which rows and their gradients are sent between workers and servers; servers store and
+    log float32. bfloat16: half the bytes, and each value is rounded by at most 1/256 of itself."""
 
     send_queue_size: Count | None = _no_effect("queues to the servers are bounded by bytes")
     min_send_grad_num_before_recv: Count | None = _no_effect("rows are read when a forward pass asks for them")
@@ -113,7 +115,7 @@ class AmpConfigs(Configs):
     """Mixed precision."""
 
     dtype: Literal["bfloat16", "float16"] | None = None
-    """Ours. Type of the arithmetic. Left out: bfloat16, or float16 with `use_pure_fp16`."""
+    """Not in Fleet. Type of the arithmetic. Left out: bfloat16, or float16 with `use_pure_fp16`."""
 
     use_pure_fp16: bool = False
     """Parameters in float16 too, with a float32 copy in the optimizer."""
@@ -156,7 +158,7 @@ class RecomputeConfigs(Configs):
     """Keep the inputs of those modules in host memory instead of the device's."""
 
     selective: bool = False
-    """Ours. Keep the results of matrix products and convolutions, and recompute the rest."""
+    """Not in Fleet. Keep the results of matrix products and convolutions, and recompute the rest."""
 
     checkpoint_shape: list[int] | None = _no_effect("offloaded tensors keep their shape")
     enable_tuning: bool | None = _no_effect("nothing chooses modules to recompute; name them in checkpoints")
@@ -164,13 +166,13 @@ class RecomputeConfigs(Configs):
 
 
 class GradientMergeConfigs(Configs):
-    """Micro-batches whose gradients make one update."""
+    """Gradient accumulation: several batches make one update."""
 
     k_steps: Count = 1
-    """Number of micro-batches."""
+    """Number of batches."""
 
     avg: bool = True
-    """True: the mean of the micro-batches; False: their sum."""
+    """True: the update uses the mean gradient of the batches; False: the sum."""
 
 
 class LocalSgdConfigs(Configs):
@@ -236,20 +238,21 @@ class ShardingConfigs(Configs):
     """Ranks that hold a part of optimizer state, gradients and parameters each (ZeRO)."""
 
     stage: Literal[1, 2, 3] = 1
-    """1: optimizer state; 2: gradients too; 3: parameters too."""
+    """3 gathers the parameters for the forward and again for the backward pass. 1 and 2 gather them once for both."""
 
     sharding_degree: Degree = -1
     """Number of ranks that share one copy of the state; -1: all ranks. Further ranks hold further copies."""
 
     units: Names = []
-    """Ours. Modules whose parameters are gathered together (stage 3); the model's direct children when empty."""
+    """Not in Fleet. Modules whose parameters are gathered together (stage 3); the model's direct children when
+    empty."""
 
     optimize_offload: bool = False
     """Keep the shards in host memory."""
 
     mirror: Literal[0, 1] = 0
-    """Ours. 1: each rank also stores the optimizer state of the next rank, so that no state is lost if a rank is lost
-    (`phalanx run -n a:b`)."""
+    """Not in Fleet. 1: each rank also stores the optimizer state of the next rank, so that no state is lost if a rank
+    is lost (`phalanx run -n a:b`)."""
 
     segment_strategy: str | None = _no_effect("units say what is gathered together")
     sharding_segment_strategy: str | None = _no_effect("units say what is gathered together")
@@ -279,10 +282,11 @@ class PipelineConfigs(Configs):
     """Order of the micro-batches. `F-then-B` is Fleet's word for GPipe."""
 
     cuts: Names = []
-    """Ours. Modules at which a new stage begins. When empty: stages with about the same number of parameters."""
+    """Not in Fleet. Modules at which a new stage begins. When empty: stages with about the same number of
+    parameters."""
 
     virtual: Count = 1
-    """Ours. Stages held by each rank (Interleaved)."""
+    """Not in Fleet. Stages held by each rank (Interleaved)."""
 
     p2p_cache_shape: bool | None = _no_effect("shapes are known before the first step")
     enable_partial_send_recv: bool | None = _no_effect("full activations are sent")
@@ -300,7 +304,7 @@ class TensorParallelConfigs(Configs):
 
 
 class ContextParallelConfigs(Configs):
-    """Ours. Ranks that compute parts of the same sequences."""
+    """Not in Fleet. Ranks that compute parts of the same sequences."""
 
     degree: Count | None = None
     """Ranks that together compute a sequence; the same as `sep_degree` in `hybrid_configs`."""
@@ -312,7 +316,7 @@ class ContextParallelConfigs(Configs):
 
 
 class ExpertParallelConfigs(Configs):
-    """Ours. Ranks that hold the experts of a mixture together."""
+    """Not in Fleet. Ranks that hold the experts of a mixture together."""
 
     degree: Count | None = None
     """Ranks that together hold one copy of the experts; the same as `ep_degree` in `hybrid_configs`."""
@@ -354,7 +358,7 @@ class HybridConfigs(Configs):
 
 
 class ClipConfigs(Configs):
-    """Ours. How gradients are clipped before the update."""
+    """Not in Fleet. How gradients are clipped before the update."""
 
     norm: Positive | None = None
     """Largest norm of all gradients together."""
@@ -364,7 +368,7 @@ class ClipConfigs(Configs):
 
 
 class EmaConfigs(Configs):
-    """Ours. An exponential moving average of the parameters."""
+    """Not in Fleet. An exponential moving average of the parameters."""
 
     decay: Share = 0.999
     """Share of the old average that remains after each step."""

@@ -44,7 +44,7 @@ def _keys_table(dictionary: str, configs: type[Configs]) -> list[str]:
     reasons = configs.keys_without_effect()
     for key, field in configs.model_fields.items():
         default = "" if field.default is None else f"`{field.default}`"
-        meaning = f"Accepted, does not act: {reasons[key]}." if key in reasons else field.description
+        meaning = f"Accepted, has no effect: {reasons[key]}." if key in reasons else field.description
         lines.append(f"| `{key}` | {default} | {_cell(meaning)} |")
     return lines
 

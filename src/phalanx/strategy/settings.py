@@ -31,7 +31,7 @@ class DistributedStrategy(BaseModel):
     model_config = ConfigDict(validate_assignment=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     graph: bool = False
-    """Compile the forward pass and the loss (`torch.compile`)."""
+    """Compile the forward pass (`torch.compile`); in `px.train_step` the loss and the update too."""
 
     fuse_all_reduce_ops: bool = True
     """Group gradients in buckets, with one all-reduce per bucket. When False: one all-reduce per gradient."""
@@ -40,13 +40,13 @@ class DistributedStrategy(BaseModel):
     """MiB of gradients in a bucket. Fleet's default is 32; ours is torch DDP's."""
 
     fuse_grad_size_in_TFLOPS: configs.Positive | None = None  # noqa: N815
-    """Accepted and reported: the size of buckets is set in bytes only."""
+    """Accepted, has no effect (logged): the size of buckets is set in bytes only."""
 
     sync_nccl_allreduce: bool = True
-    """Accepted and reported: collectives are always waited for before the optimizer step."""
+    """False is accepted, has no effect (logged): collectives are always waited for before the optimizer step."""
 
     find_unused_parameters: bool = False
-    """Accepted: parameters without a gradient are found in every step, and named after the first step."""
+    """Accepted, has no effect: parameters without a gradient are found in every step, and logged after the first."""
 
     gradient_scale_configs: dict[Literal["scale_strategy"], Literal["avg", "sum"]] = {}
     """`{"scale_strategy": "avg" | "sum"}`: whether gradients are averaged over the ranks or summed."""
@@ -58,10 +58,10 @@ class DistributedStrategy(BaseModel):
     """Keep floating-point buffers equal: batch-norm statistics are averaged with the gradients, others are rank 0's."""
 
     logical_replicas: int | None = Field(default=None, ge=0)
-    """Split every global batch over this number of logical replicas, and distribute them to the ranks: the trained
-    weights are bit for bit the same on any number of ranks up to it. None: one replica for each rank of the first
-    start, so a checkpoint that is loaded on fewer ranks resumes with the number of replicas that it was trained with.
-    0: one for each rank of the current start."""
+    """Split every global batch over this number of logical replicas, and distribute them to the ranks. On any number of
+    ranks that is not larger, the trained weights are bit for bit the same. None: one replica for each rank; if a
+    checkpoint is loaded on fewer ranks, it keeps the number of replicas that it was trained with. 0: one replica for
+    each rank, also after such a load."""
 
     balance: Literal["replicas", "samples"] | None = None
     """Load balancing: measure how fast each rank computes, and give faster ranks more logical replicas (`replicas`), or
