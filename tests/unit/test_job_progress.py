@@ -20,6 +20,7 @@ def test_remaining_time_follows_the_pace_of_the_last_steps() -> None:
     assert progress is not None
     assert (progress.step, progress.total, progress.fraction) == (4, 10, 0.4)
     assert (progress.epoch, progress.epochs, progress.remaining_s) == (2, 5, 6.0)
+    assert progress.loss == 1.0
     assert progress.spark == "0.0,1.0 30.0,7.0 60.0,13.0 90.0,19.0"
 
 
@@ -27,6 +28,12 @@ def test_a_script_that_tells_no_total_has_a_step_alone() -> None:
     progress = compute_progress(_events(3))
     assert progress is not None
     assert (progress.step, progress.fraction, progress.remaining_s) == (3, None, None)
+
+
+def test_a_loss_that_is_no_number_is_left_out() -> None:
+    progress = compute_progress([*_events(2), {"step": 2, "loss": "low"}])
+    assert progress is not None
+    assert (progress.step, progress.loss) == (3, 3.0)
 
 
 @pytest.mark.parametrize("events", [[], [{"time": 1.0}], [{"step": "7"}], [{"step": -1}], [{"step": True}]])

@@ -118,7 +118,7 @@ def _spec_facts(job: Job) -> list[tuple[str, str]]:
         (say("codes"), source),
         (say("datasets"), ", ".join(f"{data['name']} ({data['uri']})" for data in spec["datasets"])),
         (say("backend"), f"{job.backend}, {spec['launch']}"),
-        (say("resources"), needs(job)),
+        (say("resources"), needs(say)(job)),
         (say("attempt"), f"{job.attempt} / {1 + spec['retries']['max']}"),
         (tr("Retry of"), job.retry_of or ""),
     ]

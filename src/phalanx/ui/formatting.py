@@ -96,14 +96,26 @@ def prose(text: str) -> Markup:
     )
 
 
-def needs(job: Job) -> str:
-    """Return what a job takes of its machines, in short: `2 x 4 cpu, 8.0 GiB`."""
-    resources = job.spec.get("resources", {})
-    parts = [f"{resources.get('procs_per_node', 1)} procs"]
-    if resources.get("cpu"):
-        parts.append(f"{resources['cpu']:g} cpu")
-    if resources.get("memory"):
-        parts.append(format_gib(resources["memory"]))
-    if resources.get("gpu"):
-        parts.append(f"{resources['gpu']} gpu")
-    return f"{resources.get('nodes', 1)} × ({', '.join(parts)})"
+def needs(say: Say) -> Callable[[Job], str]:
+    """Return the function that says in short what a job takes: `2 nodes, each: 2 ranks, 4 CPU cores, 8.0 GiB`."""
+
+    def describe(job: Job) -> str:
+        resources = job.spec.get("resources", {})
+        parts = [_count(say, ("one rank", "rank count"), resources.get("procs_per_node", 1))]
+        if resources.get("cpu"):
+            parts.append(_count(say, ("one core", "core count"), resources["cpu"]))
+        if resources.get("memory"):
+            parts.append(format_gib(resources["memory"]))
+        if resources.get("gpu"):
+            parts.append(_count(say, ("one GPU", "GPU count"), resources["gpu"]))
+        each, nodes = say("list comma").join(parts), resources.get("nodes", 1)
+        text = each if nodes == 1 else say("on each node", nodes=nodes, each=each)
+        servers = (job.spec.get("servers") or {}).get("count")
+        return say("beside servers", workers=text, servers=servers) if servers else text
+
+    return describe
+
+
+def _count(say: Say, keys: tuple[str, str], count: float | str) -> str:
+    """Return a number of things, which may be a range as 1:4, in words: `keys` are of one and of more."""
+    return say(keys[count != 1], count=count if isinstance(count, str) else f"{count:g}")

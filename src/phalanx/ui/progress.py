@@ -23,6 +23,7 @@ class JobProgress:
         epoch: Epoch in progress, counted from 1; None if it is not reported.
         epochs: Epochs of the whole training; None if it is not reported.
         remaining_s: Seconds until the last step at the pace of the last reports; None where it cannot be told.
+        loss: The last one reported; None if none was.
         spark: Points of an SVG polyline of the last losses, 90 x 20; empty for fewer than two.
     """
 
@@ -31,6 +32,7 @@ class JobProgress:
     epoch: int | None = None
     epochs: int | None = None
     remaining_s: float | None = None
+    loss: float | None = None
     spark: str = ""
 
     @property
@@ -52,6 +54,7 @@ def compute_progress(events: Sequence[Mapping[str, Any]]) -> JobProgress | None:
         return None
     total, epoch = _count(last.get("total_steps")), _count(last.get("epoch"))
     done = step + 1
+    losses = [value for event in events if (value := _number(event.get("loss"))) is not None]
     total = total if total else None  # a training of no steps has no fraction
     return JobProgress(
         step=done,
@@ -59,7 +62,8 @@ def compute_progress(events: Sequence[Mapping[str, Any]]) -> JobProgress | None:
         epoch=None if epoch is None else epoch + 1,
         epochs=_count(last.get("epochs")),
         remaining_s=None if total is None else _remaining_s(events, done, total),
-        spark=_sparkline([value for event in events if (value := _number(event.get("loss"))) is not None]),
+        loss=losses[-1] if losses else None,
+        spark=_sparkline(losses),
     )
 
 

@@ -37,7 +37,6 @@ _pages.globals |= {
     "length": formatting.length,
     "span": formatting.span,
     "number": formatting.number,
-    "needs": formatting.needs,
     "size": format_bytes,
     "prose": formatting.prose,
 }
@@ -160,6 +159,7 @@ def plain_page(request: Request, template: str, status: int = 200, **values: Any
         "languages": i18n.LANGUAGES,
         "say": say,
         "badge": formatting.badge(say),
+        "needs": formatting.needs(say),
         "event_kind": formatting.event_kind(say),
         "reason_text": formatting.reason_text(spoken),
         "here": address,

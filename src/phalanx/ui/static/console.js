@@ -80,6 +80,10 @@ if (job) {
   });
 }
 
+document.addEventListener("change", (event) => {
+  if (!event.target.matches("[data-select-all]")) return;
+  for (const box of event.target.form.querySelectorAll("input[name=job]")) box.checked = event.target.checked;
+});
 document.addEventListener("change", (event) => { if (event.target.matches("[data-submit]")) event.target.form.requestSubmit(); });
 document.addEventListener("submit", (event) => {
   const question = event.submitter?.dataset.question || event.target.dataset.question;
