@@ -70,8 +70,8 @@ def report_remedy(remedy: Remedy, failure: MemoryFailure, subject: str, lost_s: 
     """
     rank = context_of.current().rank
     logger.warning(
-        "rank %d ran out of memory in %s of %s (%s). It %s, and repeats the failed computation; the results stay bit for "
-        "bit the same.%s",
+        "rank %d ran out of memory in %s of %s (%s). It %s, and repeats the failed computation; the results stay bit "
+        "for bit the same.%s",
         rank,
         _WHERE[failure.phase],
         subject,
