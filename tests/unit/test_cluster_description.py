@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def test_a_node_may_be_slower_than_its_data_sheet() -> None:
 def test_nodes_of_one_device_with_other_links_are_planned_with_the_slowest() -> None:
     nodes = [{"device": "a100", "devices": 8, "link_gb_s": link} for link in (300, 100)]
     assert read_cluster({"nodes": nodes}).weakest().nodes[0].device.link == 100e9
+
+
+def test_the_file_that_the_page_shows_describes_a_cluster(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "calibrate.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "cluster.toml").write_text(text)
+    cluster = read_cluster(tmp_path / "cluster.toml")
+    assert (cluster.devices, cluster.nodes[0].gbps, cluster.nodes[0].strided) == (16 * 8 + 4, 3200, 0.5)
+    assert cluster.usd_per_hour == pytest.approx(132 * 2.5)
 
 
 def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def markdown(settings: Iterable[Setting] = TABLE) -> str:
     lines = [
         "# Settings",
         "",
-        "Every environment variable that is read or written. Made by `make docs` from the one table in the code;",
+        "All environment variables that Phalanx reads or writes. `make docs` makes this page from a table in the code;",
         "`phalanx env --list` shows it with the current values.",
         "",
         "| variable | family | access | default | meaning | 含义 |",

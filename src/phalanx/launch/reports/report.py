@@ -99,7 +99,7 @@ def render_hang(verdict: Verdict, timeout_s: float) -> str:
     if verdict.works:
         lines.append(tr("It works, so the job is not ended while it does. `phalanx why` looks again."))
     elif timeout_s:
-        lines.append(tr("The job ends in {seconds:g} s unless it goes on (--hang-timeout).", seconds=timeout_s))
+        lines.append(tr("The job ends in {seconds:g} s unless it makes progress (--hang-timeout).", seconds=timeout_s))
     return "\n".join([*lines, "=" * width]) + "\n"
 
 

@@ -217,8 +217,8 @@ class NodeGroup:
     def _refuse_minority(self, voters: set[int]) -> None:
         live = sorted(voters & (self.mesh.connected | {self.node}))
         self.membership.refusal = (
-            f"node {self.node} is cut off: of nodes {sorted(voters)} it reaches {live} only, and the others may go on "
-            "without it"
+            f"node {self.node} is cut off: of nodes {sorted(voters)} it reaches {live} only, and the others may "
+            "continue without it"
         )
 
     def _drop_silent_voters(self) -> None:

@@ -70,13 +70,14 @@ def report_remedy(remedy: Remedy, failure: MemoryFailure, subject: str, lost_s: 
     """
     rank = context_of.current().rank
     logger.warning(
-        "rank %d ran out of memory in %s of %s (%s). It %s, and repeats what failed; results keep their bits.%s",
+        "rank %d ran out of memory in %s of %s (%s). It %s, and repeats the failed computation; the results stay bit "
+        "for bit the same.%s",
         rank,
         _WHERE[failure.phase],
         subject,
         failure.amounts,
         remedy.effect,
-        f" To begin with it: {remedy.setting}." if remedy.setting else "",
+        f" To use this from the start: {remedy.setting}." if remedy.setting else "",
     )
     append_event(
         "out_of_memory",
