@@ -76,7 +76,7 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
         add_console(app)
         address = address_of(bound, listen)
         bound.listen()  # whoever reads the address is faster than the server: it waits instead of being refused
-        talk(tr("Jobs and console at {address}/ui. Ctrl-C ends the server; jobs go on.", address=address))
+        talk(tr("Jobs and console at {address}/ui. Ctrl-C ends the server; jobs keep running.", address=address))
         if open_browser is not None:
             new_token = store.tokens.create(
                 f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600
