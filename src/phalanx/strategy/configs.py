@@ -89,7 +89,7 @@ class ASyncConfigs(Configs):
     applied."""
 
     staleness: Count | None = None
-    """Not in Fleet. Bounded staleness: no worker is more steps than this ahead of the slowest."""
+    """Not in Fleet. Bounded staleness: no worker is more than this number of steps ahead of the slowest."""
 
     dense: Literal["server", "all_reduce"] = "server"
     """Not in Fleet. Where dense parameters live: on the servers, like the rows, or on every worker, where their
@@ -345,7 +345,7 @@ class HybridConfigs(Configs):
     them reads different samples, as the replicas of `dp_degree` do."""
 
     order: list[Literal["dp", "pp", "sharding", "ep", "sep", "mp"]] = ["dp", "pp", "sharding", "ep", "sep", "mp"]
-    """The axes of the mesh, from the slowest to the fastest."""
+    """The axes of the mesh, outermost first: ranks along the last axis have consecutive numbers."""
 
     cp_degree: Count | None = _no_effect("sep_degree shards sequences")
     moe_sharding_degree: Count | None = _no_effect("copies of experts are averaged over dp_degree")

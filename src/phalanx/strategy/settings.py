@@ -58,8 +58,8 @@ class DistributedStrategy(BaseModel):
     """Keep floating-point buffers equal: batch-norm statistics are averaged with the gradients, others are rank 0's."""
 
     logical_replicas: int | None = Field(default=None, ge=0)
-    """Split every global batch over this number of logical replicas, and distribute them to the ranks. On any number of
-    ranks that is not larger, the trained weights are bit for bit the same. None: one replica for each rank; if a
+    """Split every global batch over this number of logical replicas, and distribute them to the ranks. The trained
+    weights are bit for bit the same on any number of ranks up to this number. None: one replica for each rank; if a
     checkpoint is loaded on fewer ranks, it keeps the number of replicas that it was trained with. 0: one replica for
     each rank, also after such a load."""
 

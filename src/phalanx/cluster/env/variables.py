@@ -56,7 +56,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "Folder for rows beyond a table's max_bytes; default: PHALANX_SERVER_DIR or the temporary folder",
          "存放超出 max_bytes 的表行的目录；默认为 PHALANX_SERVER_DIR 或临时目录"),
         ("PHALANX_SERVER_RETRY_S", "rw", "0",
-         "Seconds for which a worker retries a server that does not answer, without its recovery; 60 with restarts",
+         "Seconds for which a worker retries a server that does not answer, recovery not counted; 60 with restarts",
          "服务器无应答时训练进程重试的秒数，不计服务器的恢复时间；允许重启时为 60"),
         ("PHALANX_LOG_DIR", "rw", "", "Folder of the ranks' log files", "各进程日志所在目录"),
         ("PHALANX_LOG_FILE", "rw", "", "Log file of this process", "本进程的日志文件"),
