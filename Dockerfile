@@ -17,7 +17,7 @@ RUN apt-get update \
     && useradd --create-home --uid 1000 phalanx \
     && install --directory --owner=phalanx --group=phalanx /work /home/phalanx/.local/share/phalanx
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch>=2.9,<2.14" \
+RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch>=2.13,<2.14" \
     && pip install --no-cache-dir --find-links /wheels "phalanx[all]"
 USER phalanx
 WORKDIR /work

@@ -18,7 +18,7 @@ TORCHVISION = $(BIN)/python -c "import torch; print('torchvision==0.%d.*' % (int
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14"
 	$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/torch.txt --editable ".[examples,postgresql,s3,kubernetes]" --group dev --group foreign
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vision "$$($(TORCHVISION))" timm

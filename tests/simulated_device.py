@@ -193,10 +193,7 @@ class _Event:
         return 1e3 * (later._seconds - self._seconds)
 
 
-_Base: Any = getattr(backend_registration, "_DummyBackendModule", object)  # torch 2.9 has none
-
-
-class _Module(_Base):
+class _Module(backend_registration._DummyBackendModule):
     """What torch and `phalanx.accelerator` ask of the device: `torch.sim`."""
 
     Event = _Event

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CHECKED_ON = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0")
+CHECKED_ON = ("2.13.0",)
 """Releases of torch in which all names were there."""
 
 PRIVATE_NAMES: frozenset[str] = frozenset({
@@ -52,7 +52,6 @@ PRIVATE_NAMES: frozenset[str] = frozenset({
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._world.pg_map",
-    "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops",
     "torch.distributed.pipelining._backward.stage_backward_input",
     "torch.distributed.pipelining._backward.stage_backward_weight",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator",
@@ -84,11 +83,11 @@ PRIVATE_ATTRIBUTES: dict[str, str] = {
     "_compiled_call_impl": "torch.nn.Module",
     "_forward_hooks": "torch.nn.Module",
     "_forward_pre_hooks": "torch.nn.Module",
+    "_fsdp_param_groups": _SHARDING + "_fsdp_state.FSDPState",
     "_get_fsdp_state": "torch.distributed.fsdp.FSDPModule",
     "_get_sequence_number_for_group": "torch.distributed.ProcessGroup",
     "_index_sampler": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "_is_view": "torch.Tensor",
-    "_merge_outputs": "torch.distributed.pipelining.ScheduleGPipe",
     "_modules_to_run_forward": _SHARDING + "_fsdp_state.FSDPState",
     "_new_shared_fd_cpu": "torch.UntypedStorage",
     "_next_index": "torch.utils.data.dataloader._BaseDataLoaderIter",
@@ -108,17 +107,11 @@ PRIVATE_ATTRIBUTES: dict[str, str] = {
 }
 """Attributes of objects that torch makes, each with what has it."""
 
-ALTERNATIVES: frozenset[str] = frozenset({"_fsdp_param_group", "_fsdp_param_groups"})
-"""Attributes of which each release has one; the code looks which."""
-
 
 def missing_names() -> list[str]:
     """Return the names that the installed torch does not have."""
     full = [name for name in sorted(PRIVATE_NAMES) if not _exists(name)]
     missing = [f"{owner}.{name}" for name, owner in PRIVATE_ATTRIBUTES.items() if not _has_attribute(owner, name)]
-    state = _SHARDING + "_fsdp_state.FSDPState"
-    if not any(_has_attribute(state, name) for name in ALTERNATIVES):
-        missing.append(f"{state}: none of {', '.join(sorted(ALTERNATIVES))}")
     return full + missing
 
 

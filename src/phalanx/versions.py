@@ -8,7 +8,7 @@ import re
 
 from phalanx.errors import ConfigError
 
-TORCH_MINIMUM = (2, 9)
+TORCH_MINIMUM = (2, 13)
 """Oldest torch release tested, as (major, minor)."""
 
 TORCH_BELOW = (2, 14)

@@ -123,7 +123,6 @@ def _together(per_rank: list[list[list[int]]]) -> list[list[int]]:
     return [[row for part in step for row in part] for step in zip(*per_rank, strict=True)]
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.9, of its own torch.export.load
 @pytest.mark.parametrize("saved_ranks", [2, 4])
 def test_data_parallel_training_goes_on_at_any_number_of_ranks(tmp_path: Path, saved_ranks: int) -> None:
     folder = tmp_path / "dp"

@@ -39,4 +39,4 @@ def test_every_way_in_names_an_old_torch():
         [sys.executable, "-c", SCRIPT, json.dumps(WAYS_IN)], capture_output=True, text=True, timeout=60, check=True
     )
     for way, said in json.loads(done.stdout).items():
-        assert "ConfigError: Phalanx needs torch >=2.9,<2.14 (a CPU or a CUDA build), found 1.9.0" in said, way
+        assert "ConfigError: Phalanx needs torch >=2.13,<2.14 (a CPU or a CUDA build), found 1.9.0" in said, way

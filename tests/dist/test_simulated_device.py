@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import backend_registration
 
 import phalanx as px
 import simulated_device
@@ -19,13 +18,7 @@ from phalanx.data.samples import batch
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(
-        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-        reason="torch 2.9 takes no devices that are written in Python",
-    ),
-]
+pytestmark = pytest.mark.dist
 
 
 def rows() -> torch.utils.data.TensorDataset:

@@ -340,9 +340,6 @@ def test_dummies_that_this_host_has_no_memory_for_are_an_error_and_not_tried() -
         capture(model, torch.zeros(2, 4))
 
 
-needs_grouped_mm = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 has no F.grouped_mm")
-
-
 class Grouped(nn.Module):
     """A product of one matrix for each group of rows, as mixtures of experts have."""
 
@@ -355,7 +352,6 @@ class Grouped(nn.Module):
         return F.grouped_mm(x, self.experts, offs=ends)
 
 
-@needs_grouped_mm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_of_any_dtype_need_no_dummies(dtype: torch.dtype) -> None:
     model, rows = Grouped().to(dtype), torch.zeros(6, 8, dtype=dtype)
@@ -366,7 +362,6 @@ def test_grouped_products_of_any_dtype_need_no_dummies(dtype: torch.dtype) -> No
     assert (3, 8, 16) in [op.outputs[0].shape for op in products if op.phase == "backward"], "a gradient of each matrix"
 
 
-@needs_grouped_mm
 @pytest.mark.parametrize(
     ("left", "right", "groups"),
     [((6, 8), (3, 8, 16), 3), ((8, 12), (12, 16), 3), ((3, 5, 8), (3, 8, 16), 0), ((3, 4, 8), (8, 16), 3)],

@@ -47,7 +47,7 @@ def limits(**said: Any) -> HostLimits:
         (checks.python((3, 11)), "ok", ""),
         (checks.python((3, 10)), "failed", "Install Python 3.11"),
         (checks.torch_build("2.13.0", "no CUDA GPU"), "ok", ""),
-        (checks.torch_build("2.4.1", ""), "failed", "Phalanx needs torch >=2.9,<2.14"),
+        (checks.torch_build("2.4.1", ""), "failed", "Phalanx needs torch >=2.13,<2.14"),
         (checks.native_core(""), "ok", ""),
         (checks.native_core("no module"), "failed", "Reinstall phalanx"),
         (checks.native_core("no module", installed=False), "warning", "C++20 compiler"),

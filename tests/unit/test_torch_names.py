@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 from phalanx import torch_names
-from phalanx.parallel.zero.interrupted import _groups
 from phalanx.versions import TORCH_BELOW, TORCH_MINIMUM
 from torch_internals import private_names
 
@@ -24,7 +22,7 @@ def test_every_private_name_in_the_code_is_listed() -> None:
 
 def test_every_private_attribute_in_the_code_is_listed() -> None:
     used = {name[1:] for name in private_names() if name.startswith(".")} - OF_OTHERS
-    assert used == torch_names.PRIVATE_ATTRIBUTES.keys() | torch_names.ALTERNATIVES
+    assert used == torch_names.PRIVATE_ATTRIBUTES.keys()
 
 
 def test_the_installed_torch_has_them() -> None:
@@ -34,15 +32,7 @@ def test_the_installed_torch_has_them() -> None:
 def test_a_name_that_is_gone_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(torch_names, "PRIVATE_NAMES", frozenset({"torch._C._gone", "torch._gone.too"}))
     monkeypatch.setattr(torch_names, "PRIVATE_ATTRIBUTES", {"_gone": "torch.nn.Module"})
-    monkeypatch.setattr(torch_names, "ALTERNATIVES", frozenset({"_gone"}))
-    assert len(torch_names.missing_names()) == 4
-
-
-def test_a_unit_of_zero_has_its_groups_under_either_name() -> None:
-    group = object()
-    assert _groups(SimpleNamespace(_fsdp_param_groups=[group])) == [group]  # torch 2.13
-    assert _groups(SimpleNamespace(_fsdp_param_group=group)) == [group]  # torch 2.9 to 2.11
-    assert _groups(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert len(torch_names.missing_names()) == 3
 
 
 def test_the_ends_of_the_supported_range_were_checked() -> None:

@@ -42,7 +42,6 @@ from phalanx.parallel.pipeline.schedule import (
     infer_stage_shapes,
     microbatches_of,
     schedule_for,
-    take_step,
 )
 from phalanx.parallel.pipeline.stage_io import pack, unpack
 from phalanx.parallel.pipeline.stage_state import check_not_shared, free_parameters
@@ -194,7 +193,8 @@ class PipelineEngine:
         numbers = torch.arange(count)
         with self._together("a pipeline's step"):
             with self._streams.step():
-                take_step(schedule, [numbers] if 0 in self.route.mine else [], numbers)
+                of_first = [numbers] if 0 in self.route.mine else []
+                schedule.step(*of_first, target=numbers, return_outputs=False)
             if self.sharded is not None:
                 self.sharded.reduce()
             if self.reducer is not None:

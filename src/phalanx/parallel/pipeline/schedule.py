@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed import P2POp
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -30,9 +28,6 @@ from phalanx.plan.pipeline_order import is_gpipe
 from phalanx.plan.value import Schedule
 
 logger = logging.getLogger("phalanx.parallel")
-
-_ALWAYS_MERGES = "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters
-"""Whether torch puts the outputs of micro-batches together after every step, as 2.9 does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +114,6 @@ def infer_stage_shapes(stages: Sequence[StageModule], route: StageRoute) -> Ends
     return ends
 
 
-class _Stage(PipelineStage):
-    """A stage whose first messages have the size that their receivers expect, which those of torch 2.9 have not."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        transfers = PipelineStage._get_init_p2p_neighbors_ops(self)
-        for transfer in transfers:
-            transfer.tensor = transfer.tensor.float().reshape(1)
-        return transfers
-
-
 def schedule_for(
     stages: Sequence[StageModule], ends: Ends, route: StageRoute, microbatches: int, loss: Callable[..., Tensor]
 ) -> Any:
@@ -145,7 +130,7 @@ def schedule_for(
     shapes = {index: (_to_meta(taken), _to_meta(outputs)) for index, (taken, outputs) in ends.items()}
     whole = [stage.index for stage in stages if kind == "zero_bubble" and not _splits(stage, *ends[stage.index])]
     own_stages: list[Any] = [
-        _Stage(
+        PipelineStage(
             stage,
             stage.index,
             route.count,
@@ -165,21 +150,6 @@ def schedule_for(
     # torch's 1F1B refuses fewer micro-batches than stages.
     all_first = is_gpipe(route.schedule, microbatches, route.count)
     return (ScheduleGPipe if all_first else Schedule1F1B)(own_stages[0], **settings)
-
-
-def take_step(schedule: Any, inputs: Sequence[Tensor], target: Tensor) -> None:
-    """Run a step of a schedule without putting the outputs of its micro-batches together: nobody reads them.
-
-    Args:
-        schedule: Of `schedule_for`.
-        inputs: What the first stage takes, where it is here.
-        target: One number for each micro-batch, as of `inputs`.
-    """
-    if _ALWAYS_MERGES:
-        schedule._merge_outputs = lambda chunks: None
-        schedule.step(*inputs, target=target)
-    else:
-        schedule.step(*inputs, target=target, return_outputs=False)
 
 
 def _splits(stage: StageModule, taken: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

@@ -22,22 +22,15 @@ def reset_passes(model: nn.Module) -> None:
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
         state._comm_ctx.post_forward_order.clear()
-        for group in _groups(state):
+        for group in state._fsdp_param_groups:
             group._training_state = idle
             group._post_forward_indices.clear()
 
 
 def is_all_gathered(model: nn.Module) -> bool:
     """Return whether no unit has let go of its parameters yet, as all do at the end of their backward pass."""
-    return all(group.is_unsharded for state in _states(model) for group in _groups(state))
+    return all(group.is_unsharded for state in _states(model) for group in state._fsdp_param_groups)
 
 
 def _states(model: nn.Module) -> Iterator[Any]:
     return (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters of a unit; releases of torch know one or several."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
