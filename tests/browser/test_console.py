@@ -111,8 +111,10 @@ def test_several_jobs_are_sorted_compared_and_stopped(browser, server):
     browser.find_element(By.LINK_TEXT, "Name").click()
     names = lambda: [row.text for row in browser.find_elements(By.CSS_SELECTOR, "tbody th")]  # noqa: E731
     _until(browser, lambda: names() == sorted((job.id for job in jobs), reverse=True) or names() == sorted(names()))
-    for box in browser.find_elements(By.NAME, "job"):
-        box.click()
+    assert [row.text for row in browser.find_elements(By.CSS_SELECTOR, "td.resources")] == ["1 rank", "1 rank"]
+    assert "loss 0.2" in browser.find_element(By.CSS_SELECTOR, "tbody .progress").text
+    browser.find_element(By.CSS_SELECTOR, "[data-select-all]").click()
+    assert all(box.is_selected() for box in browser.find_elements(By.NAME, "job"))
     browser.find_element(By.CSS_SELECTOR, "button[value=compare]").click()
     _until(browser, lambda: "env.LR" in _text(browser))
     _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "[data-compare] canvas")) == 2)
