@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.elastic.rolling_restart import RESTART_SIGNAL, RollingRestart
+from phalanx.launch.job.servers.rolling_restart import RESTART_SIGNAL, RollingRestart
 
 SERVERS = [SimpleNamespace(id=f"server.{rank}", role="server", title=f"server {rank}") for rank in range(2)]
 

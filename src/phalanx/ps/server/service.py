@@ -30,7 +30,7 @@ from phalanx.ps.server.load_turn import LoadTurn
 from phalanx.ps.server.log import UNLOGGED, Log, LogEntry
 from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.write_freeze import WriteFreeze
-from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.snapshot.moment import LEFT
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")

@@ -85,7 +85,7 @@ class RollingRestart:
         if command == {"servers": "restart"}:
             return self._begin()
         if command == {"servers": "progress"}:
-            return self._progress()
+            return self.progress
         if command == {"servers": "restarted"}:
             return _titles(self._back)
         raise LaunchError(f"{command} is no command of this job. Known: servers, with restart, progress or restarted.")
@@ -123,7 +123,7 @@ class RollingRestart:
         return True
 
     def _begin(self) -> str:
-        if progress := self._progress():
+        if progress := self.progress:
             raise LaunchError(f"The servers are being started again: {progress}. Wait until they are back.")
         if self._has_ended or not self._has_workers():
             raise LaunchError(
@@ -144,7 +144,9 @@ class RollingRestart:
         self._turn = _Turn(server, time.monotonic())
         self._send([server.id], RESTART_SIGNAL)
 
-    def _progress(self) -> str:
+    @property
+    def progress(self) -> str:
+        """How far a restart is; empty where none is under way."""
         if self._turn is None:
             return f"{len(self._waiting)} of {len(self._servers)} wait" if self._waiting else ""
         does = "recovers" if self._turn.ended_at else "writes its state"
