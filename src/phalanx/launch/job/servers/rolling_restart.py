@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.errors import LaunchError
 from phalanx.launch.process import environment
@@ -20,6 +20,14 @@ logger = logging.getLogger("phalanx.launch")
 
 RESTART_SIGNAL = signal.SIGUSR1
 """What has a server write a base of its state and end."""
+
+
+class SendSignal(Protocol):
+    """Sends a signal to processes by their ids, each with all that it has started, or alone."""
+
+    def __call__(self, names: Sequence[str], number: int, *, is_group: bool = True) -> None:
+        """Send it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -46,7 +54,7 @@ class RollingRestart:
     Args:
         layout: The job, of which this restarts the servers of this host.
         facts: Further facts of it.
-        send: Sends a signal to processes, by their ids.
+        send: Sends a signal to processes.
         patience_s: How long a server may take to end. It is killed then, and recovers with its log.
         has_workers: Whether there are workers that train.
     """
@@ -55,7 +63,7 @@ class RollingRestart:
         self,
         layout: Topology,
         facts: JobFacts,
-        send: Callable[[Sequence[str], int], None],
+        send: SendSignal,
         patience_s: float,
         *,
         has_workers: Callable[[], bool],
@@ -142,7 +150,8 @@ class RollingRestart:
 
     def _ask(self, server: Process) -> None:
         self._turn = _Turn(server, time.monotonic())
-        self._send([server.id], RESTART_SIGNAL)
+        # What its script has started knows nothing of this signal, and would end by it.
+        self._send([server.id], RESTART_SIGNAL, is_group=False)
 
     @property
     def progress(self) -> str:
