@@ -16,7 +16,7 @@ import pytest
 import ps_simulator as sim
 from launching import wait_until
 from phalanx.launch.job.servers import hand_over
-from phalanx.launch.job.servers.hand_over import HandOver, Phase
+from phalanx.launch.job.servers.hand_over import HandOver, HandOverPhase
 from phalanx.ps.serving.servers_replica import ServersReplica, find_servers
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.stores.base import PullSpec
@@ -44,16 +44,16 @@ class Change:
         self.folder, self.before, self.after, self.number = folder, before, after, number
         self.hand_over = HandOver(before.endpoints, after.endpoints, SECRET, "test", folder / f"layout-{number}")
 
-    def wait(self, phase: Phase) -> None:
+    def wait(self, phase: HandOverPhase) -> None:
         wait_until(lambda: self.hand_over.phase is phase or self.hand_over.failure)
         assert not self.hand_over.failure
 
     def read(self) -> None:
         """Let the new servers have the tables."""
-        self.wait(Phase.LOAD)
+        self.wait(HandOverPhase.LOAD)
         for server in self.after:
             server.start()
-        self.wait(Phase.READY)
+        self.wait(HandOverPhase.READY)
 
     def commit(self) -> None:
         layout = ServerLayout(self.number, tuple(self.after.endpoints), f"layout-{self.number}")
@@ -142,7 +142,7 @@ def test_a_save_waits_and_is_one_of_the_new_servers(tmp_path: Path) -> None:
         store.declare([sim.SPEC])
         store.push([TableUpdate("ids", sim.EVERY_KEY, np.ones((len(sim.EVERY_KEY), sim.DIM), np.float32))])
         with changing(tmp_path, made, 3) as change:
-            change.wait(Phase.LOAD)
+            change.wait(HandOverPhase.LOAD)
             saving = threading.Thread(target=store.save, args=(tmp_path / "saved", {}))
             saving.start()
             change.read()
@@ -182,7 +182,7 @@ def test_a_change_that_is_given_up_leaves_the_servers_as_they_are(tmp_path: Path
         store = connected(made, tmp_path)
         store.declare([sim.SPEC])
         with changing(tmp_path, made, 3) as change:
-            change.wait(Phase.LOAD)
+            change.wait(HandOverPhase.LOAD)
             store.push([TableUpdate("ids", sim.EVERY_KEY, np.ones((len(sim.EVERY_KEY), sim.DIM), np.float32))])
             change.hand_over.give_up("no more")
             store.save(tmp_path / "saved", {})
@@ -203,7 +203,7 @@ def test_in_mode_sync_the_step_under_way_ends_first(tmp_path: Path) -> None:
         stores[0].flush()
         with changing(tmp_path, made, 1) as change:
             time.sleep(0.2)
-            assert change.hand_over.phase is Phase.STOP
+            assert change.hand_over.phase is HandOverPhase.STOP
             stores[1].push(update, step=0)
             change.read()
             # The next step of both is held back, and done by the new server.

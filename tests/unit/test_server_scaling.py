@@ -15,7 +15,7 @@ from launching import wait_until
 from phalanx.errors import LaunchError
 from phalanx.launch.job.servers import hand_over
 from phalanx.launch.job.servers.commands import ServerCommands
-from phalanx.launch.job.servers.hand_over import Phase
+from phalanx.launch.job.servers.hand_over import HandOverPhase
 from phalanx.launch.job.servers.scaling import publish_servers
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process.environment import JobFacts
@@ -29,7 +29,7 @@ class FakeHandOver:
 
     def __init__(self, before: Any, after: Any, secret: bytes, job: str, folder: Path) -> None:
         self.before, self.after, self.folder = list(before), list(after), folder
-        self.phase, self.failure, self.is_committed = Phase.STOP, "", False
+        self.phase, self.failure, self.is_committed = HandOverPhase.STOP, "", False
         folder.mkdir(parents=True)
         FakeHandOver.last = self
 
@@ -127,12 +127,12 @@ def test_new_servers_start_when_their_tables_are_written_and_take_the_place_when
     change = FakeHandOver.last
     job.commands.poll()
     assert not job.started
-    change.phase = Phase.LOAD
+    change.phase = HandOverPhase.LOAD
     job.commands.poll()
     assert [process.id for process in job.started] == ["server.0.1", "server.1.1", "server.2.1"]
     assert [process.endpoint for process in job.started] == change.after
     assert job.starter.layout is old
-    change.phase = Phase.READY
+    change.phase = HandOverPhase.READY
     job.commands.poll()
     assert change.is_committed
     assert job.sent == [(["server.0", "server.1"], signal.SIGKILL)]
@@ -161,13 +161,13 @@ def test_new_servers_start_when_their_tables_are_written_and_take_the_place_when
 @pytest.mark.parametrize("who", ["old server", "new server", "worker"])
 def test_a_process_that_ends_before_the_commit_gives_the_change_up(job: Job, who: str) -> None:
     job.scale(3)
-    FakeHandOver.last.phase = Phase.LOAD
+    FakeHandOver.last.phase = HandOverPhase.LOAD
     job.commands.poll()
     old, worker = job.starter.layout.local[0], job.starter.layout.local[2]
     process = {"old server": old, "new server": job.started[1], "worker": worker}[who]
     # Others than new servers are started again as ever.
     assert job.commands.is_spare(process, failed=True) == (who == "new server")
-    FakeHandOver.last.phase = Phase.READY
+    FakeHandOver.last.phase = HandOverPhase.READY
     job.commands.poll()
     assert not FakeHandOver.last.is_committed
     left = [new for new in job.started if new is not process]
@@ -183,9 +183,9 @@ def test_a_process_that_ends_before_the_commit_gives_the_change_up(job: Job, who
 
 def test_a_layout_that_cannot_be_written_gives_the_change_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.scale(1)
-    FakeHandOver.last.phase = Phase.LOAD
+    FakeHandOver.last.phase = HandOverPhase.LOAD
     job.commands.poll()
-    FakeHandOver.last.phase = Phase.READY
+    FakeHandOver.last.phase = HandOverPhase.READY
     (job.folder / "servers" / "layout.json").mkdir()
     job.commands.poll()
     assert not FakeHandOver.last.is_committed

@@ -60,16 +60,16 @@ class ServerCommands:
         Raises:
             LaunchError: If it cannot be done; gives the reason.
         """
-        asked = command.get("servers")
-        if asked == "scale":
+        operation = command.get("servers")
+        if operation == "scale":
             if progress := self._rolling.progress:
                 obstacle = f"The servers are being started again: {progress}. Wait until they are back."
             return self._scaling.begin(command.get("count"), obstacle)
-        if asked == "scaling":
+        if operation == "scaling":
             return self._scaling.progress
-        if asked == "scaled":
+        if operation == "scaled":
             return self._scaling.outcome
-        if asked == "restart" and (busy := self._scaling.busy):
+        if operation == "restart" and (busy := self._scaling.busy):
             raise LaunchError(busy)
         return self._rolling.answer(command)
 

@@ -48,7 +48,7 @@ _ANSWER_S = 600.0
 """Longest silence of a server that writes or reads its tables."""
 
 
-class Phase(Enum):
+class HandOverPhase(Enum):
     """How far it is."""
 
     STOP = "stop"
@@ -80,13 +80,13 @@ class HandOver:
         self._job, self._folder = job, folder
         self._token = secrets.token_hex(4)
         self._changed = threading.Condition()
-        self._phase, self._failure = Phase.STOP, ""
+        self._phase, self._failure = HandOverPhase.STOP, ""
         self._is_decided = self._is_committed = False
         self._thread = threading.Thread(target=self._run, name="hand tables over", daemon=True)
         self._thread.start()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> HandOverPhase:
         """How far it is."""
         with self._changed:
             return self._phase
@@ -135,10 +135,10 @@ class HandOver:
             try:
                 states = self._stop(servers)
                 self._write(servers, states)
-                self._enter(Phase.LOAD)
+                self._enter(HandOverPhase.LOAD)
                 for rank, endpoint in enumerate(self._after):
                     self._wait_for(endpoint, rank)
-                self._enter(Phase.READY)
+                self._enter(HandOverPhase.READY)
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_decided)
             finally:
@@ -184,7 +184,7 @@ class HandOver:
         return states
 
     def _write(self, servers: Sequence[Connection], states: Sequence[Mapping[str, Any]]) -> None:
-        self._enter(Phase.WRITE)
+        self._enter(HandOverPhase.WRITE)
         files = self._folder / "files"
         files.mkdir(parents=True)
         request = {"token": self._token, "directory": str(files), "save": self._token, "mode": "full"}
@@ -214,7 +214,7 @@ class HandOver:
             connect_s=_CONNECT_S,
         )
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: HandOverPhase) -> None:
         with self._changed:
             self._require_wanted()
             self._phase = phase

@@ -228,8 +228,8 @@ class ServerScaling:
 
     def _sockets_after(self, sockets: Sequence[socket.socket], number: int) -> dict[str, socket.socket]:
         old = {process.id for process in _servers(self.starter.layout)}
-        kept = {name: bound for name, bound in self.starter.endpoints.items() if name not in old}
-        return kept | {f"server.{rank}.{number}": bound for rank, bound in enumerate(sockets)}
+        others = {name: bound for name, bound in self.starter.endpoints.items() if name not in old}
+        return others | {f"server.{rank}.{number}": bound for rank, bound in enumerate(sockets)}
 
     def _commit(self, change: _Change) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from phalanx.errors import DataError
-from phalanx.files import write_atomically
+from phalanx.files import temporary_path
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -28,8 +27,13 @@ class ServerLayout:
     """Name of the folder beside the file that holds their state, a folder for each by rank."""
 
     def write(self, path: Path) -> None:
-        """Put it in place of the layout there, in one step and durably."""
-        write_atomically(path, json.dumps(_layout.dump_python(self, mode="json")))
+        """Put it in place of the layout there, in one step, and last: after an `OSError` that is as it was.
+
+        It need not outlive the machine, for the job does not.
+        """
+        part = temporary_path(path)
+        part.write_bytes(_layout.dump_json(self))
+        part.replace(path)
 
 
 _layout: TypeAdapter[ServerLayout] = TypeAdapter(ServerLayout)
