@@ -146,8 +146,8 @@ def test_new_servers_start_when_their_tables_are_written_and_take_the_place_when
     job.commands.poll()
     assert job.commands.answer({"servers": "scaling"}) == "the old servers end"
     assert (job.folder / "servers" / "0").exists()
-    for name in ("server.0", "server.1"):
-        job.commands.note_end(name)
+    for process in old.local[:2]:
+        assert job.commands.is_spare(process, failed=True)
     outcome = job.outcome()
     assert (outcome["before"], outcome["servers"]) == (2, 3)
     assert sorted(path.name for path in (job.folder / "servers").iterdir()) == ["layout-1", "layout.json"]

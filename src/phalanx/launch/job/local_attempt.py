@@ -309,12 +309,11 @@ class LocalAttempt:
             raise InternalError(f"The job's store ended by itself; see {self.facts.log_dir}/launcher.store.")
         process = self._alive.pop(name, None)
         if process is None:
-            self._server_commands.note_end(name)
             return
         process_exit = self._exit_records.of_process(process, code, at, is_stopping=self._stopping)
-        self.hang.note_end(process.title, describe_exit(process_exit))
         if self._server_commands.is_spare(process, failed=process_exit.failed):
             return
+        self.hang.note_end(process.title, describe_exit(process_exit))
         goes_on = not self._stopping and self._failed_at is None
         if goes_on and self._server_commands.take_end(process, failed=process_exit.failed):
             self._start(process)
@@ -346,10 +345,7 @@ class LocalAttempt:
         return self._server_commands.answer(command)
 
     def _adopt_servers(self, starter: Starter) -> None:
-        """Go on with other servers; those there were are ended by the caller, and nobody here waits for that."""
-        for process in self.layout.local:
-            if process.role == "server":
-                del self._alive[process.id]
+        """Go on with other servers; the caller ends those there were."""
         logs = {process.log_file for process in self.layout.local}
         for process in starter.layout.local:
             if process.log_file not in logs:

@@ -83,12 +83,8 @@ class ServerCommands:
         return self._rolling.take_end(process, failed=failed)
 
     def is_spare(self, process: Process, *, failed: bool) -> bool:
-        """Take notice that a process ended; returns whether the job was to have it as a server, and goes on without."""
+        """Take notice that a process ended; returns whether it was a server, but none of the job's."""
         return self._scaling.take_end(process, failed=failed)
-
-    def note_end(self, process_id: str) -> None:
-        """Take notice that a server ended which is the job's no more."""
-        self._scaling.note_end(process_id)
 
     def stop(self) -> None:
         """Give up what is under way: the attempt ends."""

@@ -55,7 +55,7 @@ class _Change:
     is_started: bool = False
     is_committed: bool = False
     running: set[str] = field(default_factory=set)
-    """Ids of the processes whose end is waited for: new servers, once it is given up; old ones after the commit."""
+    """Ids of servers that are none of the job's: the new ones before the commit, the old ones after it."""
 
     seconds: float = 0.0
     """From the command to the commit."""
@@ -178,22 +178,19 @@ class ServerScaling:
         self._report()
 
     def take_end(self, process: Process, *, failed: bool) -> bool:
-        """Return whether a process that ended was one of the new servers, before they are the job's."""
-        change = self._change
-        if change is None or change.is_committed:
-            return False
-        is_new = process in change.after.layout.local and process.role == "server"
-        if is_new:
-            change.running.discard(process.id)
-        if failed or process.role == "server":
-            name = tr("new {process}", process=process.title) if is_new else process.title
-            change.hand_over.give_up(tr("{process} ended", process=name))
-        return is_new
+        """Return whether a process that ended was none of the job's: a new server before the commit, an old one after.
 
-    def note_end(self, process_id: str) -> None:
-        """Take notice that a server ended which is the job's no more."""
-        if self._change is not None:
-            self._change.running.discard(process_id)
+        Before the commit the end of any other server, or of a worker that failed, gives the change up.
+        """
+        change = self._change
+        if change is None:
+            return False
+        is_spare = process.id in change.running
+        change.running.discard(process.id)
+        if not change.is_committed and (failed or process.role == "server"):
+            name = tr("new {process}", process=process.title) if is_spare else process.title
+            change.hand_over.give_up(tr("{process} ended", process=name))
+        return is_spare
 
     def stop(self) -> None:
         """Give up a change under way: the attempt ends, and every process with it."""
