@@ -15,6 +15,7 @@ import pytest
 
 import ps_simulator as sim
 from launching import wait_until
+from phalanx.errors import ConfigError
 from phalanx.launch.job.servers import hand_over
 from phalanx.launch.job.servers.hand_over import HandOver, HandOverPhase
 from phalanx.ps.serving.servers_replica import ServersReplica, find_servers
@@ -42,7 +43,8 @@ class Change:
 
     def __init__(self, folder: Path, before: Servers, after: Servers, number: int) -> None:
         self.folder, self.before, self.after, self.number = folder, before, after, number
-        self.hand_over = HandOver(before.endpoints, after.endpoints, SECRET, "test", folder / f"layout-{number}")
+        about = {"secret": SECRET, "job": "test", "workers": 2, "folder": folder / f"layout-{number}"}
+        self.hand_over = HandOver(before.endpoints, after.endpoints, **about)
 
     def wait(self, phase: HandOverPhase) -> None:
         wait_until(lambda: self.hand_over.phase is phase or self.hand_over.failure)
@@ -191,6 +193,48 @@ def test_a_change_that_is_given_up_leaves_the_servers_as_they_are(tmp_path: Path
         assert store.report()["ids"].pushed == len(sim.EVERY_KEY)
         store.leave()
         store.close()
+
+
+def test_workers_that_have_left_or_not_come_yet_hold_no_change_up(tmp_path: Path) -> None:
+    with servers(2, tmp_path, RETRY, state=True) as made:
+        stores = [connected(made, tmp_path, worker, 2) for worker in range(2)]
+        with changing(tmp_path, made, 3) as first:
+            first.read()
+            first.commit()
+            stores[0].declare([sim.SPEC])
+            stores[0].push([], step=0)
+            stores[0].leave()
+            with changing(tmp_path, first.after, 1, number=2) as second:
+                second.read()
+                second.commit()
+                stores[1].declare([sim.SPEC])
+                stores[1].push([TableUpdate("ids", sim.EVERY_KEY, np.ones((len(sim.EVERY_KEY), sim.DIM), np.float32))])
+                assert stores[1].report()["ids"].pushed == len(sim.EVERY_KEY)
+                stores[1].leave()
+                for store in stores:
+                    store.close()
+                assert second.after[0].end() == 0
+
+
+def test_what_a_lost_worker_had_sent_and_was_held_back_is_done_on_no_server(tmp_path: Path) -> None:
+    update = [TableUpdate("ids", sim.EVERY_KEY, np.ones((len(sim.EVERY_KEY), sim.DIM), np.float32))]
+    with servers(2, tmp_path, RETRY, state=True) as made:
+        lost, other = (connected(made, tmp_path, worker, 2) for worker in range(2))
+        for store in (lost, other):
+            store.declare([sim.SPEC])
+        with changing(tmp_path, made, 3) as change:
+            change.wait(HandOverPhase.LOAD)
+            for store in (lost, other):
+                store.push(update, step=0)
+            change.hand_over.give_up("worker 0 ended", 0)
+            other.flush()
+            with pytest.raises(ConfigError, match="whose worker was started again since"):
+                lost.flush()
+        reports = [connection.call("report", {}).meta for connection in other._connections]
+        assert [report["steps"] for report in reports] == [[0, 1], [0, 1]]
+        assert other.report()["ids"].pushed == len(sim.EVERY_KEY)
+        for store in (lost, other):
+            store.close()
 
 
 def test_in_mode_sync_the_step_under_way_ends_first(tmp_path: Path) -> None:

@@ -27,14 +27,15 @@ from phalanx.ps.wire.client.server_layout import LayoutFile
 class FakeHandOver:
     """A hand-over whose phases the test says."""
 
-    def __init__(self, before: Any, after: Any, secret: bytes, job: str, folder: Path) -> None:
+    def __init__(self, before: Any, after: Any, *, secret: bytes, job: str, workers: int, folder: Path) -> None:
         self.before, self.after, self.folder = list(before), list(after), folder
         self.phase, self.failure, self.is_committed = HandOverPhase.STOP, "", False
+        self.lost_worker: int | None = None
         folder.mkdir(parents=True)
         FakeHandOver.last = self
 
-    def give_up(self, why: str) -> None:
-        self.failure = self.failure or why
+    def give_up(self, why: str, lost_worker: int | None = None) -> None:
+        self.failure, self.lost_worker = self.failure or why, lost_worker
 
     def commit(self) -> None:
         self.is_committed = True
@@ -170,6 +171,7 @@ def test_a_process_that_ends_before_the_commit_gives_the_change_up(job: Job, who
     FakeHandOver.last.phase = HandOverPhase.READY
     job.commands.poll()
     assert not FakeHandOver.last.is_committed
+    assert FakeHandOver.last.lost_worker == (0 if who == "worker" else None)
     left = [new for new in job.started if new is not process]
     assert job.sent == [([new.id for new in left], signal.SIGKILL)]
     for new in left:

@@ -72,12 +72,16 @@ class HandOver:
         after: Those of the new ones, which the launcher starts in phase `LOAD`.
         secret: The job's secret.
         job: Its name.
+        workers: How many workers it has.
         folder: Where the folders of the new servers' state go; made here.
     """
 
-    def __init__(self, before: Sequence[str], after: Sequence[str], secret: bytes, job: str, folder: Path) -> None:
+    def __init__(
+        self, before: Sequence[str], after: Sequence[str], *, secret: bytes, job: str, workers: int, folder: Path
+    ) -> None:
         self._before, self._after, self._secret = before, after, secret
-        self._job, self._folder = job, folder
+        self._job, self._workers, self._folder = job, workers, folder
+        self._lost: set[int] = set()
         self._token = secrets.token_hex(4)
         self._changed = threading.Condition()
         self._phase, self._failure = HandOverPhase.STOP, ""
@@ -108,10 +112,18 @@ class HandOver:
             self._is_decided = self._is_committed = True
             self._changed.notify_all()
 
-    def give_up(self, why: str) -> None:
-        """Let the old servers go on, once what they were asked is answered."""
+    def give_up(self, why: str, lost_worker: int | None = None) -> None:
+        """Let the old servers go on, once what they were asked is answered.
+
+        Args:
+            why: The reason.
+            lost_worker: A worker whose process has ended. What that has sent and is held back is done on no server:
+                some might do it before they hear of its successor, or of its loss, and some after.
+        """
         with self._changed:
             self._failure = self._failure or why
+            if lost_worker is not None:
+                self._lost.add(lost_worker)
             self._is_decided = True
             self._changed.notify_all()
 
@@ -143,7 +155,19 @@ class HandOver:
                     self._changed.wait_for(lambda: self._is_decided)
             finally:
                 if not self._is_committed:
+                    self._fence_lost()
                     resume_all(servers, self._token)
+
+    def _fence_lost(self) -> None:
+        with self._changed:
+            lost = [{"worker": worker, "workers": self._workers, "token": self._token} for worker in self._lost]
+        for about in lost:
+            for rank, endpoint in enumerate(self._before):
+                try:
+                    with closing(self._connect(endpoint, rank)) as server:
+                        server.call("fence", about)
+                except PhalanxError as error:
+                    logger.warning("server %d was not told that worker %d is lost: %s", rank, about["worker"], error)
 
     def _stop(self, servers: Sequence[Connection]) -> list[dict[str, Any]]:
         """Hold all changes back where all servers have the same pushes, and return their states."""

@@ -189,7 +189,8 @@ class ServerScaling:
         change.running.discard(process.id)
         if not change.is_committed and (failed or process.role == "server"):
             name = tr("new {process}", process=process.title) if is_spare else process.title
-            change.hand_over.give_up(tr("{process} ended", process=name))
+            lost_worker = process.rank if process.role == "worker" else None
+            change.hand_over.give_up(tr("{process} ended", process=name), lost_worker)
         return is_spare
 
     def stop(self) -> None:
@@ -219,7 +220,12 @@ class ServerScaling:
                 endpoints=self._sockets_after(sockets, number),
             )
             hand_over = HandOver(
-                layout.endpoints["server"], endpoints, bytes.fromhex(facts.secret), layout.job_id, folder
+                layout.endpoints["server"],
+                endpoints,
+                secret=bytes.fromhex(facts.secret),
+                job=layout.job_id,
+                workers=layout.count("worker"),
+                folder=folder,
             )
             return _Change(before=self.starter, after=after, hand_over=hand_over, sockets=opened.pop_all())
 
