@@ -210,10 +210,11 @@ def test_each_sample_is_trained_once_in_an_epoch_where_the_number_of_servers_cha
         if job.process.poll() is None:
             job.process.kill()
     assert done.code == 0, done.out + done.err
-    (value,) = result_of(done.log("workerlog.0"))
-    share = 1 / 3 if "k_steps" in configs else 1
-    epochs = -value / share
-    assert epochs >= 1
-    assert epochs == pytest.approx(round(epochs), abs=1e-3)
     kinds = [event["kind"] for event in events(tmp_path)]
     assert kinds.count("servers") == 2
+    share = 1 / 3 if "k_steps" in configs else 1
+    # Copies of geo are float32: thirds that were added many times differ in the last digits.
+    epochs = {round(-value / share, 2) for value in result_of(done.log("workerlog.0"))}
+    assert all(count >= 1 and count == round(count) for count in epochs)
+    # A worker that is killed between two sends leaves a push to some servers alone, which is said.
+    assert len(epochs) == 1 or "split_push" in kinds, epochs
