@@ -70,7 +70,7 @@ def test_half_async_waits_until_its_sum_is_applied():
         counted = []
         for _ in range(4):
             sim.take_step(mode, 0)
-            assert not mode.store._in_flight
+            assert mode.store._push is None
             counted.append(steps_at_servers(mode.store)[0])
         assert counted == [0, 1, 1, 2]
         mode.finish()

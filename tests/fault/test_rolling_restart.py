@@ -15,12 +15,14 @@ pytestmark = pytest.mark.fault
 SCRIPT = (
     SPARSE_MODEL
     + """
-import json, sys
+import json, subprocess, sys
 from pathlib import Path
 from phalanx.ps.client import table_client
 
 fleet.init(strategy=fleet.DistributedStrategy(a_sync=False))
 if fleet.is_server():
+    loop = "trap 'touch signalled' USR1; touch runs; while sleep 0.05; do :; done"
+    subprocess.Popen(["sh", "-c", loop])
     fleet.init_server()
     fleet.run_server()
     sys.exit()
@@ -94,6 +96,9 @@ def test_servers_started_again_one_after_the_other_lose_no_update_and_use_up_no_
         # The base has everything, but what was pushed while it was written.
         assert done.log(f"serverlog.{server}").count("recovered from") == 2
     assert "restarts left" not in done.out + done.err
+    # The signal was for the server, not for what its script has started.
+    assert (tmp_path / "runs").exists()
+    assert not (tmp_path / "signalled").exists()
 
 
 def test_servers_are_started_again_when_the_whole_job_was_and_no_restart_is_left(tmp_path: Path) -> None:

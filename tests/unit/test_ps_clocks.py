@@ -11,7 +11,7 @@ from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError
 from phalanx.ps.server.clocks import Clocks, ServerMode, check_worker
 from phalanx.ps.server.main import JoinTimeout
 from phalanx.ps.server.write_freeze import WriteFreeze
-from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.snapshot.moment import LEFT
 from phalanx.ps.stores.leases import Leases
 
 

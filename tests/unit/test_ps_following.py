@@ -219,7 +219,7 @@ def test_rows_are_current_while_the_server_runs_and_grow_old_after_it(tmp_path: 
     server = Running(tmp_path)
     server.declare()
     replica = ServersReplica(tmp_path, poll_s=3600)
-    (of_server,) = replica._servers
+    (of_server,) = replica._followed._servers
     assert is_running(tmp_path)
     first = replica.view().as_of
     of_server.poll()

@@ -32,7 +32,7 @@ class DirectConnection:
     refused: ClassVar[list[PhalanxError]] = []
     """Errors that come in place of answers to pushes."""
 
-    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s):
+    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s, has_moved):
         self.service, self.client, self.me = self.services[int(endpoint)], client, me
         self.seq = itertools.count(1)
         self.asked = []

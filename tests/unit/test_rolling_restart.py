@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.elastic.rolling_restart import RESTART_SIGNAL, RollingRestart
+from phalanx.launch.job.servers.rolling_restart import RESTART_SIGNAL, RollingRestart
 
 SERVERS = [SimpleNamespace(id=f"server.{rank}", role="server", title=f"server {rank}") for rank in range(2)]
 
@@ -26,7 +26,7 @@ class Job:
         self.restart = RollingRestart(
             layout,
             facts,
-            lambda ids, number: self.sent.append((*ids, number)),
+            lambda ids, number, is_group=True: self.sent.append((*ids, number, *(() if is_group else ["alone"]))),
             patience_s,
             has_workers=lambda: self.has_workers,
         )
@@ -62,7 +62,7 @@ def test_the_next_server_ends_when_the_one_before_reports_again(tmp_path: Path) 
     job.report(1, time.time() + 1)
     assert job.progress() == ""
     assert job.restart.answer({"servers": "restarted"}) == "server 0, server 1"
-    assert job.sent == [("server.0", RESTART_SIGNAL), ("server.1", RESTART_SIGNAL)]
+    assert job.sent == [("server.0", RESTART_SIGNAL, "alone"), ("server.1", RESTART_SIGNAL, "alone")]
 
 
 def test_a_server_that_does_not_end_in_time_is_killed_once(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_server_that_does_not_end_in_time_is_killed_once(tmp_path: Path) -> No
     job.restart.answer({"servers": "restart"})
     for _ in range(3):
         job.progress()
-    assert job.sent == [("server.0", RESTART_SIGNAL), ("server.0", signal.SIGKILL)]
+    assert job.sent == [("server.0", RESTART_SIGNAL, "alone"), ("server.0", signal.SIGKILL)]
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -84,7 +84,7 @@ def test_no_server_is_started_again_once_one_has_ended_well(tmp_path: Path, serv
     assert not job.restart.take_end(server, failed=False)
     assert job.progress() == ""
     assert job.restart.answer({"servers": "restarted"}) == ""
-    assert job.sent == [("server.0", RESTART_SIGNAL)]
+    assert job.sent == [("server.0", RESTART_SIGNAL, "alone")]
     with pytest.raises(LaunchError, match="have left, and its servers end"):
         job.restart.answer({"servers": "restart"})
 
@@ -99,7 +99,7 @@ def test_no_server_is_asked_or_killed_once_the_workers_have_left(tmp_path: Path)
     job.restart.poll()
     job.has_workers = False
     assert job.progress() == ""
-    assert job.sent == [("server.0", RESTART_SIGNAL)]
+    assert job.sent == [("server.0", RESTART_SIGNAL, "alone")]
     with pytest.raises(LaunchError, match="have left, and its servers end"):
         job.restart.answer({"servers": "restart"})
 

@@ -30,6 +30,11 @@ _COMMANDS = {
         "command",
         "Restart the parameter servers of a running job, one after the other.",
     ),
+    "scale-servers": (
+        "phalanx.launch.cli.scale_servers_command",
+        "command",
+        "Change how many parameter servers a running job has.",
+    ),
     "why": (
         "phalanx.launch.cli.why_command",
         "command",
@@ -76,7 +81,7 @@ _COMMANDS = {
 }
 
 _SECTIONS = {
-    "Train": ("run", "ps", "scale", "restart-servers", "why", "verify", "replay"),
+    "Train": ("run", "ps", "scale", "restart-servers", "scale-servers", "why", "verify", "replay"),
     "Plan": ("plan", "predict", "calibrate"),
     "Jobs": ("job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"),
     "More": ("doctor", "env", "rank-table", "serve-table", "completion"),

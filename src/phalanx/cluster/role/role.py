@@ -10,6 +10,9 @@ from typing import Literal
 from phalanx.errors import RoleError
 
 Kind = Literal["worker", "server", "heter_worker"]
+LAYOUT_FILE = "layout.json"
+"""In the folder of the servers' state: which servers the job has, once their number has changed."""
+
 Launcher = Literal["none", "phalanx", "torchrun", "fleet", "slurm", "mpi", "rank table"]
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from phalanx.cluster import network
 from phalanx.cluster.env.environment import Environment, split_endpoint
+from phalanx.cluster.role.role import LAYOUT_FILE
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError
-from phalanx.launch.process.environment import JobFacts
+from phalanx.launch.process.environment import JobFacts, layout_folder
 from phalanx.launch.process.source_files import path_for_user
 from phalanx.launch.request import machine
 from phalanx.launch.request.options import Options, flag_of
@@ -152,10 +153,13 @@ def facts(
     log_dir: str,
     gloo_path: str,
     secret: str,
+    server_layout: int = 0,
 ) -> JobFacts:
     """Return what the environment of this attempt's processes says besides the layout."""
     table, own = options.table, request.nodes.rank
     keeps_state = request.mode == "ps" and (options.server_dir or options.max_restarts)
+    root = os.path.abspath(options.server_dir or f"{log_dir}/servers")
+    may_scale = keeps_state and not request.nodes.is_multi_node and not request.endpoints
     return JobFacts(
         mode=request.mode,
         log_dir=log_dir,
@@ -175,7 +179,9 @@ def facts(
         secret=secret,
         rank_table=options.rank_table or "" if table else "",
         device_ids=tuple(device.device_id for device in table.on(table.servers[own])) if table else (),
-        server_dir=os.path.abspath(options.server_dir or f"{log_dir}/servers") if keeps_state else "",
+        server_dir=layout_folder(root, server_layout) if keeps_state else "",
+        server_layout=server_layout,
+        server_layout_file=f"{root}/{LAYOUT_FILE}" if may_scale else "",
     )
 
 

@@ -25,7 +25,8 @@ from phalanx.launch.elastic.rank_host import MemberExit
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.watch import HangNews
 from phalanx.launch.job.elastic_start import ElasticStart
-from phalanx.launch.job.local_attempt import LocalAttempt, make_log
+from phalanx.launch.job.local_attempt import LocalAttempt
+from phalanx.launch.job.start import make_log
 from phalanx.launch.process import environment
 from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_briefly

@@ -69,9 +69,9 @@ class ForkServerHandle:
         self._has_children = True
         self._send({"spawn": name, "target": target, **details}, fds)
 
-    def signal(self, names: Sequence[str], number: int) -> None:
-        """Send a signal to the process groups of these children."""
-        self._send({"signal": int(number), "ids": list(names)})
+    def signal(self, names: Sequence[str], number: int, *, is_group: bool = True) -> None:
+        """Send a signal to the process groups of these children, or to them alone."""
+        self._send({"signal": int(number), "ids": list(names), "is_group": is_group})
 
     def _send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         # When the server is gone, `receive` tells, and that is where it is dealt with.

@@ -26,6 +26,7 @@ from phalanx.launch.job import attempt_resources, registry
 from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
 from phalanx.launch.job.local_attempt import STOP_GRACE_S, LocalAttempt
 from phalanx.launch.job.meeting import exchange_offers, join_link, meet_elastic
+from phalanx.launch.job.servers.scaling import publish_servers
 from phalanx.launch.job.start import Starter
 from phalanx.launch.job.start_messages import describe_threads, say_start, say_topology
 from phalanx.launch.process import environment
@@ -66,6 +67,8 @@ class Launcher:
         self._restarts = options.max_restarts
         self._budget = RestartBudget(None, options.max_restarts)
         self._control: ControlSocket | None = None
+        self._server_layout = 0
+        """How often the number of servers has changed."""
 
     def run(self) -> int:
         """Run the job to its end.
@@ -164,6 +167,7 @@ class Launcher:
                 why = outcome.refusal if first is None else f"{first.title} {report.describe_exit(first)}"
                 self._log_restart(f"{why}.", request, attempt)
             self._restarts -= 1
+            request = self._with_servers(request)
             if request.mode == "collective":  # servers resume from their state
                 self._logs.archive_attempt(attempt)
             attempt += 1
@@ -212,8 +216,8 @@ class Launcher:
             layout, facts = starter.layout, starter.facts
             with self._logs.tolerating(attempt_resources.ENDPOINTS):
                 attempt_resources.write_endpoints(layout, facts.log_dir)
-            start = self._attempt_kind(request, layout, facts)
-            trial = start(
+            publish_servers(layout, facts)
+            self._trial = trial = self._attempt_kind(request)(
                 starter=starter,
                 console=self._console,
                 stops=self._stops,
@@ -221,7 +225,8 @@ class Launcher:
                 restarts=restarts,
                 stop_grace_s=self._stop_grace_s,
                 check_disk_space=self._logs.check_disk_space,
-                on_started=lambda pids: self._entry.write(_process_rows(layout, facts, pids)),
+                on_started=lambda pids: self._entry.write(self._process_rows(pids)),
+                on_servers=self._entry.write_servers,
                 on_hang=self._note_hang,
                 hang=self._hang_watch(request, layout),
                 on_slow=self._note_slow,
@@ -237,19 +242,22 @@ class Launcher:
                 return trial.wait()
             finally:
                 self._restarts -= restarts - trial.restarts
+                self._server_layout = trial.facts.server_layout
                 if request.elastic is not None and self._budget.total is not None:
                     self._restarts = self._budget.total
 
-    def _attempt_kind(
-        self, request: LaunchRequest, layout: Topology, facts: environment.JobFacts
-    ) -> Callable[..., LocalAttempt]:
+    def _with_servers(self, request: LaunchRequest) -> LaunchRequest:
+        """Return the request of the next attempt: with as many servers as the last one ended with."""
+        if not self._server_layout:
+            return request
+        return replace(request, counts={**request.counts, "server": self._trial.layout.count("server")})
+
+    def _attempt_kind(self, request: LaunchRequest) -> Callable[..., LocalAttempt]:
         if request.elastic is not None:
             return self._elastic_attempt()
-        return LocalAttempt if request.workers is None else self._workers_attempt(request, layout, facts)
+        return LocalAttempt if request.workers is None else self._workers_attempt(request)
 
-    def _workers_attempt(
-        self, request: LaunchRequest, layout: Topology, facts: environment.JobFacts
-    ) -> Callable[..., LocalAttempt]:
+    def _workers_attempt(self, request: LaunchRequest) -> Callable[..., LocalAttempt]:
         """Return how to make an attempt whose workers may come and go."""
         from phalanx.launch.elastic.workers.frozen_workers import PATIENCE_S
         from phalanx.launch.job.workers_attempt import WorkersAttempt
@@ -261,7 +269,7 @@ class Launcher:
             limits=request.workers,
             budget=self._budget,
             patience_s=Environment(self._inherited).seconds("PHALANX_PATIENCE_S") or PATIENCE_S,
-            publish=lambda pids, status: self._entry.write(_process_rows(layout, facts, pids), status),
+            publish=lambda pids, status: self._entry.write(self._process_rows(pids), status),
         )
 
     def _elastic_attempt(self) -> Callable[..., LocalAttempt]:
@@ -302,6 +310,7 @@ class Launcher:
             log_dir=log_dir,
             gloo_path=self._gloo_path,
             secret=self._secret,
+            server_layout=self._server_layout,
         )
         return Starter(
             server=self._server,
@@ -339,17 +348,17 @@ class Launcher:
             per_rank_dir=self._options.per_rank_dir,
         )
 
-
-def _process_rows(layout: Topology, facts: environment.JobFacts, pids: dict[str, int]) -> list[dict[str, Any]]:
-    """What the registry tells about each process."""
-    return [
-        {
-            "role": process.role,
-            "rank": process.rank,
-            "pid": pids[process.id],
-            "log": process.log_file,
-            "events": environment.events_file(process, facts.log_dir),
-            "status": environment.status_file(process, facts.log_dir) if process.role == "server" else None,
-        }
-        for process in layout.local
-    ]
+    def _process_rows(self, pids: dict[str, int]) -> list[dict[str, Any]]:
+        """What the registry tells about each process."""
+        log_dir = self._trial.facts.log_dir
+        return [
+            {
+                "role": process.role,
+                "rank": process.rank,
+                "pid": pids[process.id],
+                "log": process.log_file,
+                "events": environment.events_file(process, log_dir),
+                "status": environment.status_file(process, log_dir) if process.role == "server" else None,
+            }
+            for process in self._trial.layout.local
+        ]

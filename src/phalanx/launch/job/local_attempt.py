@@ -8,17 +8,16 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.errors import InternalError
-from phalanx.launch.elastic.rolling_restart import RollingRestart
 from phalanx.launch.hang.observe import Watched
 from phalanx.launch.hang.verdict import Verdict
 from phalanx.launch.hang.watch import HangNews, HangWatch
-from phalanx.launch.job.start import Starter
+from phalanx.launch.job.servers.commands import ServerCommands
+from phalanx.launch.job.start import Starter, make_log
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.reports.console import Console
@@ -84,6 +83,9 @@ class LocalAttempt:
     on_started: Callable[[dict[str, int]], None]
     """Called with the pid of every local process when all are there, and again after each restart."""
 
+    on_servers: Callable[[str], None]
+    """Called with how far a change of the number of servers is, and with "" when it is over."""
+
     on_hang: Callable[[Verdict | None], None]
     """Called with the verdict when the job is stalled, and with None when it does again."""
 
@@ -116,8 +118,13 @@ class LocalAttempt:
     def __post_init__(self) -> None:
         self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
         self._exit_records = ExitRecords(self.layout, self.facts.log_dir, self._pids)
-        self._rolling = RollingRestart(
-            self.layout, self.facts, self.server.signal, self.stop_grace_s, has_workers=self._has_workers
+        self._server_commands = ServerCommands(
+            self.starter,
+            patience_s=self.stop_grace_s,
+            has_workers=self._has_workers,
+            start=self._start,
+            adopt=self._adopt_servers,
+            publish=self.on_servers,
         )
         if self.control is not None:
             self.control.answer = self._answer
@@ -136,11 +143,15 @@ class LocalAttempt:
         for process in self.layout.local:
             self._start(process)
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: Process, starter: Starter | None = None) -> None:
+        make_log(process)
         attempt = self._starts.get(process.id, self.facts.attempt)
         self._starts[process.id] = attempt + 1
         self._alive[process.id] = process
-        self._spawn(process, attempt)
+        if starter is None:
+            self._spawn(process, attempt)
+        else:
+            starter.start(process, attempt)
 
     def _spawn(self, process: Process, attempt: int) -> None:
         self.starter.start(process, attempt)
@@ -163,6 +174,7 @@ class LocalAttempt:
         finally:
             if self.control is not None:
                 self.control.answer = None
+            self._server_commands.stop()
             self.hang.stop()
             losses = self.slow.stop()
         stopped_by = self.stops.take()
@@ -212,7 +224,7 @@ class LocalAttempt:
         self.console.poll()
         self._note_lingering()
         if not self._stopping and self._failed_at is None:
-            self._rolling.poll()
+            self._server_commands.poll()
         if (news := self.hang.take()) is not None:
             self._take_hang_news(news)
         if (losses := self.slow.take()) is not None:
@@ -256,28 +268,21 @@ class LocalAttempt:
                 "the job makes progress again, after %.0f s. Waits as long as that are not reported again", seconds
             )
         elif self._failed_at is None and not self._stopping:
-            first = [*self._processes_of(verdict.culprits), *self._alive.values(), *self.layout.local][0]
+            culprits = [process for process in self.layout.local if process.title in verdict.culprits]
+            first = [*culprits, *self._alive.values(), *self.layout.local][0]
             self._exits.append(self._exit_records.of_hang(first, verdict))
             self._failed_at = time.monotonic()
 
     def _report_losses(self, losses: Losses, *, is_shown: bool) -> None:
         """Say whom the ranks waited for, and what was left of the time."""
-        goodput = self._goodput(losses)
+        start_s = self.slow.start_s
+        goodput = Goodput(total_s=losses.total_s + start_s, start_s=start_s, losses=losses).describe()
         self.on_slow(losses, goodput)
         lines = [*lines_of(losses)] if is_shown else []
         if lines or self.has_goodput_always:
             lines.append(goodput)
         if any(lines):
             self.console.write(fit_terminal("\n".join(lines) + "\n"))
-
-    def _goodput(self, losses: Losses) -> str:
-        """Return in one line what was made of the time; "" where no step was made."""
-        start_s = self.slow.start_s
-        return Goodput(total_s=losses.total_s + start_s, start_s=start_s, losses=losses).describe()
-
-    def _processes_of(self, titles: Collection[str]) -> list[Process]:
-        """Return the processes of this host that a hang report names."""
-        return [process for process in self.layout.local if process.title in titles]
 
     def _server_event(self) -> None:
         event = self.server.receive()
@@ -306,10 +311,11 @@ class LocalAttempt:
         if process is None:
             return
         process_exit = self._exit_records.of_process(process, code, at, is_stopping=self._stopping)
+        if self._server_commands.is_spare(process, failed=process_exit.failed):
+            return
         self.hang.note_end(process.title, describe_exit(process_exit))
         goes_on = not self._stopping and self._failed_at is None
-        if goes_on and self._rolling.take_end(process, failed=process_exit.failed):
-            make_log(process)
+        if goes_on and self._server_commands.take_end(process, failed=process_exit.failed):
             self._start(process)
             return
         is_news = goes_on and self._fails_attempt(process, process_exit)
@@ -332,12 +338,22 @@ class LocalAttempt:
             describe_exit(process_exit),
             self.restarts,
         )
-        make_log(process)
         self._start(process)
 
     def _answer(self, command: dict[str, Any]) -> str:
         """Do what a command asks for; raises LaunchError."""
-        return self._rolling.answer(command)
+        return self._server_commands.answer(command)
+
+    def _adopt_servers(self, starter: Starter) -> None:
+        """Go on with other servers; the caller ends those there were."""
+        logs = {process.log_file for process in self.layout.local}
+        for process in starter.layout.local:
+            if process.log_file not in logs:
+                self.console.follow_another(process.title, process.log_file)
+        self.starter, self.layout, self.facts = starter, starter.layout, starter.facts
+        self._exit_records = ExitRecords(self.layout, self.facts.log_dir, self._pids)
+        self.on_started(self._pids)
+        self._watch()
 
     def _has_workers(self) -> bool:
         """Whether workers of this host train; those of other hosts are not seen."""
@@ -396,10 +412,3 @@ class LocalAttempt:
         deadline = time.monotonic() + NODE_SETTLE_S
         while self.link is not None and time.monotonic() < deadline:
             self._poll(POLL_S)
-
-
-def make_log(process: Process) -> None:
-    """Make the log of a process and its folder: one of its own (--per-rank-dir), or deleted while the job ran."""
-    path = Path(process.log_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()

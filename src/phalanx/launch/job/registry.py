@@ -46,16 +46,22 @@ class RegistryEntry:
             "elastic": {},
             "hang": None,
             "slow": [],
+            "server_change": "",
         }
 
     def begin_attempt(self) -> None:
         """Publish that an attempt starts, of which nothing is known yet."""
-        self._job |= {"processes": [], "elastic": {}, "hang": None, "slow": []}
+        self._job |= {"processes": [], "elastic": {}, "hang": None, "slow": [], "server_change": ""}
         self._publish()
 
     def write(self, listed: list[dict[str, Any]], elastic: dict[str, Any] | None = None) -> None:
         """Publish the processes of the current attempt, and the members of an elastic one."""
         self._job |= {"processes": listed, "elastic": elastic or {}}
+        self._publish()
+
+    def write_servers(self, change: str) -> None:
+        """Publish how far a change of the number of servers is, or with "" that it is over."""
+        self._job["server_change"] = change
         self._publish()
 
     def write_hang(self, verdict: Verdict | None) -> None:
@@ -154,6 +160,8 @@ def render(listed: list[dict[str, Any]]) -> str:
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}{shares}  log")
         lines += [_row(process, is_balanced=is_balanced) for process in job["processes"]] or ["  starting"]
         lines += [f"  {line}" for line in server_lines(job.get("servers", ()))]
+        if change := job.get("server_change"):
+            lines.append(f"  {change}")
         lines += _elastic_lines(job.get("elastic") or {})
         if hang := job.get("hang"):
             lines.append(f"  hung: {hang['lines'][0]} (phalanx why {job['job_id']})")

@@ -75,3 +75,10 @@ class Starter:
             rank=process.rank,
             error_file=record,
         )
+
+
+def make_log(process: Process) -> None:
+    """Make the log of a process and its folder: one of its own (--per-rank-dir), or deleted while the job ran."""
+    path = Path(process.log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()

@@ -16,7 +16,8 @@ from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers
 from phalanx.launch.elastic.workers.sign_off import SignOff
 from phalanx.launch.elastic.workers.worker_pool import WorkerPool
-from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt, make_log
+from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt
+from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment
 from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_briefly
@@ -85,6 +86,11 @@ class WorkersAttempt(LocalAttempt):
     def _on_spawned(self, name: str, pid: int) -> None:
         super()._on_spawned(name, pid)
         self._publish()
+
+    def _adopt_servers(self, starter: Starter) -> None:
+        super()._adopt_servers(starter)
+        files = environment.server_status_files(self.layout, self.facts.log_dir)
+        self._frozen = FrozenWorkers(self.patience_s, [*files.values()])
 
     def _publish(self) -> None:
         if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
@@ -185,7 +191,6 @@ class WorkersAttempt(LocalAttempt):
             process = self._workers[worker]
             event = self.pool.start(worker, time.time(), clock=now)
             logger.info("%s: %d of %d", event["reason"], event["ranks"], self.pool.target)
-            make_log(process)
             self._start(process)
             self._record(event)
         if self.pool.are_unreplaced(now) != self._was_budget_reported:
@@ -238,7 +243,9 @@ class WorkersAttempt(LocalAttempt):
 
     def _answer(self, command: dict[str, Any]) -> str:
         if "servers" in command:
-            return super()._answer(command)
+            lost = ", ".join(f"worker {worker}" for worker in sorted(self.pool.absent))
+            why = f"The servers are being told that {lost} is lost. Ask again when they know." if lost else ""
+            return self._server_commands.answer(command, why)
         answer = self.pool.scale(read_scale(command))
         for worker in sorted(self.pool.leaving - self._leave_by.keys()):
             self._leave_by[worker] = time.monotonic() + self.stop_grace_s

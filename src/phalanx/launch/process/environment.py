@@ -42,6 +42,12 @@ class JobFacts:
     server_dir: str = ""
     """Folder of the servers' state; empty when they keep none."""
 
+    server_layout: int = 0
+    """How often the number of servers has changed."""
+
+    server_layout_file: str = ""
+    """File that says which servers there are once that has changed; empty where it cannot."""
+
     check_nan_inf: bool = False
     """Whether steps are tested for NaN and infinity."""
 
@@ -132,6 +138,7 @@ def _servers(process: Process, facts: JobFacts, inherited: Mapping[str, str]) ->
     variables: dict[str, str | None] = {
         "PHALANX_SERVER_RETRY_S": inherited.get("PHALANX_SERVER_RETRY_S", RETRY_S if facts.max_restarts else "0"),
         "PHALANX_LEAST_WORKERS": str(facts.least_workers) if facts.least_workers else None,
+        "PHALANX_SERVER_LAYOUT": facts.server_layout_file or None,
     }
     if process.role == "server":
         variables |= {
@@ -155,6 +162,11 @@ def events_file(process: Process, log_dir: str) -> str:
 def status_file(process: Process, log_dir: str) -> str:
     """Return where a server writes what it holds and does."""
     return f"{log_dir}/status.{process.id}.json"
+
+
+def layout_folder(root: str, layout: int) -> str:
+    """Return the folder of the servers' state, a folder for each, when their number has changed so often."""
+    return f"{root}/layout-{layout}" if layout else root
 
 
 def server_status_files(layout: Topology, log_dir: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ closes, for whatever reason, it kills everything it ever started, and what that 
     launcher -> server   {"configure": {name: value}, "preload": [...]}   environment, before libraries are loaded;
                                                                           modules to import
                          {"spawn": id, "target": ..., ...} + descriptors   see `entry.run_child`
-                         {"signal": number, "ids": [...]}                  to the process groups of these
+                         {"signal": number, "ids": [...], "is_group": b}   to the process groups of these, or them alone
     server -> launcher   {"spawned": id, "pid": n}
                          {"exited": id, "status": wait status, "time": seconds since the epoch}
                          {"fatal": text}                                   torch cannot be imported
@@ -65,10 +65,11 @@ class ForkServer:
         if "spawn" in message:
             self._spawn(message, fds)
         elif "signal" in message:
+            send = os.killpg if message["is_group"] else os.kill
             for name in message["ids"]:
                 # A child that ended is unreaped or already reported; either way there is no one to tell.
                 with contextlib.suppress(KeyError, ProcessLookupError):
-                    os.killpg(self._pids[name], message["signal"])
+                    send(self._pids[name], message["signal"])
 
     def _spawn(self, message: dict[str, Any], fds: list[int]) -> None:
         parent = os.getpid()

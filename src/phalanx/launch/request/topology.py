@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict
 
 from phalanx.errors import LaunchError
@@ -83,10 +83,14 @@ class Process:
     is_joiner: bool = False
     """Whether it starts alone, as rank 0, to become a rank of a job that runs."""
 
+    layout: int = 0
+    """Of a server: how often the number of servers had changed when it was first started, in this start of the job."""
+
     @property
     def id(self) -> str:
         """Name of the process between launcher and fork server."""
-        return f"{self.role}.{self.member if self.is_joiner else self.rank}"
+        name = f"{self.role}.{self.member if self.is_joiner else self.rank}"
+        return f"{name}.{self.layout}" if self.layout else name
 
     @property
     def title(self) -> str:
@@ -200,4 +204,34 @@ def build_topology(
         endpoints=endpoints,
         local=tuple(local),
         node_rank=node_rank,
+    )
+
+
+def with_servers(topology: Topology, endpoints: Sequence[str], layout: int, log_dir: str) -> Topology:
+    """Return a job of one host with other servers.
+
+    Args:
+        topology: The job, which has servers.
+        endpoints: `ip:port` of the new servers, by rank.
+        layout: How often the number of servers has changed then.
+        log_dir: Folder of the log files.
+    """
+    first, *_ = [process for process in topology.local if process.role == "server"]
+    servers = [
+        replace(
+            first,
+            rank=rank,
+            local_rank=rank,
+            endpoint=endpoint,
+            layout=layout,
+            **output_files("server", str(rank), log_dir, per_rank_dir=bool(first.env_file)),
+        )
+        for rank, endpoint in enumerate(endpoints)
+    ]
+    others = [process for process in topology.local if process.role != "server"]
+    return replace(
+        topology,
+        local_counts=({**topology.local_counts[0], "server": len(servers)},),
+        endpoints={**topology.endpoints, "server": tuple(endpoints)},
+        local=(*servers, *others),
     )

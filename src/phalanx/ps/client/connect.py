@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Literal
 
 from phalanx.cluster.env.environment import Environment
@@ -130,6 +131,8 @@ def _store(role: Role, push: Push) -> TableStore:
 def _remote(
     role: Role, mode: ServerMode | None, bound: int, connect_s: float = 60.0, wire_dtype: ValueType = "float32"
 ) -> RemoteStore:
+    settings = Environment(os.environ)
+    layout_file = settings.text("PHALANX_SERVER_LAYOUT")
     return RemoteStore(
         role.server_endpoints,
         secret=secret_of(role),
@@ -138,8 +141,9 @@ def _remote(
         mode=mode,
         bound=bound,
         connect_s=connect_s,
-        retry_s=Environment(os.environ).seconds("PHALANX_SERVER_RETRY_S"),
+        retry_s=settings.seconds("PHALANX_SERVER_RETRY_S"),
         wire_dtype=wire_dtype,
+        layout_file=Path(layout_file) if layout_file else None,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx._core import ServerClocks
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.snapshot.moment import LEFT
 from phalanx.ps.stores.base import ServerMode
 
 WaitReport = Callable[[str, bool], None]

@@ -30,7 +30,7 @@ from phalanx.ps.server.load_turn import LoadTurn
 from phalanx.ps.server.log import UNLOGGED, Log, LogEntry
 from phalanx.ps.server.state import OPS, ServerState
 from phalanx.ps.server.write_freeze import WriteFreeze
-from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.snapshot.moment import LEFT
 from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 logger = logging.getLogger("phalanx.ps")
@@ -193,7 +193,9 @@ class Service:
     def _change(self, request: RpcRequest) -> RpcReply:
         worker = self._find_worker(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
-        with self.write_freeze.change(-1 if worker is None else worker, leaving):
+        token = request.meta.get("token") if request.op == "fence" else None
+        gate = self.write_freeze
+        with gate.while_frozen(token) if token else gate.change(-1 if worker is None else worker, leaving):
             earlier = None
             if self._find_worker(request) is not None:
                 earlier = self.engine.earlier_reply(request.client, request.seq)

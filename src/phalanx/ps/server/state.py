@@ -67,6 +67,9 @@ class ServerState:
         """How far tables are filled at the moment."""
 
         self._prepared: dict[str, RowTable] = {}
+        self._days = 0
+        """Days of tables that were ended; on all servers the same, but while one is."""
+
         self._first_pushes: dict[int, int] = {}
         """By worker that was started again: the number of the first push of its newest process."""
 
@@ -152,6 +155,7 @@ class ServerState:
             "clocks": self.clocks.to_json() if self.clocks else None,
             "leases": self.leases.to_json(),
             "batch_leases": self.batch_leases.to_json(),
+            "days": self._days,
             "first_pushes": {str(worker): push for worker, push in self._first_pushes.items()},
             "withheld": self.engine.withheld(),
         }
@@ -170,6 +174,7 @@ class ServerState:
         # None of these is in a state of an earlier version.
         if leases := state.get("batch_leases"):
             self.batch_leases.restore(leases)
+        self._days = state.get("days", 0)
         self._first_pushes = {int(worker): push for worker, push in state.get("first_pushes", {}).items()}
         for worker in state.get("withheld", ()):
             self.engine.restore_withheld(worker)
@@ -259,6 +264,7 @@ class ServerState:
         get_table(self.tables.tables, entry.meta["table"]).require_room_to_shrink()
 
     def _shrink(self, entry: LogEntry) -> dict[str, Any]:
+        self._days += 1
         return {"rows": self.tables.shrink(entry.meta["table"])}
 
     def _check_lease(self, entry: LogEntry) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.cluster.role.role import LAYOUT_FILE
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.ps.server.presence import ServerNumber, read_server_number
 from phalanx.ps.serving.server_replica import ServerReplica
 from phalanx.ps.serving.view import TableView
+from phalanx.ps.wire.client.server_layout import read_layout
 
 POLL_S = 0.02
+
+LAYOUT_POLL_S = 0.2
 
 RETRY_S = 5.0
 """Pause after a log that cannot be read; a base that replaces it may make it whole."""
@@ -20,7 +25,10 @@ _log = logging.getLogger("phalanx.ps")
 
 
 class ServersReplica:
-    """Follows the logs of a job's servers, a thread for each. It reads their files alone and takes no lock of theirs.
+    """Follows the logs of a job's servers. It reads their files alone and takes no lock of theirs.
+
+    Where the job has another number of servers, it goes on with those, and answers from the tables there were until it
+    has read theirs.
 
     Args:
         directory: Folder with the folders of the servers, or that of a job's only server, or the job's LOG_DIR.
@@ -32,7 +40,45 @@ class ServersReplica:
     """
 
     def __init__(self, directory: Path, poll_s: float = POLL_S) -> None:
-        self._servers = [ServerReplica(path) for path in find_servers(directory)]
+        self._directory, self._poll_s = _folder_of_servers(directory), poll_s
+        self._layout = _layout_of(self._directory)
+        self._followed = _FollowedServers(find_servers(self._directory), poll_s)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow_layout, name="follow the servers' number", daemon=True)
+        self._thread.start()
+
+    def view(self) -> TableView:
+        """Return the tables of this moment; the version is segment and byte of each server's log."""
+        return self._followed.view()
+
+    def close(self) -> None:
+        """Follow the logs no longer."""
+        self._stopped.set()
+        self._thread.join()
+        self._followed.close()
+
+    def _follow_layout(self) -> None:
+        pause, reported = LAYOUT_POLL_S, ""
+        while not self._stopped.wait(pause):
+            pause = LAYOUT_POLL_S
+            try:
+                if (layout := _layout_of(self._directory)) != self._layout:
+                    newer = _FollowedServers(find_servers(self._directory), self._poll_s)
+                    self._layout, self._followed, older = layout, newer, self._followed
+                    older.close()
+                    _log.info("follows %d servers now", len(newer.view().parts))
+            except (PhalanxError, OSError) as error:
+                pause = RETRY_S
+                if str(error) != reported:
+                    reported = str(error)
+                    _log.error("rows grow old: %s", error)
+
+
+class _FollowedServers:
+    """The servers of one layout, a thread for each."""
+
+    def __init__(self, folders: Sequence[Path], poll_s: float) -> None:
+        self._servers = [ServerReplica(path) for path in folders]
         for server in self._servers:
             server.poll()
         self._stopped = threading.Event()
@@ -44,14 +90,12 @@ class ServersReplica:
             thread.start()
 
     def view(self) -> TableView:
-        """Return the tables of this moment; the version is segment and byte of each server's log."""
         servers = self._servers
         version, as_of = "-".join(server.version for server in servers), min(server.as_of for server in servers)
         steps = [min(of_worker) for of_worker in zip(*(server.steps for server in servers), strict=False)]
         return TableView([server.tables for server in servers], version, as_of, steps)
 
     def close(self) -> None:
-        """Follow the logs no longer."""
         self._stopped.set()
         for thread in self._threads:
             thread.join()
@@ -71,14 +115,25 @@ class ServersReplica:
                     _log.error("rows grow old: %s", error)
 
 
+def _folder_of_servers(directory: Path) -> Path:
+    return directory / "servers" if (directory / "servers").is_dir() else directory
+
+
+def _layout_of(directory: Path) -> int:
+    """Return how often the number of servers has changed."""
+    layout = read_layout(directory / LAYOUT_FILE)
+    return 0 if layout is None else layout.number
+
+
 def find_servers(directory: Path) -> list[Path]:
     """Return the folders of a job's servers, in their order.
 
     Raises:
         ConfigError: If there is none, or one is missing or of another job.
     """
-    if (directory / "servers").is_dir():
-        directory /= "servers"
+    directory = _folder_of_servers(directory)
+    if (layout := read_layout(directory / LAYOUT_FILE)) is not None:
+        directory /= layout.folder
     is_single = not (directory / "0").is_dir()
     first = directory if is_single else directory / "0"
     servers = read_server_number(first).servers

@@ -32,6 +32,7 @@ from phalanx.ps.snapshot.manifest import (
     read_manifest,
     write_manifest,
 )
+from phalanx.ps.snapshot.moment import furthest_steps
 from phalanx.ps.snapshot.participant import SnapshotParticipant
 from phalanx.ps.snapshot.write import TableMoments, WriteRequest, write
 from phalanx.ps.table.rules import TableSpec, table_spec
@@ -39,9 +40,6 @@ from phalanx.ps.wire.message import RpcReply
 
 FREEZE_S = 10.0
 """Longest that changes are held back."""
-
-LEFT = 2**53
-"""The step of a worker that left: as many pushes as anyone can ask for."""
 
 _OURS = re.compile(
     r"(?:(?:shard-\d{4}|dense)-(?P<save>[0-9a-f]{8})\.\w+|(?:part-\d+|manifest\.json)\.(?P<part>[0-9a-f]{8}))"
@@ -118,7 +116,7 @@ def _freeze_and_begin(
     freeze = {"token": name, "seconds": FREEZE_S}
     try:
         states = ask_all(calls, "freeze", freeze)
-        furthest = _furthest(states)
+        furthest = furthest_steps(states)
         if any(state["steps"] != furthest for state in states):
             # A worker may have to get past one server before it can reach its step on another: none waits before all
             # let the steps through.
@@ -146,21 +144,6 @@ def _check_moment(states: Sequence[Mapping[str, Any]], name: str) -> None:
             "training go at its deadline or was started again. Save again; if it comes back, a server takes too long "
             "to answer."
         )
-
-
-def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the steps, by worker, at which all participants can stop.
-
-    In mode `sync` all stop behind the last step of the worker that saves: it makes no further one meanwhile, and its
-    dense parameters are those after that step. If it is none of those that train, the step under way ends.
-    """
-    furthest = [max(steps) for steps in zip(*(state["steps"] for state in states), strict=True)]
-    live = [steps for steps in furthest if steps < LEFT]
-    if states[0].get("mode") != "sync" or not live:
-        return furthest
-    worker = states[0]["worker"]
-    last = furthest[worker] if worker is not None and furthest[worker] < LEFT else max(live)
-    return [last if steps < LEFT else LEFT for steps in furthest]
 
 
 def _specs(states: Sequence[Mapping[str, Any]]) -> dict[str, TableSpec]:

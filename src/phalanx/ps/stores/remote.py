@@ -2,6 +2,9 @@
 
 Requests are answered in their order, so a push is sent without waiting; its answer has come when that of the next pull
 has, and is looked at then. A push whose keys are those of an earlier pull names the pull instead.
+
+The number of servers may change: what they had not answered is cut anew and asked of those that the job has then. A
+push is in the tables of all former servers or of none, and its number tells the new ones which.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
@@ -24,23 +28,19 @@ from phalanx.ps.stores.partition import (
     partition_keys,
     partitioned_request,
 )
-from phalanx.ps.stores.requests import (
-    NamedPull,
-    PulledAfter,
-    PullRequest,
-    PushRequest,
-    collect_pushes,
-    send_pushes,
-)
+from phalanx.ps.stores.requests import MovablePull, NamedPull, PulledAfter, PullRequest, PushRequest, SentPush
 from phalanx.ps.stores.tables import get_table
 from phalanx.ps.stores.update import TableUpdate, check_keys
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.wire.client.connection import Connection
+from phalanx.ps.wire.client.connection import Connection, ServersMovedError
+from phalanx.ps.wire.client.server_connections import ServerConnections
+from phalanx.ps.wire.client.server_layout import LayoutFile
 from phalanx.ps.wire.data_frame import ValueType
 from phalanx.ps.wire.message import Pending, RpcReply
 
 _log = logging.getLogger("phalanx.ps")
+_Answer = TypeVar("_Answer")
 _CONTINUES = (
     "worker %d continues where an earlier process of it ended: the servers have %d updates of that. Its data starts "
     "where the script starts it: samples of those updates are trained again, unless the servers lease them "
@@ -66,6 +66,7 @@ class RemoteStore:
         connect_s: Seconds for a server to come up.
         retry_s: Seconds to go on trying to reach a server that went away; 0 makes that an error at once.
         wire_dtype: As what rows of ids and their gradients travel; all else of tables is float32.
+        layout_file: Where the launcher says that the job has other servers now; None where it never has.
 
     Raises:
         PeerLostError: If a server does not come; names it.
@@ -85,35 +86,39 @@ class RemoteStore:
         connect_s: float = 60.0,
         retry_s: float = 0.0,
         wire_dtype: ValueType = "float32",
+        layout_file: Path | None = None,
     ) -> None:
         self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
         self._tables: dict[str, _Table] = {}
         self._wire_dtype = wire_dtype
         self._first_step: int | None = None
-        self._in_flight: list[PushRequest] = []
-        self._begun: Pending | None = None
+        self._push: SentPush | None = None
+        """The newest, until it is acknowledged."""
+
+        self._begun: tuple[Pending, Mapping[str, Any]] | None = None
         self._named_pulls: deque[NamedPull] = deque(maxlen=NAMED_PULLS)
-        self._connections: list[Connection] = []
         client = secrets.randbits(64)
-        try:
-            for rank, endpoint in enumerate(endpoints):
-                connection = Connection(
-                    endpoint,
-                    secret=secret,
-                    me=f"worker {worker}",
-                    peer=f"server {rank}",
-                    client=client,
-                    timeout_s=timeout_s,
-                    connect_s=connect_s,
-                    retry_s=retry_s,
-                )
-                self._connections.append(connection)
-        except BaseException:
-            self.close()
-            raise
+
+        def connect(endpoint: str, rank: int, has_moved: Callable[[], bool]) -> Connection:
+            return Connection(
+                endpoint,
+                secret=secret,
+                me=f"worker {worker}",
+                peer=f"server {rank}",
+                client=client,
+                timeout_s=timeout_s,
+                connect_s=connect_s,
+                retry_s=retry_s,
+                has_moved=has_moved,
+            )
+
+        self._connections = ServerConnections(LayoutFile(layout_file, tuple(endpoints)), connect)
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make tables on every server. See `TableStore.declare`."""
+        self._ask(lambda: self._declare(specs))
+
+    def _declare(self, specs: Sequence[TableSpec]) -> None:
         replies = self._call_all("declare", {**self._about, "specs": [spec.to_json() for spec in specs]})
         if self._first_step is None:
             self._first_step = self._fill_steps([int(reply.meta["step"]) for reply in replies])
@@ -130,11 +135,14 @@ class RemoteStore:
 
     def pull(self, pull_specs: Sequence[PullSpec], *, step: int = 0) -> PendingRows:
         """Send one request to every server that owns any of the keys. See `TableStore.pull`."""
+        return MovablePull(lambda: self._send_pull(pull_specs, self._number(step)), self._follow)
+
+    def _send_pull(self, pull_specs: Sequence[PullSpec], step: int) -> PullRequest:
         request = partitioned_request(len(self._connections))
         self._add_pulls(request, pull_specs)
         keys = {pull_spec.table: pull_spec.keys for pull_spec in pull_specs}
         pull = PullRequest(request, keys, self.flush, keep=len(keys) == len(pull_specs))
-        pull.send(self._connections, self._number(step))
+        pull.send(self._connections, step)
         if pull_specs:
             self._named_pulls.append(pull.named)
         return pull
@@ -144,31 +152,30 @@ class RemoteStore:
     ) -> PendingRows:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
-        request = partitioned_request(len(self._connections))
         for update in updates:
             update.check(get_table(self._tables, update.table).spec)
-        self._add_pulls(request, then)
-        for update in updates:
+        push = SentPush(updates, self._number(step), weight, then)
+        self._send_push(push)
+        self._push = push
+        return PulledAfter(push, self.flush)
+
+    def _send_push(self, push: SentPush) -> None:
+        request = partitioned_request(len(self._connections))
+        self._add_pulls(request, push.then)
+        for update in push.updates:
             is_narrow = update.kind == "gradient" and self._tables[update.table].is_narrow
             partition = self._partition(update.table, update.keys)
             request.add_push(update, partition, self._take_pull(update), is_narrow=is_narrow)
-        pushes = [
-            PushRequest(connection, ServerPart(request, rank), self._number(step), weight)
-            for rank, connection in enumerate(self._connections)
-        ]
-        send_pushes(pushes)
-        self._in_flight = pushes.copy()
-        return PulledAfter(pushes, request, self.flush)
+        push.send(request, self._connections)
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `TableStore.flush`.
 
         A push that a server refused, because its disk is full for one, is sent again by the next call.
         """
-        collect_pushes(self._in_flight)
-        while self._in_flight:
-            self._in_flight[0].wait()
-            del self._in_flight[0]
+        if self._push is not None:
+            self._ask(self._push.wait)
+            self._push = None
 
     def leave(self) -> None:
         """Say that this worker pushes no more. See `TableStore.leave`."""
@@ -192,13 +199,13 @@ class RemoteStore:
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
         """Return this worker's next file of an epoch. See `TableStore.lease`."""
-        meta = self._connections[0].call("lease", {"epoch": epoch, "files": list(files)}).meta
+        meta = self._call_first("lease", {"epoch": epoch, "files": list(files)})
         return meta["file"], int(meta["offset"]), int(meta["left"])
 
     def report_progress(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
         """Report progress on a leased file. See `TableStore.report_progress`."""
         self.flush()
-        self._connections[0].call("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
+        self._call_first("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
 
     def lease_batches(
         self, loader: int, epoch: int, total: int, count: int, *, step: int | None
@@ -219,20 +226,24 @@ class RemoteStore:
             self.declare([])
         push = None if step is None else self._number(step)
         about = {"loader": loader, "epoch": epoch, "total": total, "count": count, "push": push}
-        meta = self._connections[0].call("lease_batches", about).meta
+        meta = self._call_first("lease_batches", about)
         return [(int(e), int(number)) for e, number in meta["batches"]], int(meta["left"])
 
     def begin_batch(self, loader: int, epoch: int, number: int, *, step: int) -> None:
         """Say that a leased batch will be in the push of this number; returns once that is on its way."""
         if self._begun is not None:
-            self._begun.result()
+            self._ask(self._wait_begun)
         about = {"loader": loader, "epoch": epoch, "number": number, "push": self._number(step)}
-        self._begun = self._connections[0].send("begin", about)
+        self._begun = self._ask(lambda: self._connections[0].send("begin", about)), about
+
+    def _wait_begun(self) -> None:
+        assert self._begun is not None
+        self._begun[0].result()
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
         """Write a snapshot of all servers at one moment. See `TableStore.save`."""
         self.flush()
-        save(self._connections, directory, extra, mode)
+        self._ask(lambda: save(self._connections, directory, extra, mode))
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
         """Let every server read its part of a snapshot. See `TableStore.load`."""
@@ -243,8 +254,7 @@ class RemoteStore:
 
     def close(self) -> None:
         """Close the connections. See `TableStore.close`."""
-        for connection in self._connections:
-            connection.close()
+        self._connections.close()
 
     def _take_pull(self, update: TableUpdate) -> PullNumbers | None:
         """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
@@ -271,9 +281,35 @@ class RemoteStore:
             table.last = keys, partition_keys(keys, table.salt, len(self._connections))
         return table.last[1]
 
+    def _call_first(self, op: str, meta: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._ask(lambda: self._connections[0].call(op, meta).meta)
+
     def _call_all(self, op: str, meta: Mapping[str, Any]) -> list[RpcReply]:
-        pending = [connection.send(op, meta) for connection in self._connections]
-        return [p.result() for p in pending]
+        def ask() -> list[RpcReply]:
+            pending = [connection.send(op, meta) for connection in self._connections]
+            return [p.result() for p in pending]
+
+        return self._ask(ask)
+
+    def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Return what `ask` returns; it asks again where the job has other servers meanwhile."""
+        while True:
+            try:
+                return ask()
+            except ServersMovedError:
+                self._follow()
+
+    def _follow(self) -> None:
+        """Go on with the servers that the job has now, and send them first what the former have not answered."""
+        while self._connections.follow():
+            self._named_pulls.clear()
+            for table in self._tables.values():
+                table.last = None
+            with suppress(ServersMovedError):
+                if self._begun is not None:
+                    self._begun = self._connections[0].send("begin", self._begun[1]), self._begun[1]
+                if self._push is not None:
+                    self._send_push(self._push)
 
     def _fill_steps(self, steps: list[int]) -> int:
         """Return the first push of this process: an earlier one of this worker may have died between two servers."""

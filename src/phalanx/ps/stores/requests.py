@@ -1,4 +1,7 @@
-"""`PullRequest` and `PushRequest`: send pulls and pushes to servers, wait for replies, retry."""
+"""`PullRequest` and `SentPush`: send pulls and pushes to servers, wait for replies, retry.
+
+Where the job has another number of servers meanwhile, a pull or push is cut anew and goes to those.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.ps.stores.base import Keys, Rows
+from phalanx.ps.stores.base import Keys, PullSpec, Rows
 from phalanx.ps.stores.fan_out import collect, post_all
 from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers, ServerPart
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.wire.client.connection import Connection
+from phalanx.ps.wire.client.connection import Connection, ServersMovedError
 from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
 from phalanx.ps.wire.frame import Bytes, FrameKind
 from phalanx.ps.wire.message import Pending
@@ -124,31 +127,79 @@ class PushRequest:
             self.rows = reply.rows
 
 
-def send_pushes(pushes: Sequence[PushRequest]) -> None:
-    """Send a push to its servers."""
-    pending = post_all([(push.connection, push.request()) for push in pushes])
-    for push, of_server in zip(pushes, pending, strict=True):
-        push.pending = of_server
-
-
-def collect_pushes(pushes: Sequence[PushRequest]) -> None:
-    """Read the answers to a push, before each is waited for; see `collect`."""
-    collect([(push.connection, push.pending) for push in pushes if push.pending is not None])
-
-
-class PulledAfter:
-    """Rows that come with the answers to a push.
+class SentPush:
+    """A push under way on all servers.
 
     Args:
-        pushes: The push, by the servers' ranks.
-        request: What was asked with it.
-        flush: Waits for the answers.
+        updates: Its changes.
+        step: Number of the push.
+        weight: Rows of the batch.
+        then: What to read once it is in place.
     """
 
-    def __init__(self, pushes: Sequence[PushRequest], request: PartitionedRequest, flush: Callable[[], None]) -> None:
-        self._pushes, self._request, self._flush = pushes, request, flush
+    def __init__(self, updates: Sequence[TableUpdate], step: int, weight: float, then: Sequence[PullSpec]) -> None:
+        self.updates, self.then = updates, then
+        self._step, self._weight = step, weight
+        self._request: PartitionedRequest | None = None
+        self._parts: list[PushRequest] = []
+        self._unanswered: list[PushRequest] = []
+
+    def send(self, request: PartitionedRequest, connections: Sequence[Connection]) -> None:
+        """Send it, cut for these servers. Each takes it once, however often it is sent."""
+        self._request = request
+        self._parts = [
+            PushRequest(connection, ServerPart(request, rank), self._step, self._weight)
+            for rank, connection in enumerate(connections)
+        ]
+        self._unanswered = self._parts.copy()
+        pending = post_all([(part.connection, part.request()) for part in self._parts])
+        for part, of_server in zip(self._parts, pending, strict=True):
+            part.pending = of_server
+
+    def wait(self) -> None:
+        """Wait until it is acknowledged. What a server refused is sent again by the next call."""
+        collect([(part.connection, part.pending) for part in self._unanswered if part.pending is not None])
+        while self._unanswered:
+            self._unanswered[0].wait()
+            del self._unanswered[0]
+
+    def rows(self) -> list[Rows]:
+        """Return the rows that came with the acknowledgement, one (n, dim) array per `PullSpec`."""
+        assert self._request is not None
+        return self._request.merge({rank: p.rows for rank, p in enumerate(self._parts) if p.rows is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class PulledAfter:
+    """Rows that come with the answers to a push."""
+
+    push: SentPush
+    flush: Callable[[], None]
+    """Waits for the answers."""
 
     def rows(self) -> list[Rows]:
         """Wait and return one (n, dim) array per `PullSpec`."""
-        self._flush()
-        return self._request.merge({rank: p.rows for rank, p in enumerate(self._pushes) if p.rows is not None})
+        self.flush()
+        return self.push.rows()
+
+
+class MovablePull:
+    """A pull that is asked again of the servers that the job has, where their number changed before it was answered.
+
+    Args:
+        send: Asks the servers there are.
+        follow: Goes on with those that the job has now.
+    """
+
+    def __init__(self, send: Callable[[], PullRequest], follow: Callable[[], None]) -> None:
+        self._send, self._follow = send, follow
+        self._pull = send()
+
+    def rows(self) -> list[Rows]:
+        """Wait and return one (n, dim) array per `PullSpec`."""
+        while True:
+            try:
+                return self._pull.rows()
+            except ServersMovedError:
+                self._follow()
+                self._pull = self._send()

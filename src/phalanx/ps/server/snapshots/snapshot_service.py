@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.ps.server.clocks import WAIT_REPORT_S
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_writer import SnapshotWriter
 from phalanx.ps.snapshot.participant import SnapshotParticipant
@@ -28,8 +30,11 @@ class SnapshotService:
         self._service = service
         self.participant = SnapshotParticipant(service.state.tables.tables, service.state.shards, service.state.server)
         self._writers: dict[str, SnapshotWriter] = {}
+        self._holder, self._released = "", threading.Condition()
+        """Token of the launcher's freeze, with which it gives the tables to other servers; saves wait for its end."""
+
         service.state.loaded = lambda source, name: self.participant.remember_load(source, [name])
-        for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
+        for op in (self.freeze, self.snapshot, self.resume, self.saved, self.state, self.load, self.leases):
             service.add_operation(op.__name__, op)
 
     def freeze(self, request: RpcRequest) -> RpcReply:
@@ -37,7 +42,7 @@ class SnapshotService:
         service, meta = self._service, request.meta
         worker = service.engine.worker_of(request.client)
         steps: Sequence[int] = meta.get("steps", ())
-        service.write_freeze.freeze(meta["token"], meta["seconds"], steps)
+        self._freeze(request, steps)
         if service.state.clocks is not None and meta.get("wait"):
             service.state.clocks.wait_steps(steps, meta["seconds"])
         # A push is counted before the step that it completes is in the tables: only between changes do the two agree.
@@ -71,8 +76,22 @@ class SnapshotService:
 
     def resume(self, request: RpcRequest) -> RpcReply:
         """Let changes go on."""
+        with self._released:
+            if self._holder == request.meta["token"]:
+                self._holder = ""
+                self._released.notify_all()
         self._service.write_freeze.resume(request.meta["token"])
         return RpcReply()
+
+    def _freeze(self, request: RpcRequest, steps: Sequence[int]) -> None:
+        token = request.meta["token"]
+        with self._released:
+            while self._holder not in ("", token) and not self._service.stopped.is_set():
+                request.report_wait("the launcher, which has other servers take the tables", True)
+                self._released.wait(WAIT_REPORT_S)
+            self._service.write_freeze.freeze(token, request.meta["seconds"], steps)
+            if request.meta.get("hold"):
+                self._holder = token
 
     def saved(self, request: RpcRequest) -> RpcReply:
         """Say whether this server's part is written, and what; waits a little for it."""
@@ -83,6 +102,11 @@ class SnapshotService:
         if not writer.wait(request.meta["wait_s"]):
             return RpcReply({"done": False})
         return RpcReply({"done": True, "result": writer.result()})
+
+    def state(self, request: RpcRequest) -> RpcReply:
+        """Return what is not in the tables, inside a freeze."""
+        with self._service.write_freeze.while_frozen(request.meta["token"]):
+            return RpcReply({"state": {**self._service.state.to_json(), "saving": self.to_json()}})
 
     def load(self, request: RpcRequest) -> RpcReply:
         """Replace rows by those of a snapshot, now and in tables declared later."""

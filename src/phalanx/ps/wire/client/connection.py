@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,10 @@ _LOG_EVERY_S = 30.0
 _LOG_WORK_EVERY_S = 15.0
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+class ServersMovedError(PeerLostError):
+    """A request has no answer, for the job has another number of servers now; those have what was done, and no more."""
 
 
 class StartedRequest(NamedTuple):
@@ -63,6 +67,8 @@ class Connection:
             counts from its last progress.
         client: Number of this client, the same for the life of the process; made when None.
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
+        has_moved: Whether the job has other servers by now: one that is away is asked no more then, and requests
+            without an answer raise `ServersMovedError`.
 
     Raises:
         ConfigError: If the endpoint is wrong, or something else than that server of this job and version answers.
@@ -81,11 +87,12 @@ class Connection:
         retry_s: float = 0.0,
         client: int | None = None,
         max_unanswered_bytes: int = 64 << 20,
+        has_moved: Callable[[], bool] = lambda: False,
     ) -> None:
         self.client = secrets.randbits(64) if client is None else client
         self._dialer = Dialer(endpoint, secret, me, self.client, peer)
         self._me, self._peer = me, peer
-        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._timeout_s, self._retry_s, self._has_moved = timeout_s, retry_s, has_moved
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_flight = InFlight(max_unanswered_bytes)
@@ -335,7 +342,7 @@ class Connection:
                     self._patience.end()
                 if link.has_failed_start:
                     self._patience.limit(time.monotonic())
-                if self._closed or self._failure or not self._retry_s:
+                if self._closed or self._failure or not self._retry_s or self._has_moved():
                     self._fail(why)
                     return
             self._reconnect(why)
@@ -408,6 +415,8 @@ class Connection:
         with self._changed:
             if self._changed.wait_for(lambda: self._closed, seconds):
                 raise ClosedError("it was closed here")
+        if self._has_moved():
+            raise ServersMovedError("the job has other servers now")
 
     def _fail(self, why: str) -> None:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
@@ -417,14 +426,15 @@ class Connection:
         self._changed.notify_all()
 
     def _abort_error(self, pending: Pending) -> PhalanxError:
-        if self._closed:
+        if self._closed and not self._has_moved():
             return ClosedError(f"the connection to {self._peer} was closed before the answer.")
         return self._lost(pending.op, pending.sent_at, self._failure)
 
     def _lost(self, op: str, since: float, why: str, where: str = "") -> PeerLostError:
         waited = time.monotonic() - since
         where = where or self._link.where
-        return PeerLostError(f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.")
+        error = ServersMovedError if self._has_moved() else PeerLostError
+        return error(f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.")
 
 
 def oldest_requests() -> list[tuple[str, Pending]]:

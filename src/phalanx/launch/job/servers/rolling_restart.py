@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.errors import LaunchError
 from phalanx.launch.process import environment
@@ -20,6 +20,14 @@ logger = logging.getLogger("phalanx.launch")
 
 RESTART_SIGNAL = signal.SIGUSR1
 """What has a server write a base of its state and end."""
+
+
+class SendSignal(Protocol):
+    """Sends a signal to processes by their ids, each with all that it has started, or alone."""
+
+    def __call__(self, names: Sequence[str], number: int, *, is_group: bool = True) -> None:
+        """Send it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -46,7 +54,7 @@ class RollingRestart:
     Args:
         layout: The job, of which this restarts the servers of this host.
         facts: Further facts of it.
-        send: Sends a signal to processes, by their ids.
+        send: Sends a signal to processes.
         patience_s: How long a server may take to end. It is killed then, and recovers with its log.
         has_workers: Whether there are workers that train.
     """
@@ -55,7 +63,7 @@ class RollingRestart:
         self,
         layout: Topology,
         facts: JobFacts,
-        send: Callable[[Sequence[str], int], None],
+        send: SendSignal,
         patience_s: float,
         *,
         has_workers: Callable[[], bool],
@@ -85,7 +93,7 @@ class RollingRestart:
         if command == {"servers": "restart"}:
             return self._begin()
         if command == {"servers": "progress"}:
-            return self._progress()
+            return self.progress
         if command == {"servers": "restarted"}:
             return _titles(self._back)
         raise LaunchError(f"{command} is no command of this job. Known: servers, with restart, progress or restarted.")
@@ -123,7 +131,7 @@ class RollingRestart:
         return True
 
     def _begin(self) -> str:
-        if progress := self._progress():
+        if progress := self.progress:
             raise LaunchError(f"The servers are being started again: {progress}. Wait until they are back.")
         if self._has_ended or not self._has_workers():
             raise LaunchError(
@@ -142,9 +150,12 @@ class RollingRestart:
 
     def _ask(self, server: Process) -> None:
         self._turn = _Turn(server, time.monotonic())
-        self._send([server.id], RESTART_SIGNAL)
+        # What its script has started knows nothing of this signal, and would end by it.
+        self._send([server.id], RESTART_SIGNAL, is_group=False)
 
-    def _progress(self) -> str:
+    @property
+    def progress(self) -> str:
+        """How far a restart is; empty where none is under way."""
         if self._turn is None:
             return f"{len(self._waiting)} of {len(self._servers)} wait" if self._waiting else ""
         does = "recovers" if self._turn.ended_at else "writes its state"
