@@ -16,7 +16,7 @@ constexpr std::uint64_t kMostQueue = 4 << 20, kQueues = 32;
 }  // namespace
 
 EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))),
-      reads_(RowFile::record_bytes(spec.row_bytes()), std::min(kMostQueue, spec.max_bytes / kQueues)) {
+      reads_(RowFile::record_bytes(RowCodec(spec)), std::min(kMostQueue, spec.max_bytes / kQueues)) {
   make_rule(spec_.rule, 0);  // throws now what a push would
   for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = std::make_unique<Lane>(spec_, starter_, arena_, static_cast<int>(i));
 }
