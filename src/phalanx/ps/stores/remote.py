@@ -33,7 +33,7 @@ from phalanx.ps.stores.requests import (
     send_pushes,
 )
 from phalanx.ps.stores.tables import get_table
-from phalanx.ps.stores.update import TableUpdate, check_keys
+from phalanx.ps.stores.update import TableUpdate, check_keys, check_tables_once
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.client.connection import Connection
@@ -145,6 +145,7 @@ class RemoteStore:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
         request = partitioned_request(len(self._connections))
+        check_tables_once(updates)
         for update in updates:
             update.check(get_table(self._tables, update.table).spec)
         self._add_pulls(request, then)
