@@ -123,6 +123,7 @@ void EmbeddingTable::pull(Keys keys, float* values) const {
       make_room(lane);
     });
   });
+  make_room();
   pulled_ += keys.size();
   missed_ += missing;
 }
