@@ -24,13 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Row, add_arguments, check_cases, measure_pairs, show
 from benchmarks.tiers_server import TierServer, TierWorker
-from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.rules import FileDtype, TableSpec
 from phalanx.ps.table.update_rules import Adagrad
 
 CASES = ("step", "pull", "cold")
@@ -56,7 +57,7 @@ class Bench:
             for name, limit in (("spilled", asked.memory * MIB), ("resident", None))
         )
         spec = TableSpec(TABLE, asked.dim, Adagrad(0.05))
-        self.fill(self.small, replace(spec, max_bytes=asked.budget * MIB))
+        self.fill(self.small, replace(spec, max_bytes=asked.budget * MIB, file_dtype=asked.file_dtype))
         self.fill(self.large, spec)
         for _ in range(asked.warm):  # so that memory holds what is drawn often
             self.step(self.small, self.zipf())
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=int, help="max_bytes of its table in MiB; for a tenth of the rows when omitted"
     )
+    parser.add_argument("--file-dtype", choices=get_args(FileDtype), default="float32", help="of values in files")
     parser.add_argument("--workers", type=int, default=2, help="threads that train with a server")
     parser.add_argument("--exponent", type=float, default=1.2, help="of the Zipf distribution of ids")
     parser.add_argument("--warm", type=int, default=5, help="times 100 steps before the first that counts")

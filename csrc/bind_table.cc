@@ -59,6 +59,12 @@ phalanx::EntrySpec read_entry(nb::handle entry) {
   return spec;
 }
 
+phalanx::FileDtype read_file_dtype(nb::handle name) {
+  using enum phalanx::FileDtype;
+  const std::map<std::string, phalanx::FileDtype> dtypes{{"float32", kFloat32}, {"bfloat16", kBfloat16}, {"int8", kInt8}};
+  return dtypes.at(nb::cast<std::string>(name));
+}
+
 phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t salt, std::string folder) {
   phalanx::TableSpec read;
   read.salt = salt;
@@ -68,6 +74,7 @@ phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t s
   read.is_bfloat16 = nb::cast<std::size_t>(layout.attr("value_bytes")) == 2;
   if (!spec.attr("max_bytes").is_none()) read.max_bytes = nb::cast<std::uint64_t>(spec.attr("max_bytes"));
   read.folder = std::move(folder);
+  read.file_dtype = read_file_dtype(spec.attr("file_dtype"));
   const nb::handle rule = spec.attr("rule");
   read.rule = {nb::cast<std::string>(rule.attr("kind")),
                nb::cast<std::map<std::string, double>>(rule.attr("numbers")())};

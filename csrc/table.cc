@@ -16,7 +16,7 @@ constexpr std::uint64_t kMostQueue = 4 << 20, kQueues = 32;
 }  // namespace
 
 EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed), arena_(Slab::block_bytes(OldEntry::bytes(spec.row_bytes()))),
-      reads_(RowFile::record_bytes(spec.row_bytes()), std::min(kMostQueue, spec.max_bytes / kQueues)) {
+      reads_(RowFile::record_bytes(RowCodec(spec)), std::min(kMostQueue, spec.max_bytes / kQueues)) {
   make_rule(spec_.rule, 0);  // throws now what a push would
   for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = std::make_unique<Lane>(spec_, starter_, arena_, static_cast<int>(i));
 }
@@ -119,6 +119,7 @@ std::uint64_t EmbeddingTable::apply(TableChange& change, Turn turn) {
       evict(turn.tick);
     });
   }
+  make_room();
   pushed_ += change.count;
   dropped_ += dropped;
   return dropped;
@@ -190,6 +191,7 @@ void EmbeddingTable::restore(int shard, const ShardView& columns) {
     }
     lane.restore_waiting(columns, time);
   });
+  make_room();
 }
 
 std::vector<std::int64_t> EmbeddingTable::keys(int shard) const {
@@ -274,22 +276,44 @@ void EmbeddingTable::go_to(std::uint64_t tick) {
   oldest_ = oldest;
 }
 
-// What `max_bytes` holds: the rows in memory, and what an index takes for all.
-std::uint64_t EmbeddingTable::cost() const {
-  std::uint64_t rows = 0, entries = 0;
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    rows += lane->resident();
-    entries += lane->entries();
-  }
-  return rows * spec_.row_bytes() + entries * kIndexBytes;
+std::uint64_t EmbeddingTable::index_cost() const {
+  std::uint64_t entries = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) entries += lane->entries();
+  return entries * kIndexBytes;
 }
 
-// Lets rows of a lane leave memory for its file, as many as the table has too many once it has so many rows more.
-// REQUIRES: the lane is locked.
+// What `max_bytes` holds: the rows in memory, and what an index takes for all.
+std::uint64_t EmbeddingTable::cost() const {
+  std::uint64_t rows = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) rows += lane->resident();
+  return rows * spec_.row_bytes() + index_cost();
+}
+
+// Bytes of rows that a lane has too many in memory once it has so many rows more: no more than the table has too many,
+// and those beyond the lane's share of what memory has room for.
+std::uint64_t EmbeddingTable::excess(const Lane& lane, std::uint64_t more) const {
+  const std::uint64_t row_bytes = spec_.row_bytes(), used = cost() + more * row_bytes;
+  if (used <= spec_.max_bytes) return 0;
+  const std::uint64_t index = std::min(index_cost(), spec_.max_bytes);
+  const std::uint64_t share = (spec_.max_bytes - index) / row_bytes / kLanes * row_bytes;
+  const std::uint64_t own = (lane.resident() + more) * row_bytes;
+  return std::min(used - spec_.max_bytes, own - std::min(own, share));
+}
+
+// Lets rows of a lane leave memory for its file. REQUIRES: the lane is locked.
 void EmbeddingTable::make_room(Lane& lane, std::uint64_t more) const {
-  if (!spec_.spills()) return;
-  const std::uint64_t used = cost() + more * spec_.row_bytes();
-  lane.make_room(used - std::min(used, spec_.max_bytes));
+  if (spec_.spills()) lane.make_room(excess(lane, more));
+}
+
+// The same of all lanes, at the end of a call: where one that had less than its share kept what it brought in, others,
+// which the call may not have named, give up what they have beyond theirs.
+void EmbeddingTable::make_room() const {
+  if (!spec_.spills() || cost() <= spec_.max_bytes) return;
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    if (excess(*lane, 0) == 0) continue;
+    const std::lock_guard locked(lane->lock);
+    make_room(*lane);
+  }
 }
 
 void EmbeddingTable::require_room() const {

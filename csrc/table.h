@@ -127,13 +127,16 @@ class EmbeddingTable {
   Time now(std::uint64_t tick) const { return {tick, oldest_}; }  // REQUIRES: a lane is locked
   void wait_for_changes() const;  // REQUIRES: clock_ is locked
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
+  std::uint64_t index_cost() const;
   std::uint64_t cost() const;
   std::unique_ptr<std::byte[]> read(std::span<MissedRow> rows) const;
   void bring_in(KeysByLane& keys) const;
   void bring_in(Lane& lane, Slice slice) const;
   template <class Use>
   void each_of_lane(std::span<const MissedRow> rows, Use use) const;
+  std::uint64_t excess(const Lane& lane, std::uint64_t more) const;
   void make_room(Lane& lane, std::uint64_t more = 0) const;
+  void make_room() const;
   void require_files(const std::string& why) const;
   void evict(std::uint64_t tick);
 

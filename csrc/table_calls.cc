@@ -51,7 +51,7 @@ void EmbeddingTable::each_of_lane(std::span<const MissedRow> rows, Use use) cons
 
 // Reads rows of all lanes together, and checks them; returns the memory that they are in.
 std::unique_ptr<std::byte[]> EmbeddingTable::read(std::span<MissedRow> rows) const {
-  const std::size_t size = RowFile::record_bytes(spec_.row_bytes());
+  const std::size_t size = RowFile::record_bytes(RowCodec(spec_));
   auto bytes = std::make_unique_for_overwrite<std::byte[]>(rows.size() * size);
   std::vector<FilePiece> pieces;
   pieces.reserve(rows.size());
@@ -123,6 +123,7 @@ void EmbeddingTable::pull(Keys keys, float* values) const {
       make_room(lane);
     });
   });
+  make_room();
   pulled_ += keys.size();
   missed_ += missing;
 }

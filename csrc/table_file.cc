@@ -31,8 +31,8 @@ std::uint32_t records_of(std::size_t segment_bytes, std::size_t record_bytes) {
 
 }  // namespace
 
-RowFile::RowFile(std::string folder, int lane, std::size_t row_bytes, std::size_t segment_bytes)
-    : folder_(std::move(folder)), lane_(lane), row_bytes_(row_bytes), record_bytes_(kHeaderBytes + row_bytes),
+RowFile::RowFile(std::string folder, int lane, const RowCodec& codec, std::size_t segment_bytes)
+    : folder_(std::move(folder)), lane_(lane), codec_(codec), record_bytes_(record_bytes(codec)),
       records_(records_of(segment_bytes, record_bytes_)), segment_bytes_(PageBytes::rounded(records_ * record_bytes_)) {}
 
 RowFile::~RowFile() {
@@ -49,10 +49,20 @@ bool RowFile::make_room() {
 }
 
 std::uint32_t RowFile::append(std::uint64_t hash, const std::byte* row) {
+  codec_.encode(row, next_record() + kHeaderBytes);
+  return seal(hash);
+}
+
+std::uint32_t RowFile::append_encoded(std::uint64_t hash, const std::byte* encoded) {
+  std::memcpy(next_record() + kHeaderBytes, encoded, codec_.bytes());
+  return seal(hash);
+}
+
+// Makes a record of the row that was put in the next one's place.
+std::uint32_t RowFile::seal(std::uint64_t hash) {
   const std::uint32_t record = first_record(open_) + filled_;
-  std::byte* const bytes = buffer_.data() + filled_ * record_bytes_;
+  std::byte* const bytes = next_record();
   std::memcpy(bytes, &hash, sizeof hash);
-  std::memcpy(bytes + kHeaderBytes, row, row_bytes_);
   const std::uint32_t sum = checksum(record, use_of(record), bytes);
   std::memcpy(bytes + sizeof hash, &sum, sizeof sum);
   ++filled_;
@@ -125,7 +135,7 @@ void RowFile::load(int file, std::uint32_t record, std::size_t bytes) {
 
 void RowFile::copy(const StoredRow& wanted, const std::byte* bytes) const {
   if (checked_hash(wanted.record, bytes) != wanted.hash) fail(wanted.record, "holds another row");
-  std::memcpy(wanted.row, bytes + kHeaderBytes, row_bytes_);
+  codec_.decode(bytes + kHeaderBytes, wanted.row);
 }
 
 std::uint64_t RowFile::checked_hash(std::uint32_t record, const std::byte* bytes) const {
@@ -142,11 +152,18 @@ std::uint64_t RowFile::checked_hash(std::uint32_t record, const std::byte* bytes
 std::uint32_t RowFile::checksum(std::uint32_t record, std::uint32_t use, const std::byte* bytes) const {
   const std::array<std::uint32_t, 2> place = {record, use};
   const std::uint32_t head = crc32({bytes, sizeof(std::uint64_t)}, crc32(std::as_bytes(std::span(place))));
-  return crc32({bytes + kHeaderBytes, row_bytes_}, head);
+  return crc32({bytes + kHeaderBytes, codec_.bytes()}, head);
 }
 
 MissedRow RowFile::missed(std::uint32_t record, std::uint64_t hash, std::uint32_t position) const {
   return {hash, record, use_of(record), position, {file_, direct_}, place_of(record)};
+}
+
+const std::byte* RowFile::row_of(const MissedRow& row, std::byte* room) const {
+  const std::byte* const encoded = row.bytes + kHeaderBytes;
+  if (codec_.is_exact()) return encoded;
+  codec_.decode(encoded, room);
+  return room;
 }
 
 void RowFile::check(MissedRow& row) const {
@@ -224,7 +241,7 @@ std::vector<std::uint64_t> RowFile::hashes(std::uint32_t segment) {
   return hashes;
 }
 
-const std::byte* RowFile::loaded_row(std::uint32_t record, std::uint64_t hash) const {
+const std::byte* RowFile::encoded_row(std::uint32_t record, std::uint64_t hash) const {
   const std::byte* const bytes = window_.data() + record % records_ * record_bytes_;
   if (checked_hash(record, bytes) != hash) fail(record, "holds another row");
   return bytes + kHeaderBytes;

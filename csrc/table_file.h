@@ -1,6 +1,6 @@
 // The file of a lane: rows that have left memory, as records that are appended and never changed.
 //
-// A record is `hash | crc32 | row`; its number is its place. Records are gathered in a segment of memory, of whole pages,
+// A record is `hash | crc32 | row`, the row as `RowCodec` keeps it; its number is its place. Records are gathered in a segment of memory, of whole pages,
 // which is written in one piece when it is full. While less than half of the file lives, its lane empties segments, those
 // of which least lives first: it appends their records anew, and the places are used again. So the file takes at most
 // about twice the bytes of what lives. The checksum covers the record's number and which use of its place this is: what
@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "page_bytes.h"
+#include "table_codec.h"
 #include "table_reads.h"
 
 namespace phalanx {
@@ -61,7 +62,7 @@ class RowFile {
   static constexpr std::uint32_t kMostRecords = 0x7F000000;
 
   // Errors name folder and lane. A segment has so many bytes at most, but one record at least.
-  RowFile(std::string folder, int lane, std::size_t row_bytes, std::size_t segment_bytes);
+  RowFile(std::string folder, int lane, const RowCodec& codec, std::size_t segment_bytes);
   RowFile(const RowFile&) = delete;
   ~RowFile();
 
@@ -69,6 +70,8 @@ class RowFile {
   bool make_room();
   // Returns the number of the new record, below `kMostRecords`. REQUIRES: `make_room` has just returned true.
   std::uint32_t append(std::uint64_t hash, const std::byte* row);
+  // The same of a row as another record has it.
+  std::uint32_t append_encoded(std::uint64_t hash, const std::byte* encoded);
 
   // Reads rows in the order of the file, in which they are left. Throws DamagedRow.
   void read(std::span<StoredRow> rows);
@@ -79,8 +82,9 @@ class RowFile {
   MissedRow missed(std::uint32_t record, std::uint64_t hash, std::uint32_t position) const;
   // Notes whether a record that was read is whole. Any thread may call it, with no lock.
   void check(MissedRow& row) const;
-  const std::byte* row_of(const MissedRow& row) const { return row.bytes + kHeaderBytes; }
-  static constexpr std::size_t record_bytes(std::size_t row_bytes) { return kHeaderBytes + row_bytes; }
+  // The row of a record that is whole: in the record, or in `room` for a row.
+  const std::byte* row_of(const MissedRow& row, std::byte* room) const;
+  static std::size_t record_bytes(const RowCodec& codec) { return kHeaderBytes + codec.bytes(); }
 
   // Notes that a record lives no more.
   void discard(std::uint32_t record);
@@ -95,8 +99,8 @@ class RowFile {
   // Reads a written segment; returns the hash of each record by place, those that live no more and broken ones too.
   // Throws DamagedRow where the segment cannot be read.
   std::vector<std::uint64_t> hashes(std::uint32_t segment);
-  // A row of the segment that was read last, which stays until the next read. Throws DamagedRow.
-  const std::byte* loaded_row(std::uint32_t record, std::uint64_t hash) const;
+  // A row of the segment that was read last, as its record has it; it stays until the next read. Throws DamagedRow.
+  const std::byte* encoded_row(std::uint32_t record, std::uint64_t hash) const;
   // Names a segment that cannot be emptied no more, until its place is used again.
   void pass_over(std::uint32_t segment) { segments_[segment].is_passed_over = true; }
   std::uint32_t first_record(std::uint32_t segment) const { return segment * records_; }
@@ -124,6 +128,8 @@ class RowFile {
   std::uint64_t place_of(std::uint32_t record) const {
     return segment_of(record) * segment_bytes_ + record % records_ * record_bytes_;
   }
+  std::byte* next_record() const { return buffer_.data() + filled_ * record_bytes_; }
+  std::uint32_t seal(std::uint64_t hash);
   bool open_segment();
   bool add_segment();
   bool write_segment();
@@ -141,7 +147,8 @@ class RowFile {
 
   const std::string folder_;
   const int lane_;
-  const std::size_t row_bytes_, record_bytes_;
+  const RowCodec codec_;
+  const std::size_t record_bytes_;
   const std::uint32_t records_;  // of a segment
   const std::uint64_t segment_bytes_;  // of whole pages
   int file_ = -1;

@@ -24,7 +24,7 @@ Lane::Lane(const TableSpec& spec, const Starter& starter, Arena& arena, int numb
     : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()),
       slab_(arena, spec.row_bytes(), Entry::kStored, true),
       old_entries_(arena, OldEntry::bytes(spec.row_bytes()), UINT32_MAX, false),
-      file_(spec.folder, number, spec.row_bytes(), segment_bytes(spec)) {}
+      file_(spec.folder, number, RowCodec(spec), segment_bytes(spec)) {}
 
 // Calls use(i, place in the index) for each key and notes the row of the entry it returns. Keys not in their first line
 // come last: they are absent, or in the next line, which is asked for too, or in the other part of an index that grows.

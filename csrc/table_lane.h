@@ -154,10 +154,11 @@ class Lane {
   std::uint64_t sweep();
   bool move_out(Entry& entry);
   void write_anew(Entry& entry, const std::byte* row);
+  void move_record(Entry& entry, std::uint32_t record);
   void compact();
   struct LivingRow {
     std::uint64_t hash;
-    const std::byte* row;
+    const std::byte* encoded;
   };
   std::vector<LivingRow> living(std::uint32_t segment);
   void read_row(const Entry& entry, std::byte* to);

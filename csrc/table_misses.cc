@@ -46,6 +46,7 @@ std::uint64_t Lane::pull(Slice& slice, float* out, std::vector<MissedRow>& misse
 
 std::uint64_t Lane::finish_pull(std::span<const MissedRow> rows, float* out) {
   std::uint64_t absent = 0;
+  std::vector<std::byte> room(spec_.row_bytes());
   ask_index(rows);
   for (const MissedRow& row : rows) {
     Entry* const entry = unchanged(row);
@@ -54,8 +55,9 @@ std::uint64_t Lane::finish_pull(std::span<const MissedRow> rows, float* out) {
       continue;
     }
     ++file_reads_;
-    load_values(file_.row_of(row), spec_.is_bfloat16, out + row.position * spec_.dim, spec_.dim);
-    keep_read(*entry, file_.row_of(row));
+    const std::byte* const read = file_.row_of(row, room.data());
+    load_values(read, spec_.is_bfloat16, out + row.position * spec_.dim, spec_.dim);
+    keep_read(*entry, read);
   }
   return absent;
 }
@@ -99,12 +101,13 @@ bool Lane::find_missed(Slice& slice, std::vector<MissedRow>& missed) const {
 
 bool Lane::bring_in(std::span<const MissedRow> rows) {
   bool is_all = true;
+  std::vector<std::byte> room(spec_.row_bytes());
   ask_index(rows);
   for (const MissedRow& row : rows) {
     Entry* const entry = unchanged(row);
     if (entry != nullptr) {
       ++file_reads_;
-      keep_read(*entry, file_.row_of(row));
+      keep_read(*entry, file_.row_of(row, room.data()));
     }
     is_all &= entry != nullptr && entry->is_in_memory();
   }

@@ -13,6 +13,8 @@ namespace phalanx {
 
 enum class InitKind { kUniform, kNormal, kConstant };
 enum class EntryKind { kAny, kCount, kProbability, kShowClick };
+// Of values of rows in files; kFloat32: as they are in memory.
+enum class FileDtype { kFloat32, kBfloat16, kInt8 };
 
 // The settings of an update rule by name, as `UpdateRule.numbers` gives them; a rule reads its own.
 struct RuleSpec {
@@ -50,6 +52,7 @@ struct TableSpec {
   bool is_bfloat16 = false;
   std::uint64_t max_bytes = 0;  // 0 for no limit
   std::string folder;           // of the files for rows that max_bytes has no room for; empty: they are dropped
+  FileDtype file_dtype = FileDtype::kFloat32;  // REQUIRES: kFloat32 where is_bfloat16
   RuleSpec rule;
   InitSpec init;
   EntrySpec entry;

@@ -92,8 +92,13 @@ void Lane::write_anew(Entry& entry, const std::byte* row) {
     copy_row(row, slab_.row(place));
     return take_out(entry, place);
   }
+  move_record(entry, file_.append(entry.hash, row));
+}
+
+// Says that a row in the file has another record.
+void Lane::move_record(Entry& entry, std::uint32_t record) {
   const std::uint32_t before = entry.record();
-  entry.row = Entry::kStored + file_.append(entry.hash, row);
+  entry.row = Entry::kStored + record;
   file_.discard(before);
 }
 
@@ -108,7 +113,7 @@ void Lane::compact() {
     }
     for (const LivingRow& row : rows) {
       if (!file_.make_room()) return;
-      write_anew(*index_.find(row.hash), row.row);
+      move_record(*index_.find(row.hash), file_.append_encoded(row.hash, row.encoded));
     }
   }
 }
@@ -123,7 +128,7 @@ std::vector<Lane::LivingRow> Lane::living(std::uint32_t segment) {
       const auto record = static_cast<std::uint32_t>(file_.first_record(segment) + i);
       const Entry* const entry = index_.find(hashes[i]);
       if (is_copy(*entry, record)) forget_copy(entry->row);
-      if (entry->row == Entry::kStored + record) rows.push_back({hashes[i], file_.loaded_row(record, hashes[i])});
+      if (entry->row == Entry::kStored + record) rows.push_back({hashes[i], file_.encoded_row(record, hashes[i])});
     }
     return rows;
   } catch (const DamagedRow&) {

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from phalanx.ps.snapshot_lookup import Lookup
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.table.rules import Normal, TableSpec
+from phalanx.ps.table.rules import FileDtype, Normal, TableSpec
 from phalanx.ps.table.update_rules import Adagrad
 from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC, FakeWorker, gradient
@@ -95,15 +96,25 @@ def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(
     assert final[0] == final[1] == undisturbed(steps)
 
 
-@pytest.mark.parametrize(("count", "kills", "durability"), [(1, 5, "process"), (1, 5, "disk"), (2, 4, "process")])
+@pytest.mark.parametrize(
+    ("count", "kills", "durability", "limit"),
+    [
+        (1, 5, "process", {}),
+        (1, 5, "disk", {}),
+        (2, 4, "process", {}),
+        # Memory for a quarter of the rows. What they count is so small that rounding leaves the nearest whole number.
+        (1, 3, "process", {"max_bytes": 6800, "file_dtype": "bfloat16"}),
+        (1, 3, "process", {"max_bytes": 6800, "file_dtype": "int8"}),
+    ],
+)
 def test_async_applies_what_it_acknowledged_and_nothing_twice(
-    tmp_path: Path, count: int, kills: int, durability: str
+    tmp_path: Path, count: int, kills: int, durability: str, limit: dict[str, Any]
 ) -> None:
-    steps = 150
+    steps, spec = 150, replace(SPEC, **limit)
 
     def train(worker: int, progress: Progress) -> None:
         remote = store(made.endpoints, worker, "async")
-        remote.declare([SPEC])
+        remote.declare([spec])
         for step in range(steps):
             ids = ids_of(worker, step)
             remote.pull([PullSpec("items", ids)], step=step).rows()
@@ -116,8 +127,8 @@ def test_async_applies_what_it_acknowledged_and_nothing_twice(
     with servers(count, tmp_path, env, state=True, log_bytes=100_000) as made:
         kill_while(made, steps, kills, 2, train)
         remote = store(made.endpoints, 0, "async")
-        remote.declare([SPEC])
-        rows = remote.pull([PullSpec("items", np.arange(200))]).rows()[0][:, 0]
+        remote.declare([spec])
+        rows = np.rint(remote.pull([PullSpec("items", np.arange(200))]).rows()[0][:, 0])
         pushed = remote.report()["items"].pushed
         remote.close()
     expected = np.zeros(200, np.float32)
@@ -126,6 +137,29 @@ def test_async_applies_what_it_acknowledged_and_nothing_twice(
             expected[ids_of(n, step)] -= 1
     np.testing.assert_array_equal(rows, expected)
     assert pushed == WORKERS * steps * 30
+
+
+@pytest.mark.parametrize("file_dtype", ["bfloat16", "int8"])
+def test_a_killed_server_has_its_rounded_rows_again(tmp_path: Path, file_dtype: FileDtype) -> None:
+    # The index fills the memory, so that a row is rounded after each of its changes, whatever is pulled.
+    spec = replace(TABLE, max_bytes=1000, file_dtype=file_dtype)
+    with servers(1, tmp_path, RETRY, state=True) as (server,):
+        remote = store([server.endpoint], 0, "async")
+        remote.declare([spec])
+        for step in range(2):
+            remote.push([TableUpdate("rows", np.arange(200), np.zeros((200, 4), np.float32))], step=step)
+        for step in range(2, 100):
+            ids = ids_of(0, step)
+            (rows,) = remote.pull([PullSpec("rows", ids)], step=step).rows()
+            remote.push([TableUpdate("rows", ids, gradients(rows, 0, step))], step=step)
+        (before,) = remote.pull([PullSpec("rows", np.arange(200))], step=100).rows()
+        server.kill()
+        server.start()
+        (after,) = remote.pull([PullSpec("rows", np.arange(200))], step=100).rows()
+        remote.close()
+    np.testing.assert_array_equal(after, before)
+    assert "are rounded to" in server.log
+    assert "200 rows, 101 logged changes" in server.log
 
 
 def test_a_server_killed_in_a_save_leaves_the_snapshot_before(tmp_path: Path) -> None:

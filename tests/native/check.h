@@ -43,6 +43,7 @@ bool throws(Work work) {
 }
 
 void test_table_parts();
+void test_row_codec();
 void test_row_file();
 void test_row_reads();
 void test_moments();

@@ -4,6 +4,7 @@
 
 int main() {
   test_table_parts();
+  test_row_codec();
   test_row_file();
   test_row_reads();
   test_tables();

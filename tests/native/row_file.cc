@@ -24,6 +24,8 @@ using phalanx::DamagedRow;
 using phalanx::RowFile;
 using phalanx::StoredRow;
 
+phalanx::RowCodec as_in_memory(std::size_t row_bytes) { return {phalanx::FileDtype::kFloat32, 0, row_bytes}; }
+
 // Rows by record, each filled with a number of its own; records are moved out of sparse segments as a lane does.
 class Rows {
  public:
@@ -76,7 +78,7 @@ class Rows {
 };
 
 void file_is_a_map(const Folder& folder, std::size_t row_bytes, std::size_t segment_bytes) {
-  RowFile file(folder.path(), 3, row_bytes, segment_bytes);
+  RowFile file(folder.path(), 3, as_in_memory(row_bytes), segment_bytes);
   Rows rows(file, row_bytes);
   std::mt19937_64 random(row_bytes);
   const std::size_t kMost = 2000;
@@ -104,7 +106,7 @@ void file_is_a_map(const Folder& folder, std::size_t row_bytes, std::size_t segm
 
 // A byte that the disk changed is an error that names lane and record, whether rows are read or a segment is emptied.
 void damage_is_named(const Folder& folder) {
-  RowFile file(folder.path(), 7, 20, 320);  // ten records a segment
+  RowFile file(folder.path(), 7, as_in_memory(20), 320);  // ten records a segment
   Rows rows(file, 20);
   for (std::uint64_t hash = 0; hash < 35; ++hash) rows.append(hash);
   const char wrong = 99;
@@ -122,8 +124,8 @@ void damage_is_named(const Folder& folder) {
   }
   CHECK(throws<DamagedRow>([&] { file.read(other); }));
   CHECK(file.hashes(1)[2] == 12);
-  CHECK(std::memcmp(file.loaded_row(11, 11), row.data(), 20) == 0);
-  CHECK(throws<DamagedRow>([&] { file.loaded_row(12, 12); }));
+  CHECK(std::memcmp(file.encoded_row(11, 11), row.data(), 20) == 0);
+  CHECK(throws<DamagedRow>([&] { file.encoded_row(12, 12); }));
   CHECK(file.hashes(0).size() == 10);
   CHECK(ftruncate(folder.open_file(), 100) == 0);
   CHECK(throws<DamagedRow>([&] { file.read(whole); }));
@@ -131,7 +133,7 @@ void damage_is_named(const Folder& folder) {
 
 // A row of an earlier use of its place, which a lost write leaves there, is broken, though number and hash are its own.
 void lost_writes_are_named(const Folder& folder) {
-  RowFile file(folder.path(), 2, 20, 320);
+  RowFile file(folder.path(), 2, as_in_memory(20), 320);
   Rows rows(file, 20);
   std::array<char, 320> before;
   for (const bool is_cleared : {false, true}) {
@@ -156,7 +158,7 @@ void lost_writes_are_named(const Folder& folder) {
 
 // A segment that cannot be emptied is named no more, until its place is used again.
 void segments_are_passed_over(const Folder& folder) {
-  RowFile file(folder.path(), 1, 20, 320);
+  RowFile file(folder.path(), 1, as_in_memory(20), 320);
   Rows rows(file, 20);
   const auto discard = [&](std::uint32_t first, std::uint32_t end) {
     for (std::uint32_t record = first; record < end; ++record) rows.discard(rows.hashes().find(record));
@@ -179,7 +181,7 @@ void segments_are_passed_over(const Folder& folder) {
 
 // Nothing is emptied while half of the file lives; then the segment of which least lives is.
 void emptiest_segments_go_first(const Folder& folder) {
-  RowFile file(folder.path(), 1, 20, 320);
+  RowFile file(folder.path(), 1, as_in_memory(20), 320);
   Rows rows(file, 20);
   for (std::uint64_t hash = 0; hash < 41; ++hash) rows.append(hash);  // four segments of ten, and one row
   const auto leave = [&](std::uint32_t segment, std::uint32_t living) {
@@ -201,7 +203,7 @@ void writes_pass_the_cache_by(const Folder& folder) {
   struct statfs system;
   CHECK(statfs(folder.path().c_str(), &system) == 0);
   if (system.f_type != EXT4_SUPER_MAGIC && system.f_type != XFS_SUPER_MAGIC) return;
-  RowFile file(folder.path(), 1, 100, 64 << 10);
+  RowFile file(folder.path(), 1, as_in_memory(100), 64 << 10);
   Rows rows(file, 100);
   for (std::uint64_t hash = 0; hash < 5000; ++hash) rows.append(hash);
   std::array<std::uint64_t, 2> all{0, file.bytes()};
@@ -218,7 +220,7 @@ void full_disk_loses_nothing(const Folder& folder) {
   CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0);
   const rlimit small = {3 * 4096 + 1000, before.rlim_max};
   CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
-  RowFile file(folder.path(), 0, 20, 320);
+  RowFile file(folder.path(), 0, as_in_memory(20), 320);
   Rows rows(file, 20);
   std::uint64_t hash = 0;
   while (file.make_room()) rows.append(hash++);
@@ -234,7 +236,7 @@ void full_disk_loses_nothing(const Folder& folder) {
   rows.append(hash);
   CHECK(file.failure().empty());
   rows.check_all();
-  RowFile nowhere(folder.path() + "/absent", 1, 20, 320);
+  RowFile nowhere(folder.path() + "/absent", 1, as_in_memory(20), 320);
   CHECK(!nowhere.make_room());
   CHECK(nowhere.failure().find("cannot be made: No such file") != std::string::npos);
 }

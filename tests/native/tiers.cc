@@ -1,9 +1,11 @@
 // Tables whose rows leave memory for files: whatever is done to one, it reads as a table without a limit does.
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <random>
 #include <span>
@@ -235,6 +237,37 @@ void rows_are_read_once_a_step() {
   CHECK(table.file_reads() < before + 4050);  // lanes have more of them or fewer at a time
 }
 
+// Lanes that had all of the memory give the others their share as soon as these are used.
+void lanes_share_memory() {
+  const Folder folder;
+  const TableSpec spec = spec_of(EntryKind::kAny, false);
+  const std::uint64_t rows = 1600, half = 16'000;
+  EmbeddingTable table(spilled(spec, rows * spec.row_bytes() + 2 * half * EmbeddingTable::kIndexBytes, folder));
+  std::array<std::vector<std::int64_t>, 2> halves;  // the ids of eight lanes each
+  for (std::int64_t id = 0; halves[0].size() < half || halves[1].size() < half; ++id) {
+    std::vector<std::int64_t>& ids = halves[phalanx::lane_of(phalanx::hash_of(id, spec.salt)) >= phalanx::kLanes / 2];
+    if (ids.size() < half) ids.push_back(id);
+  }
+  std::vector<float> values(half * spec.dim, 0.5f);
+  for (const std::vector<std::int64_t>& ids : halves) table.push(ids, {values.data(), 0.1});
+  std::mt19937_64 random(6);
+  for (int step = 0; step < 10; ++step) {
+    std::vector<std::int64_t> keys;
+    for (const std::vector<std::int64_t>& ids : halves) {
+      std::sample(ids.begin(), ids.end(), std::back_inserter(keys), 200, random);
+    }
+    table.pull(keys, values.data());
+    table.push(keys, {values.data(), 0.1});
+    CHECK(2 * half - table.stored() <= rows);
+  }
+  const std::span<const std::int64_t> some = std::span(halves[1]).first(half / 2);  // one block: all are looked up first
+  const std::uint64_t before = table.file_reads();
+  table.pull(some, values.data());
+  CHECK(some.size() - (table.file_reads() - before) > rows / 5);  // rows / 4 in lanes that are even
+  table.push(some, {values.data(), 0.1});  // fills these lanes; the others give up what is too much
+  CHECK(2 * half - table.stored() <= rows && 2 * half - table.stored() > rows * 9 / 10);
+}
+
 // Where memory has room, as when other rows have expired, rows that are read stay: no queue is too long then.
 void rows_stay_while_there_is_room() {
   const Folder folder;
@@ -305,5 +338,6 @@ void test_tiers() {
   }
   holds_many_times_its_memory();
   rows_are_read_once_a_step();
+  lanes_share_memory();
   rows_stay_while_there_is_room();
 }

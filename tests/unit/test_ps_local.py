@@ -54,6 +54,13 @@ def test_a_report_counts(store):
     assert (report["filtered"].rows, report["filtered"].dropped) == (0, 2)
 
 
+def test_a_push_of_two_changes_of_one_table_changes_nothing(store):
+    store.declare([dataclasses.replace(SPEC, name="other")])
+    with pytest.raises(ConfigError, match=r"A push has two changes of table 'ids'. Give it one, with each id once"):
+        store.push([TableUpdate(name, KEYS, ONES) for name in ("other", "ids", "ids")])
+    assert {report.pushed for report in store.report().values()} == {0}
+
+
 def test_the_same_declaration_twice_keeps_the_rows_and_another_is_an_error(store):
     store.push([TableUpdate("ids", KEYS, ONES)])
     store.declare([SPEC])

@@ -143,15 +143,21 @@ def test_a_push_names_the_pull_that_brought_its_keys(servers):
 @pytest.mark.parametrize("servers", [1, 3])
 def test_each_change_of_a_push_names_the_pull_of_its_own_keys(servers):
     _, store = made(servers)
-    store.declare([dataclasses.replace(sim.SPEC, name="dense", dense=40)])
+    store.declare([dataclasses.replace(sim.SPEC, name="dense", dense=40), dataclasses.replace(sim.SPEC, name="more")])
     store.pull([PullSpec("dense", KEYS)]).rows()
+    store.pull([PullSpec("more", KEYS)]).rows()
     store.pull([PullSpec("ids", KEYS)]).rows()
     store.push(
-        [TableUpdate("ids", KEYS, VALUES), TableUpdate("dense", KEYS, VALUES), TableUpdate("ids", KEYS[:3], VALUES[:3])]
+        [
+            TableUpdate("ids", KEYS, VALUES),
+            TableUpdate("dense", KEYS, VALUES),
+            TableUpdate("more", KEYS[:3], VALUES[:3]),
+        ]
     )
     store.push([TableUpdate("ids", KEYS, VALUES)], step=1)
-    (rows,) = store.pull([PullSpec("ids", KEYS)], step=2).rows()
-    np.testing.assert_allclose(rows[3:], sim.START - 2 * sim.LR * VALUES[3:], rtol=1e-6)
+    rows, more = store.pull([PullSpec("ids", KEYS), PullSpec("more", KEYS[:3])], step=2).rows()
+    np.testing.assert_allclose(rows, sim.START - 2 * sim.LR * VALUES, rtol=1e-6)
+    np.testing.assert_allclose(more, sim.START - sim.LR * VALUES[:3], rtol=1e-6)
     for of_server in asked(store, "push"):
         assert [meta["named"] for meta in of_server] == [[True, True, False], [False]]
 
@@ -272,6 +278,16 @@ def test_rows_come_with_the_answer_to_a_push(servers):
     with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
         store.push([TableUpdate("ids", KEYS, VALUES)], step=2, then=[PullSpec("idz", few)])
     assert [service.state.clocks.steps for service in services] == [[2]] * servers
+
+
+def test_a_push_of_two_changes_of_one_table_is_refused_before_anything_is_sent():
+    (service,), store = made()
+    with pytest.raises(ConfigError, match=r"A push has two changes of table 'ids'. Give it one"):
+        store.push([TableUpdate("ids", KEYS, VALUES), TableUpdate("ids", KEYS[:1], VALUES[:1])])
+    assert asked(store, "push") == [[]]
+    store.push([TableUpdate("ids", KEYS, VALUES)])
+    store.flush()
+    assert service.state.clocks.steps == [1]
 
 
 def test_rows_come_with_a_push_that_is_sent_again():

@@ -14,11 +14,19 @@ from numpy.typing import NDArray
 from phalanx.ps.table.arrays import Columns
 from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
 from phalanx.ps.table.reference import RENUMBER_AT, ReferenceTable
-from phalanx.ps.table.rules import Constant, CountFilter, Normal, Probability, ShowClick, TableSpec, Uniform
+from phalanx.ps.table.rules import (
+    Constant,
+    CountFilter,
+    Normal,
+    Probability,
+    ShowClick,
+    TableSpec,
+    Uniform,
+)
 from phalanx.ps.table.table import RowTable
 from phalanx.ps.table.update_rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad
 from phalanx.versions import HAS_NATIVE
-from ps_tables import native_table
+from ps_tables import in_file, native_table
 
 pytestmark = pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")
 
@@ -196,6 +204,33 @@ def test_native_and_reference_agree_bit_for_bit(data, dim, rule, entry, init, dt
 @given(data=st.data(), dim=st.integers(1, 9), rule=st.one_of(near_rules, exact_rules), entry=entries)
 def test_native_and_reference_agree_where_the_c_library_counts(data, dim, rule, entry) -> None:  # type: ignore[no-untyped-def]
     play(data, TableSpec("t", dim, rule, Normal(), entry), 1e-6)
+
+
+FILLERS = np.arange(5000, 5100)
+"""So many that the index alone fills the memory, and of all lanes: no row stays in memory."""
+
+
+def leave_memory(table: RowTable) -> None:
+    for _ in range(2):  # the first lanes of the first time do not know yet how many there will be
+        table.add(FILLERS, np.zeros((len(FILLERS), table.spec.dim), np.float32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), dim=st.integers(1, 9), rule=exact_rules, entry=entries, init=exact_inits)
+@pytest.mark.parametrize("file_dtype", ["float32", "bfloat16", "int8"])
+def test_rows_that_leave_memory_are_rounded_as_numpy_rounds_them(data, dim, rule, entry, init, file_dtype) -> None:  # type: ignore[no-untyped-def]
+    spec = with_days(data, TableSpec("t", dim, rule, init, entry, max_bytes=1000, file_dtype=file_dtype))
+    ours: RowTable = native_table(spec)
+    oracle = ReferenceTable(spec)
+    for call in data.draw(st.lists(calls(dim), max_size=8)):
+        ours, got = apply(ours, call)
+        oracle, expected = apply(oracle, call)  # type: ignore[assignment]
+        assert got == expected, call.kind
+        for table in (ours, oracle):
+            leave_memory(table)
+        assert ours.stored == ours.rows
+        oracle._rows[:, :dim] = in_file(oracle._rows[:, :dim], file_dtype)
+    assert_same_tables(ours, oracle, 0)
 
 
 @pytest.mark.parametrize("ahead", [3, 2**31, 2**33])

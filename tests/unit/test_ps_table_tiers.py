@@ -19,7 +19,7 @@ from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.placement import SHARDS
-from phalanx.ps.table.rules import ShowClick, TableSpec
+from phalanx.ps.table.rules import FileDtype, ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable
 from phalanx.ps.table.update_rules import Adagrad
 from phalanx.versions import HAS_NATIVE
@@ -191,10 +191,11 @@ def test_a_push_to_several_tables_changes_none_of_them_when_one_has_no_room(fold
     assert {name: report.pushed for name, report in store.report().items()} == {"first": 100, "second": 100}
 
 
-def test_a_server_ends_when_a_row_that_is_pulled_is_broken(folder: Path) -> None:
+@pytest.mark.parametrize("file_dtype", ["float32", "bfloat16", "int8"])
+def test_a_server_ends_when_a_row_that_is_pulled_is_broken(folder: Path, file_dtype: FileDtype) -> None:
     service = Service()
     worker = FakeWorker(service)
-    worker.declare(replace(LARGE, max_bytes=1000))
+    worker.declare(replace(LARGE, max_bytes=1000, file_dtype=file_dtype))
     worker.push(ones("large", 1000))
     damage(folder)
     with pytest.raises(DataError, match=rf"lane \d+ in {folder}, but its record \d+ has checksum"):

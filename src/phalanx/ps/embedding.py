@@ -43,6 +43,8 @@ class SparseEmbedding(TableModule):
         max_bytes: Most bytes of memory the table may use on one server; no limit when None.
         evict: What happens to rows that `max_bytes` has no room for: "spill" moves those that were not used lately to
             files, and back when they are used; "drop" drops the least recently trained ones.
+        file_dtype: How files hold the values of rows: `torch.float32`, or smaller and rounded as `torch.bfloat16` or
+            `torch.int8`.
         unseen_days: Rows that were not trained for so many days go; `fleet.shrink()` ends a day. They stay when None.
             With any entry policy but `ShowClick`, which has its own.
 
@@ -64,6 +66,7 @@ class SparseEmbedding(TableModule):
         seed: int = 0,
         max_bytes: int | None = None,
         evict: Literal["spill", "drop"] = "spill",
+        file_dtype: torch.dtype | str = torch.float32,
         unseen_days: int | None = None,
     ) -> None:
         if combiner is not None:
@@ -82,6 +85,7 @@ class SparseEmbedding(TableModule):
             seed=seed,
             max_bytes=max_bytes,
             evict=evict,
+            file_dtype=file_dtype,
             unseen_days=unseen_days,
         )
 

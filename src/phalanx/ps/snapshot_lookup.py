@@ -73,4 +73,4 @@ def _load(snapshot: Snapshot, name: str) -> RowTable:
 def _reading_spec(spec: TableSpec) -> TableSpec:
     """Return the specification of a table that reads the same rows: none are trained, and none make room for others."""
     entry = None if isinstance(spec.entry, ShowClick) else spec.entry  # which admits every id
-    return replace(spec, rule=SGD(lr=0.0), entry=entry, max_bytes=None, unseen_days=None)
+    return replace(spec.without_limit(), rule=SGD(lr=0.0), entry=entry, unseen_days=None)

@@ -18,6 +18,8 @@ from phalanx.ps.table.update_rules import SGD, Rule
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
 
+FILE_DTYPES = DTYPES | {torch.int8: "int8", "int8": "int8"}
+
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -41,6 +43,7 @@ class TableModule(nn.Module):
         seed: Seed of the initial values.
         max_bytes: Most bytes of memory the table may use on one server.
         evict: What happens to rows that `max_bytes` has no room for.
+        file_dtype: How files hold the values of rows.
         unseen_days: Days after which rows that were not trained go.
 
     Raises:
@@ -62,11 +65,16 @@ class TableModule(nn.Module):
         seed: int,
         max_bytes: int | None,
         evict: Literal["spill", "drop"],
+        file_dtype: torch.dtype | str,
         unseen_days: int | None,
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
             raise ConfigError(f"dtype of rows must be torch.float32 or torch.bfloat16, found {dtype!r}.")
+        if file_dtype not in FILE_DTYPES:
+            raise ConfigError(
+                f"file_dtype of rows must be torch.float32, torch.bfloat16 or torch.int8, found {file_dtype!r}."
+            )
         self.settings = _check_settings(
             type(self).__name__,
             dim=dim,
@@ -77,6 +85,7 @@ class TableModule(nn.Module):
             seed=seed,
             max_bytes=max_bytes,
             evict=evict,
+            file_dtype=FILE_DTYPES[file_dtype],
             padding_idx=padding_idx,
             unseen_days=unseen_days,
         )

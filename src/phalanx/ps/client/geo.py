@@ -105,7 +105,7 @@ class _Replica:
     def __init__(self, spec: TableSpec) -> None:
         self._name, self._dim = spec.name, spec.dim
         self._is_stateless = spec.rule.state_columns(spec.dim) == 0
-        self._copy = make_table(dataclasses.replace(spec, entry=None, dtype="float32", max_bytes=None))
+        self._copy = make_table(dataclasses.replace(spec.without_limit(), entry=None, dtype="float32"))
         # A row read in this window is `[base | 1]` here; any other id reads as zeros.
         self._base = make_table(
             TableSpec(name=f"{spec.name}/base", dim=spec.dim + 1, rule=SGD(lr=0.0), init=Constant(0.0))

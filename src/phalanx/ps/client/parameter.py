@@ -23,7 +23,7 @@ from phalanx.errors import ConfigError
 from phalanx.ps.stores.base import Keys
 from phalanx.ps.stores.dedup import unique
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.table.rules import EntryPolicy, Init, TableSpec
+from phalanx.ps.table.rules import EntryPolicy, FileDtype, Init, TableSpec
 from phalanx.ps.table.update_rules import Rule
 
 Counts = NDArray[np.uint32]
@@ -44,6 +44,7 @@ class TableSettings:
     padding_idx: int | None
     unseen_days: int | None = None
     evict: Literal["spill", "drop"] = "spill"
+    file_dtype: FileDtype = "float32"
 
     def spec(self, name: str, rule: Rule) -> TableSpec:
         """Return the specification of a table of this name and rule."""
@@ -57,6 +58,7 @@ class TableSettings:
             seed=self.seed,
             max_bytes=self.max_bytes,
             evict=self.evict,
+            file_dtype=self.file_dtype,
             unseen_days=self.unseen_days,
         )
 

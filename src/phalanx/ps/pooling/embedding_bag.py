@@ -41,6 +41,8 @@ class EmbeddingBag(TableModule):
         max_bytes: Most bytes of memory the table may use on one server; no limit when None.
         evict: What happens to rows that `max_bytes` has no room for: "spill" moves those that were not used lately to
             files, and back when they are used; "drop" drops the least recently trained ones.
+        file_dtype: How files hold the values of rows: `torch.float32`, or smaller and rounded as `torch.bfloat16` or
+            `torch.int8`.
         unseen_days: Rows that were not trained for so many days go; `fleet.shrink()` ends a day. They stay when None.
             With any entry policy but `ShowClick`, which has its own.
 
@@ -63,6 +65,7 @@ class EmbeddingBag(TableModule):
         seed: int = 0,
         max_bytes: int | None = None,
         evict: Literal["spill", "drop"] = "spill",
+        file_dtype: torch.dtype | str = torch.float32,
         unseen_days: int | None = None,
     ) -> None:
         if mode not in get_args(PoolingMode):
@@ -78,6 +81,7 @@ class EmbeddingBag(TableModule):
             seed=seed,
             max_bytes=max_bytes,
             evict=evict,
+            file_dtype=file_dtype,
             unseen_days=unseen_days,
         )
         self.mode: PoolingMode = mode

@@ -90,7 +90,7 @@ class TableStore(Protocol):
         """Send one step's changes; returns once they are on their way, `flush` waits for the acknowledgement.
 
         Args:
-            updates: Any number of tables; an empty list still ends the step in sync mode.
+            updates: Any number of tables, each once; an empty list still ends the step in sync mode.
             step: The number of this push, from 0.
             weight: Rows of the batch the gradients are the mean of; sync mode averages by it.
             then: Rows to read with the answer, as a pull of the next step would find them.

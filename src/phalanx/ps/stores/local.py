@@ -11,7 +11,7 @@ from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.stores.base import PendingRows, PullSpec, ReadyRows, TableReport
 from phalanx.ps.stores.leases import Leases
 from phalanx.ps.stores.tables import TableSet, get_table
-from phalanx.ps.stores.update import TableUpdate
+from phalanx.ps.stores.update import TableUpdate, check_tables_once
 from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.rules import TableSpec, check_same_spec
 from phalanx.ps.table.table import make_table
@@ -44,6 +44,7 @@ class LocalStore:
         self, updates: Sequence[TableUpdate], *, step: int = 0, weight: float = 1.0, then: Sequence[PullSpec] = ()
     ) -> PendingRows:
         """Apply changes. See `TableStore.push`."""
+        check_tables_once(updates)
         for update in updates:
             self._tables.check(update)
         self._tables.require_room(update.table for update in updates)

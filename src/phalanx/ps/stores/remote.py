@@ -30,7 +30,7 @@ from phalanx.ps.stores.partition import (
 )
 from phalanx.ps.stores.requests import MovablePull, NamedPull, PulledAfter, PullRequest, PushRequest, SentPush
 from phalanx.ps.stores.tables import get_table
-from phalanx.ps.stores.update import TableUpdate, check_keys
+from phalanx.ps.stores.update import TableUpdate, check_keys, check_tables_once
 from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.wire.client.connection import Connection, ServersMovedError
@@ -152,6 +152,7 @@ class RemoteStore:
     ) -> PendingRows:
         """Send one request, possibly empty, to every server; it ends this step there. See `TableStore.push`."""
         self.flush()
+        check_tables_once(updates)
         for update in updates:
             update.check(get_table(self._tables, update.table).spec)
         push = SentPush(updates, self._number(step), weight, then)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +18,15 @@ from phalanx.ps.table.reference import ReferenceTable
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.table import RowTable
 
+_log = logging.getLogger("phalanx.ps")
 _Table = TypeVar("_Table")
 _COUNTS = ("pushed", "dropped", "evicted")
+
+_ROUNDS = (
+    "table %s: values of rows that leave memory are rounded to %s (file_dtype), at moments that differ by run. "
+    "Every push counts once, but results are not bit for bit those of another run, of a run in which a server starts "
+    "again, or of a table in memory."
+)
 
 
 class TableSet:
@@ -42,6 +50,8 @@ class TableSet:
                 self._counted[name] = self.counts()[name]
                 self.tables[name] = table
             return
+        if table.spec.rounds_in_files and not isinstance(table, ReferenceTable):
+            _log.warning(_ROUNDS, name, table.spec.file_dtype)
         # The reference table is for one thread at a time.
         self._guards[name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
         self.tables[name] = table

@@ -77,6 +77,21 @@ class TableUpdate:
         _check_lr(spec, self.lr)
 
 
+def check_tables_once(updates: Sequence[TableUpdate]) -> None:
+    """Check that a push has one change of each table: a store applies all of a push, or nothing.
+
+    Raises:
+        ConfigError: If a table is named twice; names it.
+    """
+    names: set[str] = set()
+    for update in updates:
+        if update.table in names:
+            raise ConfigError(
+                f"A push has two changes of table '{update.table}'. Give it one, with each id once, or push twice."
+            )
+        names.add(update.table)
+
+
 def check_keys(spec: TableSpec, keys: Keys) -> None:
     """Check that these can be ids of a table.
 

@@ -27,7 +27,7 @@ LEAST_REMOVED = 64
 class ReferenceTable:
     """See `phalanx.ps.table.table.RowTable`. One thread at a time.
 
-    It has no files: rows that would move there stay in memory.
+    It has no files: rows that would move there stay in memory, as they are.
     """
 
     def __init__(self, spec: TableSpec) -> None:

@@ -16,6 +16,8 @@ _frozen = ConfigDict(extra="forbid")
 Days = Annotated[int, Field(ge=1, lt=2**31)]
 """Calls of `shrink`."""
 
+FileDtype = Literal["float32", "bfloat16", "int8"]
+
 
 # --- entry policies -------------------------------------------------------------------------------------------------
 
@@ -111,6 +113,10 @@ class TableSpec:
     """What happens to rows that `max_bytes` has no room for: they move to files and come back when used, or they are
     dropped, the least recently trained ones first."""
 
+    file_dtype: FileDtype = "float32"
+    """How files hold the values of rows that left memory: as memory does, or rounded, to bfloat16 or to int8 with one
+    scale a row. Optimizer state stays float32."""
+
     dense: int | None = None
     """For a table that holds a dense parameter cut into rows 0, 1, ...: how many rows; None for ids."""
 
@@ -121,10 +127,26 @@ class TableSpec:
             raise ValueError(f"ShowClick drops rows by its own unseen_days: give entry=ShowClick(unseen_days={days})")
         return days
 
+    @field_validator("file_dtype")
+    @classmethod
+    def _check_file_dtype(cls, file_dtype: FileDtype, info: ValidationInfo) -> FileDtype:
+        if file_dtype == "float32":
+            return file_dtype
+        if info.data.get("max_bytes") is None or info.data.get("evict") == "drop":
+            raise ValueError("no rows of this table move to files: give max_bytes=, without evict='drop'")
+        if info.data.get("dtype") == "bfloat16":
+            raise ValueError("rows of dtype='bfloat16' move to files as they are: leave out file_dtype, or dtype")
+        return file_dtype
+
     @property
     def spills(self) -> bool:
         """Whether rows move to files when `max_bytes` has no room for them."""
         return self.max_bytes is not None and self.evict == "spill"
+
+    @property
+    def rounds_in_files(self) -> bool:
+        """Whether a row that moves to a file is rounded."""
+        return self.file_dtype != "float32"
 
     @property
     def row_days(self) -> int:
@@ -135,6 +157,10 @@ class TableSpec:
     def waiting_days(self) -> int:
         """Days after which the count of an id that waits for its row goes; 0 where none wait."""
         return self.entry.waiting_days if isinstance(self.entry, CountFilter) else 0
+
+    def without_limit(self) -> TableSpec:
+        """Return the specification of the same table with all rows in memory."""
+        return dataclasses.replace(self, max_bytes=None, file_dtype="float32")
 
     def to_json(self) -> dict[str, object]:
         """Return a JSON object that `table_spec` reads back."""
