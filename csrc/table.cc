@@ -289,8 +289,8 @@ std::uint64_t EmbeddingTable::cost() const {
   return rows * spec_.row_bytes() + index_cost();
 }
 
-// Bytes of rows that a lane has too many in memory once it has so many rows more: no more than the table has too many,
-// and those beyond the lane's share of what memory has room for.
+// Bytes of rows that a lane must move out before it takes `more` rows: what the table is over `max_bytes`, but the lane
+// keeps its share.
 std::uint64_t EmbeddingTable::excess(const Lane& lane, std::uint64_t more) const {
   const std::uint64_t row_bytes = spec_.row_bytes(), used = cost() + more * row_bytes;
   if (used <= spec_.max_bytes) return 0;
@@ -305,14 +305,19 @@ void EmbeddingTable::make_room(Lane& lane, std::uint64_t more) const {
   if (spec_.spills()) lane.make_room(excess(lane, more));
 }
 
-// The same of all lanes, at the end of a call: where one that had less than its share kept what it brought in, others,
-// which the call may not have named, give up what they have beyond theirs.
+// The same for all lanes, at the end of a call: a lane below its share kept what it brought in, so lanes above theirs,
+// which the call may not have named, move rows out. Where the file of one of these takes none, lanes give up their shares.
 void EmbeddingTable::make_room() const {
-  if (!spec_.spills() || cost() <= spec_.max_bytes) return;
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    if (excess(*lane, 0) == 0) continue;
-    const std::lock_guard locked(lane->lock);
-    make_room(*lane);
+  if (!spec_.spills()) return;
+  for (const bool keeps_share : {true, false}) {
+    for (const std::unique_ptr<Lane>& lane : lanes_) {
+      const std::uint64_t used = cost();
+      if (used <= spec_.max_bytes) return;
+      if (keeps_share && excess(*lane, 0) == 0) continue;
+      const std::lock_guard locked(lane->lock);
+      if (keeps_share) make_room(*lane);
+      else lane->make_room(used - spec_.max_bytes);
+    }
   }
 }
 

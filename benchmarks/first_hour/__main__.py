@@ -79,7 +79,7 @@ def install(terminal: Terminal, tools: Path, wheel: Path | None) -> None:
     else:
         wheel = wheel.resolve()
     subprocess.run([sys.executable, "-m", "venv", str(tools.parent)], check=True)
-    terminal.run("install torch", "pip install --quiet torch>=2.9,<2.14", limit_s=1800)
+    terminal.run("install torch", "pip install --quiet torch>=2.13,<2.14", limit_s=1800)
     terminal.run("install the wheel", f"pip install --quiet {wheel}[examples]", limit_s=1800)
 
 

@@ -114,7 +114,11 @@ def test_several_jobs_are_sorted_compared_and_stopped(browser, server):
     assert [row.text for row in browser.find_elements(By.CSS_SELECTOR, "td.resources")] == ["1 rank", "1 rank"]
     assert "loss 0.2" in browser.find_element(By.CSS_SELECTOR, "tbody .progress").text
     browser.find_element(By.CSS_SELECTOR, "[data-select-all]").click()
-    assert all(box.is_selected() for box in browser.find_elements(By.NAME, "job"))
+    boxes = browser.find_elements(By.NAME, "job")
+    assert all(box.is_selected() for box in boxes)
+    boxes[0].click()
+    assert not browser.find_element(By.CSS_SELECTOR, "[data-select-all]").is_selected()
+    boxes[0].click()
     browser.find_element(By.CSS_SELECTOR, "button[value=compare]").click()
     _until(browser, lambda: "env.LR" in _text(browser))
     _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "[data-compare] canvas")) == 2)

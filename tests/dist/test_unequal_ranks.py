@@ -21,7 +21,7 @@ import phalanx as px
 from phalanx.comm.batch.replicas import Replicas
 from phalanx.comm.context import DataParallelRank
 from phalanx.errors import ConfigError
-from phalanx.parallel.balance.load_balance import EXCHANGE_INTERVAL, LoadBalance, ReplicaSplit
+from phalanx.parallel.balance.load_balance import MOST_INTERVAL, LoadBalance, ReplicaSplit
 from phalanx.parallel.balance.step_clock import MeasuredWork
 from phalanx.strategy import DistributedStrategy
 from ranks import run_ranks
@@ -218,7 +218,7 @@ def wait_for_each_other() -> list[int]:
 
     ranks.optimizer.step = late  # type: ignore[method-assign]
     ranks.net.slow = {"forward": FAST_S}
-    ranks.train(3 * EXCHANGE_INTERVAL)
+    ranks.train(3 * MOST_INTERVAL)
     return ranks.rows
 
 
@@ -282,7 +282,7 @@ def decide_in_columns() -> tuple[list[int], list[int]]:
     balance = LoadBalance(context, ReplicaSplit(context, replicas))
     batch_s = 9.0 if context.rank == 3 else 1.0
     balance._clock.take = lambda: MeasuredWork(batch_s, 0.0, batches=1, rows=1, updates=1)  # type: ignore[method-assign]
-    for _ in range(2 * EXCHANGE_INTERVAL):
+    for _ in range(2 * MOST_INTERVAL):
         time.sleep(0.025)
         balance.updated(None)  # type: ignore[arg-type]
     return [len(local) for local in replicas.assignment], list(replicas.local)

@@ -20,7 +20,12 @@ def _job(spec: dict[str, Any]) -> Job:
     ("spec", "english", "chinese"),
     [
         ({}, "1 rank", "1 个进程"),
-        ({"resources": {"procs_per_node": "1:4", "cpu": 0.5}}, "1:4 ranks, 0.5 CPU cores", "1:4 个进程，0.5 个 CPU 核"),
+        (
+            {"resources": {"procs_per_node": 4, "least_procs_per_node": 1, "cpu": 0.5}},
+            "1:4 ranks, 0.5 CPU cores",
+            "1:4 个进程，0.5 个 CPU 核",
+        ),
+        ({"resources": {"nodes": 3, "least_nodes": 1}}, "1:3 nodes, each: 1 rank", "1:3 个节点，每个：1 个进程"),
         (
             {"resources": {"nodes": 2, "procs_per_node": 8, "cpu": 1, "memory": 8 << 30, "gpu": 8}},
             "2 nodes, each: 8 ranks, 1 CPU core, 8.0 GiB, 8 GPUs",

@@ -36,6 +36,14 @@ def test_a_loss_that_is_no_number_is_left_out() -> None:
     assert (progress.step, progress.loss) == (3, 3.0)
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_diverged_is_shown_and_not_drawn(loss: float) -> None:
+    progress = compute_progress([*_events(3), {"step": 3, "loss": loss}])
+    assert progress is not None
+    assert str(progress.loss) == str(loss)
+    assert progress.spark == compute_progress(_events(3)).spark  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("events", [[], [{"time": 1.0}], [{"step": "7"}], [{"step": -1}], [{"step": True}]])
 def test_events_without_a_step_are_no_progress(events: list[dict[str, Any]]) -> None:
     assert compute_progress(events) is None

@@ -22,9 +22,9 @@ from phalanx.errors import PlanError, StrategyError
 from phalanx.launch.job import registry
 from phalanx.parallel.balance import headroom, load_balance
 from phalanx.parallel.balance.headroom import Headroom, most_sums
-from phalanx.parallel.balance.load_balance import EXCHANGE_INTERVAL, LEAST_INTERVAL, LoadBalance, ReplicaSplit
+from phalanx.parallel.balance.load_balance import LEAST_INTERVAL, MOST_INTERVAL, LoadBalance, ReplicaSplit
 from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
-from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
+from phalanx.plan.apportion import RankSpeed, apportion, gain, least_step_s, step_s
 from phalanx.plan.rules.balance import check_balance
 from phalanx.plan.value import AllReduce, Average, Axis, ParamRule, Plan, Step
 from phalanx.strategy import DistributedStrategy
@@ -60,6 +60,7 @@ def test_no_other_split_is_done_sooner(ranks: list[tuple[float, float, int]], mo
     assert sizes is not None
     assert tuple(sizes) in fitting
     assert step_s(speeds, sizes) == pytest.approx(min(step_s(speeds, split) for split in fitting))
+    assert least_step_s(speeds, count) <= step_s(speeds, sizes) * (1 + 1e-9)
 
 
 def test_equal_ranks_get_equally_many() -> None:
@@ -363,30 +364,30 @@ class Pair:
 
 def test_a_split_changes_once_another_would_have_saved_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.0)
-    pair.train(3 * EXCHANGE_INTERVAL, update_s=0.3)
+    pair.train(3 * MOST_INTERVAL, update_s=0.3)
     pair.seconds = [1.0, 2.0]  # 11 + 5 samples save 0.31 of a step
     pair.train(2 * LEAST_INTERVAL - 1, update_s=0.3)
     assert not pair.changes
     pair.train(1, update_s=0.3)
     assert pair.changes == [[11, 5]]
-    pair.train(10 * EXCHANGE_INTERVAL, update_s=0.3)
+    pair.train(10 * MOST_INTERVAL, update_s=0.3)
     assert len(pair.changes) == 1
 
 
 def test_a_small_gain_takes_twenty_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.2)
     assert 0.05 < gain(speeds_of(*pair.seconds), [8, 8], [9, 7]) < 0.0626
-    pair.train(EXCHANGE_INTERVAL, update_s=0.3)
+    pair.train(MOST_INTERVAL, update_s=0.3)
     pair.train(5, update_s=0.3)
     assert not pair.changes
-    pair.train(EXCHANGE_INTERVAL, update_s=0.3)
+    pair.train(MOST_INTERVAL, update_s=0.3)
     assert pair.changes == [[9, 7]]
 
 
 def test_a_slow_moment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.0)
     for _ in range(4):
-        pair.train(EXCHANGE_INTERVAL)
+        pair.train(MOST_INTERVAL)
         pair.seconds = [1.0, 9.0]
         pair.train(2)
         pair.seconds = [1.0, 1.0]
@@ -395,7 +396,7 @@ def test_a_slow_moment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_updates_are_compared_as_often_as_each_half_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 3.0)
-    pair.train(EXCHANGE_INTERVAL + 7, update_s=0.052)  # 8 updates take 0.416 s
+    pair.train(MOST_INTERVAL + 7, update_s=0.052)  # 8 updates take 0.416 s
     assert not pair.changes
     pair.train(1, update_s=0.052)
     assert pair.changes == [[12, 4]]
@@ -404,15 +405,15 @@ def test_updates_are_compared_as_often_as_each_half_is_long_enough(monkeypatch: 
 def test_a_gain_of_less_than_five_percent_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.06)
     assert gain(speeds_of(*pair.seconds), [8, 8], [9, 7]) < 0.05
-    pair.train(4 * EXCHANGE_INTERVAL)
+    pair.train(4 * MOST_INTERVAL)
     assert not pair.changes
 
 
 def test_short_updates_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 3.0)
-    pair.train(8 * EXCHANGE_INTERVAL, update_s=0.002)
+    pair.train(8 * MOST_INTERVAL, update_s=0.002)
     assert not pair.changes, "0.16 s are two periods of the scheduler"
-    pair.train(40 * EXCHANGE_INTERVAL, update_s=0.002)
+    pair.train(40 * MOST_INTERVAL, update_s=0.002)
     assert pair.changes == [[12, 4]]
 
 

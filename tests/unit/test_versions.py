@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("found", ["2.8.1+cpu", "1.13.0", "2.14.0", "nonsense"])
+@pytest.mark.parametrize("found", ["2.12.1+cpu", "1.13.0", "2.14.0", "nonsense"])
 def test_an_untested_torch_is_refused_with_what_is_needed(found):
-    with pytest.raises(ConfigError, match=r"needs torch >=2\.9,<2\.14 .*found .*pip install"):
+    with pytest.raises(ConfigError, match=r"needs torch >=2\.13,<2\.14 .*found .*pip install"):
         require_torch(found)
 
 
-@pytest.mark.parametrize("found", ["2.9.0", "2.13.0+cpu", "2.13.0a0+git1234"])
+@pytest.mark.parametrize("found", ["2.13.0", "2.13.0+cpu", "2.13.0a0+git1234"])
 def test_a_tested_torch_is_accepted(found):
     require_torch(found)
 

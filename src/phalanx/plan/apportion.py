@@ -63,6 +63,12 @@ def step_s(speeds: Sequence[RankSpeed], sizes: Sequence[int]) -> float:
     return max(speed.seconds(size) for speed, size in zip(speeds, sizes, strict=True))
 
 
+def least_step_s(speeds: Sequence[RankSpeed], count: int) -> float:
+    """Return a bound below the seconds of every split: those where units can be cut and all ranks end together."""
+    rate = sum(1 / speed.unit_s for speed in speeds)
+    return (count + sum(speed.update_s / speed.unit_s for speed in speeds)) / rate
+
+
 def gain(speeds: Sequence[RankSpeed], before: Sequence[int], after: Sequence[int]) -> float:
     """Return the part of a step that another split saves; below 0 if it is slower."""
     return 1 - step_s(speeds, after) / step_s(speeds, before)

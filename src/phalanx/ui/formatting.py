@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -101,14 +101,14 @@ def needs(say: Say) -> Callable[[Job], str]:
 
     def describe(job: Job) -> str:
         resources = job.spec.get("resources", {})
-        parts = [_count(say, ("one rank", "rank count"), resources.get("procs_per_node", 1))]
+        parts = [_count(say, ("one rank", "rank count"), _range(resources, "procs_per_node"))]
         if resources.get("cpu"):
             parts.append(_count(say, ("one core", "core count"), resources["cpu"]))
         if resources.get("memory"):
             parts.append(format_gib(resources["memory"]))
         if resources.get("gpu"):
             parts.append(_count(say, ("one GPU", "GPU count"), resources["gpu"]))
-        each, nodes = say("list comma").join(parts), resources.get("nodes", 1)
+        each, nodes = say("list comma").join(parts), _range(resources, "nodes")
         text = each if nodes == 1 else say("on each node", nodes=nodes, each=each)
         servers = (job.spec.get("servers") or {}).get("count")
         return say("beside servers", workers=text, servers=servers) if servers else text
@@ -116,6 +116,12 @@ def needs(say: Say) -> Callable[[Job], str]:
     return describe
 
 
+def _range(resources: Mapping[str, Any], field: str) -> int | str:
+    """Return a number of nodes or ranks; those of an elastic job are a range as 1:4."""
+    most, least = resources.get(field, 1), resources.get(f"least_{field}")
+    return f"{least}:{most}" if least else int(most)
+
+
 def _count(say: Say, keys: tuple[str, str], count: float | str) -> str:
-    """Return a number of things, which may be a range as 1:4, in words: `keys` are of one and of more."""
+    """Return a number of things, or a range as 1:4, in words: `keys` are of one and of more."""
     return say(keys[count != 1], count=count if isinstance(count, str) else f"{count:g}")

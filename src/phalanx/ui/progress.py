@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,9 @@ _LONGEST_S = 1e10
 """Longer than any training: times that no clock gave."""
 
 _SPARK_WIDTH, _SPARK_HEIGHT = 90, 20
+
+_MOST_DRAWN = 1e300
+"""Greater numbers, infinite ones and NaN have no place in a picture."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class JobProgress:
         epoch: Epoch in progress, counted from 1; None if it is not reported.
         epochs: Epochs of the whole training; None if it is not reported.
         remaining_s: Seconds until the last step at the pace of the last reports; None where it cannot be told.
-        loss: The last one reported; None if none was.
+        loss: The last one reported, which may be NaN or infinite; None if none was.
         spark: Points of an SVG polyline of the last losses, 90 x 20; empty for fewer than two.
     """
 
@@ -54,7 +56,7 @@ def compute_progress(events: Sequence[Mapping[str, Any]]) -> JobProgress | None:
         return None
     total, epoch = _count(last.get("total_steps")), _count(last.get("epoch"))
     done = step + 1
-    losses = [value for event in events if (value := _number(event.get("loss"))) is not None]
+    losses = [float(event["loss"]) for event in events if _is_number(event.get("loss"))]
     total = total if total else None  # a training of no steps has no fraction
     return JobProgress(
         step=done,
@@ -63,7 +65,7 @@ def compute_progress(events: Sequence[Mapping[str, Any]]) -> JobProgress | None:
         epochs=_count(last.get("epochs")),
         remaining_s=None if total is None else _remaining_s(events, done, total),
         loss=losses[-1] if losses else None,
-        spark=_sparkline(losses),
+        spark=_sparkline([loss for loss in losses if abs(loss) < _MOST_DRAWN]),
     )
 
 
@@ -96,6 +98,9 @@ def _count(value: Any) -> int | None:
     return value if is_count else None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+
+
 def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if _is_number(value) and abs(value) < _MOST_DRAWN else None

@@ -30,15 +30,15 @@ from phalanx.comm.events.event_file import append_event
 from phalanx.parallel.balance.headroom import Headroom, count_sharing_ranks, gradient_bytes
 from phalanx.parallel.balance.step_clock import MeasuredWork, StepClock
 from phalanx.parallel.session import distributed_models
-from phalanx.plan.apportion import RankSpeed, apportion, gain, step_s
+from phalanx.plan.apportion import RankSpeed, apportion, gain, least_step_s, step_s
 
 logger = logging.getLogger("phalanx.parallel")
 
-LEAST_INTERVAL, EXCHANGE_INTERVAL = 4, 10
-"""Updates from one exchange of figures to the next, at least and at most; between them as many as take `INTERVAL_S`."""
+LEAST_INTERVAL, MOST_INTERVAL = 4, 10
+"""Updates from one exchange of figures to the next, at least and at most; `INTERVAL_S` chooses between them."""
 
-INTERVAL_S = 0.4
-"""Seconds."""
+INTERVAL_S, LEAST_INTERVAL_S = 0.4, 0.05
+"""Seconds between two exchanges: within the limits above, and at least. Comparing ranks takes their time."""
 
 MIN_GAIN = 0.05
 """Part of a step that another split must save."""
@@ -49,8 +49,8 @@ SAVED_STEPS = 1.0
 MIN_WINDOW_S = 0.2
 """Seconds that each half of these updates takes at least: shorter ones are of single periods of the scheduler."""
 
-_MOST_UPDATES = int(2 * SAVED_STEPS / MIN_GAIN)
-"""Updates that are looked back at."""
+_MOST_UPDATES, _MOST_S = int(2 * SAVED_STEPS / MIN_GAIN), 4 * MIN_WINDOW_S
+"""Updates that are looked back at, or those of the last seconds."""
 
 Unit = Literal["replicas", "samples"]
 
@@ -197,15 +197,19 @@ class _Exchange:
     figures: list[_Figures]
     """Of every rank, or of those together that compute the same samples."""
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that it is of, as the rank says that saw the fewest."""
-        return min(figure.measured_s for figure in self.figures)
+    seconds: float
+    """Seconds that it covers: the fewest that a rank measured."""
 
-    def updates_of(self, seconds: float) -> int:
-        """Return how many updates take so long, within the limits of an interval."""
-        update_s = max(self.seconds / self.updates, seconds / EXCHANGE_INTERVAL)
-        return max(LEAST_INTERVAL, math.ceil(seconds / update_s))
+    @property
+    def speeds(self) -> list[RankSpeed]:
+        """The speed of each rank."""
+        return [figure.speed for figure in self.figures]
+
+    def next_interval(self) -> int:
+        """Return after how many updates of this length to exchange figures again."""
+        update_s = max(self.seconds / self.updates, 1e-6)
+        most = max(MOST_INTERVAL, math.ceil(LEAST_INTERVAL_S / update_s))
+        return min(most, max(LEAST_INTERVAL, math.ceil(INTERVAL_S / update_s)))
 
 
 class LoadBalance:
@@ -221,7 +225,7 @@ class LoadBalance:
         self._clock = StepClock(context.device)
         self._headroom = Headroom(context.device, count_sharing_ranks(context))
         self._updates = 0
-        self._interval = self._until_exchange = EXCHANGE_INTERVAL
+        self._interval = self._until_exchange = MOST_INTERVAL
         self._began = time.perf_counter()
         self._exchanged: list[_Exchange] = []
         """The last exchanges since the split changed, the newest last."""
@@ -281,17 +285,18 @@ class LoadBalance:
         if sizes != self._sizes:
             self._exchanged, self._sizes = [], sizes
         figures = [[_Figures.of(row[1:]) for row in rows if row[0] == index] for index in range(readers.count)]
-        exchange = _Exchange(self._interval, [_slowest(together) for together in figures])
+        slowest = [_slowest(together) for together in figures]
+        exchange = _Exchange(self._interval, slowest, min(figure.measured_s for figure in slowest))
         self._exchanged.append(exchange)
         # What all ranks know decides: their intervals, and which exchanges count, are the same.
-        self._interval = exchange.updates_of(INTERVAL_S)
+        self._interval = exchange.next_interval()
 
     def _decide(self) -> None:
         last = self._exchanged[-1]
         if not all(figure.unit_s > 0 for figure in last.figures):
             self._exchanged.clear()
             return
-        while _updates(self._exchanged[1:]) > _MOST_UPDATES and _seconds(self._exchanged[1:]) > 4 * MIN_WINDOW_S:
+        while _updates(self._exchanged[1:]) > _MOST_UPDATES and _seconds(self._exchanged[1:]) > _MOST_S:
             del self._exchanged[0]
         # A rank that changed its speed a moment ago is seen in the last exchanges, a small difference only in many.
         length = 2
@@ -310,15 +315,15 @@ class LoadBalance:
         halves = window[: len(window) // 2], window[len(window) // 2 :]
         if min(map(_seconds, halves)) < MIN_WINDOW_S:
             return None
-        before = self._sizes
+        before, speeds = self._sizes, _speeds(window)
+        if 1 - least_step_s(speeds, sum(before)) / step_s(speeds, before) < MIN_GAIN:
+            return None  # as nearly always, and cheap to tell
         least = least_rows(sum(before), len(before)) if self.unit == "samples" else 1
-        after = apportion(_speeds(window), sum(before), least=least)
-        if after is None or after == before:
+        after = apportion(speeds, sum(before), least=least)
+        if after is None or min(gain(_speeds(half), before, after) for half in halves) < MIN_GAIN:
             return None
-        saved = sum(exchange.updates * gain(_speeds([exchange]), before, after) for exchange in window)
-        if saved < SAVED_STEPS or min(gain(_speeds(half), before, after) for half in halves) < MIN_GAIN:
-            return None
-        return after
+        saved = sum(exchange.updates * gain(exchange.speeds, before, after) for exchange in window)
+        return after if saved >= SAVED_STEPS else None
 
     def _tell(self, figures: Sequence[_Figures], before: Sequence[int], after: Sequence[int]) -> None:
         if self._context.rank:
@@ -378,7 +383,7 @@ def _speeds(exchanges: Sequence[_Exchange]) -> list[RankSpeed]:
 
 
 def _typical(exchanges: Sequence[_Exchange]) -> list[_Figures]:
-    """Return the median figures of each rank, which a slow moment does not change; its memory as it said last."""
+    """Return the median figures of each rank, so that one of several exchanges changes little; memory as told last."""
     return [
         _Figures(
             median(figure.unit_s for figure in rank),

@@ -81,8 +81,11 @@ if (job) {
 }
 
 document.addEventListener("change", (event) => {
-  if (!event.target.matches("[data-select-all]")) return;
-  for (const box of event.target.form.querySelectorAll("input[name=job]")) box.checked = event.target.checked;
+  const form = event.target.form, all = form?.querySelector("[data-select-all]");
+  if (!all) return;
+  const boxes = [...form.querySelectorAll("input[name=job]")];
+  if (event.target === all) for (const box of boxes) box.checked = all.checked;
+  else all.checked = boxes.every((box) => box.checked);
 });
 document.addEventListener("change", (event) => { if (event.target.matches("[data-submit]")) event.target.form.requestSubmit(); });
 document.addEventListener("submit", (event) => {
