@@ -240,15 +240,15 @@ class HandOver:
 
     def _enter(self, phase: HandOverPhase) -> None:
         with self._changed:
-            self._require_wanted()
+            self._check_undecided()
             self._phase = phase
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided, seconds)
-            self._require_wanted()
+            self._check_undecided()
 
-    def _require_wanted(self) -> None:
+    def _check_undecided(self) -> None:
         if self._is_decided:
             raise LaunchError(self._failure)
 
