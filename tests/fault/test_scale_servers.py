@@ -210,7 +210,10 @@ def test_a_server_that_is_killed_in_the_middle_leaves_the_job_with_those_it_has(
             # Those that have not read their tables are ended at once.
             _, refused = command.communicate(timeout=60.0)
             assert command.returncode == 1
-        assert f"The job keeps its 2 servers: {'new ' if server == '0.1' else ''}server 0 ended" in refused
+        assert (
+            f"The job keeps its 2 servers: {'new ' if server == '0.1' else ''}server 0 was killed by SIGKILL; read"
+            in refused
+        )
         train_on(job)
         assert scale(job, 1).returncode == 0
         train_on(job)
@@ -225,7 +228,7 @@ def test_a_worker_that_is_killed_in_the_middle_is_started_again_beside_the_serve
             os.kill(pid, signal.SIGKILL)
             _, refused = command.communicate(timeout=60.0)
             assert command.returncode == 1
-        assert "The job keeps its 2 servers: rank 1 ended" in refused
+        assert "The job keeps its 2 servers: rank 1 was killed by SIGKILL; read" in refused
         wait_until(lambda: progress(job)[1][0] != pid)
         assert scale(job, 3).returncode == 0
         train_on(job)
