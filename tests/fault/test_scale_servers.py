@@ -235,6 +235,17 @@ def test_a_worker_that_is_killed_in_the_middle_is_started_again_beside_the_serve
         check_sums(job)
 
 
+def test_workers_of_a_job_that_is_stopped_in_the_middle_leave_at_once(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "async", "--max_restarts", "3", "--worker_num", "1:2") as job, scaling(job, 3):
+        job.process.send_signal(signal.SIGTERM)
+        done = job.wait(20.0)
+    done.gone_within(1.0)
+    assert done.code == 0, done.out + done.err
+    for worker in range(2):
+        assert f"worker {worker} leaves: it was asked to by SIGTERM" in done.log(f"workerlog.{worker}")
+    assert not (tmp_path / "log" / "servers" / "layout-1").exists()
+
+
 def test_new_servers_and_workers_that_are_killed_afterwards_are_started_again(tmp_path: Path) -> None:
     with training(tmp_path, 2, "async") as job:
         assert scale(job, 3).returncode == 0
