@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -192,6 +194,73 @@ def test_a_change_that_is_given_up_leaves_the_servers_as_they_are(tmp_path: Path
             wait_until(lambda: change.hand_over.is_over)
         assert store.report()["ids"].pushed == len(sim.EVERY_KEY)
         store.leave()
+        store.close()
+
+
+def test_a_new_server_that_does_not_listen_gives_the_change_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_over, "_LISTEN_S", 0.2)
+    with servers(1, tmp_path, RETRY, state=True) as made:
+        store = connected(made, tmp_path)
+        store.declare([sim.SPEC])
+        with changing(tmp_path, made, 2) as change:
+            wait_until(lambda: change.hand_over.is_over)
+            assert change.hand_over.failure == "new server 0 did not listen for 0.2 s; read what it printed"
+        store.push([], step=0)
+        store.leave()
+        store.close()
+
+
+def test_servers_whose_workers_have_left_stay_as_many(tmp_path: Path) -> None:
+    with servers(1, tmp_path, RETRY, state=True) as made:
+        stores = [connected(made, tmp_path, worker, 2) for worker in range(2)]
+        for store in stores:
+            store.declare([sim.SPEC])
+        # Who has left may still ask, and the servers stay for it.
+        stores[0].leave()
+        with changing(tmp_path, made, 2) as change:
+            change.wait(HandOverPhase.LOAD)
+            change.hand_over.give_up("no more")
+            wait_until(lambda: change.hand_over.is_over)
+        stores[1].leave()
+        shutil.rmtree(tmp_path / "layout-1")
+        with changing(tmp_path, made, 2) as change:
+            wait_until(lambda: change.hand_over.is_over)
+            assert "The workers of this job have left" in change.hand_over.failure
+        for store in stores:
+            store.close()
+
+
+def test_a_server_that_was_frozen_when_a_change_was_given_up_goes_on_when_it_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_over, "_ANSWER_S", 0.5)
+    with servers(2, tmp_path, RETRY, state=True) as made:
+        store = connected(made, tmp_path)
+        store.declare([sim.SPEC])
+        with changing(tmp_path, made, 3) as change:
+            change.wait(HandOverPhase.LOAD)
+            os.kill(made[1].pid, signal.SIGSTOP)
+            change.hand_over.give_up("no more")
+            time.sleep(2.0)  # its connection is given up
+            assert not change.hand_over.is_over
+            os.kill(made[1].pid, signal.SIGCONT)
+            wait_until(lambda: change.hand_over.is_over)
+        store.push([TableUpdate("ids", sim.EVERY_KEY, np.ones((len(sim.EVERY_KEY), sim.DIM), np.float32))])
+        assert store.report()["ids"].pushed == len(sim.EVERY_KEY)
+        store.leave()
+        store.close()
+
+
+def test_where_the_job_ends_a_server_that_does_not_answer_is_waited_for_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_over, "_ANSWER_S", 0.5)
+    with servers(2, tmp_path, RETRY, state=True) as made, changing(tmp_path, made, 3) as change:
+        store = connected(made, tmp_path)
+        change.wait(HandOverPhase.LOAD)
+        made[1].kill()
+        change.hand_over.stop("the job ends")
+        wait_until(lambda: change.hand_over.is_over)
         store.close()
 
 

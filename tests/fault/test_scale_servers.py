@@ -210,7 +210,10 @@ def test_a_server_that_is_killed_in_the_middle_leaves_the_job_with_those_it_has(
             # Those that have not read their tables are ended at once.
             _, refused = command.communicate(timeout=60.0)
             assert command.returncode == 1
-        assert f"The job keeps its 2 servers: {'new ' if server == '0.1' else ''}server 0 ended" in refused
+        assert (
+            f"The job keeps its 2 servers: {'new ' if server == '0.1' else ''}server 0 was killed by SIGKILL; read"
+            in refused
+        )
         train_on(job)
         assert scale(job, 1).returncode == 0
         train_on(job)
@@ -225,11 +228,22 @@ def test_a_worker_that_is_killed_in_the_middle_is_started_again_beside_the_serve
             os.kill(pid, signal.SIGKILL)
             _, refused = command.communicate(timeout=60.0)
             assert command.returncode == 1
-        assert "The job keeps its 2 servers: rank 1 ended" in refused
+        assert "The job keeps its 2 servers: rank 1 was killed by SIGKILL; read" in refused
         wait_until(lambda: progress(job)[1][0] != pid)
         assert scale(job, 3).returncode == 0
         train_on(job)
         check_sums(job)
+
+
+def test_workers_of_a_job_that_is_stopped_in_the_middle_leave_at_once(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "async", "--max_restarts", "3", "--worker_num", "1:2") as job, scaling(job, 3):
+        job.process.send_signal(signal.SIGTERM)
+        done = job.wait(20.0)
+    done.gone_within(1.0)
+    assert done.code == 0, done.out + done.err
+    for worker in range(2):
+        assert f"worker {worker} leaves: it was asked to by SIGTERM" in done.log(f"workerlog.{worker}")
+    assert not (tmp_path / "log" / "servers" / "layout-1").exists()
 
 
 def test_new_servers_and_workers_that_are_killed_afterwards_are_started_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from phalanx.launch.hang.stacks import Frame, Stacks, ThreadStack, parse_dump
 from phalanx.launch.hang.verdict import judge
 from phalanx.launch.job import registry
 from phalanx.launch.rank.activity import Activity, Call
+from phalanx.ps.stores import fan_out
+from phalanx.ps.wire import channel, message
+from phalanx.ps.wire.client import connection, dial, link, server_connections
 
 NOW = 1000.0
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -128,6 +132,12 @@ def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody() -> None:
     verdict = judge([first, second, third])
     assert verdict is not None
     assert verdict.culprits == ("rank 2",)
+
+
+@pytest.mark.parametrize("module", [connection, dial, link, server_connections, channel, message, fan_out])
+def test_a_worker_inside_its_connection_to_a_server_waits_for_a_server(module: ModuleType) -> None:
+    frames = [Frame(file=str(module.__file__), line=1, function="read"), Frame(file="train.py", line=2, function="f")]
+    assert location_of_frames(frames).kind == "server"
 
 
 def test_a_worker_that_waits_for_its_server_names_the_server() -> None:

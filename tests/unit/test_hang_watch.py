@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from phalanx.launch.hang.observe import Watched
@@ -76,6 +77,14 @@ def test_a_report_is_over_when_its_ranks_have_left_the_job() -> None:
     watch = watch_of(None, "rank 2")
     watch._tick(1.0)
     assert kinds(watch) == ["resumed"]
+
+
+def test_processes_that_are_watched_again_are_not_late_for_what_they_waited_before() -> None:
+    watch = watch_of(None, "rank 2")
+    assert watch._next_probe < time.monotonic() + 1.0
+    watch.watch([])
+    watch.watch([Watched(title="rank 2", role="worker", pid=os.getpid())])
+    assert watch._next_probe > time.monotonic() + 50.0
 
 
 def test_a_process_whose_rank_changed_is_watched_under_its_new_one() -> None:

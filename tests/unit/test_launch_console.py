@@ -111,6 +111,17 @@ def test_own_lines_never_join_a_line_of_the_live_rank(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "10%\r20%\nrank 1: WARNING: loud\n"
 
 
+def test_a_log_that_is_followed_again_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "serverlog.2"
+    log.touch()
+    console = Console()
+    console.follow(None, [("server 2", str(log))])
+    console.follow_another("server 2", str(log))
+    log.write_text("WARNING: loud\n")
+    console.finish(failed=False)
+    assert capsys.readouterr().out == "server 2: WARNING: loud\n"
+
+
 def test_last_lines_leave_out_what_a_progress_bar_overwrote(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("a\n1%\r2%\r3%\n\nb\n")

@@ -110,5 +110,7 @@ def test_servers_that_keep_nothing_are_not_restarted(tmp_path: Path) -> None:
 
 
 def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="Known: servers, with restart, progress or restarted"):
+    with pytest.raises(
+        LaunchError, match="Known: servers, with restart, progress, restarted, scale, scaling or scaled"
+    ):
         Job(tmp_path).restart.answer({"servers": "stop"})

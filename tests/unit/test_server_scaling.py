@@ -2,116 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import signal
-import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from launching import wait_until
 from phalanx.errors import LaunchError
 from phalanx.launch.job.servers import hand_over
-from phalanx.launch.job.servers.commands import ServerCommands
 from phalanx.launch.job.servers.hand_over import HandOverPhase
 from phalanx.launch.job.servers.scaling import publish_servers
-from phalanx.launch.job.start import Starter
-from phalanx.launch.process.environment import JobFacts
-from phalanx.launch.request.topology import Process, Topology
+from phalanx.launch.request import machine
 from phalanx.ps.server.moved_state import difference, state_of
 from phalanx.ps.wire.client.server_layout import LayoutFile
-
-
-class FakeHandOver:
-    """A hand-over whose phases the test says."""
-
-    def __init__(self, before: Any, after: Any, *, secret: bytes, job: str, workers: int, folder: Path) -> None:
-        self.before, self.after, self.folder = list(before), list(after), folder
-        self.phase, self.failure, self.is_committed = HandOverPhase.STOP, "", False
-        self.lost_worker: int | None = None
-        folder.mkdir(parents=True)
-        FakeHandOver.last = self
-
-    def give_up(self, why: str, lost_worker: int | None = None) -> None:
-        self.failure, self.lost_worker = self.failure or why, lost_worker
-
-    def commit(self) -> None:
-        self.is_committed = True
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.is_committed or self.failure)
-
-
-class Job:
-    """A host with two servers and a worker."""
-
-    def __init__(self, folder: Path, **about: Any) -> None:
-        self.folder, self.sent, self.started, self.said = folder, [], [], []
-        endpoints = {"server": ("127.0.0.1:1", "127.0.0.1:2"), "worker": ("127.0.0.1:3",), "heter_worker": ()}
-        local = [
-            Process(role=role, rank=rank, local_rank=rank, node_rank=0, endpoint=endpoint, log_file=f"{role}log.{rank}")
-            for role in ("server", "worker")
-            for rank, endpoint in enumerate(endpoints[role])
-        ]
-        counts = ({"server": 2, "worker": 1, "heter_worker": 0},)
-        layout = Topology(
-            job_id="job",
-            master=("127.0.0.1", 0),
-            hostnames=("here",),
-            local_counts=counts,
-            endpoints=endpoints,
-            local=tuple(local),
-            node_rank=0,
-        )
-        facts = {"server_dir": f"{folder}/servers", "server_layout_file": f"{folder}/servers/layout.json"} | about
-        for rank in range(2):
-            (folder / "servers" / str(rank)).mkdir(parents=True)
-        self.bound = {process.id: socket.socket() for process in local}
-        self.starter = Starter(
-            server=SimpleNamespace(signal=lambda ids, number: self.sent.append((sorted(ids), number))),
-            layout=layout,
-            facts=JobFacts(
-                mode="ps",
-                log_dir=str(folder),
-                attempt=0,
-                max_restarts=1,
-                timeout_s=1.0,
-                gloo_path="",
-                interface=None,
-                is_multi_host=False,
-                secret="00" * 32,
-                **facts,
-            ),
-            inherited={},
-            script="train.py",
-            script_args=(),
-            log_format=None,
-            endpoints=self.bound,
-        )
-        self.has_workers = True
-        self.commands = ServerCommands(
-            self.starter,
-            patience_s=1.0,
-            has_workers=lambda: self.has_workers,
-            start=lambda process, starter: self.started.append(process),
-            adopt=lambda starter: setattr(self, "starter", starter),
-            publish=self.said.append,
-        )
-
-    def scale(self, count: object) -> str:
-        return self.commands.answer({"servers": "scale", "count": count})
-
-    def outcome(self) -> dict[str, Any]:
-        wait_until(lambda: self.commands.poll() or not self.commands.answer({"servers": "scaling"}))
-        return json.loads(self.commands.answer({"servers": "scaled"}))
-
-    def close(self) -> None:
-        self.commands.stop()
-        for bound in self.bound.values():
-            bound.close()
+from server_changes import FakeHandOver, Job
 
 
 @pytest.fixture
@@ -148,7 +55,7 @@ def test_new_servers_start_when_their_tables_are_written_and_take_the_place_when
     assert job.commands.answer({"servers": "scaling"}) == "the old servers end"
     assert (job.folder / "servers" / "0").exists()
     for process in old.local[:2]:
-        assert job.commands.is_spare(process, failed=True)
+        assert job.commands.is_spare(process, "was killed by SIGKILL", failed=True)
     outcome = job.outcome()
     assert (outcome["before"], outcome["servers"]) == (2, 3)
     assert sorted(path.name for path in (job.folder / "servers").iterdir()) == ["layout-1", "layout.json"]
@@ -167,7 +74,7 @@ def test_a_process_that_ends_before_the_commit_gives_the_change_up(job: Job, who
     old, worker = job.starter.layout.local[0], job.starter.layout.local[2]
     process = {"old server": old, "new server": job.started[1], "worker": worker}[who]
     # Others than new servers are started again as ever.
-    assert job.commands.is_spare(process, failed=True) == (who == "new server")
+    assert job.commands.is_spare(process, "ended with exit code 3", failed=True) == (who == "new server")
     FakeHandOver.last.phase = HandOverPhase.READY
     job.commands.poll()
     assert not FakeHandOver.last.is_committed
@@ -175,9 +82,13 @@ def test_a_process_that_ends_before_the_commit_gives_the_change_up(job: Job, who
     left = [new for new in job.started if new is not process]
     assert job.sent == [([new.id for new in left], signal.SIGKILL)]
     for new in left:
-        assert job.commands.is_spare(new, failed=True)
+        assert job.commands.is_spare(new, "was killed by SIGKILL", failed=True)
     names = {"old server": "server 0", "new server": "new server 1", "worker": "rank 0"}
-    assert job.outcome() == {"before": 2, "servers": 2, "error": f"{names[who]} ended"}
+    assert job.outcome() == {
+        "before": 2,
+        "servers": 2,
+        "error": f"{names[who]} ended with exit code 3; read {process.log_file}",
+    }
     assert not FakeHandOver.last.folder.exists()
     assert (job.folder / "servers" / "0").exists()
     assert job.scale(1) == "2 servers -> 1 servers"
@@ -191,8 +102,35 @@ def test_a_layout_that_cannot_be_written_gives_the_change_up(job: Job, monkeypat
     (job.folder / "servers" / "layout.json").mkdir()
     job.commands.poll()
     assert not FakeHandOver.last.is_committed
-    assert job.commands.is_spare(job.started[0], failed=True)
+    assert job.commands.is_spare(job.started[0], "was killed by SIGKILL", failed=True)
     assert "layout.json cannot be written (Is a directory). Make room there." in job.outcome()["error"]
+
+
+def test_a_job_that_ends_in_the_middle_ends_new_servers_at_once_and_keeps_none_of_their_files(job: Job) -> None:
+    job.scale(3)
+    FakeHandOver.last.phase = HandOverPhase.LOAD
+    job.commands.poll()
+    job.commands.stop()
+    assert job.sent == [(["server.0.1", "server.1.1", "server.2.1"], signal.SIGKILL)]
+    assert FakeHandOver.last.failure == "the job ends"
+    assert FakeHandOver.last.folder.exists()
+    job.commands.delete_rest()
+    assert sorted(path.name for path in (job.folder / "servers").iterdir()) == ["0", "1"]
+
+
+def test_a_launcher_without_room_for_more_files_refuses_and_goes_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(machine, "bind", fail)
+        with pytest.raises(LaunchError, match=r"3 servers cannot be started beside those there are \(.*Too many open"):
+            job.scale(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(resource, "getrlimit", lambda _: (64, 64))
+        with pytest.raises(LaunchError, match=r"3 servers beside 2 need \d+ open files, and the launcher may have 64"):
+            job.scale(3)
+    assert job.scale(3) == "2 servers -> 3 servers"
 
 
 def test_what_cannot_be_is_refused_with_the_reason(job: Job) -> None:

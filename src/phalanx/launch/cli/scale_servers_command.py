@@ -48,6 +48,10 @@ def command(job: str, count: int, as_json: bool) -> None:
         before = progress
         time.sleep(_ASK_S)
     outcome = json.loads(ask(running["control"], {"servers": "scaled"}))
+    if "servers" not in outcome:
+        raise LaunchError(
+            tr("The job was started again in the middle of the change. `phalanx ps` shows how many servers it has.")
+        )
     if outcome.get("error"):
         raise LaunchError(
             tr("The job keeps its {count} servers: {why}", count=outcome["servers"], why=outcome["error"])

@@ -88,6 +88,8 @@ class HangWatch:
     def watch(self, processes: Sequence[Watched]) -> None:
         """Watch these processes from now on, and no others."""
         with self._lock:
+            if not self._ranks:
+                self._next_probe = time.monotonic() + self.settings.after_s  # what lasted until now says nothing
             before = {rank.process.pid: rank for rank in self._ranks.values()}
             self._ranks = {}
             for process in processes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import select
@@ -28,6 +26,7 @@ from phalanx.launch.job.elastic_start import ElasticStart
 from phalanx.launch.job.local_attempt import LocalAttempt
 from phalanx.launch.job.start import make_log
 from phalanx.launch.process import environment
+from phalanx.launch.reports.logs import append_event
 from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_briefly
 from phalanx.launch.reports.root_cause import ProcessExit
@@ -322,10 +321,8 @@ class ElasticAttempt(LocalAttempt):
         self._publish()
 
     def on_event(self, event: EpochEvent) -> None:
-        """Append to the run's events. A full disk is no reason to stop."""
-        path = f"{self.facts.log_dir}/events.launcher.{self.group.node}.jsonl"
-        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event.to_json()) + "\n")
+        """Append to the run's events."""
+        append_event(self.facts.log_dir, event.to_json(), node=self.group.node)
 
     def _publish(self) -> None:
         status = self.agent.status()

@@ -23,7 +23,7 @@ from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.reports.console import Console
 from phalanx.launch.reports.exit_records import ExitRecords
 from phalanx.launch.reports.outcome import Outcome
-from phalanx.launch.reports.report import describe_exit, render_hang
+from phalanx.launch.reports.report import describe_briefly, describe_exit, render_hang
 from phalanx.launch.reports.root_cause import ProcessExit, is_consequence
 from phalanx.launch.reports.terminal import fit_terminal
 from phalanx.launch.request.topology import Process
@@ -124,7 +124,7 @@ class LocalAttempt:
             has_workers=self._has_workers,
             start=self._start,
             adopt=self._adopt_servers,
-            publish=self.on_servers,
+            publish=self._publish_servers,
         )
         if self.control is not None:
             self.control.answer = self._answer
@@ -186,6 +186,7 @@ class LocalAttempt:
         is_stop = stopped_by or any(e.role == "launcher" for e in self._remote_exits)
         # A closed terminal (SIGHUP) is no reason to lose what scripts save at a SIGTERM.
         self._end_all(signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM, may_save=bool(is_stop))
+        self._server_commands.delete_rest()
         if failed:
             self._report_failure([e for e in self._exits if e.failed or e.code == 0])
             self._collect_remote_failures()
@@ -293,7 +294,15 @@ class LocalAttempt:
 
     def _on_spawned(self, name: str, pid: int) -> None:
         self._pids[name] = pid
-        if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
+        self._note_started()
+
+    @property
+    def _are_all_there(self) -> bool:
+        """Whether the pid of each process of the job here is known."""
+        return all(process.id in self._pids for process in self.layout.local)
+
+    def _note_started(self) -> None:
+        if self._are_all_there:
             self.on_started(self._pids)
             self._watch()
 
@@ -301,8 +310,14 @@ class LocalAttempt:
         """Watch the processes of a job in which some wait for others."""
         processes = [Watched(title=p.title, role=p.role, pid=self._pids[p.id]) for p in self.layout.local]
         if sum(map(len, self.layout.endpoints.values())) > 1:
-            self.hang.watch(processes)
+            # While the servers change, workers wait for servers that wait for the launcher: that is no hang.
+            self.hang.watch([] if self._server_commands.busy else processes)
             self.slow.watch(processes)
+
+    def _publish_servers(self, progress: str) -> None:
+        self.on_servers(progress)
+        if self._are_all_there:
+            self._watch()
 
     def _on_exit(self, name: str, code: int, at: float) -> None:
         if name == self.starter.store_id and not self._stopping:
@@ -311,7 +326,7 @@ class LocalAttempt:
         if process is None:
             return
         process_exit = self._exit_records.of_process(process, code, at, is_stopping=self._stopping)
-        if self._server_commands.is_spare(process, failed=process_exit.failed):
+        if self._server_commands.is_spare(process, describe_briefly(process_exit), failed=process_exit.failed):
             return
         self.hang.note_end(process.title, describe_exit(process_exit))
         goes_on = not self._stopping and self._failed_at is None
@@ -352,8 +367,7 @@ class LocalAttempt:
                 self.console.follow_another(process.title, process.log_file)
         self.starter, self.layout, self.facts = starter, starter.layout, starter.facts
         self._exit_records = ExitRecords(self.layout, self.facts.log_dir, self._pids)
-        self.on_started(self._pids)
-        self._watch()
+        self._note_started()
 
     def _has_workers(self) -> bool:
         """Whether workers of this host train; those of other hosts are not seen."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.errors import LaunchError
+from phalanx.i18n import tr
 from phalanx.launch.elastic.control import read_scale
 from phalanx.launch.elastic.joiners import RestartBudget
 from phalanx.launch.elastic.workers.frozen_workers import FrozenWorkers
@@ -19,6 +19,7 @@ from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.job.local_attempt import POLL_S, LocalAttempt
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment
+from phalanx.launch.reports.logs import append_event
 from phalanx.launch.reports.outcome import Outcome
 from phalanx.launch.reports.report import describe_briefly
 from phalanx.launch.reports.root_cause import ProcessExit
@@ -93,14 +94,11 @@ class WorkersAttempt(LocalAttempt):
         self._frozen = FrozenWorkers(self.patience_s, [*files.values()])
 
     def _publish(self) -> None:
-        if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
+        if self._are_all_there:
             self.publish(self._pids, self.pool.status())
 
     def _record(self, event: dict[str, Any]) -> None:
-        """Append to the run's events. A full disk is no reason to stop."""
-        path = f"{self.facts.log_dir}/events.launcher.0.jsonl"
-        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        append_event(self.facts.log_dir, event)
         self._publish()
 
     # --- losses -------------------------------------------------------------------------------------------------------
@@ -152,6 +150,8 @@ class WorkersAttempt(LocalAttempt):
 
         Its script ended well without a word to them, or a server that was frozen read its `declare` after the sign-off.
         """
+        if self._server_commands.busy:
+            return  # a sign-off would go on at servers that the job may have no more
         for worker in self._frozen.find_awaited(now) - self.pool.running - self.pool.absent:
             logger.warning(
                 "servers wait for worker %d, whose process has ended. They are told so; a script that ends early calls "
@@ -243,9 +243,9 @@ class WorkersAttempt(LocalAttempt):
 
     def _answer(self, command: dict[str, Any]) -> str:
         if "servers" in command:
-            lost = ", ".join(f"worker {worker}" for worker in sorted(self.pool.absent))
-            why = f"The servers are being told that {lost} is lost. Ask again when they know." if lost else ""
-            return self._server_commands.answer(command, why)
+            return self._server_commands.answer(command, self._obstacle)
+        if busy := self._server_commands.busy:
+            raise LaunchError(busy)  # a worker cannot leave the servers meanwhile, and would be killed
         answer = self.pool.scale(read_scale(command))
         for worker in sorted(self.pool.leaving - self._leave_by.keys()):
             self._leave_by[worker] = time.monotonic() + self.stop_grace_s
@@ -253,3 +253,21 @@ class WorkersAttempt(LocalAttempt):
         logger.info("phalanx scale: %s", answer)
         self._publish()
         return answer
+
+    @property
+    def _obstacle(self) -> str:
+        """Why the number of servers cannot change now; empty for nothing."""
+        if self.pool.absent:
+            return tr(
+                "The servers are being told of lost workers: {workers}. Ask again when they know.",
+                workers=_names(self.pool.absent),
+            )
+        if self._leave_by:
+            return tr(
+                "Workers were asked to leave: {workers}. Ask again when they have left.", workers=_names(self._leave_by)
+            )
+        return ""
+
+
+def _names(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(workers)))

@@ -165,8 +165,9 @@ class Console:
         self._others = [(title, _Tail(path), AlarmFilter()) for title, path in others]
 
     def follow_another(self, title: str, path: str) -> None:
-        """Follow one more log file, of which alarms are shown."""
-        self._others.append((title, _Tail(path), AlarmFilter()))
+        """Follow one more log file, of which alarms are shown, unless it is followed already."""
+        if (title, path) not in [(name, tail.path) for name, tail, _ in self._others]:
+            self._others.append((title, _Tail(path), AlarmFilter()))
 
     def show_live(self, path: str) -> None:
         """Show a file that is followed as it grows, in place of the one that was: its process has ended."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -193,3 +194,10 @@ def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
         if descriptor is not None:
             return path, os.fdopen(descriptor, "a")
     raise LaunchError(f"--log-dir {log_dir}: 999 jobs write there already. Choose another folder.")
+
+
+def append_event(log_dir: str, event: Mapping[str, Any], *, node: int = 0) -> None:
+    """Append to the events of a run's launcher. A full disk is no reason to stop."""
+    path = f"{log_dir}/events.launcher.{node}.jsonl"
+    with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(event) + "\n")

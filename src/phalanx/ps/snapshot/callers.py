@@ -39,15 +39,22 @@ def ask_all(calls: Sequence[Caller], op: str, meta: Mapping[str, Any]) -> list[d
     return [dict(answer.result().meta) for answer in answers]
 
 
-def resume_all(calls: Sequence[Caller], name: str) -> None:
-    """Let changes go on everywhere: on a participant that was not asked to hold them back it does nothing."""
-    answers = []
-    for call in calls:
+def resume_all(calls: Sequence[Caller], name: str) -> list[int]:
+    """Let changes go on everywhere: on a participant that was not asked to hold them back it does nothing.
+
+    Returns:
+        The numbers of those that were not reached.
+    """
+    answers = {}
+    for number, call in enumerate(calls):
         with _warned(name):
-            answers.append(call.send("resume", {"token": name}))
-    for answer in answers:
+            answers[number] = call.send("resume", {"token": name})
+    left = set(range(len(calls)))
+    for number, answer in answers.items():
         with _warned(name):
             answer.result()
+            left.remove(number)
+    return sorted(left)
 
 
 @contextmanager

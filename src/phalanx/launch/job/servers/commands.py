@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from phalanx.errors import LaunchError
+from phalanx.i18n import tr
 from phalanx.launch.job.servers.rolling_restart import RollingRestart
 from phalanx.launch.job.servers.scaling import ServerScaling
 from phalanx.launch.job.start import Starter
+from phalanx.launch.reports.logs import append_event
 from phalanx.launch.request.topology import Process
 
 
@@ -38,7 +39,6 @@ class ServerCommands:
     ) -> None:
         self._patience_s, self._has_workers, self._adopt = patience_s, has_workers, adopt
         self._send = starter.server.signal
-        self._log_dir = starter.facts.log_dir
         self._rolling = self._restart_of(starter)
         self._scaling = ServerScaling(
             starter=starter,
@@ -46,7 +46,7 @@ class ServerCommands:
             send=self._send,
             adopt=self._adopt_servers,
             has_workers=has_workers,
-            record=self._record,
+            record=partial(append_event, starter.facts.log_dir),
             publish=publish,
         )
 
@@ -63,15 +63,22 @@ class ServerCommands:
         operation = command.get("servers")
         if operation == "scale":
             if progress := self._rolling.progress:
-                obstacle = f"The servers are being started again: {progress}. Wait until they are back."
+                obstacle = tr(
+                    "The servers are being started again: {progress}. Wait until they are back.", progress=progress
+                )
             return self._scaling.begin(command.get("count"), obstacle)
         if operation == "scaling":
             return self._scaling.progress
         if operation == "scaled":
             return self._scaling.outcome
-        if operation == "restart" and (busy := self._scaling.busy):
-            raise LaunchError(busy)
+        if operation == "restart" and self.busy:
+            raise LaunchError(self.busy)
         return self._rolling.answer(command)
+
+    @property
+    def busy(self) -> str:
+        """Why the workers' pushes are held back, or soon may be; empty where the number of servers stays."""
+        return self._scaling.busy
 
     def poll(self) -> None:
         """Go on with what is under way. Called every few moments."""
@@ -82,13 +89,17 @@ class ServerCommands:
         """Return whether a process ended because it was asked to, and is to be started again."""
         return self._rolling.take_end(process, failed=failed)
 
-    def is_spare(self, process: Process, *, failed: bool) -> bool:
-        """Take notice that a process ended; returns whether it was a server, but none of the job's."""
-        return self._scaling.take_end(process, failed=failed)
+    def is_spare(self, process: Process, ended: str, *, failed: bool) -> bool:
+        """Take notice that a process ended, and how; returns whether it was a server, but none of the job's."""
+        return self._scaling.take_end(process, ended, failed=failed)
 
     def stop(self) -> None:
         """Give up what is under way: the attempt ends."""
         self._scaling.stop()
+
+    def delete_rest(self) -> None:
+        """Delete what a change that was under way at `stop` has left; all processes have ended."""
+        self._scaling.delete_rest()
 
     def _restart_of(self, starter: Starter) -> RollingRestart:
         return RollingRestart(
@@ -98,9 +109,3 @@ class ServerCommands:
     def _adopt_servers(self, starter: Starter) -> None:
         self._rolling = self._restart_of(starter)
         self._adopt(starter)
-
-    def _record(self, event: dict[str, Any]) -> None:
-        """Append to the run's events. A full disk is no reason to stop."""
-        path = f"{self._log_dir}/events.launcher.0.jsonl"
-        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,17 @@ _TRY_S = 10.0
 """How long changes are held back for one try: a worker that begins or leaves needs them, and others may wait for it."""
 
 _BETWEEN_TRIES_S = 0.5
+_SAVED_S = 0.5
+"""How long a server is asked at once whether it has written its tables."""
+
 _LOOK_S = 0.05
 _HOLD_S = 1e6
 """Of a freeze: it ends by the commit, or when this lets go; so does every process of the job if this one ends."""
 
 _CONNECT_S = 1.0
+_LISTEN_S = 60.0
+"""How long a new server may not listen."""
+
 _ANSWER_S = 600.0
 """Longest silence of a server that writes or reads its tables."""
 
@@ -85,7 +91,7 @@ class HandOver:
         self._token = secrets.token_hex(4)
         self._changed = threading.Condition()
         self._phase, self._failure = HandOverPhase.STOP, ""
-        self._is_decided = self._is_committed = False
+        self._is_decided = self._is_committed = self._is_stopped = self._is_frozen = False
         self._thread = threading.Thread(target=self._run, name="hand tables over", daemon=True)
         self._thread.start()
 
@@ -127,36 +133,46 @@ class HandOver:
             self._is_decided = True
             self._changed.notify_all()
 
+    def stop(self, why: str) -> None:
+        """As `give_up`, where the job ends: old servers that do not answer are asked once more, and then left."""
+        with self._changed:
+            self._is_stopped = True
+        self.give_up(why)
+
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._hand_over()
-        except (PhalanxError, OSError, ValueError, LookupError, RuntimeError) as error:
-            self.give_up(str(error))
-        finally:
-            if not self._is_decided:
-                self.give_up("the launcher failed; read what it printed")
-
-    def _hand_over(self) -> None:
         with ExitStack() as stack:
-            servers = [
-                stack.enter_context(closing(self._connect(endpoint, rank)))
-                for rank, endpoint in enumerate(self._before)
-            ]
             try:
-                states = self._stop(servers)
-                self._write(servers, states)
-                self._enter(HandOverPhase.LOAD)
-                for rank, endpoint in enumerate(self._after):
-                    self._wait_for(endpoint, rank)
-                self._enter(HandOverPhase.READY)
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_decided)
+                self._hand_over(stack)
+            except (PhalanxError, OSError, ValueError, LookupError, RuntimeError) as error:
+                self.give_up(str(error))
             finally:
-                if not self._is_committed:
-                    self._fence_lost()
-                    resume_all(servers, self._token)
+                if not self._is_decided:
+                    self.give_up(tr("the launcher failed; read what it printed"))
+
+    def _hand_over(self, stack: ExitStack) -> None:
+        servers = [
+            stack.enter_context(closing(self._connect(endpoint, rank))) for rank, endpoint in enumerate(self._before)
+        ]
+        stack.callback(self._go_back, servers)
+        states = self._stop(servers)
+        self._write(servers, states)
+        self._enter(HandOverPhase.LOAD)
+        for rank, endpoint in enumerate(self._after):
+            self._wait_for(endpoint, rank)
+        self._enter(HandOverPhase.READY)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_decided)
+
+    def _go_back(self, servers: Sequence[Connection]) -> None:
+        """Let the old servers go on, unless the job has the new ones."""
+        if self._is_committed:
+            return
+        if self._is_frozen:
+            self._fence_lost()
+        self._let_go(servers)
+        self._await_files(servers)
 
     def _fence_lost(self) -> None:
         with self._changed:
@@ -169,32 +185,66 @@ class HandOver:
                 except PhalanxError as error:
                     logger.warning("server %d was not told that worker %d is lost: %s", rank, about["worker"], error)
 
+    def _let_go(self, servers: Sequence[Connection]) -> None:
+        """Let changes go on. Who does not answer is asked over other connections: nothing else ends its freeze."""
+        left = resume_all(servers, self._token)
+        while left:
+            with self._changed:
+                is_last = self._changed.wait_for(lambda: self._is_stopped, _BETWEEN_TRIES_S)
+            left = [rank for rank in left if not self._resume(rank)]
+            if is_last:
+                return
+
+    def _resume(self, rank: int) -> bool:
+        try:
+            with closing(self._connect(self._before[rank], rank)) as server:
+                server.call("resume", {"token": self._token})
+        except PhalanxError:
+            return False
+        return True
+
+    def _await_files(self, servers: Sequence[Connection]) -> None:
+        """Wait until no server writes its tables any more: who gave the change up deletes their folder."""
+        if self.phase is HandOverPhase.WRITE:
+            for server in servers:
+                with suppress(PhalanxError):
+                    collect_results([server], self._token)
+
     def _stop(self, servers: Sequence[Connection]) -> list[dict[str, Any]]:
         """Hold all changes back where all servers have the same pushes, and return their states."""
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return self._try_to_stop(servers)
-            except (ConfigError, _NoMomentError) as error:  # a ConfigError: a snapshot holds changes back
-                resume_all(servers, self._token)
-                if time.monotonic() > until:
-                    raise LaunchError(
-                        tr(
-                            "The servers came to no common moment within {seconds:g} s: {why}. Ask again when the "
-                            "workers train.",
-                            seconds=PATIENCE_S,
-                            why=str(error).rstrip("."),
-                        )
-                    ) from None
+            except _NoMomentError as error:
+                why = str(error)
+            except LaunchError:
+                raise
+            except ConfigError:
+                why = tr("a snapshot is being saved")
+            resume_all(servers, self._token)
+            self._is_frozen = False
+            if time.monotonic() > until:
+                raise LaunchError(
+                    tr(
+                        "The servers came to no common moment within {seconds:g} s: {why}. Ask again when the workers "
+                        "train.",
+                        seconds=PATIENCE_S,
+                        why=why,
+                    )
+                )
             self._pause(_BETWEEN_TRIES_S)
 
     def _try_to_stop(self, servers: Sequence[Connection]) -> list[dict[str, Any]]:
         until = time.monotonic() + _TRY_S
         freeze = {"token": self._token, "seconds": _HOLD_S, "hold": True}
+        self._is_frozen = True
         moments = ask_all(servers, "freeze", freeze)
         if len({len(moment["steps"]) for moment in moments}) > 1:
             raise _NoMomentError(tr("the first worker has not come to all of them"))
         steps = furthest_steps(moments)
+        if steps and min(steps) >= LEFT:
+            raise LaunchError(tr("The workers of this job have left, and its servers end. There is nothing to change."))
         while late := _late_workers(moments, steps):
             if time.monotonic() > until:
                 raise _NoMomentError(
@@ -213,20 +263,36 @@ class HandOver:
         files.mkdir(parents=True)
         request = {"token": self._token, "directory": str(files), "save": self._token, "mode": "full"}
         ask_all(servers, "snapshot", request)
-        written = collect_results(servers, self._token)
+        written = [self._result_of(server) for server in servers]
         write_bases(self._folder, len(self._after), job=self._job, files=files, states=states, written=written)
         files.rmdir()
 
+    def _result_of(self, server: Connection) -> dict[str, Any]:
+        """Wait until a server has written its tables, and return what it wrote."""
+        request = {"save": self._token, "wait_s": _SAVED_S}
+        while not (answer := server.call("saved", request).meta)["done"]:
+            self._pause(0.0)
+        return dict(answer["result"])
+
     def _wait_for(self, endpoint: str, rank: int) -> None:
         """Wait until a new server has its tables."""
+        until = time.monotonic() + _LISTEN_S
         while True:
             self._pause(_LOOK_S)
             try:
                 with closing(self._connect(endpoint, rank)) as server:
+                    until = time.monotonic() + _LISTEN_S
                     server.call("report", {})
                 return
-            except PeerLostError:
-                continue  # it is not there yet; the launcher sees one that ends
+            except PeerLostError:  # it is not there yet; the launcher sees one that ends
+                if time.monotonic() > until:
+                    raise LaunchError(
+                        tr(
+                            "new server {rank} did not listen for {seconds:g} s; read what it printed",
+                            rank=rank,
+                            seconds=_LISTEN_S,
+                        )
+                    ) from None
 
     def _connect(self, endpoint: str, rank: int) -> Connection:
         return Connection(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import LaunchError
+from phalanx.i18n import tr
 from phalanx.launch.process import environment
 from phalanx.launch.process.environment import JobFacts
 from phalanx.launch.request.topology import Process, Topology
@@ -87,8 +88,10 @@ class RollingRestart:
         """
         if not self._can_restart:
             raise LaunchError(
-                "This job has no servers on this host that can be started again. Start it with --max-restarts 1, or "
-                "more, and ask on the host of the servers."
+                tr(
+                    "This job has no servers on this host that can be started again. Start it with --max-restarts 1, "
+                    "or more, and ask on the host of the servers."
+                )
             )
         if command == {"servers": "restart"}:
             return self._begin()
@@ -96,7 +99,13 @@ class RollingRestart:
             return self.progress
         if command == {"servers": "restarted"}:
             return _titles(self._back)
-        raise LaunchError(f"{command} is no command of this job. Known: servers, with restart, progress or restarted.")
+        raise LaunchError(
+            tr(
+                "{command} is no command of this job. Known: servers, with restart, progress, restarted, scale, "
+                "scaling or scaled.",
+                command=command,
+            )
+        )
 
     def poll(self) -> None:
         """Go on with what is under way. Called every few moments."""
@@ -132,10 +141,12 @@ class RollingRestart:
 
     def _begin(self) -> str:
         if progress := self.progress:
-            raise LaunchError(f"The servers are being started again: {progress}. Wait until they are back.")
+            raise LaunchError(
+                tr("The servers are being started again: {progress}. Wait until they are back.", progress=progress)
+            )
         if self._has_ended or not self._has_workers():
             raise LaunchError(
-                "The workers of this job have left, and its servers end. There is nothing to start again."
+                tr("The workers of this job have left, and its servers end. There is nothing to start again.")
             )
         self._waiting, self._back = [*self._servers], []
         logger.info("phalanx restart-servers: %s, one after the other", _titles(self._servers))

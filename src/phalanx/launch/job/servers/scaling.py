@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import resource
 import shutil
 import signal
 import socket
@@ -29,6 +31,9 @@ logger = logging.getLogger("phalanx.launch")
 
 MOST_SERVERS = 1024
 """As many as a table has shards."""
+
+_SPARE_FILES = 64
+"""Open files that the launcher has need of beside a socket of each new server and a connection to each old one."""
 
 _PHASES: Labels = {
     "stop": "the servers finish the pushes under way",
@@ -133,7 +138,16 @@ class ServerScaling:
             raise LaunchError(obstacle)
         if not self.has_workers():
             raise LaunchError(tr("The workers of this job have left, and its servers end. There is nothing to change."))
-        self._change, self._outcome = self._prepare(count), {}
+        try:
+            self._change, self._outcome = self._prepare(count), {}
+        except (OSError, RuntimeError) as error:  # no file, or no thread, is left
+            raise LaunchError(
+                tr(
+                    "{count} servers cannot be started beside those there are ({why}). Ask again when there is room.",
+                    count=count,
+                    why=error,
+                )
+            ) from None
         logger.info("phalanx scale-servers: %d servers instead of %d", count, before)
         self._report()
         return tr("{before} servers -> {after} servers", before=before, after=count)
@@ -177,7 +191,7 @@ class ServerScaling:
             self._commit(change)
         self._report()
 
-    def take_end(self, process: Process, *, failed: bool) -> bool:
+    def take_end(self, process: Process, ended: str, *, failed: bool) -> bool:
         """Return whether a process that ended was none of the job's: a new server before the commit, an old one after.
 
         Before the commit the end of any other server, or of a worker that failed, gives the change up.
@@ -190,15 +204,26 @@ class ServerScaling:
         if not change.is_committed and (failed or process.role == "server"):
             name = tr("new {process}", process=process.title) if is_spare else process.title
             lost_worker = process.rank if process.role == "worker" else None
-            change.hand_over.give_up(tr("{process} ended", process=name), lost_worker)
+            why = tr("{process} {ended}; read {log}", process=name, ended=ended, log=process.log_file)
+            change.hand_over.give_up(why, lost_worker)
         return is_spare
 
     def stop(self) -> None:
-        """Give up a change under way: the attempt ends, and every process with it."""
-        if self._change is not None and not self._change.is_committed:
-            self._change.hand_over.give_up(tr("the job ends"))
-            self._change.sockets.close()
+        """Give up a change under way: the attempt ends, and every process with it.
+
+        New servers end at once, for workers are to go on with the old ones, and leave.
+        """
+        change = self._change
+        if change is not None and not change.is_committed:
+            change.hand_over.stop(tr("the job ends"))
+            self.send([*change.running], signal.SIGKILL)
+            change.sockets.close()
         self._sockets.close()
+
+    def delete_rest(self) -> None:
+        """Delete what a change that was under way at `stop` has left; all processes have ended."""
+        if self._change is not None:
+            _delete(self._change)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -206,6 +231,7 @@ class ServerScaling:
         from phalanx.launch.job.servers.hand_over import HandOver  # of which few jobs have need
 
         layout, facts = self.starter.layout, self.starter.facts
+        _check_open_files(layout.count("server"), count)
         number = facts.server_layout + 1
         folder = Path(layout_folder(str(Path(facts.server_layout_file).parent), number))
         _move_aside(folder)
@@ -315,6 +341,22 @@ def _check_job(layout: Topology, facts: JobFacts) -> None:
                 "The number of servers of this job cannot be changed. It can be where all processes are on one host, "
                 "and the job was started with --max-restarts 1, or more, --server-num and --worker-num; not with "
                 "--servers or heter workers."
+            )
+        )
+
+
+def _check_open_files(before: int, count: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + before + count + _SPARE_FILES
+    if limit < needed:
+        raise LaunchError(
+            tr(
+                "{count} servers beside {before} need {needed} open files, and the launcher may have {limit}. Ask for "
+                "fewer, or start the job with a higher ulimit -n.",
+                count=count,
+                before=before,
+                needed=needed,
+                limit=limit,
             )
         )
 
