@@ -194,8 +194,8 @@ class Service:
         worker = self._find_worker(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
         token = request.meta.get("token") if request.op == "fence" else None
-        gate = self.write_freeze
-        with gate.while_frozen(token) if token else gate.change(-1 if worker is None else worker, leaving):
+        gate, place = self.write_freeze, -1 if worker is None else worker
+        with gate.while_frozen(token) if token else gate.change(place, leaving, request.report_wait):
             earlier = None
             if self._find_worker(request) is not None:
                 earlier = self.engine.earlier_reply(request.client, request.seq)
