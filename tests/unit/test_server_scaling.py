@@ -234,6 +234,15 @@ def test_what_an_earlier_job_left_is_kept_and_its_layout_is_not_read(job: Job) -
     assert (job.folder / "servers" / "layout-1.previous" / "theirs").exists()
 
 
+def test_a_job_whose_servers_stay_as_many_deletes_the_layout_of_an_earlier_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, server_layout_file="")
+    layout = tmp_path / "servers" / "layout.json"
+    layout.write_text("{}")
+    publish_servers(job.starter.layout, job.starter.facts)
+    assert not layout.exists()
+    job.close()
+
+
 # --- the states of servers ------------------------------------------------------------------------------------------
 
 
