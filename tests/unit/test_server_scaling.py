@@ -258,6 +258,7 @@ def state(server: int, **about: Any) -> dict[str, Any]:
         "days": 1,
         "first_pushes": {"0": 2 + server},
         "withheld": [],
+        "unanswered": 0,
         "saving": {"fulls": {"5f3a9c1e": {}}, "sources": [["/saved", ["ids"]]]},
     } | about
 
@@ -285,6 +286,7 @@ def test_the_first_new_server_has_the_leases_and_the_sums_of_counts() -> None:
         ({"days": 2}, "the days of tables that have ended"),
         ({"saving": {"fulls": {}, "sources": []}}, "the snapshots that fill tables"),
         ({"withheld": [0]}, "a lost worker, of whom they are being told"),
+        ({"unanswered": 1}, "a change that is done and not answered yet"),
     ],
 )
 def test_servers_that_were_asked_something_only_some_have_done_are_at_no_common_moment(

@@ -109,7 +109,8 @@ class SnapshotService:
     def state(self, request: RpcRequest) -> RpcReply:
         """Return what is not in the tables, inside a freeze."""
         with self._service.write_freeze.while_frozen(request.meta["token"]):
-            return RpcReply({"state": {**self._service.state.to_json(), "saving": self.to_json()}})
+            state, unanswered = self._service.state.to_json(), self._service.unanswered
+            return RpcReply({"state": {**state, "saving": self.to_json(), "unanswered": unanswered}})
 
     def load(self, request: RpcRequest) -> RpcReply:
         """Replace rows by those of a snapshot, now and in tables declared later."""
