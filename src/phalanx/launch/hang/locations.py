@@ -33,7 +33,7 @@ _RULES: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = tuple(
         ("collective", r"phalanx/comm/shared_memory/(native|work|hosts)\.py", ".*"),
         ("meeting", r"phalanx/cluster/rendezvous\.py", ".*"),
         ("store", r"phalanx/comm/(store|agreement)\.py", ".*"),
-        ("server", r"phalanx/ps/wire/(connection|link|channel|dial|message)\.py", ".*"),
+        ("server", r"phalanx/ps/wire/(channel|message|client/(server_connections|connection|link|dial))\.py", ".*"),
         ("server", r"phalanx/ps/stores/fan_out\.py", ".*"),
         ("data", r"torch/utils/data/dataloader\.py", ".*_data|__next__|_shutdown_workers"),
         ("lock", r"threading\.py", "wait|acquire|join|_wait_for_tstate_lock|wait_for"),
