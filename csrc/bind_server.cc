@@ -114,7 +114,7 @@ void bind_clocks(nb::module_& module) {
 
 // --- gate ------------------------------------------------------------------------------------------------------------
 
-void make_gate(Gate* at, nb::object clock, nb::object expired) {
+void make_gate(Gate* at, nb::object clock, nb::object expired, double report_s) {
   const std::shared_ptr<nb::object> seconds = shared(std::move(clock)), told = shared(std::move(expired));
   new (at) Gate(
       [seconds] {
@@ -124,19 +124,28 @@ void make_gate(Gate* at, nb::object clock, nb::object expired) {
       [told](const std::string& token) {
         const nb::gil_scoped_acquire acquired;
         (*told)(token);
-      });
+      },
+      report_s);
+}
+
+void enter_alone(Gate& gate, int worker, std::int64_t step, nb::object report) {
+  const WaitReport tell = report_to(std::move(report));
+  const nb::gil_scoped_release released;
+  gate.enter_alone(worker, step, tell);
 }
 
 void bind_gate(nb::module_& module) {
   nb::class_<Gate>(module, "WriteGate", "Who may change a server now; see phalanx.ps.server.write_freeze.WriteFreeze.")
-      .def("__init__", &make_gate, nb::arg("clock"), nb::arg("expired"))
-      .def("enter", &Gate::enter, nb::arg("worker"), nb::arg("step"), Released())
+      .def("__init__", &make_gate, nb::arg("clock"), nb::arg("expired"), nb::arg("report_s"))
+      .def("enter", [](Gate& gate, int worker, std::int64_t step) { gate.enter(worker, step); }, nb::arg("worker"),
+           nb::arg("step"), Released())
       .def("leave", &Gate::leave, Released())
-      .def("enter_alone", &Gate::enter_alone, nb::arg("worker"), nb::arg("step"), Released())
+      .def("enter_alone", &enter_alone, nb::arg("worker"), nb::arg("step"), nb::arg("report"))
       .def("enter_frozen", &Gate::enter_frozen, nb::arg("token"), Released())
       .def("leave_alone", &Gate::leave_alone, Released())
       .def("freeze", &Gate::freeze, nb::arg("token"), nb::arg("seconds"),
-           nb::arg("steps") = std::vector<std::int64_t>(), Released())
+           nb::arg("steps") = std::vector<std::int64_t>(), nb::arg("holder") = "a snapshot that begins", Released())
+      .def("holds_back", &Gate::holds_back, nb::arg("worker"), nb::arg("step"), Released())
       .def("resume", &Gate::resume, nb::arg("token"), Released());
 }
 

@@ -22,9 +22,6 @@ namespace phalanx {
 
 enum class ServerMode { kNone, kSync, kAsync, kBounded };
 
-// Tells who waits for whom, in words, and whether all of them are connected; may throw to give up.
-using WaitReport = std::function<void(const std::string&, bool)>;
-
 struct ClockCounts {
   ServerMode mode = ServerMode::kNone;
   std::int64_t bound = 0;

@@ -123,7 +123,7 @@ DataReply ServerEngine::take(const DataRequest& request, const WaitReport& repor
   const PushPermit permit = [&] {
     const WaitScope waits(counts_);
     if (step <= place.clocks->next_step(place.worker)) place.clocks->wait_turn(step, report);
-    return PushPermit(*gate_, place.worker, step);
+    return PushPermit(*gate_, place.worker, step, report);
   }();
   // Once more: the worker may have been started again since, and this be the request of its older process.
   const Place now = place_of(request.client);

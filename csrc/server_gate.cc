@@ -6,12 +6,17 @@
 
 namespace phalanx {
 
-Gate::Gate(std::function<double()> clock, std::function<void(const std::string&)> expired)
-    : clock_(std::move(clock)), expired_(std::move(expired)) {}
+Gate::Gate(std::function<double()> clock, std::function<void(const std::string&)> expired, double report_s)
+    : clock_(std::move(clock)), expired_(std::move(expired)), report_s_(report_s) {}
 
-void Gate::enter(int worker, std::int64_t step) {
+void Gate::enter(int worker, std::int64_t step, const WaitReport& report) {
   Lock locked(lock_);
-  while (is_taken_ || alone_waiting_ > 0 || is_held_back(worker, step)) wait(locked);
+  for (Clock::time_point reported = Clock::now();;) {
+    const bool is_late = is_held_back(worker, step);
+    if (!is_late && !is_taken_ && alone_waiting_ == 0) break;
+    if (is_late) wait_late(locked, report, reported);
+    else wait(locked);
+  }
   ++pushes_;
 }
 
@@ -20,17 +25,22 @@ void Gate::leave() {
   if (--pushes_ == 0) changed_.notify_all();
 }
 
-void Gate::enter_alone(int worker, std::int64_t step) {
+void Gate::enter_alone(int worker, std::int64_t step, const WaitReport& report) {
   Lock locked(lock_);
+  Clock::time_point reported = Clock::now();
   for (bool kept_out = false;;) {
     const bool is_late = is_held_back(worker, step);
     if (!is_late && !is_taken_ && pushes_ == 0) break;
     // One that a freeze keeps back keeps nobody out: a push that the freeze lets through may end it.
     if (is_late && kept_out) changed_.notify_all();
     kept_out = !is_late;
-    alone_waiting_ += kept_out;
+    if (is_late) {
+      wait_late(locked, report, reported);
+      continue;
+    }
+    ++alone_waiting_;
     wait(locked);
-    alone_waiting_ -= kept_out;
+    --alone_waiting_;
   }
   is_taken_ = true;
 }
@@ -41,13 +51,14 @@ void Gate::leave_alone() {
   changed_.notify_all();
 }
 
-void Gate::freeze(const std::string& token, double seconds, const std::vector<std::int64_t>& steps) {
+void Gate::freeze(const std::string& token, double seconds, const std::vector<std::int64_t>& steps,
+                  const std::string& holder) {
   Lock locked(lock_);
   if (is_frozen() && freeze_->token != token) {
     throw Refusal("ConfigError", "Asked for a snapshot while snapshot " + freeze_->token +
                                      " begins. Save from one worker at a time.");
   }
-  freeze_ = Freeze{token, clock_() + seconds, steps};
+  freeze_ = Freeze{token, clock_() + seconds, steps, holder};
   changed_.notify_all();
   changed_.wait(locked, [&] { return !is_taken_ && pushes_ == 0; });
 }
@@ -89,10 +100,29 @@ bool Gate::is_held_back(int worker, std::int64_t step) {
          step >= steps[static_cast<std::size_t>(worker)];
 }
 
+bool Gate::holds_back(int worker, std::int64_t step) {
+  const std::lock_guard locked(lock_);
+  return is_held_back(worker, step);
+}
+
 void Gate::wait(Lock& locked) {
   if (!freeze_) return changed_.wait(locked);
   const std::chrono::duration<double> left(std::max(0.0, freeze_->until - clock_()));
   changed_.wait_for(locked, left);
+}
+
+// REQUIRES: a freeze keeps the caller back, and nobody waits for it: `report` may throw.
+void Gate::wait_late(Lock& locked, const WaitReport& report, Clock::time_point& reported) {
+  if (!report) return wait(locked);
+  using Seconds = std::chrono::duration<double>;
+  const Seconds left(std::max(0.0, freeze_->until - clock_())), silent = Clock::now() - reported;
+  changed_.wait_for(locked, std::min<Seconds>(left, report_s_ - silent));
+  if (!freeze_ || Clock::now() - reported < report_s_) return;
+  const std::string holder = freeze_->holder;
+  locked.unlock();
+  report(holder, true);
+  locked.lock();
+  reported = Clock::now();
 }
 
 }  // namespace phalanx

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -58,6 +59,9 @@ struct Refusal : std::runtime_error {
   Refusal(std::string error, const std::string& message) : std::runtime_error(message), error(std::move(error)) {}
   std::string error;
 };
+
+// Tells who waits for whom, in words, and whether all of them are connected; may throw to give up.
+using WaitReport = std::function<void(const std::string&, bool)>;
 
 // The one that asks, as the engine sees it.
 class Caller {

@@ -44,7 +44,9 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-std::shared_ptr<Gate> make_gate() { return std::make_shared<Gate>(seconds, [](const std::string&) {}); }
+std::shared_ptr<Gate> make_gate(double report_s = 5) {
+  return std::make_shared<Gate>(seconds, [](const std::string&) {}, report_s);
+}
 
 // Pushes are beside each other, never beside another change, and a freeze lets those below its steps through.
 void pass_gate() {
@@ -118,7 +120,12 @@ class TestCaller : public Caller {
   float* rows(std::size_t count, std::size_t dim) override {
     return tables.emplace_back(std::vector<float>(count * dim + 1)).data();
   }
-  void report_wait(const std::string&, bool) override {}
+  void report_wait(const std::string& waits_for, bool) override {
+    waited_for = waits_for;
+    ++reports;
+  }
+  std::string waited_for;
+  std::atomic<int> reports = 0;
   std::vector<std::vector<float>> tables;
 };
 
@@ -126,8 +133,8 @@ constexpr std::uint64_t kSalts[] = {4, 8};
 constexpr int kWorkers = 4;
 
 struct Server {
-  explicit Server(ServerMode mode)
-      : clocks(std::make_shared<Clocks>(
+  explicit Server(ServerMode mode, double report_s = 5)
+      : gate(make_gate(report_s)), clocks(std::make_shared<Clocks>(
             ClockCounts{mode, 1, 0, std::vector<std::int64_t>(kWorkers), std::vector<bool>(kWorkers, true)}, 5.0)) {
     for (const std::uint64_t salt : kSalts) {
       tables.push_back(std::make_shared<EmbeddingTable>(spec_of(salt)));
@@ -138,8 +145,9 @@ struct Server {
   }
 
   std::atomic<int> failures = 0;
+  std::shared_ptr<Gate> gate;
   std::shared_ptr<Clocks> clocks;
-  ServerEngine engine{make_gate(), [this](const Refusal&) { ++failures; }};
+  ServerEngine engine{gate, [this](const Refusal&) { ++failures; }};
   std::vector<std::shared_ptr<EmbeddingTable>> tables;
 };
 
@@ -241,6 +249,34 @@ void train_together(ServerMode mode) {
   ::rmdir(directory);
 }
 
+// Who is kept back by a freeze is told so again and again; one who gives up leaves the gate as it was.
+void report_freeze() {
+  Server server(ServerMode::kAsync, 0.01);
+  server.gate->freeze("a", 60, {}, "the launcher");
+  TestCaller caller;
+  std::thread push([&] {
+    DataRequest request;
+    request.is_push = true;
+    request.seq = 1;
+    request.weight = 1;
+    CHECK(server.engine.answer(request, caller).status == DataStatus::kDone);
+  });
+  while (caller.reports < 3) std::this_thread::yield();
+  CHECK(server.gate->holds_back(0, 0) && server.clocks->next_step(0) == 0);
+  try {
+    server.gate->enter_alone(-1, 0, [](const std::string&, bool) { throw Refusal("ClosedError", "gone"); });
+    CHECK(false);
+  } catch (const Refusal& refusal) {
+    CHECK(refusal.error == "ClosedError");
+  }
+  server.gate->resume("a");
+  push.join();
+  CHECK(caller.waited_for == "the launcher");
+  CHECK(!server.gate->holds_back(0, 0) && server.clocks->next_step(0) == 1);
+  server.gate->enter_alone(-1, 0);
+  server.gate->leave_alone();
+}
+
 // A wait is over when a worker is lost, and says so.
 void lose_worker() {
   Server server(ServerMode::kSync);
@@ -290,6 +326,7 @@ void test_server() {
   pass_gate();
   pass_gate_while_one_waits();
   for (const ServerMode mode : {ServerMode::kAsync, ServerMode::kSync, ServerMode::kBounded}) train_together(mode);
+  report_freeze();
   lose_worker();
   sleep_through_pushes();
 }

@@ -245,6 +245,22 @@ def test_a_freeze_holds_changes_until_it_is_let_go() -> None:
     waiter.end()
 
 
+def test_a_change_that_a_freeze_holds_back_is_told_for_whom_it_waits() -> None:
+    gate, told, is_told = WriteFreeze(report_s=0.01), list[tuple[str, bool]](), threading.Event()
+    gate.freeze("a", 60, holder="worker 1, which begins a snapshot")
+
+    def report(waits_for: str, is_connected: bool) -> None:
+        told.append((waits_for, is_connected))
+        if len(told) == 2:
+            is_told.set()
+
+    waiter = Waiter(lambda: gate.change(0, 3, report).__enter__())
+    assert is_told.wait(10)
+    gate.resume("a")
+    waiter.end()
+    assert set(told) == {("worker 1, which begins a snapshot", True)}
+
+
 def test_a_freeze_lets_through_what_other_servers_have_already() -> None:
     gate = WriteFreeze()
     gate.freeze("a", 60, steps=[3, LEFT])

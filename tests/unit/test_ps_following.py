@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launching import wait_until
 from phalanx.errors import ConfigError, DataError
 from phalanx.ps.server.presence import ServerPresence, is_running
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
+from phalanx.ps.serving import servers_replica
 from phalanx.ps.serving.server_replica import ServerReplica
 from phalanx.ps.serving.servers_replica import ServersReplica, find_servers
 from phalanx.ps.snapshot.participant import SnapshotParticipant
@@ -22,6 +24,7 @@ from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.rules import CountFilter, Normal, TableSpec
 from phalanx.ps.table.table import make_table, read_rows
 from phalanx.ps.table.update_rules import Adagrad
+from phalanx.ps.wire.client.server_layout import ServerLayout
 from ps_requests import SPEC, FakeWorker, gradient, keys
 
 RULED = TableSpec(name="ruled", dim=2, rule=Adagrad(lr=0.1), init=Normal(std=1.0), entry=CountFilter(2), seed=1)
@@ -236,6 +239,29 @@ def test_rows_are_current_while_the_server_runs_and_grow_old_after_it(tmp_path: 
     replica = ServersReplica(tmp_path, poll_s=3600)
     assert replica.view().as_of == 1000
     replica.close()
+
+
+def test_the_old_servers_are_followed_no_more_when_the_new_ones_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = Running(tmp_path / "0"), Running(tmp_path / "layout-1" / "0")
+    for server in (old, new):
+        server.declare()
+    new.push(1)
+    replica = ServersReplica(tmp_path)
+    followers, alive = replica._followed._threads, list[bool]()
+
+    def find_then(directory: Path) -> list[Path]:
+        alive.extend(thread.is_alive() for thread in followers)
+        return find_servers(directory)
+
+    monkeypatch.setattr(servers_replica, "find_servers", find_then)
+    ServerLayout(1, ("a:1",), "layout-1").write(tmp_path / "layout.json")
+    wait_until(lambda: replica.view().steps == [1])
+    assert alive == [False]
+    replica.close()
+    for server in (old, new):
+        server.stop()
 
 
 def test_a_log_that_is_damaged_is_an_error_and_rows_stay(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError, PeerLostError
+from phalanx.ps.server.moved_state import difference
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.snapshot.save import FREEZE_S, LocalAnswer, save
@@ -45,6 +46,23 @@ def test_the_steps_of_a_snapshot_are_those_in_its_tables() -> None:
         clocks.apply(1)
     freeze.join(10)
     assert [answer["pushed"] for answer in answers] == [[1, 1]]
+
+
+def test_the_state_for_other_servers_says_that_a_change_is_not_answered() -> None:
+    """Its worker would ask those for it again: they know of no earlier request."""
+    service, (worker, _) = served("async")
+    asking, states = FakeWorker(service, 9), list[dict[str, Any]]()
+
+    def ask_state() -> None:
+        asking.call("freeze", {"token": "a", "seconds": 60, "hold": True})
+        states.append(asking.call("state", {"token": "a"}).meta["state"])
+        asking.call("resume", {"token": "a"})
+
+    service.write_base = ask_state
+    service.state.unlogged = True
+    worker.call("shrink", {"table": "items"})
+    ask_state()
+    assert [difference([state]) for state in states] == ["a change that is done and not answered yet", ""]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -172,6 +172,15 @@ def test_what_an_earlier_job_left_is_kept_and_its_layout_is_not_read(job: Job) -
     assert (job.folder / "servers" / "layout-1.previous" / "theirs").exists()
 
 
+def test_a_job_whose_servers_stay_as_many_deletes_the_layout_of_an_earlier_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, server_layout_file="")
+    layout = tmp_path / "servers" / "layout.json"
+    layout.write_text("{}")
+    publish_servers(job.starter.layout, job.starter.facts)
+    assert not layout.exists()
+    job.close()
+
+
 # --- the states of servers ------------------------------------------------------------------------------------------
 
 
@@ -187,6 +196,7 @@ def state(server: int, **about: Any) -> dict[str, Any]:
         "days": 1,
         "first_pushes": {"0": 2 + server},
         "withheld": [],
+        "unanswered": 0,
         "saving": {"fulls": {"5f3a9c1e": {}}, "sources": [["/saved", ["ids"]]]},
     } | about
 
@@ -214,6 +224,7 @@ def test_the_first_new_server_has_the_leases_and_the_sums_of_counts() -> None:
         ({"days": 2}, "the days of tables that have ended"),
         ({"saving": {"fulls": {}, "sources": []}}, "the snapshots that fill tables"),
         ({"withheld": [0]}, "a lost worker, of whom they are being told"),
+        ({"unanswered": 1}, "a change that is done and not answered yet"),
     ],
 )
 def test_servers_that_were_asked_something_only_some_have_done_are_at_no_common_moment(

@@ -11,7 +11,7 @@ import pytest
 from phalanx.launch.reports.server_status import JobStatuses, prometheus_lines, read_statuses, server_lines
 from phalanx.ps.server import status as status_module
 from phalanx.ps.server.service import Service
-from phalanx.ps.server.status import StatusFile, rates
+from phalanx.ps.server.status import StatusFile, rates, server_status
 from ps_requests import FakeWorker, gradient
 
 SAMPLE = re.compile(r'[a-z_]+\{job="[^\n]*",server="\d+"(,table="[^\n]*")?\} \d+(\.\d+)?(e[+-]\d+)?')
@@ -45,6 +45,23 @@ def test_a_server_reports_what_it_holds_and_answers(path: Path) -> None:
     assert (status.requests["push_requests"], status.requests["push_keys"]) == (1, 2)
     assert (status.requests["active"], status.requests["waiting"]) == (0, 0)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_worker_whose_pushes_are_held_back_is_not_awaited() -> None:
+    service = Service()
+    slow, fast = FakeWorker(service, 0), FakeWorker(service, 1)
+    for worker in (slow, fast):
+        worker.declare(mode="bounded", bound=2, workers=2)
+    for step in range(2):
+        fast.push(gradient((1,), 1.0), step=step)
+    waiting = service.engine.counts() | {"waiting": 1}
+    assert server_status(service, waiting)["awaited"] == [(0, 0)]
+    service.write_freeze.freeze("a", 60, steps=[1, 2])
+    assert server_status(service, waiting)["awaited"] == [(0, 0)]
+    service.write_freeze.freeze("a", 60)
+    assert server_status(service, waiting)["awaited"] == []
+    service.write_freeze.resume("a")
+    assert server_status(service, waiting)["awaited"] == [(0, 0)]
 
 
 def test_rates_are_those_between_two_reports() -> None:

@@ -8,7 +8,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -269,21 +269,28 @@ class LocalAttempt:
                 "the job makes progress again, after %.0f s. Waits as long as that are not reported again", seconds
             )
         elif self._failed_at is None and not self._stopping:
-            culprits = [process for process in self.layout.local if process.title in verdict.culprits]
-            first = [*culprits, *self._alive.values(), *self.layout.local][0]
+            first = [*self._processes_of(verdict.culprits), *self._alive.values(), *self.layout.local][0]
             self._exits.append(self._exit_records.of_hang(first, verdict))
             self._failed_at = time.monotonic()
 
     def _report_losses(self, losses: Losses, *, is_shown: bool) -> None:
         """Say whom the ranks waited for, and what was left of the time."""
-        start_s = self.slow.start_s
-        goodput = Goodput(total_s=losses.total_s + start_s, start_s=start_s, losses=losses).describe()
+        goodput = self._goodput(losses)
         self.on_slow(losses, goodput)
         lines = [*lines_of(losses)] if is_shown else []
         if lines or self.has_goodput_always:
             lines.append(goodput)
         if any(lines):
             self.console.write(fit_terminal("\n".join(lines) + "\n"))
+
+    def _goodput(self, losses: Losses) -> str:
+        """Return in one line what was made of the time; "" where no step was made."""
+        start_s = self.slow.start_s
+        return Goodput(total_s=losses.total_s + start_s, start_s=start_s, losses=losses).describe()
+
+    def _processes_of(self, titles: Collection[str]) -> list[Process]:
+        """Return the processes of this host that a hang report names."""
+        return [process for process in self.layout.local if process.title in titles]
 
     def _server_event(self) -> None:
         event = self.server.receive()

@@ -23,7 +23,7 @@ WAIT_REPORT_S = 5.0
 MOST_WORKERS = 1 << 20
 
 
-def _ignore(waits_for: str, is_connected: bool) -> None:
+def ignore_wait(waits_for: str, is_connected: bool) -> None:
     """Tell nobody."""
 
 
@@ -105,7 +105,7 @@ class Clocks(ServerClocks):
 
     # --- waits -------------------------------------------------------------------------------------------------------
 
-    def wait(self, step: int, report_wait: WaitReport = _ignore) -> None:
+    def wait(self, step: int, report_wait: WaitReport = ignore_wait) -> None:
         """Wait until the mode lets a worker read the rows that its step `step` computes with. Raises as `check`.
 
         Args:

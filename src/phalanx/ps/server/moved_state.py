@@ -1,6 +1,6 @@
 """`state_of`: what the servers of a job had beside their tables, for another number of servers (pure).
 
-A state is what `ServerState.to_json` returns, with `saving` of the `SnapshotService`.
+A state is what `ServerState.to_json` returns, with `saving` of the `SnapshotService` and `unanswered` of the `Service`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def difference(states: Sequence[_State]) -> str:
             return part
     if any(state["withheld"] for state in states):
         return "a lost worker, of whom they are being told"
+    if any(state["unanswered"] for state in states):
+        return "a change that is done and not answered yet"  # the worker would ask the new servers for it again
     return ""
 
 

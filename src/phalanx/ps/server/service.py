@@ -68,6 +68,8 @@ class Service:
         self._served: Counter[int] = Counter()
         """Requests in answer, by client: pulls and pushes do not come here."""
 
+        self._unanswered = 0
+
         self._connections_lock = threading.Lock()
         self._answers: dict[str, Callable[[RpcRequest], RpcReply]] = {
             **dict.fromkeys(OPS, self._change),
@@ -105,6 +107,12 @@ class Service:
         with self._connections_lock:
             clients = list(self._served)
         return {worker for client in clients if (worker := self.engine.worker_of(client)) is not None}
+
+    @property
+    def unanswered(self) -> int:
+        """Changes that are done and not answered yet; pulls and pushes do not count."""
+        with self._connections_lock:
+            return self._unanswered
 
     @property
     def failure(self) -> PhalanxError | None:
@@ -194,20 +202,26 @@ class Service:
         worker = self._find_worker(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
         token = request.meta.get("token") if request.op == "fence" else None
-        gate = self.write_freeze
-        with gate.while_frozen(token) if token else gate.change(-1 if worker is None else worker, leaving):
+        gate, place = self.write_freeze, -1 if worker is None else worker
+        with gate.while_frozen(token) if token else gate.change(place, leaving, request.report_wait):
             earlier = None
             if self._find_worker(request) is not None:
                 earlier = self.engine.earlier_reply(request.client, request.seq)
             reply = self._accept(_entry_of(request)) if earlier is None else json.loads(earlier)
             position = self.log.position if self.log else 0
-        if request.op == "declare":
             with self._connections_lock:
-                # Its connection may have been there before it was known.
-                if request.client in self._connections:
-                    self._mark_connected(request.client)
-        self.write_unlogged(request)
-        return self._durable(reply, position)
+                self._unanswered += 1
+        try:
+            if request.op == "declare":
+                with self._connections_lock:
+                    # Its connection may have been there before it was known.
+                    if request.client in self._connections:
+                        self._mark_connected(request.client)
+            self.write_unlogged(request)
+            return self._durable(reply, position)
+        finally:
+            with self._connections_lock:
+                self._unanswered -= 1
 
     def mark_unlogged(self) -> None:
         """Say in the log that tables hold what it does not, within the change that fills them.

@@ -55,7 +55,7 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "mode": clocks.mode if clocks else None,
         "steps": steps,
         "lag": max(live) - min(live) if live else 0,
-        "awaited": awaited_workers(clocks, service.served_workers) if clocks and counts["waiting"] else [],
+        "awaited": _awaited_now(service, clocks) if clocks and counts["waiting"] else [],
         "tables": {
             name: counts | _file_counts(service, name) for name, counts in service.state.tables.report().items()
         },
@@ -64,6 +64,12 @@ def server_status(service: Service, counts: Mapping[str, float]) -> dict[str, An
         "log_bytes": service.log.bytes if service.log else 0,
         "requests": dict(counts),
     }
+
+
+def _awaited_now(service: Service, clocks: Clocks) -> list[tuple[int, int]]:
+    holds_back = service.write_freeze.holds_back
+    awaited = awaited_workers(clocks, service.served_workers)
+    return [(worker, pushes) for worker, pushes in awaited if not holds_back(worker, pushes)]
 
 
 def awaited_workers(clocks: Clocks, served: Collection[int]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from phalanx._core import WriteGate
+from phalanx.ps.server.clocks import WAIT_REPORT_S, WaitReport, ignore_wait
 
 _log = logging.getLogger("phalanx.ps")
 
@@ -21,10 +22,11 @@ class WriteFreeze(WriteGate):
 
     Args:
         clock: Seconds of a clock that never goes back.
+        report_s: Seconds between two reports to a change that a freeze holds back of whom it waits for.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock, _warn_expired)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, report_s: float = WAIT_REPORT_S) -> None:
+        super().__init__(clock, _warn_expired, report_s)
 
     @contextmanager
     def push(self, worker: int, step: int) -> Iterator[None]:
@@ -36,9 +38,9 @@ class WriteFreeze(WriteGate):
             self.leave()
 
     @contextmanager
-    def change(self, worker: int = -1, step: int = 0) -> Iterator[None]:
+    def change(self, worker: int = -1, step: int = 0, report_wait: WaitReport = ignore_wait) -> Iterator[None]:
         """Be the only change meanwhile; waits while a freeze holds this worker's step back."""
-        self.enter_alone(worker, step)
+        self.enter_alone(worker, step, report_wait)
         try:
             yield
         finally:

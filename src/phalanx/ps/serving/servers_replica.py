@@ -63,9 +63,9 @@ class ServersReplica:
             pause = LAYOUT_POLL_S
             try:
                 if (layout := _layout_of(self._directory)) != self._layout:
+                    self._followed.close()  # the folders of those servers are deleted
                     newer = _FollowedServers(find_servers(self._directory), self._poll_s)
-                    self._layout, self._followed, older = layout, newer, self._followed
-                    older.close()
+                    self._layout, self._followed = layout, newer
                     _log.info("follows %d servers now", len(newer.view().parts))
             except (PhalanxError, OSError) as error:
                 pause = RETRY_S

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.cluster.role.role import LAYOUT_FILE
 from phalanx.errors import LaunchError
 from phalanx.i18n import Labels, tr
 from phalanx.launch.job.start import Starter
@@ -312,17 +313,19 @@ class ServerScaling:
 
 
 def publish_servers(layout: Topology, facts: JobFacts) -> None:
-    """Write which servers the job has to where workers look, if their number has ever changed.
+    """Write which servers the job has to where workers and followers of their logs look.
+
+    While their number has never changed, nothing says so there: what an earlier job wrote is deleted.
 
     Raises:
         LaunchError: If the disk does not take it.
     """
-    if not facts.server_layout_file:
+    if not facts.server_dir:
         return
-    path = Path(facts.server_layout_file)
+    path = Path(facts.server_layout_file or f"{facts.server_dir}/{LAYOUT_FILE}")
     try:
         if not facts.server_layout:
-            path.unlink(missing_ok=True)  # of an earlier job
+            path.unlink(missing_ok=True)
             return
         from phalanx.ps.wire.client.server_layout import ServerLayout
 

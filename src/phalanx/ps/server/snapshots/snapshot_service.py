@@ -18,6 +18,8 @@ from phalanx.ps.wire.message import RpcReply, RpcRequest
 
 _REMEMBERED = 4
 
+_LAUNCHER = "the launcher, which has other servers take the tables"
+
 
 class SnapshotService:
     """Answers the operations of snapshots for a service.
@@ -84,13 +86,14 @@ class SnapshotService:
         return RpcReply()
 
     def _freeze(self, request: RpcRequest, steps: Sequence[int]) -> None:
-        token = request.meta["token"]
+        token, is_hand_over = request.meta["token"], bool(request.meta.get("hold"))
+        holder = _LAUNCHER if is_hand_over else f"{request.peer}, which begins a snapshot"
         with self._released:
             while self._holder not in ("", token) and not self._service.stopped.is_set():
-                request.report_wait("the launcher, which has other servers take the tables", True)
+                request.report_wait(_LAUNCHER, True)
                 self._released.wait(WAIT_REPORT_S)
-            self._service.write_freeze.freeze(token, request.meta["seconds"], steps)
-            if request.meta.get("hold"):
+            self._service.write_freeze.freeze(token, request.meta["seconds"], steps, holder)
+            if is_hand_over:
                 self._holder = token
 
     def saved(self, request: RpcRequest) -> RpcReply:
@@ -106,7 +109,8 @@ class SnapshotService:
     def state(self, request: RpcRequest) -> RpcReply:
         """Return what is not in the tables, inside a freeze."""
         with self._service.write_freeze.while_frozen(request.meta["token"]):
-            return RpcReply({"state": {**self._service.state.to_json(), "saving": self.to_json()}})
+            state, unanswered = self._service.state.to_json(), self._service.unanswered
+            return RpcReply({"state": {**state, "saving": self.to_json(), "unanswered": unanswered}})
 
     def load(self, request: RpcRequest) -> RpcReply:
         """Replace rows by those of a snapshot, now and in tables declared later."""
@@ -115,7 +119,7 @@ class SnapshotService:
         with service.load_turn.take(request):
             specs = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
             tables = service.state.read_tables(source, specs)
-            with service.write_freeze.change():
+            with service.write_freeze.change(report_wait=request.report_wait):
                 for table in tables:
                     service.state.put_table(table)
                 self.participant.remember_load(source, [spec.name for spec in specs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Protocol, overload
 
@@ -41,7 +42,8 @@ class ServerConnections(Sequence[Connection]):
     def follow(self) -> bool:
         """Connect to the servers that the job has now; returns whether they are others than before.
 
-        Requests without an answer raise `ServersMovedError`.
+        Requests without an answer raise `ServersMovedError`. After an error they are those there were, and the next
+        call tries again.
         """
         before = self._number
         while True:
@@ -50,20 +52,20 @@ class ServerConnections(Sequence[Connection]):
                 return number != before
             if before >= 0:
                 _log.info("%d servers instead of %d", len(endpoints), len(self._connections))
-            self.close()
-            self._number = number
-            try:
-                self._open(endpoints)
-            except ServersMovedError:
-                continue
-            except BaseException:
-                self.close()
-                raise
+            with suppress(ServersMovedError):
+                newer = self._open(endpoints, partial(self._layout.is_newer, number))
+                older, self._number, self._connections = self._connections, number, newer
+                for connection in older:
+                    connection.close()
 
-    def _open(self, endpoints: Sequence[str]) -> None:
-        has_moved = partial(self._layout.is_newer, self._number)
-        for rank, endpoint in enumerate(endpoints):
-            self._connections.append(self._connect(endpoint, rank, has_moved))
+    def _open(self, endpoints: Sequence[str], has_moved: Callable[[], bool]) -> list[Connection]:
+        with ExitStack() as opened:
+            connections = [
+                opened.enter_context(closing(self._connect(endpoint, rank, has_moved)))
+                for rank, endpoint in enumerate(endpoints)
+            ]
+            opened.pop_all()
+        return connections
 
     def close(self) -> None:
         """Close them all."""

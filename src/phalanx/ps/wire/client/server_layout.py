@@ -23,7 +23,7 @@ class ServerLayout:
     endpoints: tuple[str, ...]
     """`host:port` of each, by rank."""
 
-    folder: str
+    folder: Annotated[str, Field(pattern="^layout-[0-9]+$")]
     """Name of the folder beside the file that holds their state, a folder for each by rank."""
 
     def write(self, path: Path) -> None:
