@@ -24,6 +24,7 @@ STATE: dict[str, Any] = {
     "days": 0,
     "first_pushes": {},
     "withheld": [],
+    "unanswered": 0,
     "saving": {"fulls": {}, "sources": []},
 }
 REPLIES: dict[str, dict[str, Any]] = {

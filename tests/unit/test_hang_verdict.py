@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -52,13 +50,6 @@ def rank(number: int, location: Location, made: int, calls: tuple[Call, ...] = (
 
 def waiting(number: int, made: int = 7, **more: Any) -> Observation:
     return rank(number, ALL_REDUCE, made, (call(made),), **more)
-
-
-@pytest.mark.parametrize("file", ["channel", "message", "client/connection", "client/link", "client/dial"])
-def test_who_waits_for_a_parameter_server_is_known_by_the_modules_that_do(file: str) -> None:
-    path = Path(str(files("phalanx"))) / "ps" / "wire" / f"{file}.py"
-    assert path.is_file()
-    assert location_of_frames([frame(str(path), 1, "f"), frame("train.py", 92, "<module>")]).kind == "server"
 
 
 def test_the_rank_that_made_fewer_calls_is_named_with_its_line_and_what_the_others_wait_in() -> None:

@@ -367,7 +367,7 @@ class LocalAttempt:
         return self._server_commands.answer(command)
 
     def _adopt_servers(self, starter: Starter) -> None:
-        """Go on with other servers; the caller ends those there were."""
+        """Continue with other servers; the caller ends those there were."""
         logs = {process.log_file for process in self.layout.local}
         for process in starter.layout.local:
             if process.log_file not in logs:
