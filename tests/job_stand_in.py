@@ -22,7 +22,7 @@ fail() { end failed '"user_code"' "rank 0 ended with exit code $1" "$1"; }
 nap() { sleep "$1" & wait $!; kill $! 2> /dev/null; }
 # Waits in the shell itself: a program that waits would keep the lock of a node that was killed.
 hold() { mkfifo "$folder/hold-$node"; read -r _ < "$folder/hold-$node"; }
-sulk() { trap true TERM; while true; do nap 1; done; }
+sulk() { trap true TERM; touch "$folder/sulks-$node"; while true; do nap 1; done; }
 cards() { echo "cards $CUDA_VISIBLE_DEVICES"; nap 60; }
 trap 'kill $! 2> /dev/null; end stopped null "asked to end by SIGTERM" null' TERM
 echo "text of node $node"

@@ -111,7 +111,7 @@ def test_a_node_that_does_not_end_is_killed_after_its_grace(
     backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = submit("sulk")
-    wait_until(lambda: ran(runs) == 1 and len(local._marked_pids(runs.folder)) > 1)
+    wait_until((runs.folder / "sulks-0").exists)
     backend.stop(runs, "", 0.05)
     assert backend.status(runs, "").phase is Phase.RUNNING
     monkeypatch.setattr(local, "_LATE_S", 0.0)
