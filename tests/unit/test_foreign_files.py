@@ -95,6 +95,16 @@ def test_a_checkpoint_with_a_broken_manifest(checkpoint: Any, data: st.DataObjec
         read_checkpoint(path)
 
 
+def test_a_checkpoint_that_names_a_file_longer_than_the_file_system_takes(checkpoint: Any) -> None:
+    path, valid, marker = checkpoint
+    (file,) = valid["files"]
+    text = json_bytes({**valid, "files": [{**file, "name": "x" * 300}]})
+    (path / marker["manifest"]).write_bytes(text)
+    (path / "complete.json").write_bytes(json_bytes({**marker, "sha256": hashlib.sha256(text).hexdigest()}))
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        read_manifest(path)
+
+
 @broken
 @given(data=st.data())
 def test_a_checkpoint_with_broken_tensors_or_values(checkpoint: Any, data: st.DataObject) -> None:

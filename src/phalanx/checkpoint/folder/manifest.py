@@ -168,6 +168,8 @@ def _require_length(path: Path, length: int) -> None:
         size = path.stat().st_size
     except FileNotFoundError:
         raise DataError(f"{path} is missing, which the manifest names. Copy the whole folder.") from None
+    except OSError as error:  # as of a name that is too long for the file system
+        raise DataError(f"{path!s:.300} cannot be read: {error.strerror}. Take another copy.") from None
     if size != length:
         raise DataError(f"{path} ends at byte {size}, it was written with {length}. Take another copy.")
 

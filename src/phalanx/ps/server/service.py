@@ -202,8 +202,8 @@ class Service:
         worker = self._find_worker(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
         token = request.meta.get("token") if request.op == "fence" else None
-        gate, place = self.write_freeze, -1 if worker is None else worker
-        with gate.while_frozen(token) if token else gate.change(place, leaving, request.report_wait):
+        gate, number = self.write_freeze, -1 if worker is None else worker
+        with gate.while_frozen(token) if token else gate.change(number, leaving, request.report_wait):
             earlier = None
             if self._find_worker(request) is not None:
                 earlier = self.engine.earlier_reply(request.client, request.seq)
