@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_be_written_gives_the_change_up(job: Job, monkeypat
     job.commands.poll()
     assert not FakeHandOver.last.is_committed
     assert job.commands.is_spare(job.started[0], "was killed by SIGKILL", failed=True)
-    assert "layout.json cannot be written (Is a directory). Make room there." in job.outcome()["error"]
+    assert "layout.json cannot be written (Is a directory). Check the space and" in job.outcome()["error"]
 
 
 def test_a_job_that_ends_in_the_middle_ends_new_servers_at_once_and_keeps_none_of_their_files(job: Job) -> None:

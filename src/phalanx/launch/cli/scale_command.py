@@ -17,7 +17,7 @@ from phalanx.launch.elastic.control import ask
 @click.argument("ranks", metavar="N", type=click.IntRange(min=1))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(job: str, ranks: int, as_json: bool) -> None:
-    """Have the elastic job JOB, as `phalanx ps` lists it, go on with N ranks.
+    """Change the elastic job JOB, as `phalanx ps` lists it, to N ranks.
 
     JOB is the beginning of its name or the pid of its launcher. Ranks that are added take the state from others; ranks
     that are taken away end after the step they compute. N lies in the range that the job was started with. With

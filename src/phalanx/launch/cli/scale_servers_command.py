@@ -19,10 +19,10 @@ _ASK_S = 0.5
 
 @click.command(name="scale-servers", epilog="\b\nExample:\n  phalanx scale-servers 4f2a 3")
 @click.argument("job", metavar="JOB")
-@click.argument("count", metavar="N", type=click.IntRange(min=1, max=1024))
+@click.argument("count", metavar="N", type=click.IntRange(min=1))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(job: str, count: int, as_json: bool) -> None:
-    """Have JOB go on with N parameter servers, while it trains.
+    """Change JOB to N parameter servers while it trains.
 
     JOB is the beginning of the name that `phalanx ps` lists, or the pid of its launcher. All of its processes must run
     on this host, and it must have been started with --max-restarts. The servers stop at one moment and write their
@@ -56,11 +56,11 @@ def command(job: str, count: int, as_json: bool) -> None:
         raise LaunchError(
             tr("The job keeps its {count} servers: {why}", count=outcome["servers"], why=outcome["error"])
         )
-    report = outcome | {"seconds": round(time.monotonic() - started, 1)}
+    outcome["seconds"] = round(time.monotonic() - started, 1)
     text = tr(
         "{before} servers -> {servers} servers in {seconds:.1f} s",
         before=outcome["before"],
         servers=outcome["servers"],
-        seconds=report["seconds"],
+        seconds=outcome["seconds"],
     )
-    sys.stdout.write((json.dumps(report) if as_json else text) + "\n")
+    sys.stdout.write((json.dumps(outcome) if as_json else text) + "\n")

@@ -63,9 +63,6 @@ class _Change:
     running: set[str] = field(default_factory=set)
     """Ids of servers that are none of the job's: the new ones before the commit, the old ones after it."""
 
-    seconds: float = 0.0
-    """From the command to the commit."""
-
     deletion: threading.Thread | None = None
 
     @property
@@ -269,7 +266,7 @@ class ServerScaling:
             return
         change.is_committed = True
         change.hand_over.commit()
-        change.seconds = time.monotonic() - change.since
+        seconds = time.monotonic() - change.since
         self._sockets = change.sockets
         self.starter = change.after
         old = [process.id for process in _servers(change.before.layout)]
@@ -280,9 +277,9 @@ class ServerScaling:
             # A worker that asks there again is refused at once.
             change.before.endpoints[name].close()
         before, after = change.counts
-        line = f"{after} servers instead of {before}, {change.seconds:.1f} s after the command"
+        line = f"{after} servers instead of {before}, {seconds:.1f} s after the command"
         logger.info("the job has %s", line)
-        facts_of = {"before": before, "servers": after, "seconds": round(change.seconds, 3)}
+        facts_of = {"before": before, "servers": after, "seconds": round(seconds, 3)}
         self.record({"time": round(time.time(), 3), "kind": "servers", **facts_of, "reason": line})
 
     def _end(self, change: _Change) -> None:
@@ -297,11 +294,11 @@ class ServerScaling:
         if change.deletion.is_alive():
             return
         before, after = change.counts
-        self._outcome = {"before": before, "servers": after, "seconds": round(change.seconds, 1)}
+        self._outcome = {"before": before, "servers": after}
         if change.failure:
             self._outcome = {"before": before, "servers": before, "error": change.failure}
             change.sockets.close()
-            logger.warning("phalanx scale-servers: the job goes on with %d servers: %s", before, change.failure)
+            logger.warning("phalanx scale-servers: the job keeps its %d servers: %s", before, change.failure)
         self._change = None
 
     def _report(self) -> None:
@@ -333,7 +330,11 @@ def publish_servers(layout: Topology, facts: JobFacts) -> None:
         ServerLayout(facts.server_layout, endpoints, Path(facts.server_dir).name).write(path)
     except OSError as error:
         raise LaunchError(
-            tr("{path} cannot be written ({why}). Make room there.", path=path, why=error.strerror)
+            tr(
+                "{path} cannot be written ({why}). Check the space and the permissions there.",
+                path=path,
+                why=error.strerror,
+            )
         ) from None
 
 
