@@ -254,7 +254,7 @@ class HandOver:
             moments = ask_all(servers, "freeze", {**freeze, "steps": steps})
         states = [reply["state"] for reply in ask_all(servers, "state", {"token": self._token})]
         if part := difference(states):
-            raise _NoMomentError(tr("they differ in {part}", part=part))
+            raise _NoMomentError(tr("they have not settled {part}", part=part))
         return states
 
     def _write(self, servers: Sequence[Connection], states: Sequence[Mapping[str, Any]]) -> None:
