@@ -230,6 +230,12 @@ def test_servers_whose_workers_have_left_stay_as_many(tmp_path: Path) -> None:
             store.close()
 
 
+def _is_stopped(pid: int) -> bool:
+    """Return whether no thread of a process runs any more: a signal stops one after the other."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_a_server_that_was_frozen_when_a_change_was_given_up_goes_on_when_it_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +246,7 @@ def test_a_server_that_was_frozen_when_a_change_was_given_up_goes_on_when_it_is_
         with changing(tmp_path, made, 3) as change:
             change.wait(HandOverPhase.LOAD)
             os.kill(made[1].pid, signal.SIGSTOP)
+            wait_until(lambda: _is_stopped(made[1].pid))
             change.hand_over.give_up("no more")
             time.sleep(2.0)  # its connection is given up
             assert not change.hand_over.is_over
