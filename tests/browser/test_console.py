@@ -126,7 +126,13 @@ def test_several_jobs_are_sorted_compared_and_stopped(browser, server):
     smoothing.send_keys(Keys.RIGHT * 20)
     browser.find_element(By.NAME, "log").click()
     browser.find_element(By.NAME, "time").click()
-    assert len(browser.find_elements(By.CSS_SELECTOR, "[data-compare] canvas")) == 2
+    shown = lambda: [c.text for c in browser.find_elements(By.CSS_SELECTOR, "figcaption") if c.is_displayed()]  # noqa: E731
+    both = shown()
+    assert len(both) == 2
+    browser.find_element(By.NAME, "filter").send_keys("LOSS")
+    assert shown() == ["loss"]
+    browser.find_element(By.NAME, "filter").send_keys(Keys.BACKSPACE * 4)
+    assert shown() == both
     browser.get(f"{server.url}/ui/w/many/")
     browser.find_elements(By.NAME, "job")[0].click()
     browser.find_element(By.CSS_SELECTOR, "button[value=stop]").click()

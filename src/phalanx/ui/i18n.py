@@ -51,6 +51,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "cpu": ("CPU cores", "CPU 核"),
     "gpu": ("GPUs", "GPU"),
     "given to jobs": ("Given to jobs", "已分配"),
+    "filter charts": ("Filter", "筛选"),
     "smoothing": ("Smoothing", "平滑"),
     "log scale": ("Log scale", "对数坐标"),
     "by time": ("By time", "按时间"),

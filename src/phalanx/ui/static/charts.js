@@ -10,11 +10,12 @@ const CLOCK = (time) => (time == null ? "" : new Date(time * 1000).toTimeString(
 const NUMBER = (value) => value.toLocaleString(undefined, Math.abs(value) < 1 ? { maximumSignificantDigits: 4 } : {});
 
 // How charts are drawn now, by the controls of the page; whoever draws is told of changes.
-const chartOptions = { smoothing: 0, log: false, time: false };
+const chartOptions = { smoothing: 0, log: false, time: false, filter: "" };
 const redraws = [];
 document.querySelector("[data-chart-controls]")?.addEventListener("input", (event) => {
   const control = event.target;
-  chartOptions[control.name] = control.type === "checkbox" ? control.checked : Number(control.value);
+  const values = { checkbox: control.checked, search: control.value.trim().toLowerCase() };
+  chartOptions[control.name] = values[control.type] ?? Number(control.value);
   for (const redraw of redraws) redraw();
 });
 
@@ -37,7 +38,7 @@ const legendValue = (format) => (plot, value, line, place) => {
   return shown == null ? "--" : format(shown);
 };
 
-// Charts in `box`: draw(key, title, lines, axis), lines a map of names to [[x, y], ...].
+// Charts in `box`: draw(key, title, lines, axis), lines a map of names to [[x, y], ...]; draw.showOnly(keys) hides the others.
 const plotter = (box, { isSmoothed = true, scales = {} } = {}) => {
   const drawn = {};
   const width = () => Math.max(280, parseFloat(getComputedStyle(box).gridTemplateColumns.split(" ")[0]) || 300);
@@ -55,7 +56,7 @@ const plotter = (box, { isSmoothed = true, scales = {} } = {}) => {
     });
     return [places, ...columns];
   };
-  return (key, title, lines, axis) => {
+  const draw = (key, title, lines, axis) => {
     const data = table(lines);
     if (!data.slice(1).some((values) => values.some((value) => value !== null))) {
       if (drawn[key]) { drawn[key].plot.destroy(); drawn[key].figure.remove(); delete drawn[key]; }
@@ -85,6 +86,8 @@ const plotter = (box, { isSmoothed = true, scales = {} } = {}) => {
     const plot = new uPlot({ width: width(), height: HEIGHT, cursor, scales: { x: { time: false }, y }, series, axes }, data, figure);
     drawn[key] = { plot, figure, shape };
   };
+  draw.showOnly = (keys) => { for (const [key, { figure }] of Object.entries(drawn)) figure.hidden = !keys.has(key); };
+  return draw;
 };
 
 // Ask `address` for what lies behind `offsets()`, until nothing more comes; `take` gets every answer.
@@ -124,14 +127,22 @@ const reportCharts = (box, lines, all) => {
       : { label: box.dataset.step };
     const place = (line, event) => (chartOptions.time ? event.time - line.points[0].time : event.step);
     const of = (value) => new Map([...lines].map(([, line]) => [line.label, line.points.map((event) => [place(line, event), value(event)])]));
-    draw("loss", box.dataset.loss, of((event) => event.loss), axis);
+    const shown = new Set();
+    const isAskedFor = (title) => title.toLowerCase().includes(chartOptions.filter);
+    const show = (key, title, value) => {
+      if (!isAskedFor(title)) return;
+      shown.add(key);
+      draw(key, title, of(value), axis);
+    };
+    show("loss", box.dataset.loss, (event) => event.loss);
     const events = [...lines.values()].flatMap((line) => line.points);
-    if (events.some((event) => typeof event.samples_per_s === "number")) draw("speed", box.dataset.speed, of((event) => event.samples_per_s), axis);
-    else draw("pace", box.dataset.pace, of((event) => event.pace), axis);
+    if (events.some((event) => typeof event.samples_per_s === "number")) show("speed", box.dataset.speed, (event) => event.samples_per_s);
+    else show("pace", box.dataset.pace, (event) => event.pace);
     if (!all) return;
     // What else the script reports; a value that is no number is in the table of last reports.
     const names = new Set(events.flatMap((event) => Object.keys(event).filter((name) => typeof event[name] === "number" && !COUNTS.has(name))));
-    for (const name of [...names].slice(0, MOST_CHARTS)) draw(`reported ${name}`, name, of((event) => event[name]), axis);
+    for (const name of [...names].filter(isAskedFor).slice(0, MOST_CHARTS)) show(`reported ${name}`, name, (event) => event[name]);
+    draw.showOnly(shown);
   };
   redraws.push(redraw);
   return redraw;
