@@ -25,7 +25,7 @@ from phalanx.launch.elastic.workers.worker_pool import WorkerPool
 from phalanx.launch.reports.report import describe_exit
 from phalanx.launch.reports.root_cause import ProcessExit
 from phalanx.launch.request.elastic import WorkerRange
-from phalanx.ui.i18n import TABLE
+from phalanx.ui.i18n import WORDS
 from phalanx.ui.reasons import translate_reason
 
 
@@ -182,7 +182,7 @@ def test_every_word_of_the_console_is_shown_somewhere() -> None:
     source = "".join(texts)
     computed = ("cause ", "checkpoint ", "event ", "source ")  # and those named by states, roles, tabs and pages
     unused = [
-        key for key in TABLE if not key.startswith(computed) and not re.search(f"[\"']{re.escape(key)}[\"']", source)
+        key for key in WORDS if not key.startswith(computed) and not re.search(f"[\"']{re.escape(key)}[\"']", source)
     ]
     states = {"queued", "preparing", "running", "restarting", "stopping", "succeeded", "failed", "stopped"}
     assert set(unused) - states - {"viewer", "developer", "admin", "cpu", "gpu"} == set()

@@ -21,6 +21,7 @@ from phalanx.cli import output
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, PhalanxError, SpecError
+from phalanx.i18n import wording
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
@@ -29,7 +30,7 @@ from phalanx.jobs.models import Actor, Cause, Failure, JobState, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.store import JobDatabase
-from phalanx.ui.i18n import TABLE
+from phalanx.ui.i18n import WORDS
 
 Phalanx = Callable[..., Result]
 
@@ -502,7 +503,7 @@ def test_the_log_of_a_failed_job_is_that_of_the_rank_that_failed(command, store)
 
 def commands_of_the_console() -> list[str]:
     """Every command that a page of the console shows, with what stands for a value left as it is."""
-    said = " ".join(text for both in TABLE.values() for text in both)
+    said = " ".join([*WORDS.values(), *(wording(words, "zh") for words in WORDS.values())])
     source = "".join(path.read_text() for path in Path(ui.__file__).parent.rglob("*.py"))
     quoted = re.findall(r'f?"(phalanx [^"]*)"', source)
     return [*re.findall(r"`(phalanx [^`]+)`", said), *(re.sub(r"\{\w+\}", "default", one) for one in quoted)]

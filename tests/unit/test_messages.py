@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import string
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,18 @@ from phalanx.auto.search.request import read_limit
 from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError
+from phalanx.jobs.spec.training_job import TrainingJob
+from phalanx.ui import form
 
 CATALOGUE = Path(i18n.__file__).with_name("zh.json")
 CHINESE: dict[str, str] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
 
+SCHEMA = TrainingJob.model_json_schema()
+
 
 def sentences() -> dict[str, str]:
     """Return the sentences that the package translates, with a place where each stands."""
-    places = {}
+    places = {help_text: "a field of TrainingJob" for help_text in descriptions(form.fields(SCHEMA, {}, {}))}
     for path in sorted(Path(i18n.__file__).parents[1].rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for sentence in sentences_of(node):
@@ -31,8 +36,18 @@ def sentences() -> dict[str, str]:
     return places
 
 
+def descriptions(fields: Iterable[form.Field]) -> Iterator[str]:
+    """Return what fields of the job form mean."""
+    for field in fields:
+        yield field.help
+        yield from descriptions(field.fields)
+
+
 def sentences_of(node: ast.AST) -> list[ast.expr]:
-    """Return what a call of `tr`, or a dict of labels, translates; `tr(LABELS[key])` is left to the dict."""
+    """Return what a call of `tr`, a dict of labels or a tuple of sentences translates; `tr(LABELS[k])` is left out."""
+    if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Sentences":
+        assert isinstance(node.value, ast.Tuple)
+        return node.value.elts
     if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Labels":
         assert isinstance(node.value, ast.Dict)
         return node.value.values

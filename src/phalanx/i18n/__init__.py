@@ -1,14 +1,14 @@
 """Messages in the language of the user: the code has the English sentence, `zh.json` the Chinese one of each.
 
 In: an English sentence with named fields, and PHALANX_LANG or the locale. Out: it, or its Chinese translation. `tr`
-marks a sentence; `tests/unit/test_messages.py` asks for its translation.
+marks a sentence; `tests/unit/test_messages.py` asks for its translation. Messages that were stored in English are
+translated by `translation`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -31,9 +31,23 @@ def tr(sentence: str, /, **fields: object) -> str:
         sentence: In English, with fields as of `str.format`; as written if it has no translation.
         **fields: Values of the fields.
     """
-    if language() == "zh":
-        sentence = _chinese().get(sentence, sentence)
-    return sentence.format(**fields)
+    return translate(sentence, language(), **fields)
+
+
+def translate(sentence: str, target: str, /, **fields: object) -> str:
+    """Return a sentence in a language with its fields filled in.
+
+    Args:
+        sentence: As for `tr`.
+        target: One of LANGUAGES.
+        **fields: Values of the fields.
+    """
+    return wording(sentence, target).format(**fields)
+
+
+def wording(sentence: str, target: str) -> str:
+    """Return a sentence in a language, with its fields as they are."""
+    return _chinese().get(sentence, sentence) if target == "zh" else sentence
 
 
 def language(env: Mapping[str, str] | None = None) -> str:
@@ -53,25 +67,6 @@ def suggest(name: str, known_names: Iterable[str]) -> str:
     """Return a question for the known name nearest to `name`, in the user's language, or an empty string."""
     match = nearest(name, known_names)
     return "" if match is None else tr(" Did you mean '{flag}'?", flag=match)
-
-
-def to_chinese(message: str, sentences: Iterable[str]) -> str | None:
-    """Return the Chinese of a message that was written in English from one of `sentences`; None if from none of them.
-
-    Fields are filled in as they stand in the message, so they have to be without a format.
-    """
-    for sentence in sentences:
-        if match := _pattern(sentence).fullmatch(message):
-            return _chinese()[sentence].format(**match.groupdict())
-    return None
-
-
-@cache
-def _pattern(sentence: str) -> re.Pattern[str]:
-    """Return what matches a sentence with its fields filled in."""
-    parts = re.split(r"\{(\w+)\}", sentence)
-    names = [f"(?P<{part}>.+)" if index % 2 else re.escape(part) for index, part in enumerate(parts)]
-    return re.compile("".join(names), re.DOTALL)
 
 
 @cache

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import yaml
 
+from phalanx.i18n import wording
+
 Kind = Literal["text", "number", "choice", "yes", "lines", "pairs", "yaml", "group"]
 
 
@@ -58,9 +60,9 @@ def fields(
     filled: Mapping[str, str],
     errors: Mapping[str, str],
     hidden: frozenset[str] = frozenset(),
-    words: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
     options: Mapping[str, Sequence[str]] | None = None,
+    language: str = "en",
 ) -> list[Field]:
     """Return the fields of the job that `schema` describes.
 
@@ -69,27 +71,27 @@ def fields(
         filled: What is filled in, by path.
         errors: What is wrong, by path.
         hidden: Paths that are not asked for.
-        words: What fields mean, by path, in place of the schema's words.
         labels: What fields are called, by path; the schema's names where there is none.
         options: Values that the workspace offers, by path.
+        language: Of labels and of what fields mean: "en" or "zh".
     """
     all_fields = _fields(schema, schema, "", filled, errors, hidden)
-    return _describe(all_fields, words or {}, labels or {}, options or {})
+    return _describe(all_fields, labels or {}, options or {}, language)
 
 
 def _describe(
     form_fields: Sequence[Field],
-    words: Mapping[str, str],
     labels: Mapping[str, str],
     options: Mapping[str, Sequence[str]],
+    language: str,
 ) -> list[Field]:
     return [
         replace(
             child,
-            label=labels.get(child.path, child.label),
-            help=words.get(child.path, child.help),
+            label=wording(labels.get(child.path, child.label), language),
+            help=wording(child.help, language),
             options=tuple(options.get(child.path, ())),
-            fields=tuple(_describe(child.fields, words, labels, options)),
+            fields=tuple(_describe(child.fields, labels, options, language)),
         )
         for child in form_fields
     ]

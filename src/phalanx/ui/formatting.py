@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from phalanx.jobs.models import Event, Job, JobState
-from phalanx.ui.i18n import TABLE, Say
+from phalanx.ui.i18n import WORDS, Say
 from phalanx.ui.reasons import translate_reason
 from phalanx.units import format_gib, format_length
 
@@ -59,7 +59,7 @@ def badge(say: Say) -> Callable[[JobState], Markup]:
 
 def event_kind(say: Say) -> Callable[[str], str]:
     """Return the function that names the kind of an event in the language of `say`; others stay as they are."""
-    return lambda kind: say(f"event {kind}") if f"event {kind}" in TABLE else kind
+    return lambda kind: say(f"event {kind}") if f"event {kind}" in WORDS else kind
 
 
 def reason_text(language: str) -> Callable[[str], str]:

@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from phalanx.i18n import to_chinese
+from phalanx.i18n.translation import Placeholder, Sentences, Translator
 
-_FIXED = {
-    "the job starts": "作业启动",
-    "by its own wish": "自行要求",
-    "stopped by a signal": "被信号暂停",
-    "stopped by a debugger": "被调试器暂停",
-    "gone": "进程已不存在",
-    "ended": "进程已结束",
-}
-"""Sentences, and parts of them, in which nothing is filled in."""
-
-_ENDINGS = ("raised {error}", "ended with exit code {code}")
+_ENDINGS: Sentences = ("raised {error}", "ended with exit code {code}")
 
 _MEMBER = r"(?:rank \d+ \([^)]+\)|n\d+\.\d+(?: \(pid \d+\))?|worker \d+)"
 _NODE = r"\S+ \(node \d+\)"
 _NEXT = re.compile(rf"; (?=(?:{_MEMBER}|{_NODE}) )")
 """Between two changes that one sentence tells of."""
 
+_CHANGES: Sentences = (
+    "the job starts",
+    "by its own wish",
+    "stopped by a signal",
+    "stopped by a debugger",
+    "gone",
+    "ended",
+    "{member} leaves ({why})",
+    "{member} left",
+    "{member} joins",
+    "{member} takes the place of a lost one",
+    "{member} was killed by {signal}",
+    "{member} ended with exit code 0 while others waited for it",
+    "{member} is frozen: no processor time and no I/O for {s} s, and others waited for it",
+    "{member} is frozen: {why}, while others waited {s} s for it",
+    "{member} is frozen: {why} for {s} s",
+    "{member} {ending}",
+    "{node} is gone: its launcher has ended",
+    "{node} is gone or cut off: {why}",
+    "{node} has ended",
+    "{node} was started again",
+    "no sign of life for {s} s",
+    "it did not vote within {s} s",
+    "its launcher did not answer within {s} s, while ranks waited",
+    "scaled to {n} ranks",
+    "node {n} is there",
+    "node {n} is about to be taken away",
+    (
+        "push {push} of worker {worker} is in the tables of {have} and not in those of {lack}: the worker "
+        "was lost while it sent it. Training goes on, and the tables keep that difference"
+    ),
+)
+
 
 def translate_change(text: str) -> str:
-    """Return a sentence about members in Chinese; one that is not of the table is returned as it is."""
-    if text in _FIXED:
-        return _FIXED[text]
+    """Return a sentence about members in Chinese; one that is of none here is returned as it is."""
     if len(changes := _NEXT.split(text)) > 1:
         return "；".join(map(translate_change, changes))
-    for pattern, chinese in _SENTENCES:
-        if match := pattern.fullmatch(text):
-            return chinese(match)
-    return text
+    return _translate(text) or text
 
 
 def _member(text: str) -> str:
@@ -48,58 +65,18 @@ def _servers(text: str) -> str:
     return "参数服务器 " + "、".join(re.findall(r"\d+", text))
 
 
-def _split_push(match: re.Match[str]) -> str:
-    push, worker, have, lack = match.groups()
-    return (
-        f"工作进程 {worker} 的推送 {push} 已写入{_servers(have)} 的表，没有写入{_servers(lack)} 的表："
-        "该工作进程在发送时丢失。训练继续，各表保留这一差异"
-    )
+_translate_ending = Translator(_ENDINGS)
 
-
-_SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern, re.DOTALL), chinese)
-    for pattern, chinese in (
-        (rf"({_MEMBER}) leaves \((.+)\)", lambda m: f"{_member(m[1])}退出（{translate_change(m[2])}）"),
-        (rf"({_MEMBER}) left", lambda m: f"{_member(m[1])}已退出"),
-        (rf"({_MEMBER}) joins", lambda m: f"{_member(m[1])}加入"),
-        (rf"({_MEMBER}) takes the place of a lost one", lambda m: f"{_member(m[1])}接替一个丢失的工作进程"),
-        (rf"({_MEMBER}) was killed by (.+)", lambda m: f"{_member(m[1])}被信号 {m[2]} 终止"),
-        (
-            rf"({_MEMBER}) ended with exit code 0 while others waited for it",
-            lambda m: f"{_member(m[1])}以退出码 0 结束，而其他进程还在等待它",
-        ),
-        (
-            rf"({_MEMBER}) is frozen: no processor time and no I/O for (\S+) s, and others waited for it",
-            lambda m: f"{_member(m[1])}停止响应：{m[2]} 秒内没有占用处理器，也没有 I/O，而其他进程在等待它",
-        ),
-        (
-            rf"({_MEMBER}) is frozen: (.+), while others waited (\S+) s for it",
-            lambda m: f"{_member(m[1])}停止响应：{translate_change(m[2])}，其他进程已等待它 {m[3]} 秒",
-        ),
-        (
-            rf"({_MEMBER}) is frozen: (.+) for (\S+) s",
-            lambda m: f"{_member(m[1])}停止响应：{translate_change(m[2])}，已 {m[3]} 秒",
-        ),
-        (
-            rf"({_MEMBER}) (raised .+|ended with .+)",
-            lambda m: f"{_member(m[1])}{to_chinese(m[2], _ENDINGS) or m[2]}",
-        ),
-        (rf"({_NODE}) is gone: its launcher has ended", lambda m: f"{_member(m[1])}丢失：其启动器已结束"),
-        (rf"({_NODE}) is gone or cut off: (.+)", lambda m: f"{_member(m[1])}丢失或失去连接：{translate_change(m[2])}"),
-        (rf"({_NODE}) has ended", lambda m: f"{_member(m[1])}已结束"),
-        (rf"({_NODE}) was started again", lambda m: f"{_member(m[1])}被重新启动"),
-        (r"no sign of life for (\S+) s", lambda m: f"已 {m[1]} 秒没有消息"),
-        (r"it did not vote within (\S+) s", lambda m: f"未在 {m[1]} 秒内投票"),
-        (
-            r"its launcher did not answer within (\S+) s, while ranks waited",
-            lambda m: f"有进程在等待，而其启动器未在 {m[1]} 秒内应答",
-        ),
-        (r"scaled to (\d+) ranks", lambda m: f"规模调整为 {m[1]} 个进程"),
-        (r"node (\d+) is there", lambda m: f"节点 {m[1]} 已加入"),
-        (r"node (\d+) is about to be taken away", lambda m: f"节点 {m[1]} 即将被收回"),
-        (
-            r"push (\d+) of worker (\d+) is in the tables of (.+) and not in those of (.+): the worker was lost .+",
-            _split_push,
-        ),
-    )
+_translate = Translator(
+    _CHANGES,
+    {
+        "member": Placeholder(_MEMBER, _member),
+        "node": Placeholder(_NODE, _member),
+        "ending": Placeholder("raised .+|ended with .+", lambda text: _translate_ending(text) or text),
+        "why": Placeholder(translate=translate_change),
+        "have": Placeholder(translate=_servers),
+        "lack": Placeholder(translate=_servers),
+        "s": Placeholder(r"\S+"),
+        **dict.fromkeys(("n", "push", "worker"), Placeholder(r"\d+")),
+    },
 )

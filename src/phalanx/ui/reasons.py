@@ -1,14 +1,13 @@
 """`translate_reason`: the Chinese of the sentences that say why a job is in its state or failed (pure).
 
-The store keeps these sentences in English, for all readers; what is not of this table is shown as it is.
+The store keeps these sentences in English, for all readers; what is of no sentence here is shown as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from phalanx.i18n import to_chinese
+from phalanx.i18n.translation import Placeholder, Sentences, Translator
 from phalanx.jobs.models import Cause
 from phalanx.ui.i18n import speaker
 from phalanx.ui.member_changes import translate_change
@@ -18,7 +17,7 @@ _AMOUNTS = rf"{_AMOUNT}(?:, {_AMOUNT})*"
 _LACKING = rf"{_AMOUNT}, (?:none is|{_AMOUNT} are) free"
 _RESOURCES = {"cpu": "核 CPU", "GiB of memory": "GiB 内存", "gpu": "个 GPU"}
 
-_ENDINGS = (
+_ENDINGS: Sentences = (
     "raised {error}",
     "ended by signal {number} ({name})",
     "ended early with exit code 0, while others still waited for it",
@@ -32,41 +31,41 @@ _ENDINGS = (
     "an arithmetic error in native code",
     "an instruction this processor does not have: a library built for another one",
 )
-"""What the launcher says of the end of a process, as its catalogue has it."""
+"""What the launcher says of the end of a process."""
 
-_SLURM = {
-    "a node failed": "节点故障",
-    "a node did not start": "节点未能启动",
-    "a job of higher priority took the nodes": "节点被优先级更高的作业占用",
-    "cancelled by somebody, and not by us": "被他人取消，并非由本系统发起",
-    "taken back": "被收回",
-    "its time ran out": "时间用完",
-    "its deadline passed": "超过截止时间",
-    "it used more memory than it had asked for": "使用的内存超过申请的数量",
-    "not looked at yet": "尚未处理",
-    "waits until enough nodes are free": "等待足够的空闲节点",
-    "other jobs are before it": "前面还有其他作业",
-    "its time to begin has not come": "未到开始时间",
-    "waits for another job": "等待另一个作业",
-    "waits for a job that can never end as it should; cancel it": "所依赖的作业不可能满足条件；请取消本作业",
-    "held by an administrator": "被管理员挂起",
-    "held; `scontrol release` lets it go": "已挂起；用 `scontrol release` 放行",
-    "could not be started; an administrator must look": "无法启动；需要管理员处理",
-    "waits for a licence": "等待许可证",
-    "a node that it needs is down": "所需节点已宕机",
-    "nodes that it needs are down, drained or reserved": "所需节点宕机、停用或被预留",
-    "a node that it needs is down, drained or reserved": "所需节点宕机、停用或被预留",
-    "its partition is down": "分区已停",
-    "its partition takes no jobs now": "分区目前不接受作业",
-    "asks for more nodes than its partition allows": "申请的节点数超过分区上限",
-    "asks for more time than its partition allows": "申请的时间超过分区上限",
-    "its nodes are being set up": "正在准备节点",
-    "waits for its reservation": "等待预留的资源",
-    "its account is not valid": "账户无效",
-    "its QOS is not valid": "QOS 无效",
-    "a limit of its user, account or QOS is reached": "用户、账户或 QOS 的额度已用完",
-    "waits": "等待中",
-}
+_SLURM: Sentences = (
+    "a node failed",
+    "a node did not start",
+    "a job of higher priority took the nodes",
+    "cancelled by somebody, and not by us",
+    "taken back",
+    "its time ran out",
+    "its deadline passed",
+    "it used more memory than it had asked for",
+    "not looked at yet",
+    "waits until enough nodes are free",
+    "other jobs are before it",
+    "its time to begin has not come",
+    "waits for another job",
+    "waits for a job that can never end as it should; cancel it",
+    "held by an administrator",
+    "held; `scontrol release` lets it go",
+    "could not be started; an administrator must look",
+    "waits for a licence",
+    "a node that it needs is down",
+    "nodes that it needs are down, drained or reserved",
+    "a node that it needs is down, drained or reserved",
+    "its partition is down",
+    "its partition takes no jobs now",
+    "asks for more nodes than its partition allows",
+    "asks for more time than its partition allows",
+    "its nodes are being set up",
+    "waits for its reservation",
+    "its account is not valid",
+    "its QOS is not valid",
+    "a limit of its user, account or QOS is reached",
+    "waits",
+)
 """What the Slurm backend says of states and of reasons to wait, before Slurm's own words."""
 
 
@@ -95,8 +94,12 @@ def _process(text: str) -> str:
     return {"rank": f"进程 {number}", "server": f"参数服务器 {number}", "the": "启动器"}.get(name, text)
 
 
-def _aside(text: str | None, form: str = "{}") -> str:
-    return "" if text is None else f"（{form.format(text)}）"
+def _cause(text: str) -> str:
+    return speaker("zh")(f"cause {text}")
+
+
+_translate_ending = Translator(_ENDINGS)
+_translate_slurm = Translator(_SLURM)
 
 
 def _ending(text: str) -> str:
@@ -105,129 +108,81 @@ def _ending(text: str) -> str:
     signal, colon, why = text.partition("): ")
     if text.startswith("ended by signal ") and colon:
         return f"{_ending(signal + ')')}：{_ending(why)}"
-    return to_chinese(text, _ENDINGS) or text
-
-
-_PLACE = r"(?P<place>next in line|\d+(?:st|nd|rd|th) in line)"
-_ENDED = r"(?P<how>raised .+|(?:was )?ended (?:by|with|early) .+|hung: .+)"
-_CAUSE = rf"(?P<cause>{'|'.join(Cause)})"
-_OUTSIDE = {"killed from outside": "被外部终止", "asked to end from outside": "被外部要求结束"}
-_VERBS = {"started": "无法启动", "supervised": "运行中无法继续监管"}
-
-_FIXED = {
-    "its process is gone": "其进程已不存在",
-    "its backend knows nothing of it any more": "后端已没有它的记录",
-    "Slurm does not know the job any more": "Slurm 中已没有该作业",
-    "the cluster has no such workload": "集群中没有该工作负载",
-    "was not started": "没有启动",
-}
-"""What backends say of a node that left no exit record."""
-
-_SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern, re.DOTALL), chinese)
-    for pattern, chinese in (
-        (
-            rf"needs (?P<lacking>{_LACKING}(?:; {_LACKING})*); {_PLACE}",
-            lambda m: f"需要 {_lacking(m['lacking'])}；{_place(m['place'])}",
-        ),
-        (
-            rf"fits now, but (?P<first>\S+), which is first in line, would start later; {_PLACE}",
-            lambda m: f"资源已够，但会使排在最前的 {m['first']} 更晚开始；{_place(m['place'])}",
-        ),
-        (r"more than (?P<n>\d+) jobs are before it in line", lambda m: f"前面还有超过 {m['n']} 个作业"),
-        (
-            rf"needs more than this machine has \((?P<need>{_AMOUNTS}), it has (?P<has>{_AMOUNTS})\)",
-            lambda m: f"所需资源超过本机（需要 {_amounts(m['need'])}，本机有 {_amounts(m['has'])}）",
-        ),
-        (r"the quota of queue (?P<queue>\S+) is used up", lambda m: f"队列 {m['queue']} 的配额已用完"),
-        (r"submitted by (?P<who>\S+)", lambda m: f"由 {m['who']} 提交"),
-        (r"stopped by (?P<who>\S+)", lambda m: f"由 {m['who']} 停止"),
-        (r"attempt (?P<n>\d+)", lambda m: f"第 {m['n']} 次尝试"),
-        (
-            rf"attempt (?P<n>\d+) failed \({_CAUSE}: (?P<why>.+)\); restart (?P<restart>\d+) of (?P<most>\d+)",
-            lambda m: (
-                f"第 {m['n']} 次尝试失败（{speaker('zh')('cause ' + m['cause'])}：{translate_reason(m['why'])}）；"
-                f"第 {m['restart']} 次重启，最多 {m['most']} 次"
-            ),
-        ),
-        (
-            r"(?:slurm: )?(?P<words>[^(]+) \(Slurm: (?P<slurm>.+)\)",
-            lambda m: f"{_SLURM.get(m['words'], m['words'])}（Slurm：{m['slurm']}）",
-        ),
-        (
-            r"(?P<what>.+): (?P<how>killed from outside|asked to end from outside)",
-            lambda m: f"{translate_reason(m['what'])}：{_OUTSIDE[m['how']]}",
-        ),
-        (
-            r"(?P<what>.+): out of memory \((?P<word>.+)\)",
-            lambda m: f"{translate_reason(m['what'])}：内存不足（{m['word']}）",
-        ),
-        (
-            r"(?P<what>.+): (?P<why>the kernel killed .+ because memory ran out)",
-            lambda m: f"{translate_reason(m['what'])}：{translate_reason(m['why'])}",
-        ),
-        (
-            r"the kernel killed (?:(?P<n>\d+) processes|a process) of this machine because memory ran out",
-            lambda m: f"内存耗尽，内核终止了本机的 {m['n'] or 1} 个进程",
-        ),
-        (
-            r"node (?P<node>\d+) was lost: (?P<why>.+), and it left no exit record",
-            lambda m: f"节点 {m['node']} 丢失：{translate_reason(m['why'])}；没有留下退出记录",
-        ),
-        (
-            r"node (?P<node>\d+) was (?P<how>asked to end.*|ended with node .+), and not by us",
-            lambda m: f"节点 {m['node']} {translate_reason(m['how'])}，并非由本系统发起",
-        ),
-        (r"asked to end(?: by (?P<signal>\w+))?", lambda m: f"被要求结束{_aside(m['signal'])}"),
-        (r"ended with node (?P<node>\d+), which failed", lambda m: f"因节点 {m['node']} 失败而结束"),
-        (
-            r"node (?P<node>\d+) has not been heard of for (?P<s>\S+) s",
-            lambda m: f"节点 {m['node']} 已 {m['s']} 秒没有消息",
-        ),
-        (
-            r"no rank wrote a line or a run event for (?P<s>\d+) s \(retries\.hang_after\)",
-            lambda m: f"所有进程已 {m['s']} 秒没有输出日志或运行事件（retries.hang_after）",
-        ),
-        (
-            r"rank (?P<rank>\S+) fell silent first, (?P<s>\d+) s before the others; (?P<rest>.+)",
-            lambda m: f"进程 {m['rank']} 最先停止输出，比其他进程早 {m['s']} 秒；{translate_reason(m['rest'])}",
-        ),
-        (r"still running after max_runtime, (?P<s>\S+) s", lambda m: f"超过 max_runtime（{m['s']} 秒）仍在运行"),
-        (
-            r"could not be submitted(?: for (?P<s>\d+) s)?: (?P<error>.+)",
-            lambda m: f"无法提交{_aside(m['s'], '已尝试 {} 秒')}：{m['error']}",
-        ),
-        (
-            r"(?P<command>'.+'|\".+\") could not be (?P<verb>started|supervised): (?P<error>.+)",
-            lambda m: f"{m['command']} {_VERBS[m['verb']]}：{m['error']}",
-        ),
-        (r"no node of the job started; see (?P<file>\S+)", lambda m: f"没有任何节点启动；见 {m['file']}"),
-        (r"its time ran out \(Kubernetes: (?P<words>.+)\)", lambda m: f"时间用完（Kubernetes：{m['words']}）"),
-        (
-            r"pod (?P<pod>\S+) used more memory than its limit \(Kubernetes: OOMKilled\)",
-            lambda m: f"Pod {m['pod']} 使用的内存超过上限（Kubernetes：OOMKilled）",
-        ),
-        (
-            r"pod (?P<pod>\S+) was ended by the cluster \(Kubernetes: (?P<why>.+)\)",
-            lambda m: f"Pod {m['pod']} 被集群终止（Kubernetes：{m['why']}）",
-        ),
-        (
-            r"ending attempt (?P<n>\d+): (?P<rest>.+)",
-            lambda m: f"正在结束第 {m['n']} 次尝试：{translate_reason(m['rest'])}",
-        ),
-        (
-            rf"(?P<who>rank \d+|server \d+|the launcher|torchrun) {_ENDED}",
-            lambda m: f"{_process(m['who'])} {_ending(m['how'])}",
-        ),
-    )
-)
+    return _translate_ending(text) or text
 
 
 def translate_reason(text: str) -> str:
-    """Return a sentence about a job in Chinese; one that is not of the table is returned as it is."""
-    if text in _FIXED:
-        return _FIXED[text]
-    for pattern, chinese in _SENTENCES:
-        if match := pattern.fullmatch(text):
-            return chinese(match)
-    return translate_change(text)
+    """Return a sentence about a job in Chinese; one that is of none here is returned as it is."""
+    return _translate(text) or translate_change(text)
+
+
+_REASONS: Sentences = (
+    "its process is gone",
+    "its backend knows nothing of it any more",
+    "Slurm does not know the job any more",
+    "the cluster has no such workload",
+    "was not started",
+    "needs {lacking}; {place}",
+    "fits now, but {first}, which is first in line, would start later; {place}",
+    "more than {n} jobs are before it in line",
+    "needs more than this machine has ({need}, it has {has})",
+    "the quota of queue {queue} is used up",
+    "submitted by {who}",
+    "stopped by {who}",
+    "attempt {n}",
+    "attempt {n} failed ({cause}: {why}); restart {restart} of {most}",
+    "slurm: {slurm_words} (Slurm: {slurm})",
+    "{slurm_words} (Slurm: {slurm})",
+    "{what}: {outside}",
+    "{what}: out of memory ({word})",
+    "{what}: {killed}",
+    "the kernel killed {n} processes of this machine because memory ran out",
+    "the kernel killed a process of this machine because memory ran out",
+    "node {node} was lost: {why}, and it left no exit record",
+    "node {node} was {stopped}, and not by us",
+    "asked to end by {signal}",
+    "asked to end",
+    "ended with node {node}, which failed",
+    "node {node} has not been heard of for {s} s",
+    "no rank wrote a line or a run event for {s} s (retries.hang_after)",
+    "rank {rank} fell silent first, {s} s before the others; {rest}",
+    "still running after max_runtime, {s} s",
+    "could not be submitted for {s} s: {error}",
+    "could not be submitted: {error}",
+    "{command} could not be started: {error}",
+    "{command} could not be supervised: {error}",
+    "no node of the job started; see {file}",
+    "its time ran out (Kubernetes: {kubernetes})",
+    "pod {pod} used more memory than its limit (Kubernetes: OOMKilled)",
+    "pod {pod} was ended by the cluster (Kubernetes: {kubernetes})",
+    "ending attempt {n}: {rest}",
+    "{process} {ending}",
+    "killed from outside",
+    "asked to end from outside",
+)
+
+_REASON = Placeholder(translate=translate_reason)
+_NUMBER = Placeholder(r"\d+")
+_WORD = Placeholder(r"\S+")
+
+_translate = Translator(
+    _REASONS,
+    {
+        "lacking": Placeholder(rf"{_LACKING}(?:; {_LACKING})*", _lacking),
+        "place": Placeholder(r"next in line|\d+(?:st|nd|rd|th) in line", _place),
+        "need": Placeholder(_AMOUNTS, _amounts),
+        "has": Placeholder(_AMOUNTS, _amounts),
+        "cause": Placeholder("|".join(Cause), _cause),
+        "slurm_words": Placeholder(r"[^(]+", lambda text: _translate_slurm(text) or text),
+        "outside": Placeholder("killed from outside|asked to end from outside", translate_reason),
+        "killed": Placeholder("the kernel killed .+ because memory ran out", translate_reason),
+        "stopped": Placeholder("asked to end.*|ended with node .+", translate_reason),
+        "process": Placeholder(r"rank \d+|server \d+|the launcher|torchrun", _process),
+        "ending": Placeholder(r"raised .+|(?:was )?ended (?:by|with|early) .+|hung: .+", _ending),
+        "command": Placeholder(r"'.+'|\".+\""),
+        "signal": Placeholder(r"\w+"),
+        **dict.fromkeys(("what", "why", "rest"), _REASON),
+        **dict.fromkeys(("n", "node", "most", "restart"), _NUMBER),
+        **dict.fromkeys(("first", "queue", "who", "rank", "s", "pod", "file"), _WORD),
+    },
+)

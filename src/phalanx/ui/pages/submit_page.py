@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from starlette.datastructures import FormData
 
 from phalanx.errors import AccessError, SpecError
+from phalanx.i18n import wording
 from phalanx.jobs.spec.file import describe_mistake, read
 from phalanx.jobs.spec.training_job import TrainingJob
 from phalanx.ui import form
-from phalanx.ui.field_labels import labels_in
-from phalanx.ui.field_words import CHINESE
+from phalanx.ui.field_labels import LABELS
 from phalanx.ui.pages.job_list import CurrentSession
 from phalanx.ui.pages.machine_page import list_meters
 from phalanx.ui.session import ROOT, ConsoleSession, language
@@ -193,9 +193,9 @@ def _page(session: ConsoleSession, workspace: str, draft: Draft, key: str) -> Re
         draft.filled,
         draft.errors,
         _HIDDEN - {"code.digest"} if is_sent else _HIDDEN,
-        CHINESE if chosen == "zh" else {"code": "", "resources": ""},
-        labels_in(chosen),
+        LABELS,
         _options(session, workspace),
+        chosen,
     )
     main = {child.path: child for child in shown if child.path in _MAIN}
     rest = [child for child in shown if child.path not in _MAIN]
@@ -210,7 +210,7 @@ def _page(session: ConsoleSession, workspace: str, draft: Draft, key: str) -> Re
         rest_open=any(child.value or child.error or child.open for child in rest),
         draft=draft,
         errors=dict(draft.errors),
-        labels=labels_in(chosen),
+        labels={path: wording(label, chosen) for path, label in LABELS.items()},
         sources=_SOURCES,
         yaml=text,
         meters=list_meters(session),
