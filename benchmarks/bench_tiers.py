@@ -3,7 +3,8 @@
 Each is a process of its own, that of the spilled table in a memory control group of `--memory` bytes where such groups
 may be made; workers train with both in turn, over the wire. Rows have `--dim` values with Adagrad, ids are Zipf.
 
-step      ids/s of training steps: a pull and a push of the distinct ids of 8,192 draws
+step      ids/s of training steps: a pull and a push of the distinct ids of 8,190 draws
+train     ids/s of the same steps with a network on 315 examples of 26 rows between pull and push
 pull      ids/s of the same pulls alone
 cold      ids/s of pulls of ids drawn evenly, of which memory holds few
 
@@ -27,18 +28,22 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import Row, add_arguments, check_cases, measure_pairs, show
+from benchmarks.tiers_model import SLOTS, TierModel
 from benchmarks.tiers_server import TierServer, TierWorker
 from phalanx.ps.table.rules import FileDtype, TableSpec
 from phalanx.ps.table.update_rules import Adagrad
 
-CASES = ("step", "pull", "cold")
+CASES = ("step", "train", "pull", "cold")
 TABLE = "tiers"
-DRAWS, BATCHES, FILLED = 8_192, 100, 2_048
+DRAWS, BATCHES, FILLED = 315 * SLOTS, 100, 2_048
 MIB = 1 << 20
-Batches = Sequence[NDArray[np.int64]]
+Ids = NDArray[np.int64]
+Batches = Sequence[tuple[Ids, Ids]]
+"""Distinct ids, and which of them each draw is."""
 
 
 class Bench:
@@ -56,6 +61,7 @@ class Bench:
             stack.enter_context(closing(TierServer(folder, name, limit, asked.workers)))
             for name, limit in (("spilled", asked.memory * MIB), ("resident", None))
         )
+        self.models = {worker: TierModel(asked.dim) for worker in (*self.small.workers, *self.large.workers)}
         spec = TableSpec(TABLE, asked.dim, Adagrad(0.05))
         self.fill(self.small, replace(spec, max_bytes=asked.budget * MIB, file_dtype=asked.file_dtype))
         self.fill(self.large, spec)
@@ -67,16 +73,17 @@ class Bench:
         for worker in server.workers:
             worker.store.declare([spec])
         starts = range(0, self.rows, FILLED)
-        self._timed(server, [np.arange(start, min(start + FILLED, self.rows)) for start in starts], self._push)
+        every = [np.arange(start, min(start + FILLED, self.rows)) for start in starts]
+        self._timed(server, [(ids, ids) for ids in every], self._push)
 
     def zipf(self) -> Batches:
         """Return batches of distinct ids of Zipf draws."""
         drawn = (np.searchsorted(self.shares, self.random.random(DRAWS)) for _ in range(BATCHES))
-        return [np.unique(self.id_of_rank[np.minimum(ranks, self.rows - 1)]) for ranks in drawn]
+        return [_distinct(self.id_of_rank[np.minimum(ranks, self.rows - 1)]) for ranks in drawn]
 
     def even(self) -> Batches:
         """Return batches of distinct ids, each as likely as any."""
-        return [np.unique(self.random.integers(0, self.rows, DRAWS)) for _ in range(BATCHES)]
+        return [_distinct(self.random.integers(0, self.rows, DRAWS)) for _ in range(BATCHES)]
 
     def pull(self, server: TierServer, batches: Batches) -> float:
         """Return ids/s of pulls."""
@@ -86,6 +93,10 @@ class Bench:
         """Return ids/s of pulls, each with a push behind it."""
         return self._timed(server, batches, self._step)
 
+    def train(self, server: TierServer, batches: Batches) -> float:
+        """Return ids/s of steps that train a network."""
+        return self._timed(server, batches, self._train)
+
     def _timed(self, server: TierServer, batches: Batches, work: Callable[[TierWorker, Batches], None]) -> float:
         """Deal batches to the workers of a server, which are threads here, and return ids/s of all."""
         count = len(server.workers)
@@ -93,27 +104,38 @@ class Bench:
         done = [self.pool.submit(work, worker, batches[n::count]) for n, worker in enumerate(server.workers)]
         for each in done:
             each.result()
-        return sum(map(len, batches)) / (time.perf_counter() - started)
+        return sum(len(keys) for keys, _ in batches) / (time.perf_counter() - started)
 
     def _pull(self, worker: TierWorker, batches: Batches) -> None:
-        for keys in batches:
+        for keys, _ in batches:
             worker.pull(TABLE, keys)
 
     def _push(self, worker: TierWorker, batches: Batches) -> None:
-        for keys in batches:
+        for keys, _ in batches:
             worker.push(TABLE, keys, self.gradients[: len(keys)])
         worker.store.flush()
 
     def _step(self, worker: TierWorker, batches: Batches) -> None:
-        for keys in batches:
+        for keys, _ in batches:
             worker.pull(TABLE, keys)
             worker.push(TABLE, keys, self.gradients[: len(keys)])
         worker.store.flush()
 
+    def _train(self, worker: TierWorker, batches: Batches) -> None:
+        model = self.models[worker]
+        for keys, places in batches:
+            worker.push(TABLE, keys, model.train_step(worker.pull(TABLE, keys), places))
+        worker.store.flush()
+
+
+def _distinct(ids: Ids) -> tuple[Ids, Ids]:
+    keys, places = np.unique(ids, return_inverse=True)
+    return keys, places
+
 
 def measure(bench: Bench, case: str, pairs: int) -> Row:
     """Measure one case on both servers in turn."""
-    call = bench.step if case == "step" else bench.pull
+    call = {"step": bench.step, "train": bench.train}.get(case, bench.pull)
     batches = bench.even if case == "cold" else bench.zipf
     small, large = bench.small, bench.large
     before = small.counts(TABLE), large.counts(TABLE)
@@ -165,6 +187,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk for rows; one for temporary files when omitted")
     asked = parser.parse_args()
     check_cases(parser, asked, CASES)
+    torch.set_num_threads(1)  # each worker has a core
     asked.rows = asked.rows or (50_000 if asked.quick else 1_000_000)
     asked.budget = asked.budget or (asked.rows // 10 * asked.dim * 8 + asked.rows * 32) // MIB + 1
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder, ExitStack() as stack:
