@@ -1,4 +1,4 @@
-"""Jobs that do not go on: is the right rank named, at the right line or with the right cause, and how soon.
+"""Jobs that do not continue: is the right rank named, at the right line or with the right cause, and how soon.
 
     python -m benchmarks.bench_doctor                      every fault, with the default --hang-after
     python -m benchmarks.bench_doctor --only sleep --hang-after 2

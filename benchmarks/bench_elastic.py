@@ -36,7 +36,7 @@ TORCHFT = FOLDER / "torchft"
 RANKS, FAULT_AT = 4, 60
 PATIENCE_S = 2.0
 WAIT_S = 25.0
-"""How long a peer may take to go on after a rank was stopped."""
+"""How long a peer may take to continue after a rank was stopped."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def with_torchrun(folder: Path, work: Work, number: int, undisturbed: Trained | 
         return job, None
     lost, doubled = per_sample(job, work)
     hangs = job.code != 0
-    note = f"had not gone on after {WAIT_S:g} s (gloo waits 30 minutes)" if hangs else ""
+    note = f"had not continued after {WAIT_S:g} s (gloo waits 30 minutes)" if hangs else ""
     seconds = float("nan") if hangs else stall(job, fault, of_job=True)
     hashes = {each for each in job.hashes if each}
     is_equal = hashes == {each for each in undisturbed.hashes if each}

@@ -8,7 +8,7 @@ large     the same, scaled to 224 pixels
 large_workers   the same with two worker processes
 crops     no loader: the transforms of `images` on batches, against the same on one image at a time
 scaled    the transforms of `large` likewise
-resume    seconds until the first batch when a run goes on in the middle of an epoch of 1,000,000 rows
+resume    seconds until the first batch when a run continues in the middle of an epoch of 1,000,000 rows
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ CHANGING = (2, 3, 1)
 """Ranks of a run that changes in the middle of epochs, with logical replicas."""
 
 UNASKED = (4, 3, 1)
-"""Those of a run that was not asked for replicas, and goes on with what its checkpoints were trained with."""
+"""Those of a run that was not asked for replicas, and continues with what its checkpoints were trained with."""
 
 TIMED = {"cost mlp sgd": 400, "cost resnet18 batch norm": 30, "cost gpt dropout adamw clip": 60}
 """Timed updates of one run."""

@@ -1,4 +1,4 @@
-"""Faults that keep a job from going on, as data: the script, who must be named, at which line, and in which words.
+"""Faults that keep a job from continuing, as data: the script, who must be named, at which line, and in which words.
 
 A script may be of plain torch, or of Phalanx. The line that must be named carries the comment `# FAULT`; more than one
 where ranks contradict each other. Tests and `bench_doctor` read the same list; `doctor_waits` and

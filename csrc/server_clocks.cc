@@ -53,7 +53,7 @@ void Clocks::apply(std::int64_t version) {
   wake(for_version_, version);
 }
 
-// A worker that had left is live again; in mode sync it goes on with the current step, in mode bounded beside the
+// A worker that had left is live again; in mode sync it continues with the current step, in mode bounded beside the
 // slowest: nobody waits for steps that were made while it was away.
 void Clocks::join(int worker) {
   const std::lock_guard locked(lock_);
@@ -120,7 +120,7 @@ void Clocks::lose_missing(double waited_s, double now) {
 
 void Clocks::stop() {
   const std::lock_guard locked(lock_);
-  fail("ClosedError", "This server is stopping. Start the job again to go on.");
+  fail("ClosedError", "This server is stopping. Start the job again to continue.");
 }
 
 // --- questions -------------------------------------------------------------------------------------------------------

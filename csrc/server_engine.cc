@@ -27,7 +27,7 @@ std::uint64_t keys_in(const DataRequest& request) {
   return keys;
 }
 
-Refusal stopping() { return {"ClosedError", "This server is stopping. Start the job again to go on."}; }
+Refusal stopping() { return {"ClosedError", "This server is stopping. Start the job again to continue."}; }
 
 }  // namespace
 

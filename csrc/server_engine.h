@@ -37,7 +37,7 @@ namespace phalanx {
 
 class ServerEngine : public DataHandler {
  public:
-  // `failed` is told the error after which the server cannot go on.
+  // `failed` is told the error after which the server cannot continue.
   ServerEngine(std::shared_ptr<Gate> gate, std::function<void(const Refusal&)> failed);
 
   DataReply answer(const DataRequest& request, Caller& caller) override;

@@ -30,7 +30,7 @@ class ServerLog {
   // Waits until what ends at this position is as durable as this log promises; one fsync serves every record written
   // before it began. Throws Refusal if an fsync failed: what the disk holds is then unknown, and so the server must end.
   void sync(std::uint64_t position);
-  // Goes on in a new file, with everything before it flushed. Throws std::system_error if the disk takes none.
+  // Continues in a new file, with everything before it flushed. Throws std::system_error if the disk takes none.
   void open(const std::string& path);
   void close();
 

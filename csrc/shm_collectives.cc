@@ -289,7 +289,7 @@ CollectiveTask Group::broadcast_task(std::byte* data, std::size_t bytes, CallSig
   } while (begin < bytes);
 }
 
-// Ranks do not know each other's sizes, so a round goes on as long as anybody has more to send.
+// Ranks do not know each other's sizes, so a round continues as long as anybody has more to send.
 CollectiveTask Group::all_to_all_task(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, CallSignature signature) {
   const int rank = region_.rank(), size = region_.size();
   const auto own = static_cast<std::size_t>(rank);

@@ -83,7 +83,7 @@ class EmbeddingTable {
   void restore(int shard, const ShardView& columns);
   std::vector<std::int64_t> keys(int shard) const;
 
-  // Keeps the table as it is now, to be read while changes go on, and returns the moment's number. Shards of it are
+  // Keeps the table as it is now, to be read while changes continue, and returns the moment's number. Shards of it are
   // read once each, as `read` with this `since` would have read them, by any threads; `end_moment` then lets go of it.
   // Throws std::out_of_range without such a moment, and std::logic_error for a shard that was read.
   // REQUIRES: no shard is restored meanwhile, and a moment ends when none of its shards is being read.

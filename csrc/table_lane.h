@@ -87,7 +87,7 @@ class Lane {
   // Why the file takes no rows; empty where it does, perhaps again.
   std::string refusal();
 
-  // Keeps what the lane is now to be read while changes go on (table_moment.h). `read_next` returns false when all
+  // Keeps what the lane is now to be read while changes continue (table_moment.h). `read_next` returns false when all
   // pieces were read; `end_reading` returns the hashes of what went. Throws std::out_of_range without such a moment,
   // and std::logic_error for a shard that was read.
   void begin_moment(std::uint64_t number, std::uint64_t since, Time time);

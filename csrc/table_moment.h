@@ -1,4 +1,4 @@
-// A shard as it was at a moment, read while changes go on.
+// A shard as it was at a moment, read while changes continue.
 //
 // The hashes of a shard are divided into equal pieces of some 256 entries, which are read one after the other, each
 // under its lane's lock and in some tens of microseconds. The first change of an entry that a piece still to be read had

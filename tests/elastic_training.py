@@ -57,7 +57,7 @@ def end(_where: str) -> None:
 
 
 def await_replacement() -> None:
-    """Go on after the first loss only when another member has come."""
+    """Continue after the first loss only when another member has come."""
     current = membership.current()
     assert current is not None
     if current.view is not None and current.view.epoch == 1:

@@ -205,7 +205,7 @@ def tell(kind: str, **values: Any) -> None:
 
 
 def spawn() -> None:
-    """Ask the launcher for another member, and go on when it is in a view: the steps that follow take it in."""
+    """Ask the launcher for another member, and continue when it is in a view: the steps that follow take it in."""
     from phalanx.comm.elastic import membership
 
     current = membership.current()

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the parsers of foreign bytes, by hand: it goes on where tests/unit/test_foreign_*.py end.
+"""Coverage-guided fuzzing of parsers of foreign bytes, by hand: it continues where tests/unit/test_foreign_*.py end.
 
     pip install atheris
     python tests/fuzz.py rank-table -max_total_time=60     # any of TARGETS; the rest are flags of libFuzzer

@@ -159,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._chunk('{"type": "MODI')
                 self.close_connection = True
                 return
-            for since, _, kind, made in news:  # noqa: B007  (the last version is where to go on)
+            for since, _, kind, made in news:  # noqa: B007  (the last version is where to continue)
                 self._chunk(json.dumps({"type": kind, "object": made}) + "\n")
 
     def _log(self, pod: str, query: dict[str, str]) -> None:

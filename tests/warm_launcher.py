@@ -125,7 +125,7 @@ def _run_launcher(arguments: list[str], cwd: str, environment: dict[str, str], s
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 -- nothing may go on in the server's own code
+    except BaseException:  # noqa: BLE001 -- nothing may continue in the server's own code
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -33,7 +33,7 @@ def main() -> int:
     # Outside the repository: code that its .gitignore excludes would not be part of a job.
     outside = Path(tempfile.gettempdir()) / "phalanx-first-hour"
     parser.add_argument("--folder", type=Path, default=outside, help="Made anew, outside a repository.")
-    parser.add_argument("--installed", action="store_true", help="Go on with the environment that the last run made.")
+    parser.add_argument("--installed", action="store_true", help="Use the environment that the last run made.")
     parser.add_argument("--json", action="store_true", help="Print the steps as one JSON object at the end.")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()

@@ -5,7 +5,7 @@
     python -m benchmarks.soak --only servers --jobs 2
 
 Each job has a seed of its own: the first `--seed`, then one more each. What must hold: a job ends by itself, and with
-the weights of the undisturbed run where it is to go on; every sample is trained once, but for jobs that may begin again
+the weights of the undisturbed run where it is to continue; every sample is trained once, but for jobs that may restart
 with their newest checkpoint (a shard of optimizer state is lost with every copy), which is counted; no acknowledged
 update of a parameter server is lost, none is made twice; the newest complete checkpoint loads and is what it says; no
 process and no file in /dev/shm is left. Network namespaces, small disks and a small /dev/shm need root: without it
@@ -131,7 +131,7 @@ class Soak:
         started = time.monotonic()
         try:
             return self._jobs[name][1](self._folder / str(seed), seed)
-        except Exception:  # noqa: BLE001 -- one job that could not be judged is a problem, and the others go on
+        except Exception:  # noqa: BLE001 -- one job that could not be judged is a problem, and the others continue
             return SoakResult(name, seed, [], ["not judged"], time.monotonic() - started, traceback.format_exc())
 
     def _print(self, name: str, result: SoakResult) -> None:

@@ -82,7 +82,7 @@ def _problems_of_updates(job: LaunchedJob, codes: list[int], mode: str, steps: i
 
 
 def _problems_of_halves(job: LaunchedJob, codes: list[int]) -> list[str]:
-    """Return what is wrong with the end of a job that can never go on: each half must name the other."""
+    """Return what is wrong with the end of a job that can never continue: each half must name the other."""
     problems = []
     for node, code in enumerate(codes):
         said = (job.folder / f"launcher.{node}").read_text(errors="replace")

@@ -148,7 +148,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Let the random numbers of a device go on from a state, which lies in host memory."""
+    """Let the random numbers of a device continue from a state, which lies in host memory."""
     device_module(device).set_rng_state(state, device)
 
 

@@ -14,7 +14,7 @@
     ├── NotFiniteError   a number of the training is NaN or infinite; names module, sample and rank
     ├── CorruptionError  a rank computed other bits than another from the same numbers; names both
     ├── PeerLostError    another rank or host failed, or did not come in time
-    │   └── ShardLostError   ... and what only it had is needed to go on
+    │   └── ShardLostError   ... and what only it had is needed to continue
     ├── ClosedError      you closed it already
     ├── BackendError     a scheduler or cluster said no
     └── InternalError    our bug; please report it

@@ -87,7 +87,7 @@ def test_n_ranks_do_what_one_does(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "2").iterdir()} == {"run.jsonl", "run.csv", "curves", "kept"}
     assert len((tmp_path / "2" / "run.jsonl").read_text().splitlines()) == 6 + 3
     assert len(list((tmp_path / "2" / "curves").iterdir())) == 1
-    # At another number of ranks, the schedule and the counts go on.
+    # At another number of ranks, the schedule and the counts continue.
     assert set(run_ranks(_resumed, 3, str(tmp_path / "2"))) == {(16, 92, 0.1 * 0.125)}
 
 
@@ -142,7 +142,7 @@ def _terminated(folder: str) -> str:
         train([kill, px.ModelCheckpoint(folder, every_epochs=0)], epochs=500)
     except SystemExit as caught:
         return f"exit {caught.code}"
-    return "went on"
+    return "continued"
 
 
 def test_sigterm_of_one_rank_saves_all_and_exits_with_0(tmp_path: Path) -> None:

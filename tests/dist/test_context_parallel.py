@@ -159,7 +159,7 @@ def train_all(cases: dict[str, Case], degree: int) -> dict[str, dict[str, Any]]:
     px.init()
     # The operators as they are: what is compared is not the compiler.
     torch.compile = partial(torch.compile, backend="aot_eager")
-    # torch's own, where its compiler goes on behind what it cannot compile.
+    # torch's own, where its compiler continues behind what it cannot compile.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="Dynamo does not know how to trace the builtin")
     found = {}

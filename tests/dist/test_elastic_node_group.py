@@ -1,4 +1,4 @@
-"""Nodes of an elastic job in one process: connections, facts, ballots, and who may go on when some are lost."""
+"""Nodes of an elastic job in one process: connections, facts, ballots, and who may continue when some are lost."""
 
 from __future__ import annotations
 

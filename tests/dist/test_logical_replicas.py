@@ -438,7 +438,7 @@ def distribute_with(settings: dict[str, Any]) -> str:
         ("later_scheduled", "px.follow_updates"),
         ("decayed", "another setting"),
         ("step_first", "before the backward pass"),
-        ("every_other", "goes on to the next global batch"),
+        ("every_other", "continues with the next global batch"),
         ("after_step", "after an optimizer's step"),
         ("peeked", "without a backward pass changed buffer"),
         ("own_optimizer", "not given to px.distribute"),

@@ -191,7 +191,7 @@ def thawed(model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], data: tup
 
 
 def changes() -> dict[str, Any]:
-    """Change what is trained, then go on after a loss that raised, which only the last stage computes."""
+    """Change what is trained, then continue after a loss that raised, which only the last stage computes."""
     px.init()
     case = case_of(Shares, GLUED2)
     model, optimizer, data = made(case)

@@ -28,7 +28,7 @@ net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 rows = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.zeros(64, dtype=torch.long))
 net, optimizer, loader = px.distribute(net, optimizer, rows, global_batch=32)
-raise SystemExit("it went on to train")
+raise SystemExit("it continued to train")
 """
 
 REFUSES = """
@@ -46,7 +46,7 @@ model = px.Model(net, torch.nn.functional.cross_entropy, torch.optim.SGD(net.par
 rows = torch.randn(64, 64), torch.zeros(64, dtype=torch.long)
 model.eval(rows)
 model.train(1, rows, global_batch=16)
-raise SystemExit("it went on to train")
+raise SystemExit("it continued to train")
 """
 
 
@@ -63,7 +63,7 @@ net = fleet.distributed_model(net)
 net.eval()(torch.randn(2, 64))
 for rows in torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16):
     net.train()(rows)
-    raise SystemExit("it went on to train")
+    raise SystemExit("it continued to train")
 """
 
 TABLES = """
@@ -74,7 +74,7 @@ net = torch.nn.Sequential(ps.SparseEmbedding(4), torch.nn.Flatten(), torch.nn.Li
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
 net = fleet.distributed_model(net)
 net(torch.zeros(4, 2, dtype=torch.long)).sum().backward()
-raise SystemExit("it went on to train")
+raise SystemExit("it continued to train")
 """
 
 NAMED = """

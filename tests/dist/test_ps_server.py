@@ -283,7 +283,7 @@ def test_leases_are_in_a_snapshot(tmp_path: Path) -> None:
         save(workers, tmp_path / "save", {})
         workers[0].call("done", {"epoch": 0, "file": "a", "offset": 90})
         assert workers[0].call("lease", files).meta["file"] == "b"
-        # Nobody reads a file after a load; reading goes on where the snapshot says.
+        # Nobody reads a file after a load; reading continues where the snapshot says.
         workers[0].call("load", {"directory": str(tmp_path / "save")})
         again = workers[0].call("lease", files).meta
         assert (again["file"], again["offset"]) == ("a", 70)

@@ -1,4 +1,4 @@
-"""10,000 broken frames: a server and a client refuse each, hold no memory for it, and go on."""
+"""10,000 broken frames: a server and a client refuse each, hold no memory for it, and continue."""
 
 from __future__ import annotations
 

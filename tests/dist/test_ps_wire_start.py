@@ -30,7 +30,7 @@ def frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Start:
-    """The start of a server in a thread, which goes on step by step until a test ends it."""
+    """The start of a server in a thread, which continues step by step until a test ends it."""
 
     def __init__(self) -> None:
         self.startup = Startup(WorkProgress("recovers"))

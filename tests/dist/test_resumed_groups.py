@@ -1,4 +1,4 @@
-"""Groups of ranks that compute a share of each batch together go on as logical replicas on fewer groups."""
+"""Groups of ranks that compute a share of each batch together continue as logical replicas on fewer groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is loaded on fewer ranks goes on with their shares of each batch, and with the same bits."""
+"""A checkpoint that is loaded on fewer ranks continues with their shares of each batch, and with the same bits."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def _asynchronous(rank: int, size: int) -> None:
 
 
 def _refused(size: int) -> None:
-    """Calls that cannot work are errors before anything is sent, so the group goes on."""
+    """Calls that cannot work are errors before anything is sent, so the group continues."""
     with pytest.raises(ConfigError, match=r"all_reduce cannot take AVG of torch\.bool"):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG)
     with pytest.raises(ConfigError, match=r"no kernel for torch\.float8_e5m2"):

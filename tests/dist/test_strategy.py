@@ -1,4 +1,4 @@
-"""Switches of a strategy on two ranks: what the matrix leaves out, what is refused, what says that it does not act."""
+"""Switches of a strategy on two ranks: what the matrix leaves out, what is refused, what says that it has no effect."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def test_what_cannot_act_is_refused_or_says_so() -> None:
     assert "strategy.lamb trains torch.optim.Adam or torch.optim.AdamW by another rule" in first["lamb"]
     assert "strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found Adam" in first["dgc"]
     assert "asks for mp=3 ranks, which do not make up the 2 that were launched" in first["ranks"]
-    assert first["hierarchical"] == "use_hierarchical_allreduce does not act: all 2 ranks are on one host."
-    assert first["batch norm"] == "sync_batch_norm does not act: the model has no batch normalisation."
+    assert first["hierarchical"] == "use_hierarchical_allreduce has no effect: all 2 ranks are on one host."
+    assert first["batch norm"] == "sync_batch_norm has no effect: the model has no batch normalisation."
     assert first["small"].startswith("dgc does not compress: every parameter has fewer than 16384 elements")
-    assert first["offload"].startswith("optimize_offload of sharding does not act: the model is in host memory")
-    assert first["idle"].startswith("strategy.lars_configs does not act: lars is off")
-    assert first["merge"].startswith("strategy.gradient_merge does not act: it merges 1 batch")
+    assert first["offload"].startswith("optimize_offload of sharding has no effect: the model is in host memory")
+    assert first["idle"].startswith("strategy.lars_configs has no effect: lars is off")
+    assert first["merge"].startswith("strategy.gradient_merge has no effect: it merges 1 batch")
     assert second["idle"] == ""  # one rank says it
 
 

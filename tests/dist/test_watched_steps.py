@@ -1,4 +1,4 @@
-"""What watches a script's steps goes on after calls that raised, steps left out, and epochs that were left."""
+"""What watches a script's steps continues after calls that raised, steps left out, and epochs that were left."""
 
 from __future__ import annotations
 

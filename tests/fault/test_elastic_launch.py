@@ -1,4 +1,4 @@
-"""Ranks of `phalanx run -n a:b` are killed, frozen and replaced while the others go on."""
+"""Ranks of `phalanx run -n a:b` are killed, frozen and replaced while the others continue."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_job_that_lost_what_its_ranks_need_ends_with_the_reason(tmp_path: Path
     done = job.launcher.wait()
     done.gone_within(0.5)
     assert done.code == 128 + signal.SIGKILL
-    assert "the job cannot go on: a shard is lost" in done.out
+    assert "the job cannot continue: a shard is lost" in done.out
     refused = next(m["refused"] for m in job.seen("n0.2") if "refused" in m)
     assert refused["why"] == "a shard is lost"
     events = [json.loads(line) for line in (tmp_path / "log" / "events.launcher.0.jsonl").read_text().splitlines()]

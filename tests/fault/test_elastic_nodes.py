@@ -1,4 +1,4 @@
-"""Nodes of an elastic job are lost, cut off, taken away and added while the others go on."""
+"""Nodes of an elastic job are lost, cut off, taken away and added while the others continue."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_frozen_launcher_is_left_out_once_ranks_wait_for_its_node(tmp_path: Pa
     view = job.wait_for_view("n0.0", 1)
     assert time.monotonic() - asked > 0.9
     assert ids(view) == ["n0.0"]
-    # It wakes up, learns that the others went on, and ends.
+    # It wakes up, learns that the others continued, and ends.
     kill_node(job, 1, signal.SIGCONT)
     other = job.nodes[1].wait()
     other.gone_within(0.5)

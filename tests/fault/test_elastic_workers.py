@@ -1,4 +1,4 @@
-"""Workers beside parameter servers are killed, frozen, replaced and scaled while the others go on: `--worker-num 1:3`.
+"""Workers beside parameter servers are killed, frozen, replaced, scaled while others continue: `--worker-num 1:3`.
 
 The table counts: a sample's row has lr times the number of times that it was trained, so that a batch which was lost,
 or trained twice, is seen in the rows.

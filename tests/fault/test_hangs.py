@@ -187,7 +187,7 @@ def beat():
 
 def load():
     threading.Thread(target=beat, daemon=True).start()
-    while not os.path.exists("goes on"):
+    while not os.path.exists("continues"):
         time.sleep(0.05)  # FAULT
 
 net = torch.nn.Linear(12, 5)
@@ -253,7 +253,7 @@ def test_a_rank_that_is_alive_but_does_not_come_is_named_alike_on_all_nodes_of_a
     assert verdicts[0]["culprits"] == ["rank 1"]
     # Of its own ranks this node sees that they wait, and no more.
     assert phalanx("why", "--pid", job[1].process.pid).startswith(verdicts[0]["lines"][0])
-    (tmp_path / "goes on").touch()
+    (tmp_path / "continues").touch()
     wait_until(lambda: not hang_of(tmp_path, 1) and not hang_of(tmp_path, 2))
     (tmp_path / "may end").touch()
     for node in job[1:]:
@@ -283,12 +283,12 @@ def test_ranks_of_two_nodes_of_an_elastic_job_that_wait_for_each_other_are_named
 def test_a_job_that_goes_on_after_a_report_says_so_and_ends_well(tmp_path: Path, running: list[Launch]) -> None:
     wait = "while not os.path.exists({!r}): time.sleep(0.01)"
     script = fault_named("sleep, gloo").script.replace("time.sleep(1000)", wait.format("reported"))
-    script += "steps(50)\n" + wait.format("goes on") + "\n"
+    script += "steps(50)\n" + wait.format("continues") + "\n"
     done = start(tmp_path, running, script, "--hang-after", "1", "--hang-timeout", "30")
     wait_until(lambda: listed(done).get("hang"))
     (tmp_path / "reported").touch()
     wait_until(lambda: not listed(done).get("hang"))
-    (tmp_path / "goes on").touch()
+    (tmp_path / "continues").touch()
     assert done.wait().code == 0, done.out
     assert "rank 1 is at train.py" in report_of(done)
     assert "the job makes progress again, after" in done.out

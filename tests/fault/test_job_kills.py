@@ -180,7 +180,7 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
         ahead = timedelta(seconds=LEASE_S + 1)
         new = second.jobs.create(spec("true"), owner="ann").id
         until(lambda: second.jobs.get(new).state is JobState.SUCCEEDED, other)
-        # What runs elsewhere is neither lost nor started here; its own home goes on with it.
+        # What runs elsewhere is neither lost nor started here; its own home continues with it.
         found = second.jobs.get(job)
         assert (found.state, found.attempt) == (JobState.RUNNING, 1)
         assert "was started from another home" in found.reason

@@ -31,7 +31,7 @@ saved = folder / f"step-{rank}"
 begun = int(saved.read_text()) if saved.exists() else 0
 print("begins at", begun, "of world", os.environ["WORLD_SIZE"], flush=True)
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
-# The first attempt goes on until somebody ends it.
+# The first attempt continues until somebody ends it.
 for step in range(begun + 1, begun + 4 if begun else 10**6):
     time.sleep(0.05)
     saved.with_suffix(".new").write_text(str(step))

@@ -1,4 +1,4 @@
-"""Writers of the store that are killed: what they acknowledged is there, and the next one goes on."""
+"""Writers of the store that are killed: what they acknowledged is there, and the next one continues."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ if victim == "worker":
     fleet.save_persistables("saved")
     for call in (fleet.barrier_worker, lambda: fleet.metrics.sum(1), lambda: fleet.load("saved")):
         try:
-            print("went on with", call(), flush=True)
+            print("continued with", call(), flush=True)
         except px.errors.PeerLostError as e:
             print("FAILED", e, flush=True)
 fleet.stop_worker()
@@ -70,7 +70,7 @@ def start(folder, victim, mode, *flags):
 
 def failures(folder, rank):
     log = (folder / "log" / f"workerlog.{rank}").read_text()
-    return [line for line in log.splitlines() if line.startswith(("FAILED", "went on"))]
+    return [line for line in log.splitlines() if line.startswith(("FAILED", "continued"))]
 
 
 def run(folder, victim, mode):

@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_named_at_the_deadline():
     assert "all_reduce, call 2 of the group, on rank 0 (" in message
     assert "Timed out waiting for rank 1 (" in message
     assert "which lives" in message
-    # What rank 0 found holds for rank 1 too, once it goes on.
+    # What rank 0 found holds for rank 1 too, once it continues.
     assert outcomes[1].error_type == "PeerLostError"
     assert "Timed out waiting for rank 1 (" in outcomes[1].message
 

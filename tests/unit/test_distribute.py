@@ -101,7 +101,7 @@ def test_a_setting_that_acts_in_forward_passes_says_when_a_model_trains_without_
         method(model, torch.ones(1, 2)).mean().backward()
         optimizer.step()
     expected = 1 if settings and method is not Coder.__call__ else 0
-    assert caplog.text.count(f"{''.join(settings)} does not act: the gradients of this Coder came without") == expected
+    assert caplog.text.count(f"{''.join(settings)} has no effect: the gradients of this Coder came without") == expected
 
 
 def test_old_words_are_named_once(caplog: pytest.LogCaptureFixture, phalanx_propagates: None) -> None:

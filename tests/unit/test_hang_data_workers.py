@@ -1,4 +1,4 @@
-"""What a hang report says of the data workers of a rank: where each is, and what keeps it from going on."""
+"""What a hang report says of the data workers of a rank: where each is, and what keeps it from continuing."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_ctrl_c_while_a_log_is_followed_leaves_the_job_running(command, store, m
     monkeypatch.setattr("phalanx.cli.job_logs.follow", interrupted)
     result = command("job", "logs", "-f", job, fails=True)
     assert result.exit_code == 130
-    assert f"{job} goes on" in result.stderr
+    assert f"{job} continues" in result.stderr
     assert store.jobs.get(job).state is JobState.QUEUED
 
 

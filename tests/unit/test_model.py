@@ -1,4 +1,4 @@
-"""`px.Model` in one process: what it takes, what it makes of batches, how it goes on, and what it refuses."""
+"""`px.Model` in one process: what it takes, what it makes of batches, how it continues, and what it refuses."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_net_that_was_put_in_evaluation_mode_trains_again() -> None:
     assert made.net.training
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sink", [{}, {"dataset_sink_mode": True, "sink_size": 2}])

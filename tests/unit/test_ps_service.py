@@ -290,7 +290,7 @@ def test_leases_go_through_the_service() -> None:
     ):
         with pytest.raises(ConfigError, match=r"of a lease must be|is malformed"):
             one.call(op, wrong)
-    assert one.call("done", {"epoch": 0, "file": "b", "offset": 1}).meta == {}, "the server goes on"
+    assert one.call("done", {"epoch": 0, "file": "b", "offset": 1}).meta == {}, "the server continues"
 
 
 def test_bounded_lets_a_worker_run_ahead_by_the_bound() -> None:

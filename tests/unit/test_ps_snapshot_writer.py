@@ -1,4 +1,4 @@
-"""Snapshots that a server writes in threads while it goes on."""
+"""Snapshots that a server writes in threads while it continues."""
 
 from __future__ import annotations
 

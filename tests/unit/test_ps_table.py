@@ -227,7 +227,7 @@ def test_counts_of_ids_that_did_not_occur_lately_are_forgotten(table_of: Make) -
     assert waiting() == KEYS[:2].tolist()
     assert table.shrink() == 0, "counts are no rows"
     assert waiting() == KEYS[:1].tolist()
-    assert table.push(KEYS[:2], ones(2)) == 1, "one count went on, the other began anew"
+    assert table.push(KEYS[:2], ones(2)) == 1, "one count continued, the other began anew"
     for _ in range(4):
         table.shrink()
     assert waiting() == []

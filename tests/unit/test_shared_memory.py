@@ -39,7 +39,7 @@ def members(size: int) -> Iterator[list[Any]]:
 
 
 def all_reduced(tensors: list[Tensor], op: object) -> list[Tensor]:
-    """Reduce tensors small enough for one round, in which no rank has to go on before another can."""
+    """Reduce tensors small enough for one round, in which no rank has to continue before another can."""
     results = [t.clone() for t in tensors]
     with members(len(tensors)) as groups:
         calls = [

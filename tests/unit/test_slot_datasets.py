@@ -345,6 +345,6 @@ def test_progress_is_reported_once_a_batch_is_trained_on(folder: Path, monkeypat
     next(batches)
     assert server.calls == [("part-0", 4, False)]
     batches.close()
-    # The worker is gone; another goes on from the last report.
+    # The worker is gone; another continues from the last report.
     server.taken.clear()
     assert seen(leased(folder, server)) == list(range(4, ROWS))

@@ -166,7 +166,7 @@ def test_waits_of_the_main_thread_count_as_they_are() -> None:
 
 
 def test_waits_in_the_background_count_as_far_as_the_main_thread_did_not_run() -> None:
-    """As of DistributedDataParallel: buckets wait for the other rank while the backward pass goes on."""
+    """As of DistributedDataParallel: buckets wait for the other rank while the backward pass continues."""
     after = reading(10.0, 7.0, entered_waits_s={"1": 4.0, "2": 2.0})
     assert spent_between(reading(0.0, 0.0), after).waits_s == pytest.approx({1: 2.0, 2: 1.0})
 

@@ -75,8 +75,8 @@ def test_settings_that_cannot_act_say_so(caplog):
     strategy = DistributedStrategy()
     strategy.fuse_grad_size_in_TFLOPS = 50
     strategy.sync_nccl_allreduce = False
-    assert "fuse_grad_size_in_TFLOPS does not act" in caplog.text
-    assert "sync_nccl_allreduce=False does not act" in caplog.text
+    assert "fuse_grad_size_in_TFLOPS has no effect" in caplog.text
+    assert "sync_nccl_allreduce=False has no effect" in caplog.text
 
 
 # --- parameter servers ----------------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def test_a_wrong_setting_of_the_servers_is_named(configs, message):
 def test_settings_of_the_servers_that_cannot_act_say_so(caplog):
     strategy = DistributedStrategy()
     strategy.a_sync_configs = {"send_queue_size": 16, "launch_barrier": True, "max_merge_var_num": 4}
-    assert "a_sync_configs['send_queue_size'] does not act: queues to the servers are bounded by bytes" in caplog.text
-    assert "a_sync_configs['launch_barrier'] does not act" in caplog.text
-    assert "a_sync_configs['max_merge_var_num'] does not act: it needs half_async" in caplog.text
+    assert "a_sync_configs['send_queue_size'] has no effect: queues to the servers are bounded by bytes" in caplog.text
+    assert "a_sync_configs['launch_barrier'] has no effect" in caplog.text
+    assert "a_sync_configs['max_merge_var_num'] has no effect: it needs half_async" in caplog.text
 
 
 # --- techniques -----------------------------------------------------------------------------------------------------
@@ -197,14 +197,14 @@ def test_a_wrong_key_or_value_of_a_dictionary_is_named(setting, configs, message
 def test_keys_that_do_not_act_say_why(caplog):
     strategy = DistributedStrategy()
     strategy.sharding_configs = {"stage": 2, "segment_broadcast_MB": 32}
-    assert "sharding_configs['segment_broadcast_MB'] does not act: units say what is gathered together" in caplog.text
+    assert "sharding_configs['segment_broadcast_MB'] has no effect: units say what is gathered together" in caplog.text
     assert "'stage'" not in caplog.text
 
 
 def test_dictionaries_without_their_switch_are_known():
     strategy = DistributedStrategy(recompute_configs={"checkpoints": ["a"]}, lars=True, lars_configs={"epsilon": 0.1})
     (said,) = strategy.idle()
-    assert said.startswith("strategy.recompute_configs does not act: recompute is off. Set strategy.recompute = True")
+    assert said.startswith("strategy.recompute_configs has no effect: recompute is off. Set strategy.recompute = True")
     assert DistributedStrategy(hybrid_configs={"pp_degree": 2}, pipeline_configs={"accumulate_steps": 2}).idle() == []
 
 
@@ -212,10 +212,10 @@ def test_dictionaries_without_their_switch_are_known():
     ("settings", "sentence"),
     [
         ({"hierarchical_allreduce_inter_nranks": 2}, "use_hierarchical_allreduce is off"),
-        ({"gradient_merge": True}, "gradient_merge does not act: it merges 1 batch"),
-        ({"base_batch": 32}, "base_batch does not act: the learning rate is not scaled"),
-        ({"amp": True, "amp_configs": {"incr_ratio": 3.0}}, r"amp_configs\['incr_ratio'\] does not act: bfloat16"),
-        ({"dgc": True, "fuse_grad_size_in_MB": 3}, "fuse_grad_size_in_MB does not act: with dgc, gradients are not"),
+        ({"gradient_merge": True}, "gradient_merge has no effect: it merges 1 batch"),
+        ({"base_batch": 32}, "base_batch has no effect: the learning rate is not scaled"),
+        ({"amp": True, "amp_configs": {"incr_ratio": 3.0}}, r"amp_configs\['incr_ratio'\] has no effect: bfloat16"),
+        ({"dgc": True, "fuse_grad_size_in_MB": 3}, "fuse_grad_size_in_MB has no effect: with dgc, gradients are not"),
     ],
 )
 def test_settings_that_need_others_say_so(settings, sentence):

@@ -1,4 +1,4 @@
-"""Workers beside servers that come and go: who is started, who leaves, when the job cannot go on, and who is frozen."""
+"""Workers beside servers that come and go: who is started, who leaves, when the job cannot continue, who is frozen."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints: save, load at any number of ranks, resume, stop gracefully, export.
 
-In: models, optimizers, loaders and whatever else a run goes on with. Out: folders that any number of ranks can load, or
+In: models, optimizers, loaders and what else a run continues with. Out: folders that any number of ranks can load, or
 none is left half written. Start with `saving` and `loading`; `state` collects and restores, `folder` and `tensors` are
 what is on disk.
 """

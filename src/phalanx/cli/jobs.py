@@ -149,7 +149,7 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
             except KeyboardInterrupt:
                 talk(
                     tr(
-                        "{job} goes on: phalanx job logs -f {job} shows it again, phalanx job stop {job} ends it.",
+                        "{job} continues: phalanx job logs -f {job} shows it again, phalanx job stop {job} ends it.",
                         job=job,
                     )
                 )

@@ -1,4 +1,4 @@
-"""`meet`: rendezvous over a key-value store: wait for all ranks, name the missing ones, agree to go on or to give up.
+"""`meet`: rendezvous over a key-value store: wait for all ranks, name those missing, agree to continue or to give up.
 
 Every rank posts an `Announcement` under its number. The first rank that sees all of them, or whose patience ends,
 writes the verdict; the write is atomic and all ranks obey what was

@@ -92,7 +92,7 @@ def share(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any
 def share_from_first(name: str, key: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
     """Return rank 0's value of `key` on every rank that asks.
 
-    Not collective: rank 0 goes on at once, other ranks wait for it alone, in any order among other calls and from any
+    Not collective: rank 0 continues at once, other ranks wait for it alone, in any order among other calls and from any
     thread. The first value stays, also for a rank that is started again.
 
     Args:

@@ -51,7 +51,7 @@ class JobMembership:
 
 _meeting: JobMembership | None = None
 _outsider: Role | None = None
-"""This worker beside servers, if it is in no group: it was started again, so that the others' group goes on, or fails,
+"""This worker beside servers, if it is in no group: it was started again, so the others' group continues, or fails,
 without it; or workers come and go, and there is no group."""
 
 _starts = 0
@@ -104,7 +104,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
 
     Returns:
         Whether a group was made; False for a job of one, for a server, when the script made its own group, for a worker
-        that was started again beside servers, as the others are in a group that goes on, or fails, without it, and
+        that was started again beside servers, as the others are in a group that continues, or fails, without it, and
         where workers beside servers come and go.
 
     Raises:

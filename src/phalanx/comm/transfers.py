@@ -69,7 +69,7 @@ def check_not_alone(verb: str) -> None:
     if role:
         raise PeerLostError(
             f"{verb} needs all {role.world_size} workers, and worker {role.rank} was started again alone: it trains "
-            "through the servers, and the others' group goes on without it. Leave barriers and metrics out where "
+            "through the servers, and the others' group continues without it. Leave barriers and metrics out where "
             "workers may be started again, or compute them from a snapshot after training."
         )
 

@@ -206,7 +206,7 @@ class Jobs:
 
     @route("GET", "/jobs/{job}/hang", "get_hang", is_text=True)
     def hang(self, job: str) -> str:
-        """Return why the job is stalled, as its launcher found it; empty while it goes on, or has ended."""
+        """Return why the job is stalled, as its launcher found it; empty while it continues, or has ended."""
 
     @route("GET", "/jobs/{job}/slow", "get_slow", is_text=True)
     def slow(self, job: str) -> str:

@@ -111,7 +111,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     check_not_alone("fleet.load")
     tables = table_client.current()
     extra: dict[str, Any] = open_snapshot(directory).extra()
-    # Nobody may go on training while another still loads, nor may a second load undo what was trained.
+    # Nobody may continue training while another still loads, nor may a second load undo what was trained.
     agree("load", [str(directory), list(names) if names is not None else None])
     has_tables = _has_tables(tables)
     if has_tables:

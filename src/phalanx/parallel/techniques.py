@@ -173,7 +173,7 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
 
         # A pipeline weighs the loss.
         if not synchronise(model, is_weighed=_has_stages(plan), is_sum=is_sum_of_ranks(plan)):
-            logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
+            logger.warning("sync_batch_norm has no effect: the model has no batch normalisation.")
         if plan.step.compiled:
             keep_out_of_graph()
     if any(rule.recompute != "none" or rule.offload for rule in plan.modules):
@@ -239,7 +239,7 @@ def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, cont
     from phalanx.parallel.zero import sharded  # a job that shards nothing does not wait for this
 
     if update.mirror:
-        logger.warning("mirror=1 of sharding does not act: no rank of this job may leave (phalanx run -n a:b).")
+        logger.warning("mirror=1 of sharding has no effect: no rank of this job may leave (phalanx run -n a:b).")
     sharded.shard(plan, model, mesh, update)
     sharded.watch_forward_passes(model)
     return _reduce_shards(plan, model, mesh, update, context)

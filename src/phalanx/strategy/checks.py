@@ -82,32 +82,32 @@ def _dictionaries(strategy: DistributedStrategy) -> Iterator[str]:
         if switch == name or name in _WITHOUT_SWITCH or not getattr(strategy, name):
             continue
         if switch not in strategy.techniques:
-            yield f"strategy.{name} does not act: {switch} is off. Set strategy.{switch} = True, or leave it out."
+            yield f"strategy.{name} has no effect: {switch} is off. Set strategy.{switch} = True, or leave it out."
 
 
 def _single(strategy: DistributedStrategy) -> Iterator[str]:
     if strategy.hierarchical_allreduce_inter_nranks > 1 and not strategy.use_hierarchical_allreduce:
         yield (
-            "strategy.hierarchical_allreduce_inter_nranks does not act: use_hierarchical_allreduce is off. Set "
+            "strategy.hierarchical_allreduce_inter_nranks has no effect: use_hierarchical_allreduce is off. Set "
             "strategy.use_hierarchical_allreduce = True, or leave it out."
         )
     if strategy.gradient_merge and strategy.config(GradientMergeConfigs).k_steps == 1:
         yield (
-            "strategy.gradient_merge does not act: it merges 1 batch. Say how many make one update: "
+            "strategy.gradient_merge has no effect: it merges 1 batch. Say how many make one update: "
             'gradient_merge_configs = {"k_steps": 4}.'
         )
     if strategy.base_batch is not None and strategy.scale_lr == "none":
-        yield 'strategy.base_batch does not act: the learning rate is not scaled. Set strategy.scale_lr = "linear".'
+        yield 'strategy.base_batch has no effect: the learning rate is not scaled. Set strategy.scale_lr = "linear".'
 
 
 def _scaling(strategy: DistributedStrategy) -> Iterator[str]:
     keys = [key for key in _SCALING if key in strategy.amp_configs]
     if strategy.amp and strategy.amp_dtype != "float16" and keys:
-        yield f"amp_configs[{keys[0]!r}] does not act: bfloat16 has the range of float32, so losses are not scaled."
+        yield f"amp_configs[{keys[0]!r}] has no effect: bfloat16 has the range of float32, so losses are not scaled."
 
 
 def _fusion(strategy: DistributedStrategy) -> Iterator[str]:
     alone = [name for name in ("sharding", "localsgd", "adaptive_localsgd", "dgc") if name in strategy.techniques]
     for name in _FUSION:
         if alone and name in strategy.model_fields_set:
-            yield f"strategy.{name} does not act: with {alone[0]}, gradients are not all-reduced in buckets."
+            yield f"strategy.{name} has no effect: with {alone[0]}, gradients are not all-reduced in buckets."

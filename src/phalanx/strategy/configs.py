@@ -33,7 +33,7 @@ Names = list[str]
 
 
 def _no_effect(why: str) -> Any:
-    """Return the field of a key that is accepted and does not act."""
+    """Return the field of a key that is accepted and has no effect."""
     return Field(default=None, json_schema_extra={"no_effect": why})
 
 
@@ -45,7 +45,7 @@ class Configs(BaseModel):
 
     @classmethod
     def keys_without_effect(cls) -> dict[str, str]:
-        """Return the keys that are accepted and do not act, with the reason."""
+        """Return the keys that are accepted and have no effect, with the reason."""
         extras = {key: field.json_schema_extra for key, field in cls.model_fields.items()}
         return {key: str(extra["no_effect"]) for key, extra in extras.items() if isinstance(extra, dict)}
 

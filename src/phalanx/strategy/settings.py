@@ -297,9 +297,9 @@ class DistributedStrategy(BaseModel):
 
     def _say_what_does_not_act(self, name: str) -> None:
         if name == "fuse_grad_size_in_TFLOPS":
-            logger.warning("fuse_grad_size_in_TFLOPS does not act: buckets are cut by bytes; set fuse_grad_size_in_MB.")
+            logger.warning("fuse_grad_size_in_TFLOPS has no effect: bytes cut buckets. Set fuse_grad_size_in_MB.")
         if name == "sync_nccl_allreduce" and not self.sync_nccl_allreduce:
-            logger.warning("sync_nccl_allreduce=False does not act: gradients are complete before the optimizer step.")
+            logger.warning("sync_nccl_allreduce=False has no effect: gradients are complete before the optimizer step.")
         if name.endswith("_configs"):
             _say_which_keys_do_not_act(name, getattr(self, name))
 
@@ -345,7 +345,7 @@ def _say_which_keys_do_not_act(dictionary: str, keys: dict[str, Any]) -> None:
     }
     for key, why in reasons.items():
         if key in keys:
-            logger.warning("%s[%r] does not act: %s.", dictionary, key, why)
+            logger.warning("%s[%r] has no effect: %s.", dictionary, key, why)
 
 
 def _refuse_unknown(name: str) -> None:

@@ -56,7 +56,7 @@ def distribute(
         balance: What faster ranks get more of, as `strategy.balance`: logical replicas, or without these samples of
             each global batch, whose size stays. Even parts when omitted.
         mirror: 1 lets each rank keep the optimizer state of the next one too, where `strategy.sharding` is on, so that
-            nothing is lost with a rank that others go on without. As `strategy.sharding_configs["mirror"]`.
+            nothing is lost with a rank that others continue without. As `strategy.sharding_configs["mirror"]`.
         **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
 
     Returns:

@@ -42,7 +42,7 @@ _CHANGES: Sentences = (
     "node {n} is about to be taken away",
     (
         "push {push} of worker {worker} is in the tables of {have} and not in those of {lack}: the worker "
-        "was lost while it sent it. Training goes on, and the tables keep that difference"
+        "was lost while it sent it. Training continues, and the tables keep that difference"
     ),
 )
 
@@ -55,7 +55,7 @@ def translate_change(text: str) -> str:
 
 
 def _member(text: str) -> str:
-    """Return a member or node in Chinese, as a sentence goes on after it: `rank 1 (n0.1)` is `进程 1（n0.1）`."""
+    """Return a member or node in Chinese, as a sentence continues after it: `rank 1 (n0.1)` is `进程 1（n0.1）`."""
     text = re.sub(r" \((.+)\)", lambda match: f"（{match[1].replace(', ', '，')}）", text)
     text = re.sub(r"^rank ", "进程 ", re.sub(r"^worker ", "工作进程 ", text)).replace("（node ", "（节点 ")
     return text if text.endswith("）") else f"{text} "

@@ -277,11 +277,11 @@ class Restorer:
     def _load_loader(self, loader: Any) -> None:
         state = self.reader.values(self.source_rank, "loader")
         if asked_replicas() == 0 and isinstance(state, dict):
-            state.pop("replicas", None)  # asked not to go on with them
+            state.pop("replicas", None)  # asked not to continue with them
         loader.load_state_dict(state)
 
     def _load_streams(self) -> bool:
-        """Let random numbers go on as those of the shares of a batch; return whether they do.
+        """Let random numbers continue as those of the shares of a batch; return whether they do.
 
         They are where the checkpoint was trained with shares that are not those of its ranks, or is now.
         """

@@ -51,7 +51,7 @@ class Role:
     """`host:port` of this process; empty when the launcher did not say."""
 
     least_workers: int = 0
-    """Fewest workers that a job with servers goes on with, as they come and go; 0 where their number is fixed."""
+    """Fewest workers that a job with servers continues with, as they come and go; 0 where their number is fixed."""
 
     attempt: int = 0
     """How many times the job was restarted before this run."""

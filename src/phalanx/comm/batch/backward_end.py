@@ -36,7 +36,7 @@ def forget_interrupted() -> None:
 
 @contextmanager
 def repeated_pass() -> Iterator[None]:
-    """Let backward passes in the block go on with the one that an error ended before; it ends with the block."""
+    """Let backward passes in the block continue with the one that an error ended before; it ends with the block."""
     global _is_repeated
     _is_repeated = True
     try:
@@ -48,5 +48,5 @@ def repeated_pass() -> Iterator[None]:
 
 
 def is_repeated() -> bool:
-    """Return whether the backward pass that runs goes on with one that an error ended."""
+    """Return whether the backward pass that runs continues with one that an error ended."""
     return _is_repeated

@@ -1,7 +1,7 @@
-"""`RandomStreams`: random numbers of several logical replicas in one process, each going on where its rank's were.
+"""`RandomStreams`: random numbers of several logical replicas in one process, each continuing where its rank's were.
 
-A run without logical replicas draws one sequence of random numbers on each rank. Where fewer ranks go on with it, each
-of those sequences goes on as that of a replica; the generators of the process are those of one replica at a time.
+A run without logical replicas draws a sequence of random numbers on each rank. Where fewer ranks continue with it, each
+of those sequences continues as that of a replica; the generators of the process are those of one replica at a time.
 """
 
 from __future__ import annotations

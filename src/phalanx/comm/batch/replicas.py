@@ -155,7 +155,7 @@ class Replicas:
         """What `LabelMean.scale` has for each row of a global batch, in `px.train_step`: the same for the whole job."""
 
         self.streams: RandomStreams | None = None
-        """The random numbers of the replicas of this rank, where each was a rank of a run without replicas: they go on
+        """Random numbers of the replicas of this rank, where each was a rank of a run without replicas: they continue
         as that rank's did. Seeded anew at each turn when None."""
 
         self.left_at = ""
@@ -253,7 +253,7 @@ class Replicas:
 
     @property
     def were_ranks(self) -> bool:
-        """Whether each was a rank of a run without replicas, which goes on with as few differences as can be."""
+        """Whether each was a rank of a run without replicas, which continues with as few differences as can be."""
         return self.streams is not None
 
     def on_turn(self, listener: Callable[[int, bool], None]) -> None:

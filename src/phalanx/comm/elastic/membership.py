@@ -161,7 +161,7 @@ class MembershipClient:
         if self.is_joining:
             raise PeerLostError(f"membership changed before this rank was taken in: {self.newest.reason}")
         if not self.newest.planned:
-            raise PeerLostError(f"{self.newest.reason}; membership epoch {self.newest.epoch} goes on without it")
+            raise PeerLostError(f"{self.newest.reason}; membership epoch {self.newest.epoch} continues without it")
 
     def count_step(self, seconds: float) -> None:
         """Note what a step took, for what is usual."""

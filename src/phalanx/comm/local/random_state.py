@@ -29,7 +29,7 @@ def seed_all(seed: int, *, device: torch.device | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomState:
-    """What all generators go on from."""
+    """What all generators continue from."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -45,7 +45,7 @@ class RandomState:
         return cls(random.getstate(), tuple(np.random.get_state(legacy=True)), torch.get_rng_state(), state)
 
     def restore(self) -> None:
-        """Let all generators go on from this state."""
+        """Let all generators continue from this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -55,7 +55,7 @@ class RandomState:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Draw from this state inside the block, and go on as before after it."""
+        """Draw from this state inside the block, and continue as before after it."""
         before = RandomState.current()
         self.restore()
         try:

@@ -218,7 +218,7 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`, from its start. Never needed: iterating advances the epoch."""
         if self._passes_over or (self._is_shared and epoch <= self._next_epoch and self._next_position):
-            return  # a rank that has joined goes on where the others are
+            return  # a rank that has joined continues where the others are
         self._next_epoch, self._next_position = epoch, 0
         self._note_return()
 

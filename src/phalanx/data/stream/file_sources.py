@@ -112,7 +112,7 @@ class SplitFiles:
         return {"version": 1, "files": {file: list(self._progress.get(file, (0, 0))) for file in self.mine()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
             ConfigError: If it is of another version, or lacks a file that this worker reads.

@@ -50,7 +50,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, control: RecordedRun |
 
 
 class _Comparison:
-    """A comparison of two runs that goes on step by step."""
+    """A comparison of two runs that continues step by step."""
 
     def __init__(self, first: RecordedRun, second: RecordedRun, control: RecordedRun | None, is_exact: bool) -> None:
         self._first, self._second, self._control, self._is_exact = first, second, control, is_exact

@@ -41,7 +41,7 @@ class SavedCheckpoint:
     saved: datetime
     bytes: int
     state: Literal["complete", "unfinished", "unreadable"]
-    """Complete: its save ended; files are checked when it is loaded. Unfinished: a save that still goes on, or did not
+    """Complete: its save ended; files are checked when it is loaded. Unfinished: a save that still runs, or did not
     end."""
 
     why: str

@@ -1,7 +1,7 @@
 """`LogPart`: read, follow and cap the log files of an attempt.
 
 A rank that writes without end keeps its first and its last bytes: the middle of its file is given back to the file
-system as a hole, so offsets stay what they are, and reading goes on behind the hole, saying how much is gone.
+system as a hole, so offsets stay what they are, and reading continues behind the hole, saying how much is gone.
 """
 
 from __future__ import annotations

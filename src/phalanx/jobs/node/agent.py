@@ -1,6 +1,6 @@
 """`NodeAgent`: runs one node of an attempt: prepare, launch, heartbeat, exit record.
 
-SIGTERM goes on to what it started, which has the job's grace before all below this process is killed.
+SIGTERM is passed on to what it started, which has the job's grace before all below this process is killed.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class NodeAgent:
         if paths.stop(self.folder).exists():
             self._stop_for(StopReason("stopped", "asked to end"))
         if self.spec.resources.least_nodes is not None:
-            return  # the launchers go on without nodes that are lost
+            return  # the launchers continue without nodes that are lost
         for node in range(len(self.rendezvous.hosts)):
             path = paths.heartbeat(self.folder, node)
             if node == self.rendezvous.node or not path.exists():
@@ -289,7 +289,7 @@ class NodeAgent:
     def _missed_heartbeats(self, path: Path) -> int:
         """Return for how many of our own beats a file has not changed.
 
-        No clock of another host is asked, nor one that went on while this process was suspended.
+        No clock of another host is asked, nor one that continued while this process was suspended.
         """
         changed = path.stat().st_mtime_ns
         before, count = self._silent_heartbeats.get(path, (0, 0))

@@ -113,7 +113,7 @@ class _Problems(list[str]):
 
     @contextmanager
     def of(self, field: str) -> Iterator[None]:
-        """Note an error of ours, or of the system, as a problem of `field`, and go on."""
+        """Note an error of ours, or of the system, as a problem of `field`, and continue."""
         try:
             yield
         except PhalanxError as error:

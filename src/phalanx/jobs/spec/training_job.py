@@ -88,7 +88,7 @@ class Checkpoint(SpecModel):
     """The folder that survives attempts; the script reads it from PHALANX_CHECKPOINT_DIR."""
 
     dir: Annotated[str, AfterValidator(kept_path)] | None = None
-    """An absolute path, as to go on from another job, or one in the job's own folder. Default: one of the job's own."""
+    """An absolute path, as to resume another job, or one in the job's own folder. Default: one of the job's own."""
 
 
 class TrainingJob(SpecModel):

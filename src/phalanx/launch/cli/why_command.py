@@ -107,7 +107,7 @@ def slow_lines(processes: Sequence[Watched]) -> list[str]:
 
 
 def reported_verdict(processes: Sequence[Watched]) -> Verdict | None:
-    """Return why the job of these processes hangs, as the launchers of all its nodes say; None where it goes on."""
+    """Return why the job of these processes hangs, as the launchers of all its nodes say; None where it continues."""
     reports = [dict(job["hang"]) for job in _jobs_of(processes) if job.get("hang")]
     for report in reports:
         del report["since"]
@@ -126,7 +126,7 @@ def render(observations: Sequence[Observation], verdict: Verdict | None, slow: S
     elif slow:
         head = [tr("the job is not hung, but slow. In the last minute:"), *slow]
     else:
-        head = [tr("no rank is seen to wait for another: the job goes on")]
+        head = [tr("no rank is seen to wait for another: the job continues")]
     width = max(len(o.title) for o in observations)
     rows = [f"  {o.title:<{width}}  {o.pid:>8}  {_doing(o, verdict)}" for o in observations]
     return "\n".join([*head, "", *rows]) + "\n"

@@ -161,7 +161,7 @@ class ElasticAgent:
 
     @property
     def refusal(self) -> str:
-        """Why the job cannot go on; empty while it can."""
+        """Why the job cannot continue; empty while it can."""
         return self.membership.refusal
 
     # Messages of ranks.
@@ -197,10 +197,10 @@ class ElasticAgent:
             self._done.add(member_id)
 
     def _abandon(self, why: str) -> None:
-        """End the job: a lost rank had what is needed to go on."""
+        """End the job: a lost rank had what is needed to continue."""
         if self.membership.refusal:
             return
-        logger.warning("the job cannot go on: %s", why)
+        logger.warning("the job cannot continue: %s", why)
         self.membership.refusal = why
         for event in self.history.settle():
             event.ended = why
@@ -260,7 +260,7 @@ class ElasticAgent:
         self.rank_host.on_view(view)
         if not view.planned and any(self._is_left_out(member_id, view) for member_id in self._channels):
             self._is_outcast = True
-            self.membership.refusal = f"the other nodes went on without node {self.node}: {view.reason}"
+            self.membership.refusal = f"the other nodes continued without node {self.node}: {view.reason}"
             return
         self._last_ids = view.ids
         for member_id in {*view.ids, *self.membership.leaving}:

@@ -27,11 +27,11 @@ class EpochEvent:
     """How long each member stood still."""
 
     ended: str = ""
-    """Why the job could not go on after it; empty where it did."""
+    """Why the job could not continue after it; empty where it did."""
 
     @property
     def stall_s(self) -> float:
-        """How long the members that went on stood still."""
+        """How long the members that continued stood still."""
         return max((s for member_id, s in self.seconds.items() if member_id not in self.joined), default=0.0)
 
     def to_json(self) -> dict[str, Any]:

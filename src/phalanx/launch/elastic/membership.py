@@ -84,10 +84,10 @@ class Membership:
     """Processes that a view left out, and that have not ended."""
 
     refusal: str = ""
-    """Why the job cannot go on; empty while it can."""
+    """Why the job cannot continue; empty while it can."""
 
     _broke_off: dict[str, str] = field(default_factory=dict)
-    """Processes that were gone before all had gone on without them."""
+    """Processes that were gone before all had continued without them."""
 
     def start(self, ids: Sequence[str], store: str) -> View:
         """Return view 0, of members that have all started."""
@@ -167,7 +167,7 @@ class Membership:
         self.draining.add(launch)
 
     def adopt(self, view: View) -> None:
-        """Go on with a newer view."""
+        """Continue with a newer view."""
         before = () if self.view is None else self.view.ids
         if self.view is None:
             self.targets = self.targets or dict(Counter(member.node for member in view.members))

@@ -79,7 +79,7 @@ class Scaling:
 
     @property
     def may_drain(self) -> bool:
-        """Whether the other nodes can go on without this one."""
+        """Whether the other nodes can continue without this one."""
         members = self._membership.members
         others = [i for i in self._membership.active if members[i].node != self._node]
         stay = [i for i in others if i not in self._membership.departures]

@@ -11,7 +11,7 @@ from phalanx.launch.elastic.nodes.node_group import NodeGroup
 from phalanx.launch.elastic.suspects import Suspects
 
 FENCE_S = 0.5
-"""How long a process may take to die of SIGKILL before the others go on without it."""
+"""How long a process may take to die of SIGKILL before the others continue without it."""
 
 JUDGE_S = 1.0
 """How long another node may take to say that it judges one of its processes, before it counts as cut off."""

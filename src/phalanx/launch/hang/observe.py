@@ -69,7 +69,7 @@ class Observation:
 
     activity: Activity | None = None
     troubles: tuple[str, ...] = ()
-    """What keeps it from going on, in words."""
+    """What keeps it from continuing, in words."""
 
     is_stopped: bool = False
     holds_lock: bool = False

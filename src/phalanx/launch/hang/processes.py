@@ -1,4 +1,4 @@
-"""`state_of`: why a process does not go on, by /proc: stopped, asleep in the kernel, swapped out, held back."""
+"""`state_of`: why a process does not continue, by /proc: stopped, asleep in the kernel, swapped out, held back."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def state_of(pid: int) -> ProcessState:
 
 
 def troubles_of(pid: int, state: ProcessState) -> list[str]:
-    """Return in words what keeps a process from going on, as far as the kernel says it."""
+    """Return in words what keeps a process from continuing, as far as the kernel says it."""
     troubles = []
     if state.is_stopped:
-        troubles.append(tr("it is stopped by a signal or a debugger (kill -CONT {pid} lets it go on)", pid=pid))
+        troubles.append(tr("it is stopped by a signal or a debugger (kill -CONT {pid} lets it continue)", pid=pid))
     if state.letter == "D":
         where = proc.wait_channel(pid)
         troubles.append(tr("it waits in the kernel, for a disk or a network file system ({where})", where=where or "?"))

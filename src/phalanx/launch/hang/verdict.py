@@ -27,7 +27,7 @@ _MOST = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Why a job does not go on."""
+    """Why a job does not continue."""
 
     cause: Cause
     """"rank": one is elsewhere. "order", "mismatch": ranks made different calls. "network": all made the same one."""
@@ -47,7 +47,7 @@ class Verdict:
 
     is_compiling: bool = False
     waiting: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Who waits, with the counts of its progress that must change when the job goes on; none where nothing counts."""
+    """Who waits, with the counts of its progress that must change when the job continues; none where nothing counts."""
 
     at: float = 0.0
     """When, on the monotonic clock."""
@@ -81,7 +81,7 @@ class _Wait:
 
 
 def judge(observations: Sequence[Observation]) -> Verdict | None:
-    """Return why a job does not go on, or None where no rank is seen to wait for another.
+    """Return why a job does not continue, or None where no rank is seen to wait for another.
 
     Args:
         observations: One of each process of the job.

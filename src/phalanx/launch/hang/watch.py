@@ -134,7 +134,7 @@ class HangWatch:
                 self._tick(tick_s)
                 self._ticked = time.monotonic()
             except Exception:  # a job must not be less watched for one that failed
-                logger.exception("the watch for hangs failed, and goes on")
+                logger.exception("the watch for hangs failed, and continues")
                 self._stopped.wait(_MAX_PAUSE_S)
 
     def _tick(self, tick_s: float) -> None:
@@ -226,7 +226,7 @@ class HangWatch:
         return patience_s + max((self._usual_s(rank) for rank in late), default=0.0)
 
     def _follow_up(self, verdict: Verdict, ranks: Mapping[str, WatchedRank], tick_s: float) -> None:
-        """See whether the job goes on again, or has waited long enough."""
+        """See whether the job continues again, or has waited long enough."""
         if not self._is_part(verdict, ranks):
             self._ask_about(verdict, ranks)
             return

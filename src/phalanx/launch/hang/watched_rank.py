@@ -19,7 +19,7 @@ _WORKS_CPU = 0.005
 
 @dataclass
 class WatchedRank:
-    """A process, and how it went on."""
+    """A process, and how it continued."""
 
     process: Watched
     reader: ActivityReader | None = None
@@ -72,5 +72,5 @@ class WatchedRank:
         return self.activity is None or self.activity.is_starting
 
     def has_moved(self, before: tuple[int, ...], since: float) -> bool:
-        """Whether it goes on after a wait: its counts say so, or, where it waited for something else, its processor."""
+        """Whether it continues after a wait: its counts say so, or, if it waited for something else, its processor."""
         return self.progress != before if before else self.idle_since > since

@@ -39,7 +39,7 @@ logger = logging.getLogger("phalanx.launch")
 
 
 REFUSED_S = 1.0
-"""How long ranks may take to say that the job cannot go on, before they are asked to end."""
+"""How long ranks may take to say that the job cannot continue, before they are asked to end."""
 
 
 @dataclass(kw_only=True)
@@ -163,17 +163,17 @@ class ElasticAttempt(LocalAttempt):
         if is_asked and is_drained and not self._must_stop:
             # As everywhere a second signal kills, but only what is of this node.
             self.stops.take()
-            logger.warning("asked again: %s are killed, the others go on", self._alive_titles())
+            logger.warning("asked again: %s are killed, the others continue", self._alive_titles())
             return True
         may_drain = self._failed_at is None and not self._must_stop and self.agent.scaling.may_drain
         if is_asked and may_drain:
-            # The other nodes go on; here ranks end after the step they compute.
+            # The other nodes continue; here ranks end after the step they compute.
             self.stops.take()
-            logger.warning("asked to end by SIGTERM: the ranks of this node leave, the others go on")
+            logger.warning("asked to end by SIGTERM: the ranks of this node leave, the others continue")
             self._drain_until = time.monotonic() + self.stop_grace_s
             self.agent.scaling.drain()
         if self._drain_until is not None and self.agent.scaling.is_deserted:
-            # All nodes are about to be taken away: nobody is left to go on.
+            # All nodes are about to be taken away: nobody is left to continue.
             self._drain_until = None
             self.stops.pending.append(signal.SIGTERM)
             return True

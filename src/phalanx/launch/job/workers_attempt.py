@@ -137,7 +137,7 @@ class WorkersAttempt(LocalAttempt):
     def _lose(self, worker: int, how: str) -> None:
         reason = f"worker {worker} {how}"
         event = self.pool.lose(worker, reason, time.time())
-        logger.warning("%s. The others go on without it: %d of %d", reason, event["ranks"], self.pool.target)
+        logger.warning("%s. The others continue without it: %d of %d", reason, event["ranks"], self.pool.target)
         self._sign_off(worker)
         self._record(event)
 
@@ -151,7 +151,7 @@ class WorkersAttempt(LocalAttempt):
         Its script ended well without a word to them, or a server that was frozen read its `declare` after the sign-off.
         """
         if self._server_commands.busy:
-            return  # a sign-off would go on at servers that the job may have no more
+            return  # a sign-off would continue at servers that the job may have no more
         for worker in self._frozen.find_awaited(now) - self.pool.running - self.pool.absent:
             logger.warning(
                 "servers wait for worker %d, whose process has ended. They are told so; a script that ends early calls "
@@ -204,7 +204,7 @@ class WorkersAttempt(LocalAttempt):
         """Nothing: workers that left or were replaced end long before the others."""
 
     def _fail(self, refusal: str) -> None:
-        logger.error("the job cannot go on: %s", refusal)
+        logger.error("the job cannot continue: %s", refusal)
         self._refusal, self._failed_at = refusal, time.monotonic()
         if self._survived:
             self._survived.pop()  # the last loss is the cause

@@ -64,7 +64,7 @@ class JobFacts:
     """Logical replicas that the job asks for; None leaves it to the script."""
 
     least_workers: int = 0
-    """Fewest workers that a job with servers goes on with; 0 where their number is fixed."""
+    """Fewest workers that a job with servers continues with; 0 where their number is fixed."""
 
 
 def build(process: Process, layout: Topology, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:

@@ -128,7 +128,7 @@ class Reporter:
         while self._time_use is not None and self._before and time.monotonic() < until - LOOK_S:
             time.sleep(LOOK_S)
             with contextlib.suppress(Exception):
-                # A card works on calls of NCCL while its rank goes on: that says nothing of waits.
+                # A card works on calls of NCCL while its rank continues: that says nothing of waits.
                 counts = [count for key, count in _recorded_counts() if key.endswith("@gloo")]
                 has_begun = any(begun > completed for begun, completed in counts)
                 self._time_use.look(has_begun_call=has_begun)

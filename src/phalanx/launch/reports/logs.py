@@ -138,7 +138,7 @@ class LogFolder:
         if self._is_full and not was_full:
             logger.warning(
                 tr(
-                    "What the ranks print is lost until there is room: {why}. The job goes on.",
+                    "What the ranks print is lost until there is room: {why}. The job continues.",
                     why=describe_full(self.path, _BLOCK),
                 )
             )

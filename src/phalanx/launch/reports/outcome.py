@@ -17,4 +17,4 @@ class Outcome:
     """The signal that ended the launcher's job, or 0."""
 
     refusal: str = ""
-    """Why an elastic job could not go on."""
+    """Why an elastic job could not continue."""

@@ -77,7 +77,7 @@ def elastic_range(options: Options, ranks_here: int) -> ElasticRange | None:
         )
     least_nodes = options.least_nnodes or nodes
     return ElasticRange(
-        # A rank of -n 2 that is lost is replaced; the other one of the last node goes on meanwhile.
+        # A rank of -n 2 that is lost is replaced; the other one of the last node continues meanwhile.
         least_ranks=least_nodes * (options.least_nproc or 1),
         most_ranks=most,
         least_nodes=least_nodes,

@@ -19,7 +19,7 @@ from phalanx.plan.value import Plan
 def use_split(plan: Plan, mesh: Mesh, context: Context) -> None:
     """Split global batches by the speed of ranks from now on if a Plan asks for it, else evenly.
 
-    A split begins with the shares of the Plan, and one that was changed goes on under a Plan that begins alike.
+    A split begins with the shares of the Plan, and one that was changed continues under a Plan that begins alike.
 
     Raises:
         PlanError: If it asks for what cannot be balanced.

@@ -88,7 +88,7 @@ def warn_if_never_called(optimizer: Optimizer) -> None:
             continue
         watch.is_called = True
         logger.warning(
-            "%s does not act: the gradients of this %s came without a call of the model, by another of its methods. "
+            "%s has no effect: the gradients of this %s came without a call of the model, by another of its methods. "
             "Call the model, and let forward() choose the method%s.",
             " and ".join(on),
             type(model).__name__,

@@ -167,7 +167,7 @@ def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context:
     if count == 1 or len(by_host[0]) == 1:
         if context.rank == 0:
             which = "are on one host" if count > 1 else "that add up gradients are on hosts of their own"
-            logger.warning("use_hierarchical_allreduce does not act: all %d ranks %s.", len(parts[0]), which)
+            logger.warning("use_hierarchical_allreduce has no effect: all %d ranks %s.", len(parts[0]), which)
         return FlatAllReduce(mesh.gradient_group(axes))
     hosts = [ranks for part in by_host for ranks in part]
     columns = [[ranks[index] for ranks in part] for part in by_host for index in range(count)]

@@ -1,4 +1,4 @@
-"""`await_next_view`: what members of an epoch do before they go on: tell their progress, form groups, hand on state.
+"""`await_next_view`: what members of an epoch do before they continue: tell their progress, form groups, hand on state.
 
 Each fails with `PeerLostError` where a further member is lost; `recovery` then begins again with the next view.
 """
@@ -66,7 +66,7 @@ def exchange_progress(
 def form_groups(
     context: Context, view: View, everyone: Sequence[MemberProgress], agreement: Agreement, attempt: int
 ) -> None:
-    """Form the groups of those that go on now, and give those of them that join the state of another."""
+    """Form the groups of those that continue now, and give those of them that join the state of another."""
     context.take_view(view.part(agreement.members), attempt)
     use_mesh_of(context)
     if len(agreement.members) > 1:
@@ -105,7 +105,7 @@ def report_epoch(
     new: Sequence[str],
     redone: int,
 ) -> None:
-    """Tell the launcher that this rank goes on in the view in use, and whoever reads the log.
+    """Tell the launcher that this rank continues in the view in use, and whoever reads the log.
 
     Args:
         context: The rank.

@@ -1,6 +1,6 @@
 """`OptimizerShards`: the shards of all optimizers of a job, which move together while ranks leave and join.
 
-Optimizers are updated one after the other, in the same order on all ranks, and no rank goes on after an update before
+Optimizers are updated one after the other, in the same order on all ranks, and no rank continues after an update before
 all have its parameters. So members differ in the updates of one optimizer at most: shards of the others move at once,
 and those of that one when every member has made the update that some have made.
 """
@@ -56,7 +56,7 @@ class OptimizerShards:
         Every rank calls it in the same order.
         """
         if self._optimizers:
-            gc.collect()  # what only a ring of references keeps is gone on the other ranks, too
+            gc.collect()  # what only a ring of references keeps is continued the other ranks, too
         self._optimizers = [each for each in self._optimizers if each.state.is_in_use]
         self._optimizers.append(ShardRecovery(self._count, state, self._context, self._membership))
         self._count += 1

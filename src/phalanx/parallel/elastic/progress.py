@@ -90,7 +90,7 @@ class Agreement:
     """Index of the member that gives its state to those that join."""
 
     members: tuple[int, ...]
-    """Indices of those that go on now. Those that join wait until all others are about to begin a global batch."""
+    """Indices of those that continue now. Those that join wait until all others are about to begin a global batch."""
 
     is_whole: bool
     """Whether all have the sums of the open global batch, so that it is committed."""

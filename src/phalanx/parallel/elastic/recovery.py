@@ -113,7 +113,7 @@ class ElasticRecovery:
         self._models.append(weakref.ref(model))
 
     def lose(self, error: BaseException) -> bool:
-        """Note that a reduction failed; return whether this job goes on without the rank that was lost."""
+        """Note that a reduction failed; return whether this job continues without the rank that was lost."""
         if not isinstance(error, PeerLostError):
             if not self._is_of_loss():
                 return False

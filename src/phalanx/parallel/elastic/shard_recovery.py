@@ -93,7 +93,7 @@ class ShardRecovery:
         return [shards_of(rank, ranks, self.state.mirror) for rank in range(ranks)]
 
     def plan(self, members: Sequence[ShardProgress], updates: int) -> ShardChange:
-        """Return what moves so that the members that go on have all shards.
+        """Return what moves so that the members that continue have all shards.
 
         Args:
             members: What each of them has.
@@ -111,7 +111,7 @@ class ShardRecovery:
             raise self._abandon(
                 f"{missing / self.state.table.total:.0%} of the optimizer's state was on ranks that are lost"
                 + (" together with their mirrors" if self.state.mirror else ", and had no mirror (mirror=1)")
-                + "; training goes on from the newest checkpoint when the job is started again (--max-restarts)"
+                + "; training continues from the newest checkpoint when the job is started again (--max-restarts)"
             )
         return change
 

@@ -72,7 +72,7 @@ def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str,
         module = model.get_submodule(name)
         wrap_forward(module, recomputed, module, rule)
     if any(rule.offload for rule in chosen.values()) and all(p.device.type == "cpu" for p in model.parameters()):
-        logger.warning("offload of recomputed modules does not act: the model computes in host memory already.")
+        logger.warning("offload of recomputed modules has no effect: the model computes in host memory already.")
     return tuple(chosen)
 
 

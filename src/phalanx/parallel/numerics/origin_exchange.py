@@ -19,7 +19,7 @@ OTHERS_S = 10.0
 """Seconds in which other ranks, all together, may say what they found in a step that ends the job."""
 
 LEFT_OUT_S = 5.0
-"""The same for a step that is left out; shorter than what counts as a hang, for the job goes on."""
+"""The same for a step that is left out; shorter than what counts as a hang, for the job continues."""
 
 
 class OriginExchange:

@@ -126,7 +126,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank.
+        """Continue from what `state_dict` returned on this rank.
 
         Raises:
             ConfigError: If names or shapes are not the model's.

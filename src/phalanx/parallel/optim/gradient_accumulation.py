@@ -101,7 +101,7 @@ class GradientAccumulation:
         self.param_hooks = [param.register_hook(self.weight) for param in params if param.requires_grad]
 
     def follow_reducer(self, optimizer: Optimizer) -> None:
-        """Go on as before where another reducer has taken the place of the model's."""
+        """Continue as before where another reducer has taken the place of the model's."""
         self.hook_params(optimizer)
         self._quiet.renew()
 
@@ -147,7 +147,7 @@ class GradientAccumulation:
         return {"held": self.held, "batches": self._batches, "first_rows": list(self._first_rows or ()) or None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         self.held, self._batches = state["held"], state["batches"]
         first = state["first_rows"]
         self._first_rows = (first,) if isinstance(first, int) else tuple(first or ()) or None
@@ -294,7 +294,7 @@ class AccumulatedGradients:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what waited here is forgotten."""
+        """Continue from what `state_dict` returned; what waited here is forgotten."""
         group, own, reduced = state["group"], state["gradients"], state.get("reduced", {})
         if reason := self._why_unusable(own, reduced):
             logger.warning(

@@ -250,8 +250,8 @@ class PipelineEngine:
     def _require_whole(self) -> None:
         if self._is_broken:
             raise ConfigError(
-                "this pipeline cannot go on: an error ended a step halfway, and the other stages still wait for what "
-                "was not sent. End the job, and let it go on from a checkpoint."
+                "this pipeline cannot continue: an error ended a step halfway, and the other stages still wait for "
+                "what was not sent. End the job, and let it resume from a checkpoint."
             )
 
     def _told_by_last(self, value: Any) -> Any:

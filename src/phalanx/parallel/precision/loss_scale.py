@@ -112,11 +112,11 @@ class LossScale:
             self.value = grown if math.isfinite(torch.tensor(grown).item()) else self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed job needs to go on with the same scale."""
+        """Return what a resumed job needs to continue with the same scale."""
         return {"value": self.value, "good": self._good, "bad": self._bad, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         self.value, self._good, self._bad, self.skipped = (state[k] for k in ("value", "good", "bad", "skipped"))
 
     def _watch(self, param: Tensor) -> None:

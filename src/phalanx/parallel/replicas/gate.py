@@ -181,7 +181,7 @@ def _check_epoch(length: int, replicas: Replicas) -> None:
         f"the loop accumulates gradients over {length} global batches for each update, and an epoch ended between two "
         "of them without a step: which updates these take part in would depend on how many logical replicas a rank "
         "holds. Call step() at the last batch of an epoch too (if i % k == k - 1 or i + 1 == len(loader)), or use "
-        "strategy.gradient_merge, whose groups go on."
+        "strategy.gradient_merge, whose groups continue."
     )
 
 

@@ -1,4 +1,4 @@
-"""`resume_replicas`: go on with the shares of global batches that a checkpoint was trained with, on other ranks.
+"""`resume_replicas`: continue with the shares of global batches that a checkpoint was trained with, on other ranks.
 
 A run splits global batches over its ranks. Where one of its checkpoints is loaded on fewer ranks, each share becomes a
 logical replica: the same samples, in the same shapes, with its rank's random numbers, added up in the order in which
@@ -82,7 +82,7 @@ def _outcome(record: ReplicaRecord, ranks: int, why: str | None) -> str:
 
 
 def _obstacle(record: ReplicaRecord, context: Context) -> str | None:
-    """Return why the ranks cannot go on as the replicas of a checkpoint, as the end of a sentence; None if they can."""
+    """Return why the ranks cannot continue as the replicas of a checkpoint, as the end of a sentence; else None."""
     if record.obstacle is not None:
         return record.obstacle
     if record.count < context.readers.count:

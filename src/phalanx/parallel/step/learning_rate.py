@@ -107,7 +107,7 @@ class _Warmup:
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after as many steps."""
+        """Continue after as many steps."""
         self.step = state["step"]
 
 

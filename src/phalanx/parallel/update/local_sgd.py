@@ -104,7 +104,7 @@ class LocalSgd:
         return {**furthest._asdict(), "every": self.every, "first": list(self._first or ())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         self._resumed_at = _Progress(state["steps"], state["last"])
         self._progress.update(dict.fromkeys(self._progress, self._resumed_at))
         self.every = state["every"]

@@ -93,7 +93,7 @@ class TopKCompressor:
         return {"steps": steps, "over": self._over(), **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what waited begins anew where ranks had other parts of the model."""
+        """Continue from what `state_dict` returned; what waited starts anew where ranks had other parts."""
         self._resumed_at = state["steps"]
         self._steps.update(dict.fromkeys(self._steps, state["steps"]))
         waited = [*state["velocity"].items(), *state["residual"].items()]

@@ -11,7 +11,7 @@ def shards_of_plan(plan: Plan) -> ReduceScatter | None:
 
 
 def why_inelastic(plan: Plan) -> str | None:
-    """Return what of a Plan's sharding cannot go on without a rank; None if all can."""
+    """Return what of a Plan's sharding cannot continue without a rank; None if all can."""
     update = shards_of_plan(plan)
     if update is None:
         return None

@@ -125,7 +125,7 @@ def _shard_units(
             )
     is_offloaded = update.offload == "cpu" and mesh.device_type != "cpu"
     if update.offload == "cpu" and not is_offloaded:
-        logger.warning("optimize_offload of sharding does not act: the model is in host memory already.")
+        logger.warning("optimize_offload of sharding has no effect: the model is in host memory already.")
     settings: dict[str, Any] = {
         "mesh": _device_mesh(mesh, mesh.batch_axes if update.along is None else update.along),
         "reshard_after_forward": reshard,

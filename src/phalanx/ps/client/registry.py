@@ -80,7 +80,7 @@ class TableRegistry:
         if name in self._rules:
             raise ConfigError(
                 f"table {name!r} holds what another model of this process trained. Name this model's tables, "
-                "SparseEmbedding(..., name=...), with the same name to go on training that one."
+                "SparseEmbedding(..., name=...), with the same name to continue training that one."
             )
         give_name(parameter, name)
 

@@ -25,7 +25,7 @@ class LoadTurn:
 
     @contextmanager
     def take(self, request: RpcRequest) -> Iterator[None]:
-        """Be the only one that changes which tables there are; pushes go on meanwhile.
+        """Be the only one that changes which tables there are; pushes continue meanwhile.
 
         Raises:
             ClosedError: If the client goes while it waits for its turn.
@@ -46,6 +46,6 @@ def _reporter_to(request: RpcRequest) -> WorkReporter:
         try:
             request.report_work(does, has_moved)
         except ClosedError:
-            return  # the load goes on: a client that connects again, and all others, need it
+            return  # the load continues: a client that connects again, and all others, need it
 
     return WorkReporter(tell, WORK_REPORT_S)

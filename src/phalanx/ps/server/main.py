@@ -34,7 +34,7 @@ GRACE_S = 2.0
 """How long a worker's connection may be gone before the worker is lost."""
 
 LOST_WORKER_GRACE_S = 10.0
-"""How long a server goes on after a worker is lost, so that the others hear who it was."""
+"""How long a server continues after a worker is lost, so that the others hear who it was."""
 
 JOIN_TIMEOUT_S = 1800.0
 """How long a server waits for workers that never came, where no launcher of ours sees that one ended;
@@ -73,7 +73,7 @@ def run(
         ConfigError: If the endpoint is taken, or `load` holds no snapshot.
         DataError: If the state or the snapshot is broken; names file and offset.
         PeerLostError: If a worker went without leaving, or never came, and workers are not started again.
-        PhalanxError: If this server failed so that it cannot go on.
+        PhalanxError: If this server failed so that it cannot continue.
     """
     # Where workers wait for a server that was started again, servers wait for a worker.
     settings = Environment(os.environ)

@@ -125,7 +125,7 @@ class Recovery:
                 elif self._journal.bytes > max(self._next_bytes, self._service.state.tables.bytes):
                     self._begin()
         except PhalanxError as e:
-            # The log goes on and holds everything; a base is tried again when it has grown further.
+            # The log continues and holds everything; a base is tried again when it has grown further.
             logger.warning("no base snapshot was written: %s", e)
             self._next_bytes = self._journal.bytes + self._least_bytes
 
@@ -189,7 +189,7 @@ class Recovery:
         try:
             with service.write_freeze.change():
                 if service.stopped.is_set():  # perhaps in the midst of a push, which must not come into a base
-                    raise ClosedError("This server is stopping. Start the job again to go on.")
+                    raise ClosedError("This server is stopping. Start the job again to continue.")
                 self._segment = self._journal.rotate()
                 service.engine.append_pending()
                 state = {**service.state.to_json(), "saving": self._snapshots.to_json()}

@@ -116,7 +116,7 @@ class Service:
 
     @property
     def failure(self) -> PhalanxError | None:
-        """Why the server cannot go on, once `stopped` is set for that."""
+        """Why the server cannot continue, once `stopped` is set for that."""
         first = next(iter(self._failures), None)
         return None if first is None else type(first)(*first.args)
 
@@ -141,7 +141,7 @@ class Service:
         self.engine.set_budget(size)
 
     def fail(self, error: PhalanxError) -> PhalanxError:
-        """Say that the server cannot go on, refuse new changes, and return the error."""
+        """Say that the server cannot continue, refuse new changes, and return the error."""
         self._set_failure(error)
         self.engine.stop()
         return error
@@ -226,7 +226,7 @@ class Service:
     def mark_unlogged(self) -> None:
         """Say in the log that tables hold what it does not, within the change that fills them.
 
-        Who follows the log goes on from the base that `write_unlogged` writes.
+        Who follows the log continues from the base that `write_unlogged` writes.
         """
         self.state.unlogged = True
         if self.log is not None:
@@ -252,7 +252,7 @@ class Service:
 
     def _accept(self, entry: LogEntry) -> dict[str, Any]:
         if self.stopped.is_set():
-            raise ClosedError("This server is stopping. Start the job again to go on.")
+            raise ClosedError("This server is stopping. Start the job again to continue.")
         self.state.check(entry)
         if self.state.fills_table(entry):
             self.mark_unlogged()

@@ -61,4 +61,4 @@ class WriteFreeze(WriteGate):
 
 
 def _warn_expired(token: str) -> None:
-    _log.warning("snapshot %s did not let go in time: training goes on", token)
+    _log.warning("snapshot %s did not let go in time: training continues", token)

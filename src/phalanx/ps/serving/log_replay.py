@@ -27,11 +27,11 @@ class ReplayProgress(Enum):
     """Tables were filled by what the log does not say; the server writes a base of it now."""
 
     ENDED = "ended"
-    """It cannot go on: a newer base has to be loaded."""
+    """It cannot continue: a newer base has to be loaded."""
 
 
 class LogReplay:
-    """Goes on with the log for as long as that says everything. Tables may be read meanwhile.
+    """Continues with the log for as long as that says everything. Tables may be read meanwhile.
 
     Args:
         directory: The server's folder.
@@ -63,7 +63,7 @@ class LogReplay:
         """Apply what the log says now.
 
         Raises:
-            DataError: If it is broken; names file and offset. It cannot go on after that.
+            DataError: If it is broken; names file and offset. It cannot continue after that.
         """
         if self._unlogged_in is not None:
             return self._look_for_base(self._unlogged_in)

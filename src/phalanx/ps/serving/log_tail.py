@@ -37,7 +37,7 @@ class LogTail:
         """Yield the records that are there and were not read yet.
 
         Raises:
-            LogGoneError: If the log goes on elsewhere.
+            LogGoneError: If the log continues elsewhere.
             DataError: If a segment is broken; names file and offset.
         """
         while True:

@@ -27,7 +27,7 @@ _log = logging.getLogger("phalanx.ps")
 class ServersReplica:
     """Follows the logs of a job's servers. It reads their files alone and takes no lock of theirs.
 
-    Where the job has another number of servers, it goes on with those, and answers from the tables there were until it
+    Where the job has another number of servers, it continues with those, and answers from the tables of before until it
     has read theirs.
 
     Args:

@@ -40,7 +40,7 @@ def ask_all(calls: Sequence[Caller], op: str, meta: Mapping[str, Any]) -> list[d
 
 
 def resume_all(calls: Sequence[Caller], name: str) -> list[int]:
-    """Let changes go on everywhere: on a participant that was not asked to hold them back it does nothing.
+    """Let changes continue everywhere: on a participant that was not asked to hold them back it does nothing.
 
     Returns:
         The numbers of those that were not reached.

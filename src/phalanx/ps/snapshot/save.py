@@ -2,7 +2,7 @@
 
 Every participant holds changes back, reports each worker's step, and lets through what another participant has
 already, so that a worker's step is in the snapshot on all participants or on none. Then each notes its moment;
-changes go on while it writes. The manifest comes last, in one step, so a save that is killed leaves the snapshot before
+changes continue while it writes. The manifest comes last, in one step: a save that is killed leaves the snapshot before
 it as it was.
 """
 
@@ -50,7 +50,7 @@ _log = logging.getLogger("phalanx.ps")
 def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], mode: str = "full") -> SnapshotManifest:
     """Write a snapshot of all tables at one moment, and what goes with them.
 
-    One process calls it; training goes on while the files are written.
+    One process calls it; training continues while the files are written.
 
     Args:
         calls: one per participant, by its number.

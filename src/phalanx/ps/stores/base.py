@@ -128,7 +128,7 @@ class TableStore(Protocol):
             files: All files of the epoch, the same on every worker.
 
         Returns:
-            The file, or None when none is free; the offset to go on from; and how many files are not done.
+            The file, or None when none is free; the offset to continue from; and how many files are not done.
         """
         ...
 
@@ -137,7 +137,7 @@ class TableStore(Protocol):
         ...
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
-        """Write a snapshot of all tables at one moment; one worker calls it, and the others may go on training.
+        """Write a snapshot of all tables at one moment; one worker calls it, and the others may continue training.
 
         Args:
             directory: Folder that this worker and all servers reach.

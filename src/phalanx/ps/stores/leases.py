@@ -39,7 +39,7 @@ class Leases:
         """Give a worker its next file.
 
         Returns:
-            `file` and the `offset` to go on from; `file` is null when none is free, and `left` then says how many
+            `file` and the `offset` to continue from; `file` is null when none is free, and `left` then says how many
             others still read.
         """
         if self._epochs and epoch < min(self._epochs):

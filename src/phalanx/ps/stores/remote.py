@@ -64,7 +64,7 @@ class RemoteStore:
         timeout_s: Longest silence of a server that an answer is due from. One that waits for a worker that lives is
             not silent.
         connect_s: Seconds for a server to come up.
-        retry_s: Seconds to go on trying to reach a server that went away; 0 makes that an error at once.
+        retry_s: Seconds to continue trying to reach a server that went away; 0 makes that an error at once.
         wire_dtype: As what rows of ids and their gradients travel; all else of tables is float32.
         layout_file: Where the launcher says that the job has other servers now; None where it never has.
 
@@ -301,7 +301,7 @@ class RemoteStore:
                 self._follow()
 
     def _follow(self) -> None:
-        """Go on with the servers that the job has now, and send them first what the former have not answered."""
+        """Continue with the servers that the job has now, and send them first what the former have not answered."""
         while self._connections.follow():
             self._named_pulls.clear()
             for table in self._tables.values():

@@ -188,7 +188,7 @@ class MovablePull:
 
     Args:
         send: Asks the servers there are.
-        follow: Goes on with those that the job has now.
+        follow: Continues with those that the job has now.
     """
 
     def __init__(self, send: Callable[[], PullRequest], follow: Callable[[], None]) -> None:

@@ -133,7 +133,7 @@ class TableSet:
         }
 
     def count_from(self, counts: Mapping[str, list[int]]) -> None:
-        """Go on counting from what `counts` returned before a restart."""
+        """Continue counting from what `counts` returned before a restart."""
         self._counted = {name: list(c) for name, c in counts.items()}
 
 

@@ -1,4 +1,4 @@
-"""`TableMoment`: a table as it was, to be read while changes go on."""
+"""`TableMoment`: a table as it was, to be read while changes continue."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class NativeTable(EmbeddingTable):
         self.restore_shard(shard, *(getattr(columns, field.name) for field in fields(columns)))
 
     def moment(self, since: int = 0) -> NativeMoment:
-        """Return the table as it is now, to be read while changes go on."""
+        """Return the table as it is now, to be read while changes continue."""
         return NativeMoment(self, since)
 
     def keys(self, shard: int) -> Keys:

@@ -162,7 +162,7 @@ class RowTable(Protocol):
     def restore(self, shard: int, columns: Columns) -> None:
         """Take over exported columns: in place of the shard's content if they are complete, else over it.
 
-        `tick` goes on from the columns' tick, or by one where it is ahead of it. Nothing is evicted until the next
+        `tick` continues from the columns' tick, or by one where it is ahead of it. Nothing is evicted until the next
         change.
 
         Raises:
@@ -179,7 +179,7 @@ class RowTable(Protocol):
         ...
 
     def moment(self, since: int = 0) -> TableMoment:
-        """Return the table as it is now, to be read while changes go on; `TableMoment.end` lets go of it.
+        """Return the table as it is now, to be read while changes continue; `TableMoment.end` lets go of it.
 
         Waits for changes under way. Until a shard was read the first change of a row costs a copy of it.
 

@@ -61,7 +61,7 @@ class RpcRequest:
     are, the answer is not late. Raises `ClosedError` when the client is gone."""
 
     report_work: Callable[[str, bool], None] = lambda does, has_moved: None
-    """Tells the client what the server itself does before it answers, as `loads: 41 % of ...`, and whether that went on
+    """Tells the client what the server itself does before it answers, as `loads: 41 % of ...`, and whether it continued
     since the last report. Raises `ClosedError` when the client is gone."""
 
 
@@ -169,7 +169,7 @@ class Pending:
 
         self.sent_at = self.deadline = 0.0
         self.progress_at = 0.0
-        """When the server said last that its own work goes on, if it did."""
+        """When the server said last that its own work continues, if it did."""
 
         self.outcome: Any = None
         """The reply, or the `PhalanxError` to raise; None until then."""

@@ -168,7 +168,7 @@ class Run:
         except PeerLostError:
             if self._recovery is None:
                 raise
-            return float(loss)  # the next global batch goes on without the lost rank
+            return float(loss)  # the next global batch continues without the lost rank
 
     def stop(self, reason: str) -> None:
         """Stop training on all ranks.
@@ -243,7 +243,7 @@ class Run:
         return self._recovery is not None and self._recovery.membership.is_joining
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a peer of an elastic job is."""
+        """Continue where a peer of an elastic job is."""
         self._take_over(state)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:

@@ -230,7 +230,7 @@ def _resources(spec: TrainingJob) -> list[str]:
 
 
 def _node_options(spec: TrainingJob) -> list[str]:
-    """How many nodes; an elastic job begins with fewer, and goes on when one fails."""
+    """How many nodes; an elastic job begins with fewer, and continues when one fails."""
     resources = spec.resources
     if resources.least_nodes is None:
         return [f"--nodes={resources.nodes}"]

@@ -92,7 +92,7 @@ class Handshakes:
             handshake.channel.close()
 
     def is_pending(self, node: int) -> bool:
-        """Return whether one goes on that was dialled here."""
+        """Return whether one continues that was dialled here."""
         return any(handshake.node == node for handshake in self.pending)
 
     # How they begin.
@@ -123,7 +123,7 @@ class Handshakes:
         self.pending.append(handshake)
         return handshake
 
-    # How they go on.
+    # How they continue.
 
     def _serve(self, handshake: Handshake) -> None:
         if handshake not in self.pending:

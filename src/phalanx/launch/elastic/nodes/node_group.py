@@ -4,7 +4,7 @@ fact       [what, *values]            something happened to a member
 state      all that a node knows      to a node that (re)connects
 prepare, promise, accept, accepted    a ballot on the next view
 decided    view                       its outcome
-refuse     why                        the job cannot go on
+refuse     why                        the job cannot continue
 """
 
 from __future__ import annotations

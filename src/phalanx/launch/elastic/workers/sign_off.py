@@ -85,7 +85,7 @@ class SignOff:
 
     @property
     def refusal(self) -> str:
-        """Why the job cannot go on: a server has refused for `REFUSED_S`; empty while none has."""
+        """Why the job cannot continue: a server has refused for `REFUSED_S`; empty while none has."""
         with self._changed:
             return self._refusal
 

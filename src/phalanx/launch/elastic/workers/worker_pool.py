@@ -82,7 +82,7 @@ class WorkerPool:
             "servers": split.servers,
             "missing": split.others,
             "reason": f"push {split.push} of worker {worker} is in the tables of {have} and not in those of {lack}: "
-            "the worker was lost while it sent it. Training goes on, and the tables keep that difference",
+            "the worker was lost while it sent it. Training continues, and the tables keep that difference",
         }
         self.events.append(event)
         return event
@@ -142,11 +142,11 @@ class WorkerPool:
         return self._held_back(clock) > 0
 
     def is_waiting(self, clock: float) -> bool:
-        """Return whether the job goes on though no worker may run: one is signed off, or is to be started."""
+        """Return whether the job continues though no worker may run: one is signed off, or is to be started."""
         return bool(self.absent) or bool(self.startable(clock))
 
     def refusal(self, clock: float) -> str:
-        """Return why the job cannot go on; empty while it can."""
+        """Return why the job cannot continue; empty while it can."""
         left = len(self._active) + len(self.finished)
         may_come = self.target - left - self._held_back(clock)
         if left + max(may_come, 0) >= self.limits.least:

@@ -81,7 +81,7 @@ class ServerCommands:
         return self._scaling.busy
 
     def poll(self) -> None:
-        """Go on with what is under way. Called every few moments."""
+        """Continue with what is under way. Called every few moments."""
         self._rolling.poll()
         self._scaling.poll()
 

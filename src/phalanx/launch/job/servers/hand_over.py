@@ -5,7 +5,7 @@
     have them write their tables
     make a base of them for each new server  ----->  starts the new servers
     wait until each of them has its tables   ----->  commits, and ends the old servers
-    let the old servers go on, if it does not
+    let the old servers continue, if it does not
 
 Until the commit the old servers have changed nothing, and hold every change back. See docs/design/parameter-server.md.
 """
@@ -109,17 +109,17 @@ class HandOver:
 
     @property
     def is_over(self) -> bool:
-        """Whether the old servers go on, or it was committed."""
+        """Whether the old servers continue, or it was committed."""
         return not self._thread.is_alive()
 
     def commit(self) -> None:
-        """The job goes on with the new servers: the old ones are not let go, only ended by the caller."""
+        """The job continues with the new servers: the old ones are not let go, only ended by the caller."""
         with self._changed:
             self._is_decided = self._is_committed = True
             self._changed.notify_all()
 
     def give_up(self, why: str, lost_worker: int | None = None) -> None:
-        """Let the old servers go on, once what they were asked is answered.
+        """Let the old servers continue, once what they were asked is answered.
 
         Args:
             why: The reason.
@@ -166,7 +166,7 @@ class HandOver:
             self._changed.wait_for(lambda: self._is_decided)
 
     def _go_back(self, servers: Sequence[Connection]) -> None:
-        """Let the old servers go on, unless the job has the new ones."""
+        """Let the old servers continue, unless the job has the new ones."""
         if self._is_committed:
             return
         if self._is_frozen:
@@ -186,7 +186,7 @@ class HandOver:
                     logger.warning("server %d was not told that worker %d is lost: %s", rank, about["worker"], error)
 
     def _let_go(self, servers: Sequence[Connection]) -> None:
-        """Let changes go on. Who does not answer is asked over other connections: nothing else ends its freeze."""
+        """Let changes continue. Who does not answer is asked over other connections: nothing else ends its freeze."""
         left = resume_all(servers, self._token)
         while left:
             with self._changed:

@@ -108,7 +108,7 @@ class RollingRestart:
         )
 
     def poll(self) -> None:
-        """Go on with what is under way. Called every few moments."""
+        """Continue with what is under way. Called every few moments."""
         if (self._waiting or self._turn) and not self._has_workers():
             self._abandon()
         if self._turn is None:

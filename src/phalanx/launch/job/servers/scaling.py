@@ -42,7 +42,7 @@ _PHASES: Labels = {
     "load": "the new servers read them",
     "ready": "the new servers have them",
     "end": "the old servers end",
-    "go on": "the old servers go on",
+    "continue": "the old servers continue",
 }
 """How far a change is; the first four are phases of a `HandOver`."""
 
@@ -80,7 +80,7 @@ class _Change:
 class ServerScaling:
     """Starts other servers than the job has, and puts them in their place once they have the tables.
 
-    Until the commit the servers there are may go on at any time. `HandOver` does what is done over the wire.
+    Until the commit the servers there are may continue at any time. `HandOver` does what is done over the wire.
     """
 
     starter: Starter
@@ -165,7 +165,7 @@ class ServerScaling:
         if change.is_committed:
             return tr(_PHASES["end"])
         if change.failure:
-            return tr(_PHASES["go on"])
+            return tr(_PHASES["continue"])
         return tr(_PHASES[change.hand_over.phase.value])
 
     @property
@@ -174,7 +174,7 @@ class ServerScaling:
         return json.dumps(self._outcome)
 
     def poll(self) -> None:
-        """Go on with what is under way. Called every few moments."""
+        """Continue with what is under way. Called every few moments."""
         change = self._change
         if change is None:
             return
@@ -209,7 +209,7 @@ class ServerScaling:
     def stop(self) -> None:
         """Give up a change under way: the attempt ends, and every process with it.
 
-        New servers end at once, for workers are to go on with the old ones, and leave.
+        New servers end at once, for workers are to continue with the old ones, and leave.
         """
         change = self._change
         if change is not None and not change.is_committed:

@@ -29,7 +29,7 @@ class ReplicaRecord:
     """With how many threads each computed."""
 
     is_asked: bool
-    """Whether logical replicas were asked for: their random numbers are seeded, those of ranks go on from a state."""
+    """Whether logical replicas were asked for: their random numbers are seeded; those of ranks continue a state."""
 
     obstacle: str | None = None
     """Why the run cannot be continued as so many replicas of fewer ranks; None if it can, or if that is not known."""
@@ -91,7 +91,7 @@ class ReplicaRecord:
 
 
 def streams_of(context: Context) -> dict[str, Any] | None:
-    """Return the random numbers of this rank's replicas, where they go on from a state."""
+    """Return the random numbers of this rank's replicas, where they continue from a state."""
     streams = None if context.replicas is None else context.replicas.streams
     return None if streams is None else {str(replica): state.to_dict() for replica, state in streams.states().items()}
 

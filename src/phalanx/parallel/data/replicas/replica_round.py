@@ -84,7 +84,7 @@ class ReplicaRound:
 
         self._update_group = replicas.group
         self.recovery: ElasticRecovery | None = None
-        """What goes on with the round when a rank is lost, in an elastic job."""
+        """What continues with the round when a rank is lost, in an elastic job."""
 
         if replicas.are_shared:
             replicas.on_turn(self._begin_turn)
@@ -150,7 +150,7 @@ class ReplicaRound:
             if self._finished and is_continued:
                 raise ConfigError(
                     f"a loop computed gradients of {len(self._finished)} of this rank's {len(self._replicas.local)} "
-                    "logical replicas and goes on to the next global batch. Train on every batch, and call "
+                    "logical replicas and continues with the next global batch. Train on every batch, and call "
                     "optimizer.step() for every batch."
                 )
             if self._finished:
@@ -320,7 +320,7 @@ class ReplicaRound:
         return self.recovery is not None and self.recovery.failure is not None
 
     def lose(self, error: RuntimeError) -> bool:
-        """Note that a reduction failed; return whether the job goes on without the rank that was lost."""
+        """Note that a reduction failed; return whether the job continues without the rank that was lost."""
         return self.recovery is not None and self.recovery.lose(error)
 
     @torch.no_grad()

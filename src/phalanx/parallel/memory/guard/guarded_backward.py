@@ -99,7 +99,7 @@ def _attempt(backward: Backward, tensors: Any, *gradients: Any) -> None:
 def _plan(
     tensors: Any, before: GradientsBefore, error: BaseException, *, needs_remedy: bool
 ) -> Repetition | LossPoint | str:
-    """Return how to go on after an error, or why that cannot be done."""
+    """Return how to continue after an error, or why that cannot be done."""
     if _is_in_reduction(error):
         return "memory ran out while gradients were reduced"
     if needs_remedy and (point := LossPoint.of(tensors, guarded_parameters())) is not None:

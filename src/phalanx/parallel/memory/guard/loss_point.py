@@ -1,7 +1,7 @@
 """`LossPoint`: where a backward pass ran out of memory within a cross entropy, and what has arrived there.
 
 The gradient of the logits is as large as they are, and is computed before anything of the model's part. A node that has
-failed has still what it saved, so with the gradient that it was called with the pass can go on from it.
+failed has still what it saved, so with the gradient that it was called with the pass can continue from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def follow_loss(loss: Tensor, logits: Tensor) -> None:
 
 @dataclass(slots=True)
 class LossPoint:
-    """A node to go on from."""
+    """A node to continue from."""
 
     graph: GuardedGraph
     edge: GradientEdge
@@ -59,7 +59,7 @@ class LossPoint:
 
     @classmethod
     def of(cls, tensors: Any, own: set[int]) -> LossPoint | None:
-        """Return where a backward pass can go on; None if it was not in a loss, or may have been elsewhere too.
+        """Return where a backward pass can continue; None if it was not in a loss, or may have been elsewhere too.
 
         Args:
             tensors: Where the pass began.

@@ -77,7 +77,7 @@ class SnapshotService:
         return SnapshotWriter(request, self._service.state.tables.tables)
 
     def resume(self, request: RpcRequest) -> RpcReply:
-        """Let changes go on."""
+        """Let changes continue."""
         with self._released:
             if self._holder == request.meta["token"]:
                 self._holder = ""

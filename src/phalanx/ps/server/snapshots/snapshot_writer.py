@@ -1,4 +1,4 @@
-"""`SnapshotWriter`: write a server's part of a snapshot in threads, from one moment, while the server goes on."""
+"""`SnapshotWriter`: write a server's part of a snapshot in threads, from one moment, while the server continues."""
 
 from __future__ import annotations
 

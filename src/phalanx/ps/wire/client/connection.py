@@ -60,7 +60,7 @@ class Connection:
         me: Who this process is, as `worker 1`.
         peer: Who the server must be, as `server 0`.
         timeout_s: Longest silence of the server while a reply is due. A server that waits for other workers reports it
-            every few seconds, and while they live its reply is not late; nor is it while the server's own work goes on.
+            every few seconds, and while they live its reply is not late; nor is it while the server's own work runs.
         connect_s: Longest wait for the server to come up.
         retry_s: How long to connect again after the connection is lost or the server fell silent, sending again what
             was not answered. 0: a lost connection is an error at once. A server that recovers is not away: the time
