@@ -20,7 +20,7 @@ from phalanx.ps.wire import frame
 from phalanx.ps.wire.frame import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_BYTES, Bytes, FrameError, Header
 
 if TYPE_CHECKING:
-    from phalanx._core import DataSession
+    from phalanx._core import DataSession, TlsStream
 
 Part = bytes | bytearray | memoryview
 
@@ -107,8 +107,17 @@ class Channel:
             FrameError: If what came is no frame.
             OSError: If the connection breaks.
         """
+        return self._serve(session)
+
+    def _serve(self, session: DataSession, tls: TlsStream | None = None) -> bool:
         has_more, self._start, self._end, descriptors = session.serve(
-            self._socket.fileno(), self._is_unix, self._ahead_memory, self._start, self._end, list(self._take_all())
+            self._socket.fileno(),
+            self._is_unix,
+            self._ahead_memory,
+            self._start,
+            self._end,
+            list(self._take_all()),
+            tls,
         )
         self._descriptors.extend(descriptors)
         return has_more

@@ -1,0 +1,248 @@
+"""TLS by the native core and by Python: every pair of ends, and every way in which a connection breaks."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigError, PeerLostError
+from phalanx.ps.server.service import Service
+from phalanx.ps.stores.base import PullSpec
+from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.update import TableUpdate
+from phalanx.ps.table.rules import Constant, TableSpec
+from phalanx.ps.table.update_rules import SGD
+from phalanx.ps.wire import Connection, RpcReply, RpcRequest, tls, tls_stream
+from phalanx.ps.wire.channel import Channel
+from wiring import SECRET, connected, serving, tcp_only, without_openssl
+
+pytestmark = pytest.mark.dist
+
+BY = ["native", "python"]
+PAIRS = list(itertools.product(BY, BY))
+SPEC = TableSpec("items", 8, SGD(lr=1.0), init=Constant(0.0))
+
+
+@pytest.fixture(params=PAIRS, ids=[f"{client} client of {server} server" for client, server in PAIRS])
+def over_tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Treat this host's addresses as if a network lay between; gives who encrypts at the client and at the server."""
+    monkeypatch.setattr("phalanx.ps.wire.client.dial._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
+    for name, end in zip(("client_streams", "server_streams"), request.param, strict=True):
+        if end == "python":
+            monkeypatch.setattr(tls, name, without_openssl(getattr(tls_stream, name)))
+    return request.param
+
+
+NATIVE = pytest.mark.parametrize("over_tls", [("native", "native")], indirect=True)
+NATIVE_CLIENT = pytest.mark.parametrize("over_tls", [("native", "python")], indirect=True)
+
+
+def answer(request: RpcRequest) -> RpcReply:
+    return RpcReply(request.meta, request.arrays)
+
+
+def channel_of(connection: Connection) -> Channel:
+    return connection._link.channel
+
+
+def test_each_end_encrypts_as_it_can(over_tls):
+    client, _ = over_tls
+    with serving(answer) as listener, connected(listener) as connection:
+        stream = channel_of(connection)._tls
+        assert isinstance(stream, tls_stream.PythonTlsStream) == (client == "python")
+        assert stream.version() == "TLSv1.3"
+        rows = np.random.default_rng(0).integers(0, 256, 9_000_000, np.uint8)  # three chunks, hundreds of records
+        for size in (0, 1, 16_000, 16_384, 70_001, len(rows)):
+            (back,) = connection.call("echo", {"size": size}, [rows[:size]]).arrays
+            assert np.array_equal(back, rows[:size])
+
+
+def test_requests_of_several_threads_and_their_answers_share_a_connection(over_tls):
+    wrong: list[int] = []
+    with serving(answer) as listener, connected(listener) as connection:
+
+        def ask(thread: int) -> None:
+            rows = np.full(300_000 + thread, thread, np.uint8)
+            pending = [connection.send("echo", {"k": k}, [rows]) for k in range(8)]
+            for k, one in enumerate(pending):
+                reply = one.result()
+                if reply.meta != {"k": k} or not np.array_equal(reply.arrays[0], rows):
+                    wrong.append(thread)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert not wrong
+
+
+def test_pulls_and_pushes_have_the_rows_of_plain_sockets(over_tls):
+    service = Service()
+    with serving(service.handle, data_handler=service.engine) as listener:
+        store = RemoteStore([listener.endpoint], secret=SECRET, worker=0, workers=1)
+        store.declare([SPEC])
+        keys = np.arange(40_000)
+        values = np.random.default_rng(0).standard_normal((len(keys), 8)).astype(np.float32)
+        store.push([TableUpdate("items", keys, values)])
+        (rows,) = store.pull([PullSpec("items", keys)], step=1).rows()
+        np.testing.assert_array_equal(rows, -values)
+        store.close()
+        service.stop()
+
+
+@NATIVE
+def test_the_native_core_answers_pulls_over_tls_without_python(over_tls, monkeypatch):
+    service = Service()
+    monkeypatch.setattr("phalanx.ps.wire.server.session.Session._answer_data", None)
+    with serving(service.handle, data_handler=service.engine) as listener:
+        store = RemoteStore([listener.endpoint], secret=SECRET, worker=0, workers=1)
+        store.declare([SPEC])
+        assert store.pull([PullSpec("items", np.arange(3))]).rows()[0].shape == (3, 8)
+        store.close()
+        service.stop()
+
+
+def test_another_secret_is_refused(over_tls):
+    with serving(answer) as listener, pytest.raises(ConfigError, match="the secrets differ"):
+        Connection(listener.endpoint, secret=b"another secret of a job", me="worker 1", peer="server 0", connect_s=5)
+
+
+@NATIVE_CLIENT
+def test_a_server_of_the_secret_with_another_certificate_than_it_proves_is_refused(over_tls, monkeypatch):
+    """As somebody between two ends who could make the server prove what it does not show."""
+    monkeypatch.setattr(tls.ServerCertificate, "channel", channel_with_a_wrong_hash)
+    with serving(answer) as listener, pytest.raises(ConfigError, match="the secrets differ"):
+        Connection(listener.endpoint, secret=SECRET, me="worker 1", peer="server 0", connect_s=5)
+
+
+def channel_with_a_wrong_hash(certificate: tls.ServerCertificate, client: socket.socket) -> tls.TlsChannel:
+    return tls.TlsChannel(client, certificate._open_stream, bytes(32))
+
+
+def test_a_plain_client_of_a_server_that_encrypts_reads_no_answer(over_tls, caplog, phalanx_propagates):
+    with serving(answer) as listener, socket_to(listener.endpoint) as plain:
+        plain.sendall(b"PHLX" + bytes(200))
+        received = b""
+        with suppress(ConnectionResetError):
+            while part := plain.recv(4096):
+                received += part
+    assert "it does not speak TLS 1.3 (wrong version number)" in caplog.text
+    assert len(received) <= 7  # an alert
+
+
+def test_older_tls_is_refused(over_tls, caplog, phalanx_propagates):
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        serving(answer) as listener,
+        socket_to(listener.endpoint) as plain,
+        pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"),
+    ):
+        context.wrap_socket(plain)
+    assert "it does not speak TLS 1.3 (unsupported protocol)" in caplog.text
+
+
+Forward = Callable[[bytes], bytes]
+
+
+class Relay:
+    """A network between a client and a server, which passes on what `forward` makes of the server's bytes."""
+
+    def __init__(self, endpoint: str, forward: Forward) -> None:
+        self._to, self._forward = endpoint, forward
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(10)
+        self._listening.close()
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        near, _ = self._listening.accept()
+        with near, socket_to(self._to) as far, suppress(ConnectionError):
+            while True:
+                for ready in select.select([near, far], [], [])[0]:
+                    if not (part := ready.recv(1 << 16)):
+                        return
+                    if ready is near:
+                        far.sendall(part)
+                    elif kept := self._forward(part):
+                        near.sendall(kept)
+                    else:
+                        return
+
+
+@pytest.mark.parametrize("after", [20_000, 50_000, 200_000])
+def test_a_connection_that_ends_within_a_record_is_a_lost_server(over_tls, after):
+
+    def forward(part: bytes) -> bytes:
+        left = after - sum(len(p) for p in passed)
+        passed.append(part[: max(0, left)])
+        return passed[-1]
+
+    passed: list[bytes] = []
+    with serving(answer) as listener, Relay(listener.endpoint, forward) as relay:
+        connection = Connection(relay.endpoint, secret=SECRET, me="worker 1", peer="server 0", timeout_s=10)
+        with pytest.raises(PeerLostError, match=r"clos|EOF|reset|eof"):
+            connection.call("echo", {}, [np.ones(1_000_000, np.uint8)])
+        connection.close()
+
+
+@pytest.mark.parametrize("at", [10_000, 90_000])
+def test_a_changed_byte_is_noticed(over_tls, at):
+    passed = 0
+
+    def forward(part: bytes) -> bytes:
+        nonlocal passed
+        start, passed = passed, passed + len(part)
+        if start <= at < passed:
+            changed = bytearray(part)
+            changed[at - start] ^= 1
+            return bytes(changed)
+        return part
+
+    with serving(answer) as listener, Relay(listener.endpoint, forward) as relay:
+        connection = Connection(relay.endpoint, secret=SECRET, me="worker 1", peer="server 0", timeout_s=10)
+        with pytest.raises(PeerLostError, match=r"(?i)bad record mac|decryption failed|wrong version|closed"):
+            connection.call("echo", {}, [np.ones(1_000_000, np.uint8)])
+        connection.close()
+
+
+@NATIVE
+def test_the_log_says_once_why_the_native_core_does_not_encrypt(over_tls, monkeypatch, caplog, phalanx_propagates):
+    class NoLibrary:
+        @staticmethod
+        def client() -> None:
+            raise RuntimeError("libssl.so.3: cannot open shared object file")
+
+    monkeypatch.setattr(tls_stream._core, "TlsContext", NoLibrary)
+    tls_stream.is_native.cache_clear()
+    try:
+        with serving(answer) as listener, connected(listener) as connection, connected(listener) as other:
+            assert connection.call("echo", {"a": 1}).meta == other.call("echo", {"a": 1}).meta
+            assert isinstance(channel_of(connection)._tls, tls_stream.PythonTlsStream)
+    finally:
+        tls_stream.is_native.cache_clear()
+    (said,) = [record.getMessage() for record in caplog.records if "encrypted by Python" in record.getMessage()]
+    assert "libssl.so.3: cannot open shared object file" in said
+
+
+def socket_to(endpoint: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=10)
