@@ -33,6 +33,8 @@ class FrameSocket {
   // Writes all parts in order. Throws ConnectionEnded if the other end is gone.
   void write(std::span<const std::span<const std::byte>> parts);
 
+  // Whether the chunks of a payload have checksums.
+  bool has_checksums() const { return !stream_.is_authenticated(); }
   Descriptors& descriptors() { return descriptors_; }
   const ReadAhead& ahead() const { return ahead_; }
 

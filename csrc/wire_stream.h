@@ -46,6 +46,9 @@ class SocketStream {
 
   int fd() const { return fd_; }
 
+  // Whether what comes is proven to be what the other end wrote, so that chunks of a payload have no checksums.
+  virtual bool is_authenticated() const { return false; }
+
   // Reads what is there, and returns how many bytes; 0: nothing yet, wait until the socket can be read. It must have
   // been asked in vain before such a wait. Throws ConnectionEnded if nothing comes any more.
   virtual std::size_t receive_some(std::span<std::byte> memory) = 0;

@@ -63,6 +63,7 @@ class TlsStream : public SocketStream {
   // As `TLSv1.3`.
   std::string version() const;
 
+  bool is_authenticated() const override { return true; }
   std::size_t receive_some(std::span<std::byte> memory) override;
   std::size_t send_some(std::span<const iovec> parts) override;
 

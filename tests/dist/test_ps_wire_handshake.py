@@ -66,7 +66,7 @@ def test_another_version_is_refused_naming_both(monkeypatch, caplog, phalanx_pro
         monkeypatch.setattr("phalanx.ps.wire.client.dial.secret.greeting", greet)
         with pytest.raises(
             ConfigError,
-            match=r"it runs phalanx \d\S+ with wire version 3, this process phalanx 0\.0\.9 with wire version 9\. In",
+            match=r"it runs phalanx \d\S+ with wire version 4, this process phalanx 0\.0\.9 with wire version 9\. In",
         ):
             connect(listener.endpoint)
     assert "it runs phalanx 0.0.9 with wire version 9, this process" in caplog.text

@@ -34,6 +34,9 @@ _ROOM_FOR_ONE = socket.CMSG_SPACE(array.array("i").itemsize)
 class Channel:
     """A TCP socket."""
 
+    has_checksums = True
+    """Whether the chunks of a payload have checksums; not where the transport proves what it brings."""
+
     _is_unix = False
 
     def __init__(self, connected: socket.socket) -> None:
@@ -236,6 +239,8 @@ class Channel:
 
     def _read_chunk(self, chunk: Bytes, deadline: float | None) -> None:
         self.fill(chunk.data, deadline)
+        if not self.has_checksums:
+            return
         checksum = bytearray(CHECKSUM_BYTES)
         self.fill(memoryview(checksum), deadline)
         if not frame.checksum_holds(chunk, checksum):

@@ -37,6 +37,8 @@ class TlsChannel(Channel):
         certificate_hash: Hash of this server's certificate; None for the client's end.
     """
 
+    has_checksums = False
+
     def __init__(
         self, connected: socket.socket, open_stream: OpenStream, certificate_hash: bytes | None = None
     ) -> None:

@@ -267,7 +267,7 @@ class Connection:
         """Number a request, remember it and write it. Runs with `_writing` held."""
         try:
             pending.seq = self._seq + 1
-            pending.encode(self.client, self._link.pool)
+            self._link.encode(pending, self.client)
             with self._changed:
                 self._require_alive(pending)
                 self._seq = pending.seq
@@ -403,7 +403,7 @@ class Connection:
         link.thread.start()
         link.read_on()
         for pending in unanswered:
-            pending.encode(self.client, link.pool)
+            link.encode(pending, self.client)
             pending.deadline = time.monotonic() + self._timeout_s
             self._write(link, pending)
         with self._changed:
