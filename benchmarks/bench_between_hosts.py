@@ -11,6 +11,7 @@ TLS; here loopback is treated as a network, for the peer as one that needs no en
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -28,13 +29,14 @@ from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import Adagrad
+from phalanx.ps.wire.address import Address
 from phalanx.ps.wire.client import dial
 from phalanx.ps.wire.data_frame import ValueType
 from phalanx.ps.wire.server.listener import Listener
 
 SECRET = bytes(range(32))
 DIM, ROWS, BATCHES = 16, 200_000, 8
-CASES = {
+CASES: dict[str, tuple[int, int, ValueType]] = {
     "one table float32": (1, 13_000, "float32"),
     "one table bfloat16": (1, 13_000, "bfloat16"),
     "26 tables float32": (26, 500, "float32"),
@@ -57,7 +59,7 @@ METRICS = (("server CPU", "ms", "lower"), ("worker CPU", "ms", "lower"), ("steps
 def as_network(*, is_private: bool) -> Iterator[None]:
     """Treat loopback as a network between two hosts, or as one that needs no encryption."""
 
-    def connect(to: dial.address.Address, deadline: float) -> dial.socket.socket:
+    def connect(to: Address, deadline: float) -> socket.socket:
         return dial._open_socket(to.family, (to.host, to.port), deadline)
 
     private = patch("phalanx.ps.wire.address.is_private", lambda server: is_private)
@@ -103,8 +105,8 @@ class Worker:
         stack.callback(process.join)
         stack.callback(self._pipe.close)
         with as_network(is_private=is_private):
-            about = {"secret": SECRET, "worker": 0, "workers": 1, "wire_dtype": wire_dtype}
-            self._store = RemoteStore([self._pipe.recv()], **about)
+            endpoint = self._pipe.recv()
+            self._store = RemoteStore([endpoint], secret=SECRET, worker=0, workers=1, wire_dtype=wire_dtype)
         stack.callback(self._store.close)
         names = [f"table {number}" for number in range(tables)]
         self._store.declare([TableSpec(name, DIM, Adagrad(lr=0.1)) for name in names])

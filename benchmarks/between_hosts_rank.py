@@ -30,7 +30,8 @@ class Wide(nn.Module):
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         """Return the logits of ids (n, slots) and dense values (n, 13)."""
-        return self.out(torch.cat([self.embedding(ids).flatten(1), dense], 1))
+        logits: Tensor = self.out(torch.cat([self.embedding(ids).flatten(1), dense], 1))
+        return logits
 
 
 def main() -> None:
