@@ -170,12 +170,17 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         self._listening.close()
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        near, _ = self._listening.accept()
+        with suppress(OSError):  # until it listens no more
+            while True:
+                self._pass_on(self._listening.accept()[0])
+
+    def _pass_on(self, near: socket.socket) -> None:
         with near, socket_to(self._to) as far, suppress(ConnectionError):
             while True:
                 for ready in select.select([near, far], [], [])[0]:
@@ -192,16 +197,35 @@ class Relay:
 @pytest.mark.parametrize("after", [20_000, 50_000, 200_000])
 def test_a_connection_that_ends_within_a_record_is_a_lost_server(over_tls, after):
 
-    def forward(part: bytes) -> bytes:
-        left = after - sum(len(p) for p in passed)
-        passed.append(part[: max(0, left)])
-        return passed[-1]
-
-    passed: list[bytes] = []
-    with serving(answer) as listener, Relay(listener.endpoint, forward) as relay:
+    with serving(answer) as listener, Relay(listener.endpoint, cut_once(after)) as relay:
         connection = Connection(relay.endpoint, secret=SECRET, me="worker 1", peer="server 0", timeout_s=10)
         with pytest.raises(PeerLostError, match=r"clos|EOF|reset|eof"):
             connection.call("echo", {}, [np.ones(1_000_000, np.uint8)])
+        connection.close()
+
+
+def cut_once(after: int) -> Forward:
+    """End the connection after so many bytes; the next one is whole."""
+    left, is_cut = after, False
+
+    def forward(part: bytes) -> bytes:
+        nonlocal left, is_cut
+        if is_cut:
+            return part
+        kept = part[:left]
+        left, is_cut = left - len(kept), not kept
+        return kept
+
+    return forward
+
+
+def test_a_request_whose_answer_breaks_off_within_a_record_is_sent_again(over_tls):
+    rows = np.random.default_rng(0).integers(0, 256, 1_000_000, np.uint8)
+    with serving(answer) as listener, Relay(listener.endpoint, cut_once(200_000)) as relay:
+        about = {"secret": SECRET, "me": "worker 1", "peer": "server 0"}
+        connection = Connection(relay.endpoint, **about, timeout_s=10, retry_s=10)
+        (back,) = connection.call("echo", {}, [rows]).arrays
+        assert np.array_equal(back, rows)
         connection.close()
 
 
