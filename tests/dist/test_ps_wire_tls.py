@@ -22,6 +22,7 @@ from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire import Connection, RpcReply, RpcRequest, tls, tls_stream
 from phalanx.ps.wire.channel import Channel
+from phalanx.ps.wire.client.link import ServerLink
 from wiring import SECRET, connected, serving, tcp_only, without_openssl
 
 pytestmark = pytest.mark.dist
@@ -247,6 +248,31 @@ def test_a_changed_byte_is_noticed(over_tls, at):
         with pytest.raises(PeerLostError, match=r"(?i)bad record mac|decryption failed|wrong version|closed"):
             connection.call("echo", {}, [np.ones(1_000_000, np.uint8)])
         connection.close()
+
+
+def test_a_request_that_is_broken_off_half_written_is_never_read_together_with_the_next(over_tls, monkeypatch):
+    """Ctrl-C while the socket is full: without checksums the next request would pass as the rest of it."""
+    goes_on, seen = threading.Event(), []
+
+    def take(request: RpcRequest) -> RpcReply:
+        if request.op == "wait":
+            goes_on.wait(10)
+        seen.append((request.meta["value"], {int(value) for array in request.arrays for value in np.unique(array)}))
+        return RpcReply()
+
+    def interrupt(link: ServerLink) -> None:
+        raise KeyboardInterrupt
+
+    with serving(take) as listener, connected(listener, retry_s=10) as connection:
+        connection.send("wait", {"value": 0})
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerLink, "read_on", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                connection.send("take", {"value": 1}, [np.full(30_000_000, 1, np.uint8)])
+        goes_on.set()
+        connection.call("take", {"value": 2}, [np.full(30_000_000, 2, np.uint8)])
+    assert {value for value, _ in seen} == {0, 1, 2}
+    assert all(values in (set(), {value}) for value, values in seen)
 
 
 @NATIVE

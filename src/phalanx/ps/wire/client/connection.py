@@ -287,6 +287,10 @@ class Connection:
         except OSError:
             # The reader of this link sees the same, and either connects again or reports the server as lost.
             link.interrupt()
+        except BaseException:
+            # What follows a request that is broken off half written would be read as the rest of it.
+            link.interrupt()
+            raise
 
     def _wait_for(self, pending: Pending) -> Any:
         while True:
