@@ -2,7 +2,6 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <exception>
@@ -81,7 +80,6 @@ void bind_tls(nb::module_& module) {
       .def(nb::init<std::shared_ptr<TlsContext>, int>(), nb::arg("context"), nb::arg("fd"))
       .def("shake_hands", &TlsStream::shake_hands, Released())
       .def("peer_certificate", &peer_certificate)
-      .def("version", &TlsStream::version)
       .def("receive", &receive_some, nb::arg("memory"))
       .def("send", &send_some, nb::arg("parts"));
 }

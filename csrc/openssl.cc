@@ -45,7 +45,6 @@ OpenSsl load() {
   PHALANX_FIND(ssl, SSL_read_ex);
   PHALANX_FIND(ssl, SSL_write_ex);
   PHALANX_FIND(ssl, SSL_key_update);
-  PHALANX_FIND(ssl, SSL_get_version);
   PHALANX_FIND(ssl, SSL_get1_peer_certificate);
   PHALANX_FIND(crypto, BIO_meth_new);
   PHALANX_FIND(crypto, BIO_meth_free);

@@ -35,7 +35,6 @@ struct OpenSsl {
   int (*SSL_read_ex)(ssl_st*, void* memory, std::size_t size, std::size_t* count);
   int (*SSL_write_ex)(ssl_st*, const void* bytes, std::size_t size, std::size_t* count);
   int (*SSL_key_update)(ssl_st*, int type);
-  const char* (*SSL_get_version)(const ssl_st*);
   x509_st* (*SSL_get1_peer_certificate)(const ssl_st*);
   // libcrypto
   bio_method_st* (*BIO_meth_new)(int type, const char* name);

@@ -131,8 +131,6 @@ std::vector<std::uint8_t> TlsStream::peer_certificate() const {
   return der;
 }
 
-std::string TlsStream::version() const { return openssl_.SSL_get_version(tls_.get()); }
-
 std::size_t TlsStream::receive_some(std::span<std::byte> memory) {
   std::size_t total = 0;
   while (total < memory.size()) {

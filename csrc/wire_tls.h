@@ -60,8 +60,6 @@ class TlsStream : public SocketStream {
 
   // The certificate of the server, in DER. REQUIRES: this is the client's end, and hands were shaken.
   std::vector<std::uint8_t> peer_certificate() const;
-  // As `TLSv1.3`.
-  std::string version() const;
 
   bool is_authenticated() const override { return true; }
   std::size_t receive_some(std::span<std::byte> memory) override;

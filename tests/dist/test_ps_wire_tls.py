@@ -60,7 +60,6 @@ def test_each_end_encrypts_as_it_can(over_tls):
     with serving(answer) as listener, connected(listener) as connection:
         stream = channel_of(connection)._tls
         assert isinstance(stream, tls_stream.PythonTlsStream) == (client == "python")
-        assert stream.version() == "TLSv1.3"
         rows = np.random.default_rng(0).integers(0, 256, 9_000_000, np.uint8)  # three chunks, hundreds of records
         for size in (0, 1, 16_000, 16_384, 70_001, len(rows)):
             (back,) = connection.call("echo", {"size": size}, [rows[:size]]).arrays
@@ -141,7 +140,7 @@ def test_a_plain_client_of_a_server_that_encrypts_reads_no_answer(over_tls, capl
     assert len(received) <= 7  # an alert
 
 
-def test_older_tls_is_refused(over_tls, caplog, phalanx_propagates):
+def test_a_client_of_older_tls_is_refused(over_tls, caplog, phalanx_propagates):
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -152,6 +151,24 @@ def test_older_tls_is_refused(over_tls, caplog, phalanx_propagates):
     ):
         context.wrap_socket(plain)
     assert "it does not speak TLS 1.3 (unsupported protocol)" in caplog.text
+
+
+def test_a_server_of_older_tls_is_refused(over_tls):
+    """As somebody between two ends who wants them to agree on something weaker."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as client, suppress(ssl.SSLError):
+                context.wrap_socket(client, server_side=True)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"it does not speak TLS 1\.3 \(tlsv1 alert protocol version\)"):
+            Connection(endpoint, secret=SECRET, me="worker 1", peer="server 0", connect_s=5)
+        thread.join(10)
 
 
 Forward = Callable[[bytes], bytes]

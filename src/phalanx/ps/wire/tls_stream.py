@@ -50,10 +50,6 @@ class TlsStream(Protocol):
         """Return the server's certificate, in DER. For the client, after the handshake."""
         ...
 
-    def version(self) -> str | None:
-        """Return the protocol that was agreed on, as `TLSv1.3`."""
-        ...
-
     def receive(self, memory: memoryview) -> int:
         """Read what is there, and return how many bytes; 0 at the end.
 
@@ -102,10 +98,6 @@ class PythonTlsStream:
     def peer_certificate(self) -> bytes:
         """Return the server's certificate. See `TlsStream`."""
         return self._tls.getpeercert(binary_form=True) or b""
-
-    def version(self) -> str | None:
-        """Return the protocol. See `TlsStream`."""
-        return self._tls.version()
 
     def receive(self, memory: memoryview) -> int:
         """Read what is there. See `TlsStream`."""
