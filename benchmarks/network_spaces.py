@@ -66,9 +66,19 @@ class NetworkSpaces:
         """Put the cable back."""
         _ip("link", "set", self._cable(node), "master", self._bridge)
 
+    def limit(self, node: int, rate: str) -> None:
+        """Let no more than a rate, as `100mbit`, go to a namespace, and as much from it."""
+        bucket = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+        _run("tc", "qdisc", "replace", "dev", self._cable(node), *bucket)
+        _run("tc", "-n", self.space(node), "qdisc", "replace", "dev", "eth0", *bucket)
+
     def _cable(self, node: int) -> str:
         return f"v{self._id}-{node}"
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

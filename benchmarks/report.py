@@ -43,13 +43,18 @@ def measure_pairs(
             found.append((ours(), second))
         else:
             found.append((ours(), peer()))
-    ratios = [a / b for a, b in found]
+    return row_of_pairs(case, found, unit=unit, better=better, peer_name=peer_name)
+
+
+def row_of_pairs(case: str, pairs: Sequence[tuple[float, float]], *, unit: str, better: str, peer_name: str) -> Row:
+    """Return the row of pairs of ours and the peer's."""
+    ratios = [ours / peer for ours, peer in pairs]
     return Row(
         case=case,
         unit=unit,
         better=better,
-        ours=statistics.median(a for a, _ in found),
-        peer=statistics.median(b for _, b in found),
+        ours=statistics.median(ours for ours, _ in pairs),
+        peer=statistics.median(peer for _, peer in pairs),
         peer_name=peer_name,
         ratio={"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
     )

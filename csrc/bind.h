@@ -13,5 +13,6 @@ void bind_shuffle(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);
 void bind_square_sums(nanobind::module_& module);
 void bind_table(nanobind::module_& module);
+void bind_tls(nanobind::module_& module);
 void bind_unique(nanobind::module_& module);
 void bind_wire(nanobind::module_& module);

@@ -22,6 +22,7 @@
 
 #include "bind.h"
 #include "bind_array.h"
+#include "bind_buffer.h"
 #include "server_engine.h"
 
 namespace nb = nanobind;
@@ -152,18 +153,10 @@ void bind_gate(nb::module_& module) {
 // --- log -------------------------------------------------------------------------------------------------------------
 
 std::uint64_t append(ServerLog& log, nb::list buffers) {
-  struct View : Py_buffer {
-    explicit View(nb::handle object) {
-      if (PyObject_GetBuffer(object.ptr(), this, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    }
-    View(const View&) = delete;
-    ~View() { PyBuffer_Release(this); }
-  };
-  std::vector<std::unique_ptr<View>> views;
+  std::vector<std::unique_ptr<Buffer>> kept;
   std::vector<Bytes> parts;
   for (const nb::handle buffer : buffers) {
-    const View& view = *views.emplace_back(std::make_unique<View>(buffer));
-    parts.emplace_back(static_cast<const std::byte*>(view.buf), static_cast<std::size_t>(view.len));
+    parts.emplace_back(kept.emplace_back(std::make_unique<Buffer>(buffer))->bytes());
   }
   const nb::gil_scoped_release released;
   return log.append(parts);

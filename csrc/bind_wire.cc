@@ -14,6 +14,7 @@
 #include "bind.h"
 #include "bind_array.h"
 #include "wire_session.h"
+#include "wire_tls.h"
 
 namespace nb = nanobind;
 using phalanx::AttachedSegments;
@@ -98,14 +99,17 @@ nb::tuple answer(ServerContext& context, const std::string& peer, std::uint64_t 
 }
 
 nb::tuple serve(DataSession& session, int fd, bool is_unix, OutColumn<std::uint8_t> ahead, std::size_t start,
-                std::size_t end, std::vector<int> descriptors) {
-  phalanx::FrameSocket socket(fd, is_unix, {std::as_writable_bytes(view(ahead)), start, end}, std::move(descriptors));
+                std::size_t end, std::vector<int> descriptors, phalanx::TlsStream* tls) {
+  phalanx::Descriptors received(std::move(descriptors));
+  phalanx::PlainStream plain = is_unix ? phalanx::PlainStream(fd, received) : phalanx::PlainStream(fd);
+  phalanx::SocketStream& stream = tls == nullptr ? static_cast<phalanx::SocketStream&>(plain) : *tls;
+  phalanx::FrameSocket socket(stream, {std::as_writable_bytes(view(ahead)), start, end}, received);
   bool has_more;
   {
     const nb::gil_scoped_release release;
     has_more = session.serve(socket);
   }
-  return nb::make_tuple(has_more, socket.ahead().start, socket.ahead().end, socket.descriptors().take_all());
+  return nb::make_tuple(has_more, socket.ahead().start, socket.ahead().end, received.take_all());
 }
 
 }  // namespace
@@ -149,5 +153,5 @@ void bind_wire(nb::module_& module) {
       .def(nb::init<ServerContext&, AttachedSegments&, std::uint64_t, std::string>(), nb::arg("context"),
            nb::arg("segments"), nb::arg("client"), nb::arg("peer"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("serve", &serve, nb::arg("fd"), nb::arg("is_unix"), nb::arg("ahead").noconvert(), nb::arg("start"),
-           nb::arg("end"), nb::arg("descriptors"));
+           nb::arg("end"), nb::arg("descriptors"), nb::arg("tls").none() = nb::none());
 }

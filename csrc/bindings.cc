@@ -13,6 +13,7 @@ NB_MODULE(_core, module) {
   bind_square_sums(module);
   bind_table(module);
   bind_unique(module);
-  bind_wire(module);
+  bind_tls(module);
+  bind_wire(module);  // whose sessions read streams of bind_tls
   bind_server(module);  // whose engine is a handler of bind_wire
 }

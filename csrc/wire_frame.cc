@@ -10,7 +10,7 @@ namespace phalanx {
 namespace {
 
 constexpr char kMagic[4] = {'P', 'H', 'L', 'X'};
-constexpr std::uint16_t kWireVersion = 3;
+constexpr std::uint16_t kWireVersion = 4;
 constexpr std::size_t kChecked = kHeaderBytes - kChecksumBytes;
 constexpr std::size_t kLongestMessage = std::size_t{1} << 16;
 

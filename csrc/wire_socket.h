@@ -1,40 +1,16 @@
-// A non-blocking stream socket that Python made and closes, as the native core reads and writes it between two control
-// requests: what Python had read ahead comes first, and what is read ahead here goes back to it.
+// A socket as the native core reads and writes it between two control requests: what Python had read ahead comes first,
+// and what is read ahead here goes back to it.
 //
 // Thread-safety: one thread at a time.
 
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <span>
-#include <stdexcept>
-#include <vector>
+
+#include "wire_stream.h"
 
 namespace phalanx {
-
-// The other end is gone; the text says how.
-struct ConnectionEnded : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// Descriptors that came and were not taken; closes those that are left.
-class Descriptors {
- public:
-  explicit Descriptors(std::vector<int> received) : received_(received.begin(), received.end()) {}
-  ~Descriptors();
-  Descriptors(const Descriptors&) = delete;
-  Descriptors& operator=(const Descriptors&) = delete;
-
-  void add(int descriptor) { received_.push_back(descriptor); }
-  // The oldest one, the caller's to close. Throws FrameError if none came.
-  int take();
-  std::vector<int> take_all();
-  std::size_t size() const { return received_.size(); }
-
- private:
-  std::deque<int> received_;
-};
 
 struct ReadAhead {
   std::span<std::byte> buffer;
@@ -43,8 +19,9 @@ struct ReadAhead {
 
 class FrameSocket {
  public:
-  FrameSocket(int fd, bool is_unix, ReadAhead ahead, std::vector<int> descriptors)
-      : fd_(fd), is_unix_(is_unix), ahead_(ahead), descriptors_(std::move(descriptors)) {}
+  // REQUIRES: the stream and the descriptors live as long as this.
+  FrameSocket(SocketStream& stream, ReadAhead ahead, Descriptors& descriptors)
+      : stream_(stream), ahead_(ahead), descriptors_(descriptors) {}
 
   // The next bytes, which stay unread. Waits for them. REQUIRES: count <= the buffer's size.
   std::span<const std::byte> peek(std::size_t count);
@@ -56,6 +33,8 @@ class FrameSocket {
   // Writes all parts in order. Throws ConnectionEnded if the other end is gone.
   void write(std::span<const std::span<const std::byte>> parts);
 
+  // Whether the chunks of a payload have checksums.
+  bool has_checksums() const { return !stream_.is_authenticated(); }
   Descriptors& descriptors() { return descriptors_; }
   const ReadAhead& ahead() const { return ahead_; }
 
@@ -63,10 +42,9 @@ class FrameSocket {
   std::size_t receive(std::span<std::byte> memory);
   void wait(short events) const;
 
-  int fd_;
-  bool is_unix_;
+  SocketStream& stream_;
   ReadAhead ahead_;
-  Descriptors descriptors_;
+  Descriptors& descriptors_;
 };
 
 }  // namespace phalanx

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
-from phalanx.ps.wire import Connection, Handler, Listener
+from phalanx.ps.wire import Connection, Handler, Listener, tls_stream
 from phalanx.ps.wire.address import Address
 
 SECRET = b"0123456789abcdef"
@@ -44,3 +45,13 @@ def connected(listener: Listener, **options: Any) -> Iterator[Connection]:
 def tcp_only(to: Address, deadline: float) -> socket.socket:
     """Connect as a client on another host would; takes the place of `dial._connect`."""
     return socket.create_connection((to.host, to.port), timeout=10)
+
+
+def without_openssl(open_streams: Callable[..., tls_stream.OpenStream]) -> Callable[..., tls_stream.OpenStream]:
+    """Encrypt in Python, as where the native core cannot load OpenSSL; takes the place of `tls.client_streams`."""
+
+    def by_python(*arguments: Any) -> tls_stream.OpenStream:
+        with patch.object(tls_stream, "is_native", lambda: False):
+            return open_streams(*arguments)
+
+    return by_python

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.ps.wire import Connection, Listener, RpcReply, RpcRequest
+from phalanx.ps.wire import Connection, Listener, RpcReply, RpcRequest, tls, tls_stream
 from phalanx.ps.wire import secret as handshake
-from phalanx.ps.wire.tls import Certificate
-from wiring import SECRET, connected, serving, tcp_only
+from wiring import SECRET, connected, serving, tcp_only, without_openssl
 
 pytestmark = pytest.mark.dist
 
@@ -67,7 +66,7 @@ def test_another_version_is_refused_naming_both(monkeypatch, caplog, phalanx_pro
         monkeypatch.setattr("phalanx.ps.wire.client.dial.secret.greeting", greet)
         with pytest.raises(
             ConfigError,
-            match=r"it runs phalanx \d\S+ with wire version 3, this process phalanx 0\.0\.9 with wire version 9\. In",
+            match=r"it runs phalanx \d\S+ with wire version 4, this process phalanx 0\.0\.9 with wire version 9\. In",
         ):
             connect(listener.endpoint)
     assert "it runs phalanx 0.0.9 with wire version 9, this process" in caplog.text
@@ -169,8 +168,7 @@ def test_an_open_address_needs_a_secret():
 
 def test_off_the_host_all_is_encrypted(over_tls):
     with serving(answer, on="0.0.0.0:0") as listener, connected(Where(listener)) as connection:
-        assert isinstance(connection._link.channel._socket, ssl.SSLSocket)
-        assert connection._link.channel._socket.version() == "TLSv1.3"
+        assert isinstance(connection._link.channel, tls.TlsChannel)
         rows = np.arange(3_000_000)
         pending = [connection.send("echo", {"k": k}, [rows + k]) for k in range(3)]
         for k, one in enumerate(pending):
@@ -182,9 +180,9 @@ def test_whoever_sits_between_two_ends_is_found_out(over_tls):
     with serving(answer, on="0.0.0.0:0") as listener:
 
         def relay(client: socket.socket) -> None:
-            certificate = Certificate()
-            client.settimeout(10)
-            near = certificate._context.wrap_socket(client, server_side=True)
+            near, _ = without_openssl(tls_stream.server_streams)(*tls._make_certificate())(client)
+            near.settimeout(10)
+            near.do_handshake()
             far = ssl._create_unverified_context().wrap_socket(tcp_only_to(listener))
             with near, far:
                 far.sendall(near.recv(4096))
@@ -208,7 +206,7 @@ def test_a_plain_client_cannot_talk_to_a_server_that_encrypts(over_tls, caplog, 
 def test_a_server_without_tls_is_named(over_tls):
     with saying(lambda client: client.sendall(b"220 mail at your service\r\n")) as endpoint:
         error = refused(endpoint)
-    assert re.search(r"it does not speak TLS 1\.3 \(\w+\)\. Check address and port\.$", error)
+    assert re.search(r"it does not speak TLS 1\.3 \(wrong version number\)\. Check address and port\.$", error)
 
 
 def test_the_deadline_of_the_handshake_holds_under_tls(over_tls):

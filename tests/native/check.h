@@ -55,3 +55,4 @@ void test_collectives();
 void test_text_and_arrays();
 void test_wire();
 void test_client();
+void test_tls();

@@ -16,5 +16,6 @@ int main() {
   test_text_and_arrays();
   test_wire();
   test_client();
+  test_tls();
   std::puts("the native core: all checks passed");
 }

@@ -130,7 +130,9 @@ End feed(SummingHandler& handler, const std::string& bytes, std::string& replies
   End end = End::kEnded;
   {
     std::vector<std::byte> ahead(1 << 10);
-    FrameSocket socket(ends.fds[1], true, {ahead, 0, 0}, {});
+    Descriptors descriptors;
+    PlainStream stream(ends.fds[1], descriptors);
+    FrameSocket socket(stream, {ahead, 0, 0}, descriptors);
     DataSession session(context, segments, 1, "worker 1");
     try {
       end = session.serve(socket) ? End::kControl : End::kStopped;

@@ -20,7 +20,7 @@ from phalanx.ps.wire import frame
 from phalanx.ps.wire.frame import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_BYTES, Bytes, FrameError, Header
 
 if TYPE_CHECKING:
-    from phalanx._core import DataSession
+    from phalanx._core import DataSession, TlsStream
 
 Part = bytes | bytearray | memoryview
 
@@ -33,6 +33,9 @@ _ROOM_FOR_ONE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 class Channel:
     """A TCP socket."""
+
+    has_checksums = True
+    """Whether the chunks of a payload have checksums; not where the transport proves what it brings."""
 
     _is_unix = False
 
@@ -107,8 +110,17 @@ class Channel:
             FrameError: If what came is no frame.
             OSError: If the connection breaks.
         """
+        return self._serve(session)
+
+    def _serve(self, session: DataSession, tls: TlsStream | None = None) -> bool:
         has_more, self._start, self._end, descriptors = session.serve(
-            self._socket.fileno(), self._is_unix, self._ahead_memory, self._start, self._end, list(self._take_all())
+            self._socket.fileno(),
+            self._is_unix,
+            self._ahead_memory,
+            self._start,
+            self._end,
+            list(self._take_all()),
+            tls,
         )
         self._descriptors.extend(descriptors)
         return has_more
@@ -227,6 +239,8 @@ class Channel:
 
     def _read_chunk(self, chunk: Bytes, deadline: float | None) -> None:
         self.fill(chunk.data, deadline)
+        if not self.has_checksums:
+            return
         checksum = bytearray(CHECKSUM_BYTES)
         self.fill(memoryview(checksum), deadline)
         if not frame.checksum_holds(chunk, checksum):

@@ -4,7 +4,8 @@
     | crc32 of all before and the object u32
 
 The object tells the arrays' types and shapes; each array starts at a multiple of 64 bytes of the payload. A payload
-comes in chunks of at most 4 MiB, each followed by its crc32, or lies in a shared segment that the object names.
+comes in chunks of at most 4 MiB, each followed by its crc32, which TLS makes needless; or it lies in a shared segment
+that the object names.
 Packed objects are those of `data_frame`. Twin of `csrc/wire_frame.h`.
 """
 
@@ -30,7 +31,7 @@ Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
 
 MAGIC = b"PHLX"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 CHUNK_BYTES = 4 << 20
 LARGEST_OBJECT = 16 << 20
 LARGEST_PAYLOAD = 1 << 40
@@ -231,8 +232,10 @@ def checksum_holds(chunk: Bytes, checksum: bytes | bytearray) -> bool:
     return bool(zlib.crc32(chunk.data) == _CHECKSUM.unpack(checksum)[0])
 
 
-def chunks(layout: PayloadLayout, arrays: Sequence[Array]) -> list[memoryview | bytes]:
-    """Return the payload as it goes through a socket: views of the arrays in chunks, each with its checksum."""
+def chunks(layout: PayloadLayout, arrays: Sequence[Array], *, has_checksums: bool = True) -> list[memoryview | bytes]:
+    """Return the payload as it goes through a socket: views of the arrays, in chunks with a checksum each if it has."""
+    if not has_checksums:
+        return list(_payload_views(layout, arrays))
     out: list[memoryview | bytes] = []
     room, checksum = CHUNK_BYTES, 0
     for view in _payload_views(layout, arrays):

@@ -189,12 +189,13 @@ class Pending:
         """From when on the wait counts that may be a hang."""
         return max(self.sent_at, self.progress_at)
 
-    def encode(self, client: int, pool: SegmentPool | None) -> None:
+    def encode(self, client: int, pool: SegmentPool | None, *, has_checksums: bool) -> None:
         """Make the request ready to be written over a link.
 
         Args:
             client: Number of the client that asks.
             pool: Memory shared over that link, if there is some; large arrays go there.
+            has_checksums: See `Channel.has_checksums`.
         """
         request, size, flags = self._request, self.payload_bytes, 0
         if self._payload is None and self.lease is not None:
@@ -213,7 +214,7 @@ class Pending:
             flags = frame.SHARED | (frame.NEW_SEGMENT if segment.descriptor is not None else 0)
         self._parts = [frame.encode_raw(request.kind, flags, client, self.seq, request.encode(segment), size)]
         if lease is None and size:
-            self._parts += frame.chunks(frame.layout_of([memory]), [memory])
+            self._parts += frame.chunks(frame.layout_of([memory]), [memory], has_checksums=has_checksums)
 
     def reserve_memory(self, pool: SegmentPool) -> bool:
         """Set memory aside for a request that the native core writes; False if it is large and none is shared."""

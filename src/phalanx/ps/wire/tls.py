@@ -1,4 +1,4 @@
-"""`TlsChannel`, `Certificate`: TLS 1.3 for connections between hosts, with a self-signed certificate per server.
+"""`TlsChannel`, `ServerCertificate`: TLS 1.3 for connections between hosts, with a self-signed certificate per server.
 
 Nobody signs the certificate. The handshake of `secret` covers its hash instead, so it is as trusted as the job's
 secret, and there are no files to hand out.
@@ -8,32 +8,43 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import os
-import select
 import socket
-import ssl
-import threading
 from typing import TYPE_CHECKING
 
 from phalanx.errors import ConfigError
 from phalanx.ps.wire.channel import Channel
+from phalanx.ps.wire.tls_stream import OpenStream, TlsError, client_streams, server_streams
+from phalanx.versions import HAS_NATIVE
+
+if HAS_NATIVE:
+    from phalanx import _core
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.x509 import Certificate
+
     from phalanx._core import DataSession
 
-_RECORD_BYTES = 1 << 14
 _VALID = datetime.timedelta(days=3650)
 
 
 class TlsChannel(Channel):
-    """A TLS connection over TCP."""
+    """A TLS connection over TCP.
 
-    def __init__(self, connected: ssl.SSLSocket, certificate_hash: bytes | None = None) -> None:
+    Args:
+        connected: The TCP connection; nothing was read or written yet.
+        open_stream: Puts TLS over it.
+        certificate_hash: Hash of this server's certificate; None for the client's end.
+    """
+
+    has_checksums = False
+
+    def __init__(
+        self, connected: socket.socket, open_stream: OpenStream, certificate_hash: bytes | None = None
+    ) -> None:
+        connected, self._tls = open_stream(connected)
         super().__init__(connected)
-        self._tls = connected
         self._certificate_hash = certificate_hash
-        # The state of a TLS connection must not be touched by a reading and a writing thread at once.
-        self._lock = threading.Lock()
 
     def secure(self, deadline: float) -> bytes:
         """Agree on keys; returns the hash of the server's certificate.
@@ -43,100 +54,51 @@ class TlsChannel(Channel):
             OSError: If the connection breaks or `deadline` passes.
         """
         try:
-            self._shake_hands(deadline)
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            raise
-        except ssl.SSLError as error:
-            raise ConfigError(f"it does not speak TLS 1.3 ({error.reason}). Check address and port") from None
-        if self._certificate_hash is not None:
-            return self._certificate_hash
-        return hashlib.sha256(self._tls.getpeercert(binary_form=True) or b"").digest()
-
-    def _shake_hands(self, deadline: float) -> None:
-        while True:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                self._wait(select.POLLIN, deadline)
-            except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT, deadline)
-            else:
-                return
+            while events := self._tls.shake_hands():
+                self._wait(events, deadline)
+        except TlsError as error:
+            raise ConfigError(f"it does not speak TLS 1.3 ({error}). Check address and port") from None
+        return self._certificate_hash or hashlib.sha256(self._tls.peer_certificate()).digest()
 
     def serve(self, session: DataSession) -> bool:
-        """Answer nothing: the native core reads no TLS, so every frame is read here."""
-        return True
+        """Answer pulls and pushes until another frame is next; where Python encrypts, every frame is left to it."""
+        return self._serve(session, self._tls) if isinstance(self._tls, _core.TlsStream) else True
 
     def _receive_some(self, view: memoryview) -> int:
-        with self._lock:
-            try:
-                return self._tls.recv_into(view)
-            except ssl.SSLWantReadError:
-                raise BlockingIOError from None
+        return self._tls.receive(view)
 
     def _send_some(self, parts: list[memoryview], descriptor: int | None) -> int:
-        # TLS has no gathering write: small parts are joined so that each does not become a record of its own.
-        joined = parts[0] if len(parts[0]) >= _RECORD_BYTES else b"".join(_up_to(parts, _RECORD_BYTES))
-        with self._lock:
-            try:
-                return self._tls.send(joined)
-            except ssl.SSLWantWriteError:
-                raise BlockingIOError from None
-
-
-def _up_to(parts: list[memoryview], limit: int) -> list[memoryview]:
-    taken: list[memoryview] = []
-    for part in parts:
-        taken.append(part[:limit])
-        limit -= len(part)
-        if limit <= 0:
-            break
-    return taken
+        return self._tls.send(parts)
 
 
 def client_channel(connected: socket.socket) -> TlsChannel:
     """Return the client's end of TLS over a TCP connection."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the proof of `secret` covers the certificate
-    return TlsChannel(_wrap_socket(context, connected, is_server=False))
+    return TlsChannel(connected, client_streams())
 
 
-class Certificate:
-    """The key of a server, made when it starts and gone with it."""
+class ServerCertificate:
+    """The certificate of a server and its key, made when it starts and gone with it."""
 
     def __init__(self) -> None:
         certificate, key = _make_certificate()
-        self._hash = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).digest()
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
-        _load(self._context, certificate + key)
+        self._hash = hashlib.sha256(_der(certificate)).digest()
+        self._open_stream = server_streams(certificate, key)
 
     def channel(self, connected: socket.socket) -> TlsChannel:
         """Return the server's end of TLS over a TCP connection."""
-        return TlsChannel(_wrap_socket(self._context, connected, is_server=True), self._hash)
+        return TlsChannel(connected, self._open_stream, self._hash)
 
 
-def _wrap_socket(context: ssl.SSLContext, connected: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
-    connected.setblocking(False)
-    return context.wrap_socket(connected, server_side=is_server, do_handshake_on_connect=False)
+def _der(certificate: Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.DER)
 
 
-def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """Give a context its key through memory: `ssl` reads files only, and the key should be in none."""
-    descriptor = os.memfd_create("phalanx-certificate", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, pem)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
-
-
-def _make_certificate() -> tuple[bytes, bytes]:
+def _make_certificate() -> tuple[Certificate, EllipticCurvePrivateKey]:
     # Imported here because a job on one host never needs it.
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
@@ -152,7 +114,4 @@ def _make_certificate() -> tuple[bytes, bytes]:
         .not_valid_after(now + _VALID)
         .sign(key, hashes.SHA256())
     )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return certificate.public_bytes(serialization.Encoding.PEM), private
+    return certificate, key

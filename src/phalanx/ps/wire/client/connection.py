@@ -267,7 +267,7 @@ class Connection:
         """Number a request, remember it and write it. Runs with `_writing` held."""
         try:
             pending.seq = self._seq + 1
-            pending.encode(self.client, self._link.pool)
+            self._link.encode(pending, self.client)
             with self._changed:
                 self._require_alive(pending)
                 self._seq = pending.seq
@@ -287,6 +287,10 @@ class Connection:
         except OSError:
             # The reader of this link sees the same, and either connects again or reports the server as lost.
             link.interrupt()
+        except BaseException:
+            # What follows a request that is broken off half written would be read as the rest of it.
+            link.interrupt()
+            raise
 
     def _wait_for(self, pending: Pending) -> Any:
         while True:
@@ -403,7 +407,7 @@ class Connection:
         link.thread.start()
         link.read_on()
         for pending in unanswered:
-            pending.encode(self.client, link.pool)
+            link.encode(pending, self.client)
             pending.deadline = time.monotonic() + self._timeout_s
             self._write(link, pending)
         with self._changed:

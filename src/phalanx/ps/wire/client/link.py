@@ -148,6 +148,10 @@ class ServerLink:
         self._is_reading = self._was_read = self._has_waiter = self._is_thread_needed = False
         self._end: str | None = None
 
+    def encode(self, pending: Pending, client: int) -> None:
+        """Make a request of the client of that number ready to be written here."""
+        pending.encode(client, self.pool, has_checksums=self.channel.has_checksums)
+
     def write(self, pending: Pending, deadline: float) -> None:
         """Write an encoded request, with the answers before it read whenever the server takes no more.
 

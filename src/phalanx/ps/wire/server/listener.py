@@ -16,7 +16,7 @@ from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
 from phalanx.ps.wire.message import Handler
 from phalanx.ps.wire.progress import Startup
 from phalanx.ps.wire.server.session import ServerConfig, Session
-from phalanx.ps.wire.tls import Certificate
+from phalanx.ps.wire.tls import ServerCertificate
 from phalanx.versions import HAS_NATIVE
 
 if HAS_NATIVE:
@@ -79,7 +79,7 @@ class Listener:
             address.require_secret(listening, secret)
             listening.setblocking(False)
         public = any(_is_public(listening) for listening in self._sockets)
-        self._certificate = Certificate() if public else None
+        self._certificate = ServerCertificate() if public else None
         self._stopping = threading.Event()
         budget = _core.MemoryBudget(max_total_bytes)
         self._context = _core.ServerContext(data_handler, me, max_frame_bytes, budget, _log.error)

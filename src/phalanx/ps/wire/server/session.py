@@ -156,12 +156,28 @@ class Session:
             op, meta, arrays, self._client, header.seq, self._peer, reply_buffer, report_wait, self._report_work
         )
         try:
-            return _encode_reply(request, self._config.handler(request), after)
+            return self._encode_reply(request, self._config.handler(request), after)
         except PhalanxError:
             raise
         except Exception as error:
             _log.exception("%s failed at %r of %s", self._config.me, op, self._peer)
             raise InternalError(f"{self._config.me} failed at {op!r} with {error!r}. Its log has more.") from error
+
+    def _encode_reply(self, request: RpcRequest, reply: RpcReply, after: int) -> list[Part]:
+        """Return a reply's bytes; its arrays stay in the client's memory, after those of the request, if they fit."""
+        arrays = [np.asarray(array, order="C") for array in reply.arrays]
+        layout = frame.layout_of(arrays)
+        content: dict[str, Any] = {"meta": reply.meta, "arrays": layout.describe()}
+        memory = request.reply_buffer.memory
+        if memory is None or layout.payload_bytes > len(memory):
+            head = frame.encode(FrameKind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
+            return [head, *self._chunks(layout, arrays)]
+        layout.write(_copy_overlapping(arrays, layout, memory), memory)
+        content["at"] = after
+        return [frame.encode(FrameKind.REPLY, frame.SHARED, request.client, request.seq, content, layout.payload_bytes)]
+
+    def _chunks(self, layout: PayloadLayout, arrays: list[Array]) -> list[memoryview | bytes]:
+        return frame.chunks(layout, arrays, has_checksums=self.channel.has_checksums)
 
     def _answer_data(self, header: Header, raw: bytearray) -> list[Part]:
         """Return the reply to a pull or push that the native core did not read itself. Raises as `_answer`."""
@@ -174,7 +190,7 @@ class Session:
             self._peer, self._client, header.kind, header.seq, bytes(raw), payload, report_wait
         )
         head = frame.encode_raw(FrameKind(kind), 0, self._client, header.seq, raw_reply, len(rows))
-        return [head, *(frame.chunks(frame.layout_of([rows]), [rows]) if len(rows) else ())]
+        return [head, *(self._chunks(frame.layout_of([rows]), [rows]) if len(rows) else ())]
 
     def _report_wait(self, seq: int, waits_for: str, is_connected: bool) -> None:
         content = {"for": waits_for, "here": is_connected}
@@ -237,20 +253,6 @@ def _parse_request(header: Header, content: dict[str, Any]) -> tuple[str, dict[s
     if not isinstance(op, str) or not isinstance(meta, dict):
         raise FrameError("a request without operation")
     return op, meta, frame.layout_from(content.get("arrays"), header.payload_bytes)
-
-
-def _encode_reply(request: RpcRequest, reply: RpcReply, after: int) -> list[Part]:
-    """Return a reply's bytes; its arrays stay in the client's memory, after those of the request, if they fit."""
-    arrays = [np.asarray(array, order="C") for array in reply.arrays]
-    layout = frame.layout_of(arrays)
-    content: dict[str, Any] = {"meta": reply.meta, "arrays": layout.describe()}
-    memory = request.reply_buffer.memory
-    if memory is None or layout.payload_bytes > len(memory):
-        head = frame.encode(FrameKind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
-        return [head, *frame.chunks(layout, arrays)]
-    layout.write(_copy_overlapping(arrays, layout, memory), memory)
-    content["at"] = after
-    return [frame.encode(FrameKind.REPLY, frame.SHARED, request.client, request.seq, content, layout.payload_bytes)]
 
 
 def _copy_overlapping(arrays: list[Array], layout: PayloadLayout, memory: Bytes) -> list[Array]:
