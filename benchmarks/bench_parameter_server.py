@@ -1,14 +1,21 @@
-"""Wide & deep on 1 server and 2 workers: speed against PaddlePaddle's and against sharing nothing, quality, and saves.
+"""Models on 1 server and 2 workers: speed against PaddlePaddle, TorchRec and sharing nothing, quality, and saves.
 
-paddle  examples/s, async, against PaddlePaddle 2.6.2
-local   examples/s, async, against 2 processes that train a local `nn.Embedding(sparse=True)` each and share nothing
-hybrid  the same with dense parameters averaged by the workers instead of kept on the server
-auc     AUC of each mode on real flights, against one process
-save    a snapshot of 10 M rows during training, against writing as many bytes; steps meanwhile, against calm ones
+paddle           examples/s, async, against PaddlePaddle 2.6.2
+local            the same against 2 processes that train a local `nn.Embedding(sparse=True)` each and share nothing
+hybrid           the same with dense parameters averaged by the workers instead of kept on the server
+torchrec         examples/s of DLRM with bags of Zipf ids, async, against 2 CPU ranks of TorchRec 1.9.2, which are in
+                 step
+torchrec-even    the same where each id is as likely
+torchrec-hybrid  as `torchrec` with dense parameters averaged by the workers, as TorchRec's ranks do
+torchrec-sync    as `torchrec`, in step as TorchRec's ranks are
+auc              AUC of each mode on real flights, against one process
+save             a snapshot of 10 M rows during training, against writing as many bytes; steps meanwhile, against calm
+                 ones
 
-The model of the speeds has 26 slots on one table of dim 16, 13 dense values, an MLP of 3 x 400, SGD, batch 512, 1 M
-ids drawn uniformly, one thread a process. Every engine trains the same batches from memory and hands each loss to the
-script; the figure is all workers' examples over the time from the first one's start to the last one's end.
+The model of the other speeds is wide & deep: 26 slots on one table of dim 16, 13 dense values, an MLP of 3 x 400, 1 M
+ids drawn uniformly; that of `torchrec` is in `parameter_server/bags.py`. SGD, batch 512, one thread a process. Every
+engine trains the same batches from memory and hands each loss to the script; the figure is all workers' examples over
+the time from the first one's start to the last one's end.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.parameter_server.jobs import OURS, ROOT, SCRIPTS, WORKERS, results, run
-from benchmarks.peers import PADDLE, PeerMissingError, python_of
+from benchmarks.peers import PADDLE, TORCHREC, TORCHREC_ALONE, PeerMissingError, python_of
 from benchmarks.report import Row, arguments, measure_pairs, show
 
 LOCAL = "2 processes, nn.Embedding(sparse=True)"
@@ -44,9 +51,9 @@ def examples_per_s(spans: Sequence[Mapping[str, float]]) -> float:
     return sum(span["examples"] for span in spans) / seconds
 
 
-def ours(mode: str, steps: int) -> float:
+def ours(mode: str, steps: int, *, script: str = "phalanx_worker.py", ids: str = "even") -> float:
     """Train on our servers."""
-    return trained([[*OURS, str(SCRIPTS / "phalanx_worker.py")]], steps, {"BENCH_MODE": mode})
+    return trained([[*OURS, str(SCRIPTS / script)]], steps, {"BENCH_MODE": mode, "BENCH_IDS": ids})
 
 
 def paddle(steps: int) -> float:
@@ -72,6 +79,28 @@ def speed(name: str, mode: str, peer: Callable[[int], float], peer_name: str, *,
             unit="examples/s",
             better="higher",
             peer_name=peer_name,
+        )
+    ]
+
+
+def on_torchrec(steps: int, ids: str) -> float:
+    """Train on ranks of TorchRec."""
+    python = python_of("torchrec", TORCHREC, alone=TORCHREC_ALONE)
+    return trained([[str(python), str(SCRIPTS / "torchrec_worker.py")]] * WORKERS, steps, {"BENCH_IDS": ids})
+
+
+def torchrec(mode: str, ids: str, *, quick: bool) -> list[Row]:
+    """Measure DLRM with bags of ids, of which some are drawn often (zipf) or each is as likely (even)."""
+    steps = 3 if quick else 200
+    return [
+        measure_pairs(
+            f"{mode} 1s2w torchrec {ids} ids",
+            lambda: ours(mode, steps, script="phalanx_bags_worker.py", ids=ids),
+            lambda: on_torchrec(steps, ids),
+            pairs=1 if quick else 5,
+            unit="examples/s",
+            better="higher",
+            peer_name="TorchRec 1.9.2",
         )
     ]
 
@@ -153,6 +182,10 @@ CASES: dict[str, Callable[..., list[Row]]] = {
     "paddle": lambda quick: speed("async 1s2w paddle", "async", paddle, "PaddlePaddle 2.6.2", quick=quick),
     "local": lambda quick: speed("async 1s2w local nn.Embedding", "async", local, LOCAL, quick=quick),
     "hybrid": lambda quick: speed("hybrid 1s2w local nn.Embedding", "hybrid", local, LOCAL, quick=quick),
+    "torchrec": lambda quick: torchrec("async", "zipf", quick=quick),
+    "torchrec-even": lambda quick: torchrec("async", "even", quick=quick),
+    "torchrec-hybrid": lambda quick: torchrec("hybrid", "zipf", quick=quick),
+    "torchrec-sync": lambda quick: torchrec("sync", "zipf", quick=quick),
     "auc": auc,
     "save": save,
 }

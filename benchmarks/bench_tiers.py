@@ -3,10 +3,11 @@
 Each is a process of its own, that of the spilled table in a memory control group of `--memory` bytes where such groups
 may be made; workers train with both in turn, over the wire. Rows have `--dim` values with Adagrad, ids are Zipf.
 
-step      ids/s of training steps: a pull and a push of the distinct ids of 8,190 draws
-train     ids/s of the same steps with a network on 315 examples of 26 rows between pull and push
-pull      ids/s of the same pulls alone
-cold      ids/s of pulls of ids drawn evenly, of which memory holds few
+step       ids/s of training steps: a pull and a push of the distinct ids of 8,190 draws
+train      ids/s of the same steps with a network on 315 examples of 26 rows between pull and push
+pull       ids/s of the same pulls alone
+cold       ids/s of pulls of ids drawn evenly, of which memory holds few
+rocksdict  step beside the same rows in RocksDB with a cache of as much memory, in the process of its workers: no wire
 
     python -m benchmarks.bench_tiers --rows 4000000 --dim 256 --budget 256 --exponent 1.35 --cases step     8 GB of rows
 
@@ -25,25 +26,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.peers import PeerMissingError
 from benchmarks.report import Row, add_arguments, check_cases, measure_pairs, show
 from benchmarks.tiers_model import SLOTS, TierModel
+from benchmarks.tiers_rocks import RocksServer, RocksWorker
 from benchmarks.tiers_server import TierServer, TierWorker
 from phalanx.ps.table.rules import FileDtype, TableSpec
 from phalanx.ps.table.update_rules import Adagrad
 
-CASES = ("step", "train", "pull", "cold")
+CASES = ("step", "train", "pull", "cold", "rocksdict")
 TABLE = "tiers"
 DRAWS, BATCHES, FILLED = 315 * SLOTS, 100, 2_048
 MIB = 1 << 20
 Ids = NDArray[np.int64]
 Batches = Sequence[tuple[Ids, Ids]]
 """Distinct ids, and which of them each draw is."""
+Server, Worker = TierServer | RocksServer, TierWorker | RocksWorker
 
 
 class Bench:
@@ -62,16 +66,16 @@ class Bench:
             for name, limit in (("spilled", asked.memory * MIB), ("resident", None))
         )
         self.models = {worker: TierModel(asked.dim) for worker in (*self.small.workers, *self.large.workers)}
-        spec = TableSpec(TABLE, asked.dim, Adagrad(0.05))
+        self.spec = spec = TableSpec(TABLE, asked.dim, Adagrad(0.05))
         self.fill(self.small, replace(spec, max_bytes=asked.budget * MIB, file_dtype=asked.file_dtype))
         self.fill(self.large, spec)
         for _ in range(asked.warm):  # so that memory holds what is drawn often
             self.step(self.small, self.zipf())
 
-    def fill(self, server: TierServer, spec: TableSpec) -> None:
+    def fill(self, server: Server, spec: TableSpec) -> None:
         """Give a server a row for every id."""
         for worker in server.workers:
-            worker.store.declare([spec])
+            worker.declare(spec)
         starts = range(0, self.rows, FILLED)
         every = [np.arange(start, min(start + FILLED, self.rows)) for start in starts]
         self._timed(server, [(ids, ids) for ids in every], self._push)
@@ -85,11 +89,11 @@ class Bench:
         """Return batches of distinct ids, each as likely as any."""
         return [_distinct(self.random.integers(0, self.rows, DRAWS)) for _ in range(BATCHES)]
 
-    def pull(self, server: TierServer, batches: Batches) -> float:
+    def pull(self, server: Server, batches: Batches) -> float:
         """Return ids/s of pulls."""
         return self._timed(server, batches, self._pull)
 
-    def step(self, server: TierServer, batches: Batches) -> float:
+    def step(self, server: Server, batches: Batches) -> float:
         """Return ids/s of pulls, each with a push behind it."""
         return self._timed(server, batches, self._step)
 
@@ -97,7 +101,7 @@ class Bench:
         """Return ids/s of steps that train a network."""
         return self._timed(server, batches, self._train)
 
-    def _timed(self, server: TierServer, batches: Batches, work: Callable[[TierWorker, Batches], None]) -> float:
+    def _timed(self, server: Server, batches: Batches, work: Callable[[Any, Batches], None]) -> float:
         """Deal batches to the workers of a server, which are threads here, and return ids/s of all."""
         count = len(server.workers)
         started = time.perf_counter()
@@ -106,26 +110,26 @@ class Bench:
             each.result()
         return sum(len(keys) for keys, _ in batches) / (time.perf_counter() - started)
 
-    def _pull(self, worker: TierWorker, batches: Batches) -> None:
+    def _pull(self, worker: Worker, batches: Batches) -> None:
         for keys, _ in batches:
             worker.pull(TABLE, keys)
 
-    def _push(self, worker: TierWorker, batches: Batches) -> None:
+    def _push(self, worker: Worker, batches: Batches) -> None:
         for keys, _ in batches:
             worker.push(TABLE, keys, self.gradients[: len(keys)])
-        worker.store.flush()
+        worker.flush()
 
-    def _step(self, worker: TierWorker, batches: Batches) -> None:
+    def _step(self, worker: Worker, batches: Batches) -> None:
         for keys, _ in batches:
             worker.pull(TABLE, keys)
             worker.push(TABLE, keys, self.gradients[: len(keys)])
-        worker.store.flush()
+        worker.flush()
 
     def _train(self, worker: TierWorker, batches: Batches) -> None:
         model = self.models[worker]
         for keys, places in batches:
             worker.push(TABLE, keys, model.train_step(worker.pull(TABLE, keys), places))
-        worker.store.flush()
+        worker.flush()
 
 
 def _distinct(ids: Ids) -> tuple[Ids, Ids]:
@@ -155,6 +159,19 @@ def measure(bench: Bench, case: str, pairs: int) -> Row:
         file=sys.stderr,
     )
     return row
+
+
+def measure_rocks(bench: Bench, asked: argparse.Namespace, folder: Path, pairs: int) -> Row:
+    """Measure steps of the spilled table, and of the same rows in RocksDB."""
+    with closing(RocksServer(folder, asked.budget * MIB, asked.workers)) as rocks:
+        bench.fill(rocks, bench.spec)
+        rocks.settle()
+        for _ in range(asked.warm):
+            bench.step(rocks, bench.zipf())
+        return measure_pairs(
+            "rocksdict", lambda: bench.step(bench.small, bench.zipf()), lambda: bench.step(rocks, bench.zipf()),
+            pairs=pairs, unit="ids/s", better="higher", peer_name="RocksDB (rocksdict 0.3.29)",
+        )  # fmt: skip
 
 
 def describe(bench: Bench) -> None:
@@ -191,8 +208,13 @@ def main() -> None:
     asked.rows = asked.rows or (50_000 if asked.quick else 1_000_000)
     asked.budget = asked.budget or (asked.rows // 10 * asked.dim * 8 + asked.rows * 32) // MIB + 1
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder, ExitStack() as stack:
-        bench = Bench(asked, Path(folder), stack)
-        rows = [measure(bench, case, 1 if asked.quick else 7) for case in asked.cases]
+        bench, pairs = Bench(asked, Path(folder), stack), 1 if asked.quick else 7
+        rows = [measure(bench, case, pairs) for case in asked.cases if case != "rocksdict"]
+        if "rocksdict" in asked.cases:
+            try:
+                rows.append(measure_rocks(bench, asked, Path(folder), pairs))
+            except PeerMissingError as error:
+                print(f"skipped rocksdict: {error}", file=sys.stderr)
         describe(bench)
     show("bench_tiers", rows, as_json=asked.json)
 

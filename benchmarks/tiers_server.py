@@ -17,6 +17,7 @@ from phalanx.ps.server.status import STATUS_S
 from phalanx.ps.stores.base import Keys, PullSpec, Rows
 from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
+from phalanx.ps.table.rules import TableSpec
 
 SECRET = secrets.token_bytes(32)
 _LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
@@ -37,6 +38,14 @@ class TierWorker:
             [endpoint], secret=SECRET, worker=worker, workers=workers, mode="async", timeout_s=600.0
         )
         self._step = 0
+
+    def declare(self, spec: TableSpec) -> None:
+        """Make a table."""
+        self.store.declare([spec])
+
+    def flush(self) -> None:
+        """Wait until everything that was pushed is there."""
+        self.store.flush()
 
     def pull(self, table: str, keys: Keys) -> Rows:
         """Return rows."""

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_bags(nanobind::module_& module);
 void bind_client(nanobind::module_& module);
 void bind_images(nanobind::module_& module);
 void bind_server(nanobind::module_& module);

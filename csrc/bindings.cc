@@ -4,6 +4,7 @@
 
 NB_MODULE(_core, module) {
   module.doc() = "Native core of Phalanx.";
+  bind_bags(module);
   bind_images(module);
   bind_partition(module);
   bind_client(module);  // whose frames are parts of its requests

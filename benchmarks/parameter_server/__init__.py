@@ -1,1 +1,1 @@
-"""Workers of `bench_parameter_server`: one model under four engines, each a script for its own launcher."""
+"""Workers of `bench_parameter_server`: two models under five engines, each a script for its own launcher."""

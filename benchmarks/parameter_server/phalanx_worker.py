@@ -5,17 +5,15 @@ import os
 import torch
 
 from benchmarks.parameter_server.model import WideDeep, tensors, train_step
+from benchmarks.parameter_server.modes import strategy_of
 from benchmarks.parameter_server.work import DIM, LEARNING_RATE, time_steps
 from phalanx import fleet, ps
-
-MODES = {"async": {}, "hybrid": {"dense": "all_reduce"}}
 
 
 def main() -> None:
     """Serve, or train the timed steps."""
     torch.manual_seed(0)
-    strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs=MODES[os.environ["BENCH_MODE"]])
-    fleet.init(is_collective=False, strategy=strategy)
+    fleet.init(is_collective=False, strategy=strategy_of(os.environ["BENCH_MODE"]))
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

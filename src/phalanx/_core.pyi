@@ -321,6 +321,17 @@ class EmbeddingTable:
     @property
     def tick(self) -> int: ...
 
+def add_bag_gradients(
+    places: numpy.typing.NDArray[numpy.int64],
+    starts: numpy.typing.NDArray[numpy.int64],
+    weights: numpy.typing.NDArray[numpy.float32] | None,
+    padding: int,
+    is_mean: bool,
+    gradients: numpy.typing.NDArray[numpy.float32],
+    sums: numpy.typing.NDArray[numpy.float32],
+) -> None:
+    """Adds to the rows of sums what they get of the gradients of the bags they are in."""
+
 def unique(
     arrays: list[numpy.typing.NDArray[numpy.int64]], places: numpy.typing.NDArray[numpy.int64]
 ) -> tuple[numpy.typing.NDArray[numpy.int64], numpy.typing.NDArray[numpy.uint32]]:

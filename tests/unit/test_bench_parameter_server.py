@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import bench_parameter_server, peers
 from benchmarks.bench_parameter_server import examples_per_s, percentile_ms, plain_write
+from benchmarks.parameter_server import bags
 from benchmarks.parameter_server.jobs import results
 from benchmarks.parameter_server.work import BATCH, DENSE, SLOTS, batches
 
@@ -32,6 +33,33 @@ def test_every_engine_gets_the_same_batches_and_every_worker_its_own():
     assert (ids.shape, ids.dtype) == ((BATCH, SLOTS), np.int64)
     assert (dense.shape, dense.dtype) == ((BATCH, DENSE), np.float32)
     assert set(np.unique(click)) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("ids", ["even", "zipf"])
+def test_bags_are_the_same_for_every_engine_and_lie_in_their_tables(ids, monkeypatch):
+    monkeypatch.setenv("BENCH_IDS", ids)
+    monkeypatch.setenv("BENCH_STEPS", "2")
+    first, again, other = bags.bag_batches(0), bags.bag_batches(0), bags.bag_batches(1)
+
+    assert len(first) == 2
+    for batch, same in zip(first, again, strict=True):
+        assert all(np.array_equal(*slot) for slot in zip(batch.ids, same.ids, strict=True))
+    assert not np.array_equal(first[0].ids[0], other[0].ids[0])
+    for slot, rows in enumerate(bags.ROWS):
+        drawn, lengths = first[0].ids[slot], first[0].lengths[slot]
+        assert len(lengths) == BATCH
+        assert lengths.sum() == len(drawn)
+        assert 0 <= drawn.min() <= drawn.max() < rows
+        assert lengths.mean() == pytest.approx(bags.MEAN_IDS[slot], rel=0.3)
+
+
+def test_zipf_ids_repeat_more_often_than_even_ones(monkeypatch):
+    monkeypatch.setenv("BENCH_STEPS", "1")
+    distinct = {}
+    for ids in ("even", "zipf"):
+        monkeypatch.setenv("BENCH_IDS", ids)
+        distinct[ids] = sum(len(np.unique(slot)) for slot in bags.bag_batches(0)[0].ids)
+    assert distinct["zipf"] < 0.6 * distinct["even"]
 
 
 def test_results_name_what_is_missing(tmp_path):
@@ -76,6 +104,20 @@ def test_peer_is_installed_once(tmp_path, commands):
     assert commands.ran[-1][-2:] == ["a==1", "b"]
     assert peers.python_of("some", ("a==1", "b"), folder=tmp_path) == python
     assert len(commands.ran) == count
+
+
+def test_what_is_installed_alone_comes_after_the_rest(tmp_path, commands):
+    peers.python_of("some", ("a==1",), alone=("b==2",), folder=tmp_path)
+    first, second = commands.ran[-2:]
+    count = len(commands.ran)
+
+    assert first[-1] == "a==1"
+    assert "--no-deps" not in first
+    assert second[-2:] == ["--no-deps", "b==2"]
+    peers.python_of("some", ("a==1",), alone=("b==2",), folder=tmp_path)
+    assert len(commands.ran) == count
+    peers.python_of("some", ("a==1",), alone=("b==3",), folder=tmp_path)
+    assert len(commands.ran) > count
 
 
 def test_peer_is_installed_again_for_other_requirements(tmp_path, commands):

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
 from phalanx.ps.features import Feature, FeatureRows
+from phalanx.ps.gathers import rows_per_id
 from phalanx.ps.ids import check_ids, check_per_id, like_jagged, values_of
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
@@ -157,5 +157,5 @@ class SparseEmbedding(TableModule):
 
 
 def _rows_per_id(ids: Tensor, feature: FeatureRows) -> Tensor:
-    rows = F.embedding(feature.index, feature.rows, padding_idx=feature.padding)
+    rows = rows_per_id(feature.rows, feature.index, feature.padding)
     return like_jagged(ids, rows) if ids.is_nested else rows

@@ -86,6 +86,7 @@ class ModelPass:
         self._arguments, self._expected = arguments, dict(expected)
         self._counts: dict[tuple[int, ...], int] = {}
         self._tensors: dict[Any, Tensor] | None = None
+        self._paths_of_memory: dict[int, list[Any]] | None = None
         self._pulled: dict[CallKey, _PulledCall] = {}
         self._version: object = None
 
@@ -131,9 +132,12 @@ class ModelPass:
         return reads
 
     def _view_of(self, ids: Tensor) -> ArgumentView | None:
-        memory = ids.untyped_storage().data_ptr()
-        for path, tensor in self._argument_tensors().items():
-            if tensor.untyped_storage().data_ptr() == memory and (view := view_in(path, tensor, ids)) is not None:
+        if self._paths_of_memory is None:
+            self._paths_of_memory = {}
+            for path, tensor in self._argument_tensors().items():
+                self._paths_of_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(path)
+        for path in self._paths_of_memory.get(ids.untyped_storage().data_ptr(), ()):
+            if (view := view_in(path, self._argument_tensors()[path], ids)) is not None:
                 return view
         return None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import PlanError
 from phalanx.ps.client.parameter import TableParameter, TableSettings
 from phalanx.ps.client.table_client import TableClient, current
 from phalanx.ps.features import Feature, read_features
+from phalanx.ps.gathers import rows_per_id
 from phalanx.ps.table.rules import Constant
 
 
@@ -91,7 +91,7 @@ def _read(module: PlacedEmbedding, ids: Tensor) -> Tensor:
             f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {module.num_embeddings} rows."
         )
     (rows,) = read_features([Feature(_table_parameter(module), ids)])
-    return F.embedding(rows.index, rows.rows, padding_idx=rows.padding)
+    return rows_per_id(rows.rows, rows.index, rows.padding)
 
 
 _look_up = torch.compiler.disable(_read)

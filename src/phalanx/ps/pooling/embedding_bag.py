@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
 from phalanx.ps.features import Feature, FeatureRows
+from phalanx.ps.gathers import rows_per_bag
 from phalanx.ps.pooling.bags import Bags, read_bags
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
@@ -173,13 +173,4 @@ class EmbeddingBag(TableModule):
 
 
 def _pool(mode: PoolingMode, bags: Bags, feature: FeatureRows) -> Tensor:
-    device, weights = feature.index.device, bags.weights
-    return F.embedding_bag(
-        feature.index,
-        feature.rows,
-        None if bags.offsets is None else bags.offsets.to(device, torch.int64),
-        mode=mode,
-        per_sample_weights=None if weights is None else weights.to(device, feature.rows.dtype),
-        include_last_offset=bags.has_last_offset,
-        padding_idx=feature.padding,
-    )
+    return rows_per_bag(feature.rows, feature.index, bags, mode, feature.padding)

@@ -1,0 +1,128 @@
+"""`rows_per_id`, `rows_per_bag`: the rows of ids as torch gathers and pools them, with gradients summed by the core.
+
+A lookup has found the distinct ids already, so the gradient of each row is a sum in the order of the ids. torch would
+sort the ids of bags again and add row by row; for 110,000 ids of 16 values this takes 6 to 8 ms, and the core 0.8 to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.ps.pooling.bags import Bags
+from phalanx.versions import HAS_NATIVE
+
+
+def rows_per_id(rows: Tensor, index: Tensor, padding: int | None) -> Tensor:
+    """Return the row of each id.
+
+    Args:
+        rows: Shape (n, dim).
+        index: Which row each id is, any shape, int64.
+        padding: The row that gets no gradient.
+
+    Returns:
+        Shape (*index.shape, dim).
+    """
+    if not _takes_core(rows):
+        return F.embedding(index, rows, padding_idx=padding)
+    gathered: Tensor = _RowsPerId.apply(rows, index)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def rows_per_bag(rows: Tensor, index: Tensor, bags: Bags, mode: str, padding: int | None) -> Tensor:
+    """Return the pooled rows of each bag.
+
+    Args:
+        rows: Shape (n, dim).
+        index: Which row each id is, shape of `bags.ids`, int64.
+        bags: Which ids make a bag, and their weights.
+        mode: `sum`, `mean` or `max`.
+        padding: The row that counts in no bag.
+
+    Returns:
+        Shape (bags, dim).
+    """
+    weights = None if bags.weights is None else bags.weights.to(rows.device, rows.dtype)
+    if mode != "max" and _takes_core(rows) and not (weights is not None and weights.requires_grad):
+        pooled: Tensor = _RowsPerBag.apply(rows, index, bags, weights, mode, padding)  # type: ignore[no-untyped-call]
+        return pooled
+    return F.embedding_bag(
+        index,
+        rows,
+        None if bags.offsets is None else bags.offsets.to(rows.device, torch.int64),
+        mode=mode,
+        per_sample_weights=weights,
+        include_last_offset=bags.has_last_offset,
+        padding_idx=padding,
+    )
+
+
+def _takes_core(rows: Tensor) -> bool:
+    is_trained = rows.requires_grad and torch.is_grad_enabled()
+    is_plain = rows.device.type == "cpu" and rows.dtype is torch.float32
+    return HAS_NATIVE and is_trained and is_plain and not torch.compiler.is_compiling()
+
+
+class _RowsPerId(torch.autograd.Function):
+    """Its gradient includes that of padding, which the table leaves out."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.shape = index, rows.shape
+        return F.embedding(index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        index, gradient = ctx.index.reshape(-1), gradients[0].reshape(-1, ctx.shape[1])
+        if torch.is_grad_enabled():  # the gradient will have a gradient
+            return gradient.new_zeros(ctx.shape).index_add(0, index, gradient), None
+        from phalanx import _core
+
+        sums = torch.zeros(ctx.shape)
+        _core.add_weighted(index.numpy(), gradient.contiguous().numpy(), 1.0, sums.numpy())
+        return sums, None
+
+
+class _RowsPerBag(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, index: Tensor, bags: Bags, weights: Tensor | None, mode: str, padding: int | None
+    ) -> Tensor:
+        starts = _starts(index, bags)
+        index, weights = index.reshape(-1), None if weights is None else weights.reshape(-1).contiguous()
+        ctx.bags = index, starts, weights, -1 if padding is None else padding, mode == "mean"
+        ctx.shape = rows.shape
+        return F.embedding_bag(
+            index, rows, starts, mode=mode, per_sample_weights=weights, include_last_offset=True, padding_idx=padding
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        from phalanx import _core
+
+        index, starts, weights, padding, is_mean = ctx.bags
+        sums = torch.zeros(ctx.shape)
+        _core.add_bag_gradients(
+            index.numpy(),
+            starts.numpy(),
+            None if weights is None else weights.numpy(),
+            padding,
+            is_mean,
+            gradients[0].contiguous().numpy(),
+            sums.numpy(),
+        )
+        return sums, None, None, None, None, None
+
+
+def _starts(index: Tensor, bags: Bags) -> Tensor:
+    """Return where each bag begins among the flat ids, and the last one ends, shape (bags + 1,), int64."""
+    if bags.offsets is None:
+        return torch.arange(len(index) + 1) * index.shape[1]
+    offsets = bags.offsets.to("cpu", torch.int64).contiguous()
+    return offsets if bags.has_last_offset else torch.cat([offsets, offsets.new_tensor([len(index)])])

@@ -1,0 +1,106 @@
+"""Rows per id and per bag: the values and gradients of torch's gathers, also where the native core sums gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.ps import gathers
+from phalanx.ps.gathers import rows_per_bag, rows_per_id
+from phalanx.ps.pooling.bags import read_bags
+
+DIM, ROWS = 5, 12
+
+
+def new_rows():
+    return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradient_of(output, rows):
+    weights = torch.linspace(-1.0, 2.0, output.numel()).view_as(output)
+    (gradient,) = torch.autograd.grad((output * weights).sum(), rows)
+    return gradient
+
+
+def bags_of(shape, weighted):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, ROWS, (4, 6) if shape == "2-D" else (24,), generator=generator)
+    offsets = {"2-D": None, "first": torch.tensor([0, 9, 9, 20]), "last too": torch.tensor([0, 9, 9, 24])}[shape]
+    weights = torch.randn(ids.shape, generator=generator) if weighted else None
+    return read_bags(ids, offsets, weights, None, has_last_offset=shape == "last too")
+
+
+@pytest.mark.parametrize("shape", ["2-D", "first", "last too"])
+@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_bags_are_those_of_torch(shape, mode, weighted, padding):
+    bags = bags_of(shape, weighted)
+    rows, theirs = new_rows(), new_rows()
+    output = rows_per_bag(rows, bags.ids, bags, mode, padding)
+    expected = F.embedding_bag(
+        bags.ids,
+        theirs,
+        bags.offsets,
+        mode=mode,
+        per_sample_weights=bags.weights,
+        include_last_offset=bags.has_last_offset,
+        padding_idx=padding,
+    )
+
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(gradient_of(output, rows), gradient_of(expected, theirs))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_the_core_sums_the_gradients_of_bags(mode, monkeypatch):
+    bags, rows = bags_of("first", weighted=False), new_rows()
+    output = rows_per_bag(rows, bags.ids, bags, mode, None)
+    gradient = gradient_of(output, rows)
+    monkeypatch.setattr(gathers, "HAS_NATIVE", False)
+    of_torch = rows_per_bag(rows, bags.ids, bags, mode, None)
+
+    assert type(output.grad_fn).__name__ != type(of_torch.grad_fn).__name__ == "EmbeddingBagBackward0"
+    torch.testing.assert_close(gradient, gradient_of(of_torch, rows))
+
+
+def test_bags_without_ids_or_at_all_give_no_gradient():
+    rows = new_rows()
+    for offsets, count in ((torch.tensor([0, 0]), 2), (torch.tensor([], dtype=torch.int64), 0)):
+        bags = read_bags(torch.tensor([], dtype=torch.int64), offsets, None, None, has_last_offset=False)
+        output = rows_per_bag(rows, bags.ids, bags, "mean", None)
+        assert output.tolist() == [[0.0] * DIM] * count
+        assert not gradient_of(output, rows).any()
+
+
+def test_weights_that_are_trained_get_their_gradient():
+    bags, rows = bags_of("first", weighted=True), new_rows()
+    bags.weights.requires_grad_()
+    output = rows_per_bag(rows, bags.ids, bags, "sum", None)
+    (gradient,) = torch.autograd.grad(output.sum(), bags.weights)
+    torch.testing.assert_close(gradient, rows.detach()[bags.ids].sum(1))
+
+
+def test_rows_per_id_are_those_of_torch():
+    ids, rows, theirs = torch.tensor([[3, 1, 3], [3, 0, 11]]), new_rows(), new_rows()
+    output, expected = rows_per_id(rows, ids, None), F.embedding(ids, theirs)
+
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(gradient_of(output, rows), gradient_of(expected, theirs))
+    assert type(output.grad_fn).__name__ != type(expected.grad_fn).__name__
+
+
+def test_a_gradient_of_rows_per_id_has_a_gradient():
+    ids = torch.tensor([3, 1, 3])
+    found = []
+    for gather in (lambda rows: rows_per_id(rows, ids, None), lambda rows: F.embedding(ids, rows)):
+        rows = new_rows()
+        (gradient,) = torch.autograd.grad(gather(rows).pow(3).sum(), rows, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), rows)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_a_gradient_of_bags_has_none_and_says_so():
+    bags, rows = bags_of("first", weighted=False), new_rows()
+    output = rows_per_bag(rows, bags.ids, bags, "sum", None)
+    (gradient,) = torch.autograd.grad(output.pow(3).sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
