@@ -140,7 +140,7 @@ def saved(rows: int, steps: int) -> dict[str, float]:
         save, timed = results(folder, "save", 1)[0], results(folder, "steps", 1)[0]
         return {
             "ours": save["bytes"] / save["seconds"] / 1e9,
-            "plain": plain_write(folder / "plain", save["bytes"]),
+            "plain": plain_write(folder / "plain", save["bytes"] // save["saves"]),
             "during": percentile_ms(timed["during"], 99),
             "calm": percentile_ms(timed["calm"], 99),
         }

@@ -2,8 +2,10 @@
 
     python -m benchmarks.bench_server_cores [--quick] [--json] [--cases "13000 keys,13000 keys with log"]
 
-A case is the server's engine alone, in one process and without sockets: each thread is one client that pushes rows of
-16 values to one table with Adagrad, in mode `async`. The ratio says how far a second core helps.
+A case is a server's sessions in one process, which read frames and apply and answer them without Python's lock. Each
+thread is one client that pushes rows of 16 values to one table of 2 M rows with Adagrad, in mode `async`. The ratio
+says how far a second core helps. Cases `on 2 servers` have a server, and so a table, for each thread: what the machine
+allows threads that share nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.engine_client import EngineClient, push_part
+from benchmarks.engine_client import EngineClient, PushPart, push_part
 from benchmarks.report import arguments, measure_pairs, show
+from benchmarks.session_client import SessionClient
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
@@ -29,54 +33,76 @@ from phalanx.ps.wire.message import RpcRequest
 
 DIM = 16
 ROWS = 2_000_000
-CASES = {"16 keys": (16, False), "13000 keys": (13_000, False), "13000 keys with log": (13_000, True)}
+FILLED_AT_ONCE = 1 << 16
+KEYS_OF_A_RUN = 30_000_000
+MOST_PUSHES = 60_000
+"""Of a thread: their frames are made before."""
+
+CASES = {f"{keys} keys{suffix}": (keys, suffix) for keys in (16, 1000, 13_000) for suffix in ("", " on 2 servers")} | {
+    "13000 keys with log": (13_000, " with log")
+}
 
 
-def pushes_a_second(clients: int, keys: int, has_log: bool, seconds: float) -> float:
-    """Let so many threads push for so long; return their pushes a second together."""
-    with tempfile.TemporaryDirectory() as folder:
-        service = Service()
-        if has_log:
-            Recovery(service, SnapshotService(service), Path(folder)).recover("bench")
-        spec = TableSpec("rows", DIM, Adagrad(lr=0.1))
+def pushes_a_second(clients: int, keys: int, suffix: str, share: float) -> float:
+    """Let so many threads push; return their pushes a second together."""
+    with ExitStack() as stack:
+        servers = clients if suffix == " on 2 servers" else 1
+        services = [_service(stack, clients, has_log=suffix == " with log") for _ in range(servers)]
+        pushes = max(64, int(share * min(MOST_PUSHES, KEYS_OF_A_RUN // keys)))
+        workers = []
         for client in range(clients):
-            meta = {"mode": "async", "workers": clients, "worker": client, "specs": [spec.to_json()]}
-            service.handle(RpcRequest("declare", meta, [], client=client + 1, seq=1, peer=f"worker {client}"))
-        counts = [0] * clients
-        together = threading.Barrier(clients)
-        threads = [
-            threading.Thread(target=_push, args=(service, client, keys, seconds, together, counts))
-            for client in range(clients)
-        ]
+            worker = SessionClient(services[client % servers], client + 1)
+            stack.callback(worker.close)
+            workers.append((worker, worker.batches(_drawn(client, keys), pushes)))
+        together = threading.Barrier(clients + 1)
+        threads = [threading.Thread(target=_push, args=(*worker, together)) for worker in workers]
         for thread in threads:
             thread.start()
+        together.wait()
+        started = time.perf_counter()
         for thread in threads:
             thread.join()
-        return sum(counts) / seconds
+        return clients * pushes / (time.perf_counter() - started)
 
 
-def _push(
-    service: Service, client: int, keys: int, seconds: float, together: threading.Barrier, counts: list[int]
-) -> None:
+def _service(stack: ExitStack, clients: int, *, has_log: bool) -> Service:
+    """Return a server with all rows, and without a log unless one is asked for; the last client fills it."""
+    service = Service()
+    if has_log:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        Recovery(service, SnapshotService(service), Path(folder)).recover("bench")
+    spec = TableSpec("rows", DIM, Adagrad(lr=0.1))
+    filler = clients + 1
+    for client in range(1, filler + 1):
+        meta = {"mode": "async", "workers": filler, "worker": client - 1, "specs": [spec.to_json()]}
+        service.handle(RpcRequest("declare", meta, [], client=client, seq=1, peer=f"worker {client - 1}"))
+    worker = EngineClient(service, filler)
+    values = np.zeros((FILLED_AT_ONCE, DIM), np.float32)
+    for first in range(0, ROWS, FILLED_AT_ONCE):
+        worker.push(push_part(TableUpdate("rows", np.arange(first, first + FILLED_AT_ONCE), values)))
+    return service
+
+
+def _drawn(client: int, keys: int) -> list[PushPart]:
     draw = np.random.default_rng(client)
     values = np.ones((keys, DIM), np.float32)
-    pushes = [push_part(TableUpdate("rows", draw.permutation(ROWS)[:keys], values)) for _ in range(8)]
-    worker = EngineClient(service, client + 1)
+    return [push_part(TableUpdate("rows", draw.permutation(ROWS)[:keys], values)) for _ in range(8)]
+
+
+def _push(worker: SessionClient, batches: list[bytes], together: threading.Barrier) -> None:
     together.wait()
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        worker.push(pushes[worker.step % len(pushes)])
-    counts[client] = worker.step
+    for batch in batches:
+        worker.push(batch)
 
 
 def main() -> None:
     """Run the cases asked for."""
     asked = arguments(list(CASES))
-    seconds, pairs = (0.2, 1) if asked.quick else (3.0, 5)
+    share, pairs = (0.01, 1) if asked.quick else (1.0, 5)
     rows = []
     for case in asked.cases:
-        keys, has_log = CASES[case]
-        run: Callable[[int], float] = partial(pushes_a_second, keys=keys, has_log=has_log, seconds=seconds)
+        keys, suffix = CASES[case]
+        run: Callable[[int], float] = partial(pushes_a_second, keys=keys, suffix=suffix, share=share)
         rows.append(
             measure_pairs(
                 case,

@@ -54,7 +54,7 @@ class TlsStream : public SocketStream {
   // REQUIRES: the socket is open as long as anything is called.
   TlsStream(std::shared_ptr<const TlsContext> context, int fd);
 
-  // Goes on with the agreement on keys. Returns the events of poll to wait for before the next call; 0: it is done.
+  // Continues with the agreement on keys. Returns the events of poll to wait for before the next call; 0: it is done.
   // Throws TlsError, or ConnectionEnded.
   short shake_hands();
 

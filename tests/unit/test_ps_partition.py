@@ -65,6 +65,16 @@ def test_both_write_the_same_bytes_for_every_server_and_merge_the_same_rows(serv
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")
+def test_rows_of_several_servers_lie_in_one_piece_of_memory():
+    request = requests(2, partitioned_request, partition_keys)
+    merged = request.merge({server: np.zeros(request.rows_bytes(server), np.uint8) for server in range(2)})
+    rows = [array for array in merged if array.size]
+    assert len(rows) > 1
+    ends = [array.ctypes.data + array.nbytes for array in rows]
+    assert [array.ctypes.data for array in rows[1:]] == ends[:-1]
+
+
+@pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")
 def test_memory_of_another_length_is_refused():
     request = requests(2, partitioned_request, partition_keys)
     with pytest.raises(ValueError, match="another length than the payload"):

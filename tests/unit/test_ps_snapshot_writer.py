@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from phalanx.errors import BackendError, InternalError
 from phalanx.ps.server.snapshots.snapshot_writer import SnapshotWriter
+from phalanx.ps.snapshot import write
 from phalanx.ps.snapshot.records import read_records
 from phalanx.ps.snapshot.shard_threads import map_in_threads
 from phalanx.ps.snapshot.write import WriteRequest
@@ -119,6 +121,40 @@ def test_shards_are_taken_in_parts_and_given_in_order(shards: Sequence[int], thr
     assert list(map_in_threads(lambda shard: shard * 2, shards, threads=threads, name="test")) == [
         s * 2 for s in shards
     ]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 2), (64, 4)])
+def test_a_save_leaves_a_core_to_those_who_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    asked: list[int] = []
+
+    def mapped(call: Any, shards: Sequence[int], *, threads: int, **options: Any) -> Any:
+        asked.append(threads)
+        return map_in_threads(call, shards, threads=threads, **options)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(write, "map_in_threads", mapped)
+
+    assert writer_of(tmp_path, {"ads": pushed(make_table(SPEC), 1)}).result()["rows"] == {"ads": len(IDS)}
+    assert asked == [threads]
+
+
+def test_threads_that_write_go_behind_those_that_train(tmp_path: Path) -> None:
+    nice: set[int] = set()
+
+    class Table(HeldTable):
+        def export(self, shard: int) -> Columns:
+            nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().export(shard)
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    table = Table()
+    table.may_read.set()
+    writer_of(tmp_path, {"ads": table}).result()
+
+    assert min(nice) > before or before == 19
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_what_a_shard_raises_ends_those_that_have_not_begun() -> None:

@@ -103,8 +103,9 @@ def _shard_files(
         check()
         return _write_shard(request, moments, shard)
 
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    written = map_in_threads(write_one, request.shards, threads=threads, name="snapshot")
+    # One core is left to those who train meanwhile: a push that has to wait for one takes ten times as long.
+    threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+    written = map_in_threads(write_one, request.shards, threads=threads, name="snapshot", in_background=True)
     for shard, (shard_rows, facts) in zip(request.shards, written, strict=True):
         rows.update(shard_rows)
         if facts is not None:

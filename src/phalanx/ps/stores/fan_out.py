@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,7 @@ def collect(posted: Sequence[tuple[Connection, Pending]]) -> None:
         posted: At most one request of each connection.
     """
     while HAS_NATIVE and (turns := _receive(posted)):
+        posted = [(connection, pending) for connection, pending in posted if pending.outcome is None]
         now = time.monotonic()
         if any(turn.pending.outcome is None and now >= turn.pending.deadline for turn in turns):
             return
@@ -99,15 +102,20 @@ def _frame_fields(started: StartedRequest, part: Any) -> tuple[Any, ...]:
 
 def _finish(started: Sequence[StartedRequest], sent: Sequence[tuple[int, bytes, bool]]) -> None:
     """End the writing of every request, those that need no waiting first; one that was broken off costs its link."""
-    left = list(started)
+    left = deque(sorted(zip_longest(started, sent), key=_needs_waiting))
     try:
-        for request, (error, rest, has_begun) in sorted(zip(started, sent, strict=False), key=lambda s: len(s[1][1])):
-            left.remove(request)
+        while left and left[0][1] is not None:
+            request, (error, rest, has_begun) = left.popleft()
             request.connection.finish(request, None if error else rest, has_begun=has_begun)
     finally:
-        for request in left:
+        for request, _ in left:
             request.pending.forget_memory()
             request.connection.finish(request, None, has_begun=True)
+
+
+def _needs_waiting(frame: tuple[StartedRequest, tuple[int, bytes, bool] | None]) -> tuple[bool, int]:
+    _, sent = frame
+    return sent is None, 0 if sent is None else len(sent[1])
 
 
 def _receive(posted: Sequence[tuple[Connection, Pending]]) -> list[ReplyTurn]:
@@ -134,23 +142,24 @@ def _due_fields(turn: ReplyTurn) -> tuple[Any, ...]:
 
 def _end_turns(turns: Sequence[ReplyTurn], arrived: Sequence[_Arrived]) -> None:
     """End every turn with what came of it; one that was broken off after bytes came costs its link."""
-    left = list(turns)
+    left = deque(turns)
     unread: ReplyTurn | None = None
     try:
-        for turn, (state, start, end, error, *reply) in zip(turns, arrived, strict=False):
+        for state, start, end, error, *reply in arrived:
+            turn = left[0]
             turn.link.channel.set_read_ahead(start, end)
             if state == _FOR_PYTHON and not error and unread is None:
-                unread = turn
+                unread = left.popleft()
                 continue
             why = _settle(turn, *reply) if state == _ARRIVED else os.strerror(error) if error else None
             turn.link.end_turn(why)
-            left.remove(turn)
+            left.popleft()
         if unread is not None:
             # When nobody waits for another link any more. A second frame of that kind comes next.
-            left.remove(unread)
-            unread.link.read(unread.pending.deadline)
+            turn, unread = unread, None
+            turn.link.read(turn.pending.deadline)
     finally:
-        for turn in left:
+        for turn in (*left, *([unread] if unread else ())):
             turn.link.end_turn("reading its answer was interrupted" if arrived else None)
 
 

@@ -165,6 +165,11 @@ if HAS_NATIVE:
         def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
             if self._has_views and payloads:
                 return self.rows(payloads[0])
-            rows = [np.empty(shape, np.float32) for shape in self._shapes]
+            # In one piece: the system gives out pages of many small ones anew in every step.
+            values = np.empty(sum(keys * dim for keys, dim in self._shapes), np.float32)
+            rows, start = [], 0
+            for keys, dim in self._shapes:
+                rows.append(values[start : start + keys * dim].reshape(keys, dim))
+                start += keys * dim
             self.merge_parts(list(payloads.items()), rows)
             return rows

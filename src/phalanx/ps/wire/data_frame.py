@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
-from phalanx.ps.wire.frame import Bytes, FrameError, FrameKind
+from phalanx.ps.wire.frame import DATA_KINDS, Bytes, FrameError, FrameKind
 from phalanx.ps.wire.segments import SharedSegment
 
 _REQUEST = struct.Struct("<QdQQIIII")
@@ -95,6 +95,9 @@ class PartOfServer(Protocol):
         ...
 
 
+_OPS = {kind: kind.name.lower() for kind in DATA_KINDS}
+
+
 class DataRequest:
     """A pull or push of one server, as `Connection.post` takes it.
 
@@ -109,7 +112,7 @@ class DataRequest:
     def __init__(
         self, kind: FrameKind, part: PartOfServer, step: int, weight: float = 1.0, *, keep: bool = False
     ) -> None:
-        self.kind, self.op = kind, kind.name.lower()
+        self.kind, self.op = kind, _OPS[kind]
         self.part, self.step, self.weight, self.keep = part, step, weight, keep
         self.payload_bytes, self.reply_bytes = part.payload_bytes, part.rows_bytes
 

@@ -153,10 +153,27 @@ class Pending:
         wait: Waits for the outcome, and returns or raises it.
     """
 
+    __slots__ = (
+        "_parts",
+        "_payload",
+        "_request",
+        "_wait",
+        "deadline",
+        "lease",
+        "op",
+        "outcome",
+        "payload_bytes",
+        "progress_at",
+        "reply_bytes",
+        "sent_at",
+        "seq",
+        "server_state",
+    )
+
     def __init__(self, request: WireRequest, wait: Callable[[Pending], Any]) -> None:
         self.op, self.payload_bytes, self.reply_bytes = request.op, request.payload_bytes, request.reply_bytes
         self._request, self._wait = request, wait
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = ()
         self._payload: Bytes | None = None
         """The arrays as they were first written, for a link that is made anew."""
 
@@ -212,24 +229,21 @@ class Pending:
         if lease is not None:
             segment = lease.segment
             flags = frame.SHARED | (frame.NEW_SEGMENT if segment.descriptor is not None else 0)
-        self._parts = [frame.encode_raw(request.kind, flags, client, self.seq, request.encode(segment), size)]
+        parts: list[Part] = [frame.encode_raw(request.kind, flags, client, self.seq, request.encode(segment), size)]
         if lease is None and size:
-            self._parts += frame.chunks(frame.layout_of([memory]), [memory], has_checksums=has_checksums)
+            parts += frame.chunks(frame.layout_of([memory]), [memory], has_checksums=has_checksums)
+        self._parts = parts
 
-    def reserve_memory(self, pool: SegmentPool) -> bool:
-        """Set memory aside for a request that the native core writes; False if it is large and none is shared."""
-        self.lease = self._lease_of(pool)
-        if self.lease is None and not self._is_large:
+    def reserve_memory(self, pool: SegmentPool) -> Bytes | None:
+        """Set memory aside for a request that the native core writes: a whole segment, or memory of this process.
+
+        None if the request is large and no memory is shared.
+        """
+        if not self._is_large:
             self._payload = np.empty(self.payload_bytes, np.uint8)
-        return self.lease is not None or self._payload is not None
-
-    @property
-    def memory(self) -> Bytes:
-        """Where the native core writes the payload: a whole segment, or memory of this process."""
-        if self.lease is not None:
-            return self.lease.segment.memory
-        assert self._payload is not None
-        return self._payload
+            return self._payload
+        self.lease = self._lease_of(pool)
+        return None if self.lease is None else self.lease.segment.memory
 
     def forget_memory(self) -> None:
         """Let the payload be written again before the request is sent again: nobody knows whether it was."""
@@ -239,14 +253,14 @@ class Pending:
         """Leave a part of the request to be written."""
         self._parts = [rest]
 
-    def take_parts(self) -> list[Part]:
+    def take_parts(self) -> Sequence[Part]:
         """Return what to write, and let go of it."""
-        parts, self._parts = self._parts, []
+        parts, self._parts = self._parts, ()
         return parts
 
     @property
     def _is_large(self) -> bool:
-        return max(self.payload_bytes, self.reply_bytes) >= SMALLEST_SHARED
+        return self.payload_bytes >= SMALLEST_SHARED or self.reply_bytes >= SMALLEST_SHARED
 
     def _lease_of(self, pool: SegmentPool) -> SegmentLease | None:
         return pool.lease(frame.aligned(self.payload_bytes) + self.reply_bytes) if self._is_large else None
@@ -254,7 +268,7 @@ class Pending:
     def settle(self, outcome: Any) -> None:
         """Give the request its outcome and let go of what it was made of."""
         self.outcome = outcome
-        self.lease, self._parts, self._payload = None, [], None
+        self.lease, self._parts, self._payload = None, (), None
 
     def read_outcome(
         self, channel: Channel, header: Header, raw: bytes | bytearray, peer: str, deadline: float | None

@@ -45,7 +45,13 @@ class SharedSegment:
         except OSError:
             self.forget_descriptor()
             raise
-        self.address: int = self.memory.ctypes.data
+        self.array_interface = {
+            "version": 3,
+            "data": (self.memory.ctypes.data, False),
+            "typestr": "|u1",
+            "shape": (size,),
+        }
+        """What NumPy shows as the memory of a lease."""
 
     def forget_descriptor(self) -> None:
         """Close the descriptor; the memory stays."""
@@ -61,16 +67,13 @@ class SharedSegment:
 class SegmentLease:
     """The use of a segment for one request; it ends with the last reference to this object or a view of its memory."""
 
+    __slots__ = ("__array_interface__", "_pool", "segment")
+
     def __init__(self, segment: SharedSegment, pool: SegmentPool) -> None:
         self.segment = segment
         self._pool = pool
         # numpy keeps the object that shows this alive for as long as any view of the memory, torch tensors included.
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (segment.address, False),
-            "typestr": "|u1",
-            "shape": (segment.size,),
-        }
+        self.__array_interface__ = segment.array_interface
 
     @property
     def memory(self) -> Bytes:
@@ -98,8 +101,7 @@ class SegmentPool:
         if rounded > _LARGEST:
             return None
         with self._lock:
-            free = self._free.setdefault(rounded, deque())
-            if free:
+            if free := self._free.get(rounded):
                 return SegmentLease(free.pop(), self)
             if self._counts.get(rounded, 0) >= (_MOST_PER_SIZE if rounded <= _LARGE else _MOST_LARGE):
                 return None
@@ -108,6 +110,7 @@ class SegmentPool:
             except OSError as error:
                 _log.warning("no shared memory of %s bytes (%s): arrays go through the socket", rounded, error.strerror)
                 return None
+            self._free.setdefault(rounded, deque())
             self._counts[rounded] = self._counts.get(rounded, 0) + 1
             return SegmentLease(segment, self)
 

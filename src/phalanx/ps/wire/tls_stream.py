@@ -38,7 +38,7 @@ class TlsStream(Protocol):
     """One end of a connection; any thread may call it."""
 
     def shake_hands(self) -> int:
-        """Go on with the agreement on keys; returns the events to `poll` for before the next call, 0 at its end.
+        """Continue with the agreement on keys; returns the events to `poll` for before the next call, 0 at its end.
 
         Raises:
             TlsError: If the other end speaks something else.
@@ -82,7 +82,7 @@ class PythonTlsStream:
         self._lock = threading.Lock()
 
     def shake_hands(self) -> int:
-        """Go on with the agreement on keys. See `TlsStream`."""
+        """Continue with the agreement on keys. See `TlsStream`."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:

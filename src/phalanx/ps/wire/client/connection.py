@@ -171,7 +171,7 @@ class Connection:
             return None
         started: StartedRequest | None = None
         try:
-            with self._changed:
+            with self._lock:
                 started = self._start(request)
         finally:
             if started is None:
@@ -199,23 +199,25 @@ class Connection:
             self._writing.release()
 
     def _start(self, request: WireRequest) -> StartedRequest | None:
-        pending, link = Pending(request, self._wait_for), self._link
-        if self._closed or self._failure or link.pool is None or not pending.reserve_memory(link.pool):
+        link = self._link
+        if self._closed or self._failure or link.pool is None:
             return None
-        if not self._in_flight.reserve(pending):
+        pending = Pending(request, self._wait_for)
+        memory = pending.reserve_memory(link.pool)
+        if memory is None or not self._in_flight.reserve(pending):
             return None
         self._seq = pending.seq = self._seq + 1
         pending.sent_at = time.monotonic()
         pending.deadline = pending.sent_at + self._timeout_s
         self._in_flight.add(pending)
-        return StartedRequest(self, pending, link, pending.lease, pending.memory)
+        return StartedRequest(self, pending, link, pending.lease, memory)
 
     def take_turn(self, pending: Pending) -> ReplyTurn | None:
         """Return what the native core needs to read the next answer, if this request has none yet; None if it cannot.
 
         The next answer may be that to an earlier request.
         """
-        with self._changed:
+        with self._lock:
             link, first = self._link, self._in_flight.first
             if pending.outcome is not None or link.pool is None or first is None or not link.begin_turn():
                 return None
@@ -294,7 +296,7 @@ class Connection:
 
     def _wait_for(self, pending: Pending) -> Any:
         while True:
-            with self._changed:
+            with self._lock:
                 if pending.outcome is not None:
                     break
                 deadline, link = pending.deadline, self._link

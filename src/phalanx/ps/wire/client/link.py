@@ -76,7 +76,7 @@ class InFlight:
 
     def settle(self, pending: Pending, outcome: Any) -> bool:
         """Give the first request its outcome; returns False if all were given up while it was read."""
-        if self.first is not pending:
+        if not self._queue or self._queue[0] is not pending:
             return False
         self._queue.popleft()
         self.bytes -= pending.payload_bytes
@@ -143,7 +143,7 @@ class ServerLink:
         self._in_flight, self._peer = in_flight, peer
         self.pool = SegmentPool() if isinstance(channel, UnixChannel) else None
         self.thread = threading.Thread(target=self._read_when_idle, name=f"replies of {peer}", daemon=True)
-        self._changed, self._thread_condition = changed, threading.Condition(lock)
+        self._lock, self._changed, self._thread_condition = lock, changed, threading.Condition(lock)
         self._waits, self._works, self._lost = waits, works, lost
         self._is_reading = self._was_read = self._has_waiter = self._is_thread_needed = False
         self._end: str | None = None
@@ -189,7 +189,7 @@ class ServerLink:
         Args:
             why: If the link can be read no more.
         """
-        with self._changed:
+        with self._lock:
             self._is_reading = False
             self._end = self._end or why
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class ServerLink:
 
     def settle(self, pending: Pending, outcome: Any) -> None:
         """Give a request the outcome that came over this link."""
-        with self._changed:
+        with self._lock:
             self.has_answered |= self._in_flight.settle(pending, outcome)
 
     def read(self, deadline: float | None) -> None:
