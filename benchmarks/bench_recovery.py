@@ -4,8 +4,8 @@
 
 The server is a process that keeps its state in `--folder`; this process is its worker, in mode `async`, and fills a
 table with Adagrad. After SIGKILL another process takes its place, as the launcher would start it. The worker's next
-step finds the server gone, waits, says so, and continues by itself. All rows are pulled before and after and compared by
-checksum. The server recovers from its log, or with `--base` from a base snapshot, which it writes before.
+step finds the server gone, waits, says so, and continues by itself. All rows are pulled before and after, and compared
+by checksum. The server recovers from its log, or with `--base` from a base snapshot, which it writes before.
 """
 
 from __future__ import annotations
