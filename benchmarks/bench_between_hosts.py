@@ -3,9 +3,9 @@
     python -m benchmarks.bench_between_hosts [--quick] [--json] [--cases "one table float32,26 tables bfloat16"]
 
 A step pulls rows of 16 values and pushes gradients of the same keys (Adagrad, mode `async`): 13,000 keys of one table,
-or 500 of each of 26; "bfloat16" sends both as such. Server and worker are processes of this machine; their processor
-time, that of the system for them included, is per step. On one host there would be a Unix socket, shared memory and no
-TLS; here loopback is treated as a network, for the peer as one that needs no encryption.
+or 500 of each of 26; "bfloat16" sends both as such. Server and worker are processes of this machine; figures are
+their processor time per step, the system's for them included. On one host they would use a Unix socket and shared
+memory; here both sides use TCP on loopback, ours with TLS and the peer without.
 """
 
 from __future__ import annotations

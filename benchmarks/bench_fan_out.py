@@ -14,20 +14,11 @@ import secrets
 import time
 from contextlib import ExitStack, closing
 
-import numpy as np
-
-from benchmarks.report import Row, add_arguments, check_cases, measure_pairs, show
+from benchmarks.report import Row, add_arguments, check_cases, row_of_pairs, show
 from benchmarks.server_process import ServerProcess
-from phalanx.ps.stores.base import PullSpec
-from phalanx.ps.stores.remote import RemoteStore
-from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.update_rules import Adagrad
+from benchmarks.worker_process import BATCHES, LightWorker, WorkerJob
 
 CASES = ("pull", "push")
-DIM = 16
-IDS = 100_000
-BATCHES = 8
 
 
 class Job:
@@ -39,29 +30,20 @@ class Job:
             stack.enter_context(closing(ServerProcess(secret, rank=rank, servers=servers))) for rank in range(servers)
         ]
         endpoints = [server.endpoint for server in started]
-        self._store = stack.enter_context(closing(RemoteStore(endpoints, secret=secret, worker=0, workers=1)))
-        names = [f"table-{number}" for number in range(tables)]
-        self._store.declare([TableSpec(name, DIM, Adagrad(0.05)) for name in names])
-        draw = np.random.default_rng(0)
-        gradients = draw.normal(size=(keys, DIM)).astype(np.float32)
-        ids = [[draw.choice(IDS, keys, replace=False) for _ in names] for _ in range(BATCHES)]
-        self._pulls = [[PullSpec(*named) for named in zip(names, batch, strict=True)] for batch in ids]
-        self._pushes = [[TableUpdate(*named, gradients) for named in zip(names, batch, strict=True)] for batch in ids]
-        self._step = 0
+        job = WorkerJob(endpoints=endpoints, secret=secret, workers=1, tables=tables, keys=keys)
+        self._worker = stack.enter_context(closing(LightWorker(job, 0)))
 
     def cpu_us(self, steps: int) -> dict[str, float]:
         """Take steps; return the processor time of a pull and of a push, in microseconds."""
         spent = dict.fromkeys(CASES, 0.0)
         for _ in range(steps):
-            batch = self._step % BATCHES
             before = time.process_time()
-            self._store.pull(self._pulls[batch], step=self._step).rows()
+            self._worker.pull()
             between = time.process_time()
-            self._store.push(self._pushes[batch], step=self._step)
-            self._store.flush()
+            self._worker.push()
+            self._worker.flush()
             spent["pull"] += between - before
             spent["push"] += time.process_time() - between
-            self._step += 1
         return {case: seconds / steps * 1e6 for case, seconds in spent.items()}
 
 
@@ -87,11 +69,9 @@ def _row(case: str, asked: argparse.Namespace, pairs: list[tuple[dict[str, float
     def spent(of_job: dict[str, float]) -> float:
         return sum(of_job.values()) if case == "step" else of_job[case]
 
-    many, one = iter([spent(job) for job, _ in pairs]), iter([spent(job) for _, job in pairs])
     name = f"{case} {asked.tables} x {asked.keys} on {asked.servers} servers"
-    return measure_pairs(
-        name, many.__next__, one.__next__, pairs=len(pairs), unit="us", better="lower", peer_name="one server"
-    )
+    both = [(spent(many), spent(one)) for many, one in pairs]
+    return row_of_pairs(name, both, unit="us", better="lower", peer_name="one server")
 
 
 def main() -> None:

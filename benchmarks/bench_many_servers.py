@@ -15,7 +15,7 @@ import secrets
 import time
 from contextlib import ExitStack, closing
 
-from benchmarks.report import Row, add_arguments, check_cases, measure_pairs, show
+from benchmarks.report import Row, add_arguments, check_cases, row_of_pairs, show
 from benchmarks.server_process import ServerProcess
 from benchmarks.worker_process import WorkerJob, WorkerProcess
 
@@ -27,23 +27,13 @@ PROCESSES = 2
 Figures = dict[str, float]
 
 
-class MeasuredServer(ServerProcess):
-    """A server whose processor time is known."""
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Processor time it has used, that of the system for it too."""
-        assert self._process.pid is not None
-        return time.clock_gettime(~self._process.pid << 3 | 2)  # clock_getcpuclockid(3); /proc counts in 10 ms
-
-
 class Job:
     """Servers and workers."""
 
     def __init__(self, servers: int, workers: int, asked: argparse.Namespace, stack: ExitStack) -> None:
         secret = secrets.token_bytes(32)
         self._servers = [
-            stack.enter_context(closing(MeasuredServer(secret, rank=rank, servers=servers))) for rank in range(servers)
+            stack.enter_context(closing(ServerProcess(secret, rank=rank, servers=servers))) for rank in range(servers)
         ]
         endpoints = [server.endpoint for server in self._servers]
         job = WorkerJob(endpoints=endpoints, secret=secret, workers=workers, tables=asked.tables, keys=asked.keys)
@@ -89,11 +79,9 @@ def measure(case: str, asked: argparse.Namespace) -> list[Row]:
 
 
 def _row(case: str, name: str, figures: list[tuple[Figures, Figures]]) -> Row:
-    many, one = (iter([pair[side][name] for pair in figures]) for side in (0, 1))
     unit, better = FIGURES[name]
-    return measure_pairs(
-        case, many.__next__, one.__next__, pairs=len(figures), unit=unit, better=better, peer_name="1 server"
-    )
+    pairs = [(many[name], one[name]) for many, one in figures]
+    return row_of_pairs(case, pairs, unit=unit, better=better, peer_name="one server")
 
 
 def main() -> None:

@@ -3,19 +3,19 @@
 paddle           examples/s, async, against PaddlePaddle 2.6.2
 local            the same against 2 processes that train a local `nn.Embedding(sparse=True)` each and share nothing
 hybrid           the same with dense parameters averaged by the workers instead of kept on the server
-torchrec         examples/s of DLRM with bags of Zipf ids, async, against 2 CPU ranks of TorchRec 1.9.2, which are in
-                 step
-torchrec-even    the same where each id is as likely
+torchrec         examples/s of DLRM with bags of Zipf ids, async, against 2 CPU ranks of TorchRec 1.9.2, which train
+                 synchronously
+torchrec-even    the same with uniformly drawn ids
 torchrec-hybrid  as `torchrec` with dense parameters averaged by the workers, as TorchRec's ranks do
-torchrec-sync    as `torchrec`, in step as TorchRec's ranks are
+torchrec-sync    as `torchrec`, in mode `sync`, as TorchRec's ranks train
 auc              AUC of each mode on real flights, against one process
 save             a snapshot of 10 M rows during training, against writing as many bytes; steps meanwhile, against calm
                  ones
 
-The model of the other speeds is wide & deep: 26 slots on one table of dim 16, 13 dense values, an MLP of 3 x 400, 1 M
-ids drawn uniformly; that of `torchrec` is in `parameter_server/bags.py`. SGD, batch 512, one thread a process. Every
-engine trains the same batches from memory and hands each loss to the script; the figure is all workers' examples over
-the time from the first one's start to the last one's end.
+The model of `paddle`, `local` and `hybrid` is wide & deep: 26 slots on one table of dim 16, 13 dense values, an MLP of
+3 x 400, 1 M ids drawn uniformly; that of `torchrec` is in `parameter_server/bags.py`. SGD, batch 512, one thread a
+process. Every engine trains the same batches from memory and hands each loss to the script; the figure is all workers'
+examples over the time from the first one's start to the last one's end.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def on_torchrec(steps: int, ids: str) -> float:
 
 
 def torchrec(mode: str, ids: str, *, quick: bool) -> list[Row]:
-    """Measure DLRM with bags of ids, of which some are drawn often (zipf) or each is as likely (even)."""
+    """Measure DLRM with bags of ids, Zipf (zipf) or uniformly drawn (even)."""
     steps = 3 if quick else 200
     return [
         measure_pairs(

@@ -123,8 +123,8 @@ def measure(rows: int, dim: int, folder: Path, *, has_base: bool) -> Outcome:
             first = next(worker.chunks())
             expected = _stepped_twice(worker, first, dim)
             killed = time.perf_counter()
-            server.close()
             worker.push(first)
+            server.close()
             server.start()
             trained = worker.pull(first)
             recovery_s = time.perf_counter() - killed
@@ -154,12 +154,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quick", action="store_true", help="toy size, only to see that it works")
     parser.add_argument("--base", action="store_true", help="have the server write a base snapshot before it is killed")
-    parser.add_argument("--rows", type=int, default=68_000_000)
+    parser.add_argument("--rows", type=int, help="68,000,000 when omitted, with --quick 1,000,000")
     parser.add_argument("--dim", type=int, default=8)
     parser.add_argument("--folder", type=Path, help="where the state goes; one for temporary files when omitted")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        rows = 1_000_000 if asked.quick else asked.rows
+        rows = asked.rows or (1_000_000 if asked.quick else 68_000_000)
         outcome = measure(rows, asked.dim, Path(folder), has_base=asked.base)
     if asked.json:
         print(json.dumps({"bench": "bench_recovery", "machine": machine(), **asdict(outcome)}))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,16 +39,28 @@ KEYS_OF_A_RUN = 30_000_000
 MOST_PUSHES = 60_000
 """Of a thread: their frames are made before."""
 
-CASES = {f"{keys} keys{suffix}": (keys, suffix) for keys in (16, 1000, 13_000) for suffix in ("", " on 2 servers")} | {
-    "13000 keys with log": (13_000, " with log")
+
+class Case(NamedTuple):
+    """What threads push."""
+
+    keys: int
+    has_log: bool = False
+    has_own_servers: bool = False
+    """Whether each thread has a server, and so a table, of its own."""
+
+
+CASES = {
+    **{f"{keys} keys": Case(keys) for keys in (16, 1000, 13_000)},
+    **{f"{keys} keys on 2 servers": Case(keys, has_own_servers=True) for keys in (16, 1000, 13_000)},
+    "13000 keys with log": Case(13_000, has_log=True),
 }
 
 
-def pushes_a_second(clients: int, keys: int, suffix: str, share: float) -> float:
+def pushes_a_second(clients: int, case: Case, share: float) -> float:
     """Let so many threads push; return their pushes a second together."""
     with ExitStack() as stack:
-        servers = clients if suffix == " on 2 servers" else 1
-        services = [_service(stack, clients, has_log=suffix == " with log") for _ in range(servers)]
+        servers, keys = clients if case.has_own_servers else 1, case.keys
+        services = [_service(stack, clients, has_log=case.has_log) for _ in range(servers)]
         pushes = max(64, int(share * min(MOST_PUSHES, KEYS_OF_A_RUN // keys)))
         workers = []
         for client in range(clients):
@@ -101,8 +114,7 @@ def main() -> None:
     share, pairs = (0.01, 1) if asked.quick else (1.0, 5)
     rows = []
     for case in asked.cases:
-        keys, suffix = CASES[case]
-        run: Callable[[int], float] = partial(pushes_a_second, keys=keys, suffix=suffix, share=share)
+        run: Callable[[int], float] = partial(pushes_a_second, case=CASES[case], share=share)
         rows.append(
             measure_pairs(
                 case,

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
@@ -44,6 +45,12 @@ class ServerProcess:
         os.kill(self._process.pid, signal.SIGUSR1)
         self._process.join()
         self.start()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time it has used, that of the system for it too."""
+        assert self._process.pid is not None
+        return time.clock_gettime(~self._process.pid << 3 | 2)  # clock_getcpuclockid(3); /proc counts in 10 ms
 
     @property
     def resident_bytes(self) -> int:

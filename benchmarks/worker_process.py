@@ -1,4 +1,4 @@
-"""`WorkerProcess`: light workers of a job in one process, which pull and push rows and train no model."""
+"""`LightWorker`: pulls and pushes rows and trains no model; `WorkerProcess`: some of them in a process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,14 @@ class WorkerProcess:
         self._process.join()
 
 
-class _Worker:
+class LightWorker:
+    """Pulls and pushes distinct ids of each table, in mode `async`.
+
+    Args:
+        job: The job.
+        number: Of the worker.
+    """
+
     def __init__(self, job: WorkerJob, number: int) -> None:
         self._store = RemoteStore(job.endpoints, secret=job.secret, worker=number, workers=job.workers, mode="async")
         names = [f"table-{table}" for table in range(job.tables)]
@@ -75,24 +82,33 @@ class _Worker:
         self._pushes = [[TableUpdate(*named, gradients) for named in zip(names, batch, strict=True)] for batch in ids]
         self._step = 0
 
-    def step(self) -> None:
-        batch = self._step % BATCHES
-        self._store.pull(self._pulls[batch], step=self._step).rows()
-        self._store.push(self._pushes[batch], step=self._step)
+    def pull(self) -> None:
+        """Pull the rows of a step."""
+        self._store.pull(self._pulls[self._step % BATCHES], step=self._step).rows()
+
+    def push(self) -> None:
+        """Push the gradients of the step, which ends it."""
+        self._store.push(self._pushes[self._step % BATCHES], step=self._step)
         self._step += 1
 
     def flush(self) -> None:
+        """Wait until all pushes are acknowledged."""
         self._store.flush()
+
+    def close(self) -> None:
+        """Leave the servers."""
+        self._store.close()
 
 
 def _work(pipe: Pipe, job: WorkerJob, numbers: Sequence[int]) -> None:
-    workers = [_Worker(job, number) for number in numbers]
+    workers = [LightWorker(job, number) for number in numbers]
     threads = min(THREADS, len(workers))
 
-    def steps_of(workers: Sequence[_Worker], steps: int) -> None:
+    def steps_of(workers: Sequence[LightWorker], steps: int) -> None:
         for _ in range(steps):
             for worker in workers:
-                worker.step()
+                worker.pull()
+                worker.push()
         for worker in workers:
             worker.flush()
 

@@ -167,7 +167,7 @@ bool Mail::take_stored(const Message& receive) {
   return false;
 }
 
-// A message that is arriving continues; the next one is opened only when somebody waits for this sender.
+// A message that is arriving is read to its end; the next one is opened only when somebody waits for this sender.
 bool Mail::has_receiver(int rank) const {
   if (inboxes_[static_cast<std::size_t>(rank)].is_arriving) return true;
   return std::any_of(receives_.begin(), receives_.end(),

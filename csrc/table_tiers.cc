@@ -51,7 +51,7 @@ std::string Lane::refusal() {
   return file_.failure().empty() || file_.make_room() ? "" : file_.failure();
 }
 
-// Lets the hand continue by one piece of a shard; returns how many rows left memory.
+// Advances the hand by one piece of a shard; returns how many rows left memory.
 std::uint64_t Lane::sweep() {
   if (hand_.piece >= hand_.pieces) {
     const int part = (hand_.part + 1) % kParts;

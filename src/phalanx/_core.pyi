@@ -109,7 +109,7 @@ class ServerClocks:
         """Say that this many steps of mode `sync` are in the tables."""
 
     def join(self, worker: int) -> None:
-        """Count a worker that had left among the live again; in mode `sync` it goes on with the current step."""
+        """Count a worker that had left among the live again; in mode `sync` it continues with the current step."""
 
     def leave(self, worker: int) -> None:
         """Take a worker out of every wait: it pushes no more."""
@@ -142,7 +142,7 @@ class ServerClocks:
 
     def _disconnected(self) -> list[int]: ...
     def check(self) -> None:
-        """Go on only while no worker is lost and the server runs; raises PeerLostError or ClosedError."""
+        """Continue only while no worker is lost and the server runs; raises PeerLostError or ClosedError."""
 
     def _wait(self, step: int, report: Callable[[str, bool], None]) -> None: ...
     def _wait_steps(self, steps: list[int], seconds: float) -> list[int]: ...
@@ -166,7 +166,7 @@ class WriteGate:
         """Whether a freeze holds this step of a worker back now."""
 
     def resume(self, token: str) -> None:
-        """Let changes go on; does nothing if that freeze is over."""
+        """Let changes continue; does nothing if that freeze is over."""
 
 class ServerLog:
     """The newest segment of a log; see phalanx.ps.server.log.Log."""

@@ -27,6 +27,22 @@ def test_many_servers_and_workers_print_three_figures_of_a_case() -> None:
     assert rows[0]["ours"] > 0
 
 
+@pytest.mark.parametrize(
+    ("bench", "flags"),
+    [
+        ("bench_fan_out", ("--servers", "2", "--tables", "2", "--keys", "20")),
+        ("bench_recovery", ("--rows", "20000")),
+        ("bench_server_cores", ("--cases", "16 keys,13000 keys with log")),
+        ("bench_tiers", ("--rows", "2000", "--cases", "step,train,cold")),
+    ],
+)
+def test_a_benchmark_of_servers_runs_at_toy_size(bench: str, flags: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{bench}", "--json", "--quick", *flags]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bench"] == bench
+
+
 @pytest.mark.parametrize("mode", ["async", "hybrid", "sync"])
 def test_bags_are_trained_in_every_mode_that_is_measured(mode: str) -> None:
     assert ours(mode, 2, script="phalanx_bags_worker.py", ids="zipf") > 0

@@ -53,7 +53,7 @@ def test_two_different_views_are_never_decided_for_one_epoch(
             if vote.promise(1, ballot.number):
                 ballot.take_promise(voter, vote.accepted, ())
         open_ballots.append((ballot, second))
-        # Old ballots continue late, beside the newer ones.
+        # Old ballots arrive late, beside the newer ones.
         for late, reached in open_ballots if turn % 2 else open_ballots[-1:]:
             for voter in [n for n in reached if n < count and late.phase == "accept"]:
                 if votes[voter].accept(late.number, late.view) and late.take_acceptance(voter, ()):

@@ -77,7 +77,7 @@ def test_a_server_that_let_go_while_another_answered_fails_the_save(tmp_path: Pa
     asked: list[str] = []
 
     class SlowServer:
-        """Answers its first request when the other server's freeze is over, and that has continued for a step."""
+        """Answers its first request when the other server's freeze is over, and that has taken a step."""
 
         def send(self, op: str, meta: Mapping[str, Any]) -> LocalAnswer:
             answer = FakeWorker(second, 9).send(op, meta)

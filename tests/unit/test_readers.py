@@ -101,7 +101,7 @@ def test_images_are_normalised_and_labels_are_whole_numbers(mnist: Path) -> None
         (b"\0\0\x08\x01\0\0", "needs 4 bytes from byte 4 on, but ends after 2"),
         (b"\0\0\x08\x01\0\0\0\x09abc", "needs 9 bytes from byte 8 on, but ends after 3"),
         (b"\0\0\x08\x01\xff\xff\xff\xffabc", "needs 4294967295 bytes from byte 8 on, but ends after 3"),
-        (b"\0\0\x08\x01\0\0\0\x02abc", "2 bytes of 2 elements end at byte 10, but the file continues"),
+        (b"\0\0\x08\x01\0\0\0\x02abc", "2 bytes of 2 elements end at byte 10, but the file is longer"),
     ],
 )
 @pytest.mark.parametrize("compress", [False, True])
@@ -157,7 +157,7 @@ def test_a_cut_off_idx_file_is_read_as_far_as_it_goes_when_asked(mnist: Path) ->
     assert "record 4 of 6" in found.corrupt.first
     assert repr(found.corrupt) == f"2 broken records left out; the first: {found.corrupt.first}"
     path.write_bytes(path.read_bytes() + bytes(26))
-    with pytest.raises(DataError, match="its 6 records end at byte 136, but the file continues"):
+    with pytest.raises(DataError, match="its 6 records end at byte 136, but the file is longer"):
         IdxDataset(mnist, on_corrupt="skip")
 
 

@@ -297,7 +297,7 @@ class DistributedStrategy(BaseModel):
 
     def _say_what_does_not_act(self, name: str) -> None:
         if name == "fuse_grad_size_in_TFLOPS":
-            logger.warning("fuse_grad_size_in_TFLOPS has no effect: bytes cut buckets. Set fuse_grad_size_in_MB.")
+            logger.warning("fuse_grad_size_in_TFLOPS has no effect: fuse_grad_size_in_MB sets the size of buckets.")
         if name == "sync_nccl_allreduce" and not self.sync_nccl_allreduce:
             logger.warning("sync_nccl_allreduce=False has no effect: gradients are complete before the optimizer step.")
         if name.endswith("_configs"):

@@ -6,7 +6,7 @@ import re
 
 from phalanx.i18n.translation import Placeholder, Sentences, Translator
 
-_ENDINGS: Sentences = ("raised {error}", "ended with exit code {code}")
+_MEMBER_ENDINGS: Sentences = ("raised {error}", "ended with exit code {code}")
 
 _MEMBER = r"(?:rank \d+ \([^)]+\)|n\d+\.\d+(?: \(pid \d+\))?|worker \d+)"
 _NODE = r"\S+ \(node \d+\)"
@@ -65,14 +65,14 @@ def _servers(text: str) -> str:
     return "参数服务器 " + "、".join(re.findall(r"\d+", text))
 
 
-_translate_ending = Translator(_ENDINGS)
+_translate_member_ending = Translator(_MEMBER_ENDINGS)
 
 _translate = Translator(
     _CHANGES,
     {
         "member": Placeholder(_MEMBER, _member),
         "node": Placeholder(_NODE, _member),
-        "ending": Placeholder("raised .+|ended with .+", lambda text: _translate_ending(text) or text),
+        "ending": Placeholder("raised .+|ended with .+", lambda text: _translate_member_ending(text) or text),
         "why": Placeholder(translate=translate_change),
         "have": Placeholder(translate=_servers),
         "lack": Placeholder(translate=_servers),

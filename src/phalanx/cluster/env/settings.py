@@ -47,7 +47,7 @@ _OFF = ("", "0", "false", "False")
 
 
 def warn_unsupported(env: Mapping[str, str] | None = None) -> None:
-    """Warn of each variable of older frameworks that has no effect here, and say what does.
+    """Warn of each variable of older frameworks that has no effect here, and say what to use instead.
 
     Args:
         env: Variables to look at; the process's own when omitted.

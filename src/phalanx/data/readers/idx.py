@@ -55,7 +55,7 @@ def read_idx(path: str | Path, dims: int | None = None) -> NDArray[Any]:
         if file.read(1):
             raise DataError(
                 f"{path}: {size} bytes of {'x'.join(map(str, header.shape))} elements end at byte "
-                f"{header.bytes + size}, but the file continues. Download it again."
+                f"{header.bytes + size}, but the file is longer. Download it again."
             )
     array = np.frombuffer(content, header.element).reshape(header.shape)
     return array.astype(header.element.newbyteorder("="))
@@ -228,7 +228,7 @@ def _open_records(path: Path, dims: int, corrupt: BadRecords) -> tuple[tuple[int
     size, there = math.prod(shape), path.stat().st_size - header.bytes
     if there > promised * size:
         raise DataError(
-            f"{path}: its {promised} records end at byte {header.bytes + promised * size}, but the file continues. "
+            f"{path}: its {promised} records end at byte {header.bytes + promised * size}, but the file is longer. "
             "Download it again."
         )
     whole = there // size if size else promised

@@ -289,7 +289,7 @@ class NodeAgent:
     def _missed_heartbeats(self, path: Path) -> int:
         """Return for how many of our own beats a file has not changed.
 
-        No clock of another host is asked, nor one that continued while this process was suspended.
+        No clock of another host is asked, nor one that ran on while this process was suspended.
         """
         changed = path.stat().st_mtime_ns
         before, count = self._silent_heartbeats.get(path, (0, 0))

@@ -126,7 +126,7 @@ def render(observations: Sequence[Observation], verdict: Verdict | None, slow: S
     elif slow:
         head = [tr("the job is not hung, but slow. In the last minute:"), *slow]
     else:
-        head = [tr("no rank is seen to wait for another: the job continues")]
+        head = [tr("no rank is seen to wait for another: the job is making progress")]
     width = max(len(o.title) for o in observations)
     rows = [f"  {o.title:<{width}}  {o.pid:>8}  {_doing(o, verdict)}" for o in observations]
     return "\n".join([*head, "", *rows]) + "\n"

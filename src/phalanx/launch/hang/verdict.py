@@ -27,7 +27,7 @@ _MOST = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Why a job does not continue."""
+    """Why a job is stalled."""
 
     cause: Cause
     """"rank": one is elsewhere. "order", "mismatch": ranks made different calls. "network": all made the same one."""
@@ -81,7 +81,7 @@ class _Wait:
 
 
 def judge(observations: Sequence[Observation]) -> Verdict | None:
-    """Return why a job does not continue, or None where no rank is seen to wait for another.
+    """Return why a job is stalled, or None where no rank is seen to wait for another.
 
     Args:
         observations: One of each process of the job.

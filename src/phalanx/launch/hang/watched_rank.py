@@ -19,7 +19,7 @@ _WORKS_CPU = 0.005
 
 @dataclass
 class WatchedRank:
-    """A process, and how it continued."""
+    """A process, and its progress."""
 
     process: Watched
     reader: ActivityReader | None = None

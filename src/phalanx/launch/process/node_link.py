@@ -11,7 +11,7 @@ the store is torch's own, as unauthenticated as every store torch opens.
                        {"probe": n}   {"everywhere": [...], "probe": n}
                        {"error": text, "user": bool}   {"bye": true}
 
-Where a job does not continue, a launcher asks for a probe: all of them observe their ranks, and all learn what is seen.
+Where a job is stalled, a launcher asks for a probe: all of them observe their ranks, and all learn what is seen.
 
 `user` says that the user can correct it. A host that finds one of the others started with other terms says so in the
 store, and looks at the hosts that are late: with another list, or another order, they hold a store of their own.

@@ -56,7 +56,7 @@ class OptimizerShards:
         Every rank calls it in the same order.
         """
         if self._optimizers:
-            gc.collect()  # what only a ring of references keeps is continued the other ranks, too
+            gc.collect()  # what only a ring of references keeps is gone on the other ranks, too
         self._optimizers = [each for each in self._optimizers if each.state.is_in_use]
         self._optimizers.append(ShardRecovery(self._count, state, self._context, self._membership))
         self._count += 1

@@ -57,7 +57,7 @@ class SnapshotParticipant:
         return self._fulls
 
     def restore(self, value: Mapping[str, Any]) -> None:
-        """Take over what `to_json` returned, as far as the tables' ticks have continued from there."""
+        """Take over what `to_json` returned, as far as the tables' ticks have advanced from there."""
         for save, full in value.items():
             if all(name in self.tables and self.tables[name].tick >= tick for name, tick in full["ticks"].items()):
                 self._fulls[save] = full

@@ -299,7 +299,7 @@ class ReferenceTable:
         return self.tick
 
     def _renumber(self, tick: int) -> None:
-        """Continue to `tick`; when the oldest tick is too far back, take all older than `KEEP_TICKS` for one."""
+        """Advance to `tick`; when the oldest tick is too far back, take all older than `KEEP_TICKS` for one."""
         self.tick = tick
         if tick - self._oldest < RENUMBER_AT:
             return

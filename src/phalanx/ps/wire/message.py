@@ -61,7 +61,7 @@ class RpcRequest:
     are, the answer is not late. Raises `ClosedError` when the client is gone."""
 
     report_work: Callable[[str, bool], None] = lambda does, has_moved: None
-    """Tells the client what the server itself does before it answers, as `loads: 41 % of ...`, and whether it continued
+    """Tells the client what the server itself does before it answers, as `loads: 41 % of ...`, and whether it advanced
     since the last report. Raises `ClosedError` when the client is gone."""
 
 

@@ -91,7 +91,7 @@ class InFlight:
         self.bytes = 0
 
     def note_work(self, does: str, moved_at: float | None) -> None:
-        """Note what the server does before it answers, and when that continued, if it did."""
+        """Note what the server does before it answers, and when that last advanced, if it did."""
         for pending in self._queue:
             pending.server_state = does
             pending.progress_at = pending.progress_at if moved_at is None else moved_at
@@ -115,7 +115,7 @@ class ServerLink:
         lock: The connection's lock.
         changed: Over that lock; notified after every frame.
         waits: Called when the server reports that a request waits: for whom, and whether they are connected.
-        works: Called when the server reports what it does before it answers anything, and whether that continued; with
+        works: Called when the server reports what it does before it answers anything, and whether that advanced; with
             an empty text when it answers again.
         lost: Called by this link's thread as its last act, with why the link can be read no more.
     """
