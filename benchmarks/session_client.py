@@ -55,7 +55,9 @@ class SessionClient:
         self._ours.sendall(batch)
         ahead: Bytes = np.empty(_AHEAD_BYTES, np.uint8)
         self._session.serve(self._theirs.fileno(), True, ahead, 0, 0, [])
-        self._ours.recv(1 << 20)
+        answer = frame.decode_header(self._ours.recv(1 << 20)[: frame.HEADER_BYTES])
+        if answer.kind is not FrameKind.REPLY:
+            raise RuntimeError(f"the server answers a push with {answer.kind.name}")
 
     def close(self) -> None:
         """Close the socket."""

@@ -20,6 +20,8 @@ constexpr int kBioSource = 0x0400, kBioFlush = 11;
 constexpr std::size_t kRecordBytes = std::size_t{1} << 14;  // the largest that TLS has
 constexpr std::size_t kReceiveBytes = std::size_t{1} << 17;
 constexpr std::size_t kSendBytes = std::size_t{1} << 18;  // encrypted before any of it is sent
+constexpr std::size_t kMostUnsent = 2 * kSendBytes;
+constexpr int kMostReads = 64;
 
 [[noreturn]] void throw_reason(const OpenSsl& openssl) {
   const char* reason = openssl.ERR_reason_error_string(openssl.ERR_peek_last_error());
@@ -133,16 +135,20 @@ std::vector<std::uint8_t> TlsStream::peer_certificate() const {
 
 std::size_t TlsStream::receive_some(std::span<std::byte> memory) {
   std::size_t total = 0;
+  int reads = 0;
   while (total < memory.size()) {
     // Another thread may send between two records.
     const std::lock_guard locked(mutex_);
-    if (const std::size_t count = failure_.empty() ? decrypt(memory.subspan(total)) : 0; count > 0) {
+    const std::size_t count = failure_.empty() ? decrypt(memory.subspan(total)) : 0;
+    send_answers();
+    if (count > 0) {
       total += count;
       continue;
     }
     if (total > 0) break;
     if (!failure_.empty()) throw ConnectionEnded(failure_);
-    if (!read_records()) break;
+    // Whoever waits looks at its deadline now and then, also where records without data come all the time.
+    if (reads++ == kMostReads || !read_records()) break;
   }
   return total;
 }
@@ -224,6 +230,13 @@ bool TlsStream::flush() {
   unsent_.clear();
   sent_ = 0;
   return true;
+}
+
+// Sends what OpenSSL answers by itself: new keys that the other end asks for. One that reads no answer may not ask for ever.
+void TlsStream::send_answers() {
+  if (unsent_.empty()) return;
+  flush();
+  if (unsent_.size() - sent_ > kMostUnsent) throw ConnectionEnded("it asks for new keys and reads no answer");
 }
 
 // Tells the other end why this one gives up, if it can still be told.

@@ -76,6 +76,7 @@ class TlsStream : public SocketStream {
   std::size_t encrypt(std::span<const iovec> parts);
   void write_records(std::span<const std::byte> bytes);
   bool flush();
+  void send_answers();
   void send_alert();
   // Why the last call failed. Throws ConnectionEnded if the other end has closed.
   std::string failure(int returned) const;

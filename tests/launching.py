@@ -147,7 +147,7 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind(("", 0))  # free on every address: nodes of a test have several
         return [int(probe.getsockname()[1]) for probe in probes]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import select
 import socket
@@ -313,3 +314,29 @@ def test_the_log_says_once_why_the_native_core_does_not_encrypt(over_tls, monkey
 
 def socket_to(endpoint: str) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=10)
+
+
+@pytest.mark.skipif(not tls_stream.is_native(), reason="the native core cannot load OpenSSL 3")
+def test_a_client_that_asks_for_new_keys_and_reads_no_answer_is_given_up() -> None:
+    openssl = ctypes.CDLL("libssl.so.3")
+    for make in (openssl.TLS_client_method, openssl.SSL_CTX_new, openssl.SSL_new):
+        make.restype = ctypes.c_void_p
+    near, far = socket.socketpair()
+    with near, far:
+        far.setblocking(False)
+        context = openssl.SSL_CTX_new(ctypes.c_void_p(openssl.TLS_client_method()))
+        client = ctypes.c_void_p(openssl.SSL_new(ctypes.c_void_p(context)))
+        openssl.SSL_set_fd(client, far.fileno())
+        openssl.SSL_set_connect_state(client)
+        _, server = tls_stream.server_streams(*tls._make_certificate())(near)
+        while openssl.SSL_do_handshake(client) != 1 or server.shake_hands():
+            server.shake_hands()
+        memory = memoryview(bytearray(1 << 16))
+        with pytest.raises(OSError, match="asks for new keys and reads no answer"):
+            for _ in range(100_000):
+                openssl.SSL_key_update(client, 1)  # which asks the other end for new keys too
+                openssl.SSL_do_handshake(client)
+                with suppress(BlockingIOError):
+                    server.receive(memory)
+        openssl.SSL_free(client)
+        openssl.SSL_CTX_free(ctypes.c_void_p(context))

@@ -108,7 +108,7 @@ def say() -> dict[str, str]:
     for name, settings in QUIET.items():
         lines.clear()
         train(settings)
-        found[name] = "\n".join(line for line in lines if "does not" in line)
+        found[name] = "\n".join(line for line in lines if "does not" in line or "has no effect" in line)
         gc.collect()
     return found
 

@@ -58,7 +58,7 @@ class Meetings:
     """Launchers that meet, and bare ends of a mesh that play the part of others."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.2", 0)) as probe:
+        with socket.create_server(("", 0)) as probe:  # free on the addresses of all nodes
             self.port = int(probe.getsockname()[1])
         self._server = QuietServer()
         self.meshes: list[NodeMesh] = []

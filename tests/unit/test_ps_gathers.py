@@ -1,5 +1,6 @@
 """Rows per id and per bag: the values and gradients of torch's gathers, also where the native core sums gradients."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,3 +105,55 @@ def test_a_gradient_of_bags_has_none_and_says_so():
     (gradient,) = torch.autograd.grad(output.pow(3).sum(), rows, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("has_last_offset", [True, False])
+def test_offsets_may_be_used_again_before_the_backward_pass(has_last_offset):
+    rows, offsets = new_rows(), torch.tensor([0, 2, 3] if has_last_offset else [0, 2])
+    bags = read_bags(torch.tensor([0, 1, 1]), offsets, None, None, has_last_offset=has_last_offset)
+    output = rows_per_bag(rows, bags.ids, bags, "sum", None)
+    offsets.numpy()[:] = 10**9
+    (gradient,) = torch.autograd.grad(output.sum(), rows)
+    assert gradient[:3, 0].tolist() == [1.0, 2.0, 0.0]
+
+
+def test_weights_that_change_before_the_backward_pass_are_an_error():
+    rows, bags = new_rows(), bags_of("first", weighted=True)
+    output = rows_per_bag(rows, bags.ids, bags, "sum", None)
+    bags.weights.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_the_defaults_of_new_tensors_do_not_count():
+    expected = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+        rows, bags = new_rows(), bags_of("2-D", weighted=False)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                output = rows_per_bag(rows, bags.ids, bags, "mean", None)
+                total = output.sum() + rows_per_id(rows, bags.ids, None).sum()
+                (gradient,) = torch.autograd.grad(total, rows)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        expected.append(gradient)
+    assert all(torch.equal(gradient, expected[0]) for gradient in expected)
+
+
+def test_ids_in_no_bag_make_none():
+    rows = new_rows()
+    bags = read_bags(torch.tensor([0, 1]), torch.tensor([], dtype=torch.int64), None, None, has_last_offset=False)
+    output = rows_per_bag(rows, bags.ids, bags, "sum", None)
+    assert output.shape == (0, DIM)
+    assert not torch.autograd.grad(output.sum(), rows)[0].any()
+
+
+@pytest.mark.parametrize("starts", [[0, 10**9], [0, 2, 1], [-1, 3], []])
+def test_the_core_refuses_starts_that_lie_outside_the_ids(starts):
+    _core = pytest.importorskip("phalanx._core")
+    places, sums = np.array([0, 1, 1]), np.zeros((2, DIM), np.float32)
+    gradients = np.ones((max(0, len(starts) - 1), DIM), np.float32)
+    with pytest.raises(ValueError, match=r"starts of bags|a gradient for each bag"):
+        _core.add_bag_gradients(places, np.array(starts, np.int64), None, -1, False, gradients, sums)
+    assert not sums.any()

@@ -133,6 +133,20 @@ def test_batches_of_other_lengths_are_one_request_too():
     assert [len(of_step) for of_step in pulls] == [5, 5, 1, 1, 1]
 
 
+def test_a_sparse_argument_has_no_ids():
+    class WithSparse(Tower):
+        def forward(self, adjacency, ids, *, batch):
+            return super().forward(ids, batch=batch) + adjacency.to_dense().sum()
+
+    model = WithSparse("sparse")
+    ModelPasses(model)
+    ids, batch = batch_of(0)
+    current()._mode = AsyncMode(store := Counting())
+    for _ in range(3):
+        model(torch.eye(3).to_sparse(), ids, batch=batch)
+    assert len(store.pulls[-1]) == TABLES + 1
+
+
 def test_ids_that_are_computed_are_pulled_by_themselves():
     expected_of(2, "other")
     model = Tower("t")

@@ -57,9 +57,9 @@ def view_in(path: Path, argument: Tensor, tensor: Tensor) -> ArgumentView | None
 
 
 def tensors_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield the tensors in tuples, lists and mappings with their paths; of a jagged tensor its values."""
+    """Yield the tensors that have memory in tuples, lists and mappings with their paths; of a jagged one its values."""
     if isinstance(value, Tensor):
-        if not value.is_nested:
+        if value.layout is torch.strided and not value.is_nested:
             yield path, value
         elif value.layout is torch.jagged:
             values: Any = value

@@ -73,17 +73,19 @@ class _RowsPerId(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.index, ctx.shape = index, rows.shape
+        ctx.save_for_backward(index)
+        ctx.shape = rows.shape
         return F.embedding(index, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        index, gradient = ctx.index.reshape(-1), gradients[0].reshape(-1, ctx.shape[1])
+        (index,), gradient = ctx.saved_tensors, gradients[0].reshape(-1, ctx.shape[1])
+        index = index.reshape(-1)
         if torch.is_grad_enabled():  # the gradient will have a gradient
             return gradient.new_zeros(ctx.shape).index_add(0, index, gradient), None
         from phalanx import _core
 
-        sums = torch.zeros(ctx.shape)
+        sums = gradient.new_zeros(ctx.shape)
         _core.add_weighted(index.numpy(), gradient.contiguous().numpy(), 1.0, sums.numpy())
         return sums, None
 
@@ -95,8 +97,9 @@ class _RowsPerBag(torch.autograd.Function):
     ) -> Tensor:
         starts = _starts(index, bags)
         index, weights = index.reshape(-1), None if weights is None else weights.reshape(-1).contiguous()
-        ctx.bags = index, starts, weights, -1 if padding is None else padding, mode == "mean"
-        ctx.shape = rows.shape
+        # Weights may be memory of the script: autograd refuses a backward pass after they have changed.
+        ctx.save_for_backward(index, starts, weights)
+        ctx.shape, ctx.padding, ctx.is_mean = rows.shape, -1 if padding is None else padding, mode == "mean"
         return F.embedding_bag(
             index, rows, starts, mode=mode, per_sample_weights=weights, include_last_offset=True, padding_idx=padding
         )
@@ -106,14 +109,14 @@ class _RowsPerBag(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         from phalanx import _core
 
-        index, starts, weights, padding, is_mean = ctx.bags
-        sums = torch.zeros(ctx.shape)
+        index, starts, weights = ctx.saved_tensors
+        sums = gradients[0].new_zeros(ctx.shape)
         _core.add_bag_gradients(
             index.numpy(),
             starts.numpy(),
-            None if weights is None else weights.numpy(),
-            padding,
-            is_mean,
+            None if weights is None else weights.detach().numpy(),
+            ctx.padding,
+            ctx.is_mean,
             gradients[0].contiguous().numpy(),
             sums.numpy(),
         )
@@ -121,8 +124,13 @@ class _RowsPerBag(torch.autograd.Function):
 
 
 def _starts(index: Tensor, bags: Bags) -> Tensor:
-    """Return where each bag begins among the flat ids, and the last one ends, shape (bags + 1,), int64."""
+    """Return where each bag begins among the flat ids, and the last one ends, shape (bags + 1,), int64.
+
+    It is memory of its own: a script may use that of its offsets for the next batch before the backward pass.
+    """
     if bags.offsets is None:
-        return torch.arange(len(index) + 1) * index.shape[1]
-    offsets = bags.offsets.to("cpu", torch.int64).contiguous()
-    return offsets if bags.has_last_offset else torch.cat([offsets, offsets.new_tensor([len(index)])])
+        return torch.arange(len(index) + 1, device="cpu") * index.shape[1]
+    offsets = bags.offsets.detach().to("cpu", torch.int64)
+    if bags.has_last_offset:
+        return offsets.clone(memory_format=torch.contiguous_format)
+    return torch.cat([offsets, offsets.new_tensor([len(index) if len(offsets) else 0])])

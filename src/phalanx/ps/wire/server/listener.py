@@ -144,6 +144,10 @@ class Listener:
         except OSError:
             connected.close()
             return
+        except (RuntimeError, MemoryError) as error:  # of OpenSSL; the other clients are served on
+            _log.error("%s cannot serve a client: %s", self._config.me, error)
+            connected.close()
+            return
         handshakes = sum(not session.admitted for session in self._running().values())
         if handshakes >= _MOST_HANDSHAKES:
             self._log_refusal(where, f"{handshakes} others are in their handshake; it was turned away")
