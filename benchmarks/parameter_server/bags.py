@@ -1,4 +1,4 @@
-"""The work of the case `torchrec`: the sizes of DLRM on Criteo's data, with bags of ids, with bags of ids.
+"""The work of the case `torchrec`: the sizes of DLRM on Criteo's data, with bags of ids.
 
 NumPy alone, so that it runs in the peer's environment. Rows of the tables and mean ids of a bag are those of MLPerf's
 DLRM-DCNv2, tables cut at 1 M rows; the network is that of DLRM's script for the Kaggle data
