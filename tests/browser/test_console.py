@@ -72,7 +72,8 @@ def _until(browser: Chrome, seen: object, seconds: float = 20) -> None:
 
 
 def _text(browser: Chrome) -> str:
-    return browser.find_element(By.TAG_NAME, "main").text
+    # In one call: an element that was found a moment ago may be gone with the page that is being left.
+    return str(browser.execute_script("return document.querySelector('main')?.innerText ?? ''"))
 
 
 def test_only_a_valid_token_lets_in(open_browser, server):
