@@ -15,27 +15,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection as Pipe
 from typing import NamedTuple
 from unittest.mock import patch
 
-import numpy as np
-
 from benchmarks.report import Row, arguments, row_of_pairs, show
+from benchmarks.worker_process import BATCHES, LightWorker, WorkerJob
 from phalanx.ps.server.service import Service
-from phalanx.ps.stores.base import PullSpec
-from phalanx.ps.stores.remote import RemoteStore
-from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.table.rules import TableSpec
-from phalanx.ps.table.update_rules import Adagrad
 from phalanx.ps.wire.address import Address
 from phalanx.ps.wire.client import dial
 from phalanx.ps.wire.data_frame import ValueType
 from phalanx.ps.wire.server.listener import Listener
 
 SECRET = bytes(range(32))
-DIM, ROWS, BATCHES = 16, 200_000, 8
 CASES: dict[str, tuple[int, int, ValueType]] = {
     "one table float32": (1, 13_000, "float32"),
     "one table bfloat16": (1, 13_000, "bfloat16"),
@@ -106,31 +99,28 @@ class Worker:
         stack.callback(self._pipe.close)
         with as_network(is_private=is_private):
             endpoint = self._pipe.recv()
-            self._store = RemoteStore([endpoint], secret=SECRET, worker=0, workers=1, wire_dtype=wire_dtype)
-        stack.callback(self._store.close)
-        names = [f"table {number}" for number in range(tables)]
-        self._store.declare([TableSpec(name, DIM, Adagrad(lr=0.1)) for name in names])
-        draw = np.random.default_rng(0)
-        self._batches = [[(name, draw.permutation(ROWS)[:keys]) for name in names] for _ in range(BATCHES)]
-        self._values = np.ones((keys, DIM), np.float32)
-        self._step = 0
+            job = WorkerJob(
+                endpoints=[endpoint],
+                secret=SECRET,
+                workers=1,
+                tables=tables,
+                keys=keys,
+                rows=200_000,
+                wire_dtype=wire_dtype,
+            )
+            self._worker = stack.enter_context(closing(LightWorker(job, 0)))
         self.measure(BATCHES)  # makes all rows
 
     def measure(self, steps: int) -> StepCost:
         """Take steps and return what they cost."""
         server, worker, started = self._server_s(), time.process_time(), time.perf_counter()
         for _ in range(steps):
-            self._take_step()
+            self._worker.pull()
+            self._worker.push()
+            self._worker.flush()
         seconds = time.perf_counter() - started
         worker = time.process_time() - worker
         return StepCost(1e3 * (self._server_s() - server) / steps, 1e3 * worker / steps, steps / seconds)
-
-    def _take_step(self) -> None:
-        batch = self._batches[self._step % BATCHES]
-        self._store.pull([PullSpec(name, keys) for name, keys in batch], step=self._step).rows()
-        self._store.push([TableUpdate(name, keys, self._values) for name, keys in batch], step=self._step)
-        self._store.flush()
-        self._step += 1
 
     def _server_s(self) -> float:
         self._pipe.send(None)

@@ -16,8 +16,9 @@ from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.table.rules import TableSpec
 from phalanx.ps.table.update_rules import Adagrad
+from phalanx.ps.wire.data_frame import ValueType
 
-DIM, IDS, BATCHES = 16, 100_000, 8
+DIM, BATCHES = 16, 8
 THREADS = 4
 """Threads of a process, each of which takes the steps of some workers in turn."""
 
@@ -32,6 +33,11 @@ class WorkerJob:
     tables: int
     keys: int
     """Ids of each table in a step."""
+
+    rows: int = 100_000
+    """Of each table, from which ids are drawn."""
+
+    wire_dtype: ValueType = "float32"
 
 
 class WorkerProcess:
@@ -72,12 +78,19 @@ class LightWorker:
     """
 
     def __init__(self, job: WorkerJob, number: int) -> None:
-        self._store = RemoteStore(job.endpoints, secret=job.secret, worker=number, workers=job.workers, mode="async")
+        self._store = RemoteStore(
+            job.endpoints,
+            secret=job.secret,
+            worker=number,
+            workers=job.workers,
+            mode="async",
+            wire_dtype=job.wire_dtype,
+        )
         names = [f"table-{table}" for table in range(job.tables)]
         self._store.declare([TableSpec(name, DIM, Adagrad(0.05)) for name in names])
         draw = np.random.default_rng(number)
         gradients = draw.normal(size=(job.keys, DIM)).astype(np.float32)
-        ids = [[draw.choice(IDS, job.keys, replace=False) for _ in names] for _ in range(BATCHES)]
+        ids = [[draw.choice(job.rows, job.keys, replace=False) for _ in names] for _ in range(BATCHES)]
         self._pulls = [[PullSpec(*named) for named in zip(names, batch, strict=True)] for batch in ids]
         self._pushes = [[TableUpdate(*named, gradients) for named in zip(names, batch, strict=True)] for batch in ids]
         self._step = 0

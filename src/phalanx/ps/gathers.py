@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 from phalanx.ps.pooling.bags import Bags
 from phalanx.versions import HAS_NATIVE
 
+if HAS_NATIVE:
+    from phalanx import _core
+
 
 def rows_per_id(rows: Tensor, index: Tensor, padding: int | None) -> Tensor:
     """Return the row of each id.
@@ -83,8 +86,6 @@ class _RowsPerId(torch.autograd.Function):
         index = index.reshape(-1)
         if torch.is_grad_enabled():  # the gradient will have a gradient
             return gradient.new_zeros(ctx.shape).index_add(0, index, gradient), None
-        from phalanx import _core
-
         sums = gradient.new_zeros(ctx.shape)
         _core.add_weighted(index.numpy(), gradient.contiguous().numpy(), 1.0, sums.numpy())
         return sums, None
@@ -107,8 +108,6 @@ class _RowsPerBag(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        from phalanx import _core
-
         index, starts, weights = ctx.saved_tensors
         sums = gradients[0].new_zeros(ctx.shape)
         _core.add_bag_gradients(

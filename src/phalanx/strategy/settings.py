@@ -202,12 +202,12 @@ class DistributedStrategy(BaseModel):
             raise _strategy_error(error) from None
         check_together(self)
         for name in settings:
-            self._say_what_does_not_act(name)
+            self._warn_without_effect(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
         self._set(name, value)
-        self._say_what_does_not_act(name)
+        self._warn_without_effect(name)
 
     def _set(self, name: str, value: Any) -> None:
         before = getattr(self, name)
@@ -295,7 +295,7 @@ class DistributedStrategy(BaseModel):
         """How gradients of different ranks combine."""
         return self.gradient_scale_configs.get("scale_strategy", "avg")
 
-    def _say_what_does_not_act(self, name: str) -> None:
+    def _warn_without_effect(self, name: str) -> None:
         if name == "fuse_grad_size_in_TFLOPS":
             logger.warning("fuse_grad_size_in_TFLOPS has no effect: fuse_grad_size_in_MB sets the size of buckets.")
         if name == "sync_nccl_allreduce" and not self.sync_nccl_allreduce:

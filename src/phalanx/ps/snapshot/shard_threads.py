@@ -32,7 +32,7 @@ def map_in_threads(
         shards: Numbers of shards.
         threads: How many, at least 1.
         name: What their names begin with.
-        in_background: Whether other threads of the machine go first.
+        in_background: Whether other threads of the machine run first.
     """
     at_once = max(1, min(_MOST_AT_ONCE, len(shards) // (_TURNS * threads)))
     parts = [shards[start : start + at_once] for start in range(0, len(shards), at_once)]
@@ -40,14 +40,14 @@ def map_in_threads(
     def call_each(part: Sequence[int]) -> list[Result]:
         return [call(shard) for shard in part]
 
-    initializer = _go_behind if in_background else None
+    initializer = _lower_priority if in_background else None
     with ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=initializer) as pool:
         for results in pool.map(call_each, parts):
             yield from results
 
 
-def _go_behind() -> None:
-    """Let other threads go before this one."""
+def _lower_priority() -> None:
+    """Let other threads run before this one."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # a sandbox may forbid it, and the save is right without
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
