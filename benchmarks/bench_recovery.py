@@ -101,7 +101,7 @@ class Outcome:
     is_once: bool
     """Whether the push that was on its way at the kill is in its rows once."""
 
-    said: list[str]
+    messages: list[str]
 
 
 def measure(rows: int, dim: int, folder: Path, *, has_base: bool) -> Outcome:
@@ -131,8 +131,8 @@ def measure(rows: int, dim: int, folder: Path, *, has_base: bool) -> Outcome:
             after = worker.checksums()
             different = sum(then != now for then, now in zip(before[1:], after[1:], strict=True))
             is_once = bool(np.allclose(trained, expected, rtol=1e-5, atol=1e-7))
-            found = worker.store.report()[TABLE].rows
-    return Outcome(rows, fill_s, memory, base, log, recovery_s, different, found, is_once, waits.lines)
+            rows_after = worker.store.report()[TABLE].rows
+    return Outcome(rows, fill_s, memory, base, log, recovery_s, different, rows_after, is_once, waits.lines)
 
 
 def _stepped_twice(worker: Worker, keys: Keys, dim: int) -> Rows:
@@ -177,7 +177,7 @@ def _show(outcome: Outcome) -> None:
         f"the worker's step took {outcome.recovery_s:.1f} s, then it continued; {outcome.rows_after:,} rows are there,"
     )
     print(f"  {outcome.different_chunks} chunks differ; the push on its way is there once: {outcome.is_once}")
-    print(*outcome.said, sep="\n")
+    print(*outcome.messages, sep="\n")
 
 
 if __name__ == "__main__":

@@ -153,10 +153,10 @@ void bind_gate(nb::module_& module) {
 // --- log -------------------------------------------------------------------------------------------------------------
 
 std::uint64_t append(ServerLog& log, nb::list buffers) {
-  std::vector<std::unique_ptr<Buffer>> kept;
+  std::vector<std::unique_ptr<Buffer>> views;
   std::vector<Bytes> parts;
   for (const nb::handle buffer : buffers) {
-    parts.emplace_back(kept.emplace_back(std::make_unique<Buffer>(buffer))->bytes());
+    parts.emplace_back(views.emplace_back(std::make_unique<Buffer>(buffer))->bytes());
   }
   const nb::gil_scoped_release released;
   return log.append(parts);

@@ -54,16 +54,16 @@ std::shared_ptr<TlsContext> TlsContext::client(std::uint64_t records_of_key) {
 
 std::shared_ptr<TlsContext> TlsContext::server(std::span<const std::byte> certificate, std::span<const std::byte> key,
                                                std::uint64_t records_of_key) {
-  const std::shared_ptr<TlsContext> made(new TlsContext(true, records_of_key));
+  const std::shared_ptr<TlsContext> server(new TlsContext(true, records_of_key));
   const auto* const certificate_der = reinterpret_cast<const unsigned char*>(certificate.data());
   const auto* const key_der = reinterpret_cast<const unsigned char*>(key.data());
-  const OpenSsl& calls = made->openssl_;
+  const OpenSsl& calls = server->openssl_;
   calls.ERR_clear_error();
-  if (calls.SSL_CTX_use_certificate_ASN1(made->context_.get(), static_cast<int>(certificate.size()), certificate_der) != 1 ||
-      calls.SSL_CTX_use_PrivateKey_ASN1(kEllipticKey, made->context_.get(), key_der, static_cast<long>(key.size())) != 1) {
+  if (calls.SSL_CTX_use_certificate_ASN1(server->context_.get(), static_cast<int>(certificate.size()), certificate_der) != 1 ||
+      calls.SSL_CTX_use_PrivateKey_ASN1(kEllipticKey, server->context_.get(), key_der, static_cast<long>(key.size())) != 1) {
     throw_reason(calls);
   }
-  return made;
+  return server;
 }
 
 TlsStream::TlsStream(std::shared_ptr<const TlsContext> context, int fd)

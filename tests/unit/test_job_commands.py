@@ -503,10 +503,10 @@ def test_the_log_of_a_failed_job_is_that_of_the_rank_that_failed(command, store)
 
 def commands_of_the_console() -> list[str]:
     """Every command that a page of the console shows, with what stands for a value left as it is."""
-    said = " ".join([*WORDS.values(), *(wording(words, "zh") for words in WORDS.values())])
+    texts = " ".join([*WORDS.values(), *(wording(words, "zh") for words in WORDS.values())])
     source = "".join(path.read_text() for path in Path(ui.__file__).parent.rglob("*.py"))
     quoted = re.findall(r'f?"(phalanx [^"]*)"', source)
-    return [*re.findall(r"`(phalanx [^`]+)`", said), *(re.sub(r"\{\w+\}", "default", one) for one in quoted)]
+    return [*re.findall(r"`(phalanx [^`]+)`", texts), *(re.sub(r"\{\w+\}", "default", one) for one in quoted)]
 
 
 @pytest.mark.parametrize("line", commands_of_the_console())

@@ -91,12 +91,12 @@ def test_rows_per_id_are_those_of_torch():
 
 def test_a_gradient_of_rows_per_id_has_a_gradient():
     ids = torch.tensor([3, 1, 3])
-    found = []
+    gradients = []
     for gather in (lambda rows: rows_per_id(rows, ids, None), lambda rows: F.embedding(ids, rows)):
         rows = new_rows()
         (gradient,) = torch.autograd.grad(gather(rows).pow(3).sum(), rows, create_graph=True)
-        found.append(torch.autograd.grad(gradient.square().sum(), rows)[0])
-    torch.testing.assert_close(*found)
+        gradients.append(torch.autograd.grad(gradient.square().sum(), rows)[0])
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_gradient_of_bags_has_none_and_says_so():
