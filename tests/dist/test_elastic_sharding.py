@@ -26,6 +26,7 @@ pytestmark = pytest.mark.dist
 
 MIRROR = {"SHARDING": json.dumps({"mirror": 1})}
 NO_MIRROR = {"SHARDING": json.dumps({"stage": 2})}
+STAGE_3 = {"SHARDING": json.dumps({"stage": 3, "mirror": 1})}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def undisturbed() -> str:
     return weights
 
 
-@pytest.mark.parametrize("env", [MIRROR, NO_MIRROR])
+@pytest.mark.parametrize("env", [MIRROR, NO_MIRROR, STAGE_3])
 def test_without_a_loss_the_weights_are_those_of_whole_state(undisturbed: str, env: dict[str, str]) -> None:
     values = job({}, members=3, env=env).run()
     assert {value[0] for value in values.values()} == {undisturbed}
@@ -79,6 +80,15 @@ def test_a_loss_while_members_are_at_different_points_of_an_update(undisturbed: 
     values = lost.run()
     assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
     assert set(values) == ({"n0.0", "n0.1", "n0.2"} if second == "give up" else {"n0.0", "n0.2"})
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "updated"])
+def test_a_rank_is_lost_under_stage_3(undisturbed: str, where: str) -> None:
+    lost = job({"n0.1": (4, where)}, members=3, env=STAGE_3)
+    values = lost.run()
+    assert {value[:2] for value in values.values()} == {(undisturbed, 12)}
+    assert set(values) == {"n0.0", "n0.2"}
+    assert "Stage 3 acts as stage 1: parameters and gradients stay whole" in lost.outputs["n0.0"]
 
 
 @pytest.mark.parametrize("where", ["backward", "updated", "gathered"])
@@ -245,7 +255,4 @@ def give_what(settings: dict[str, Any], why: str) -> None:
 def test_what_shards_cannot_do_is_an_error_that_says_so() -> None:
     env = {"PHALANX_REPLICAS": "2"}
     FakeLauncher(ask_for_part_of_the_state, members=2, env=env).run()
-    FakeLauncher(
-        give_what, {"sharding_configs": {"stage": 3}}, "stage 3 where ranks may leave", members=1, env=env
-    ).run()
     FakeLauncher(give_what, {"lamb": True}, "norms of whole parameters", members=1, env=env).run()

@@ -41,12 +41,12 @@ from phalanx.parallel.techniques import (
 )
 from phalanx.parallel.tensor.apply_styles import shard_layers
 from phalanx.parallel.validate import check_fits, sharded_update
-from phalanx.parallel.zero.elastic_plan import with_whole_gradients
+from phalanx.parallel.zero.elastic_plan import describe, with_whole_gradients
 from phalanx.plan.files import write_run_plan
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.rules.unmatched import check_rules
-from phalanx.plan.shape import ParamShape
+from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Plan, Push
 
 logger = logging.getLogger("phalanx.parallel")
@@ -94,9 +94,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
         check_statistics(model, plan)
         use_split(plan, mesh, context)
     name_axes(mesh.axes())
-    mirror = None
-    if context.recovery is not None and (sharding := sharded_update(plan, shape)) is not None:
-        plan, mirror = with_whole_gradients(plan), sharding.mirror
+    plan, mirror = _shard_elastic(plan, shape, context)
     # A worker that was started again alone reads what it needs from the servers.
     averages = any(not isinstance(plan.rule_for(p.name).update, Push) for p in shape.trainable)
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
@@ -125,6 +123,16 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     if context.role.log_dir and context.rank == 0 and len(list_applied()) == 1 and not is_joining:
         write_run_plan(plan, shape, Path(context.role.log_dir))
     return model
+
+
+def _shard_elastic(plan: Plan, shape: ModelShape, context: Context) -> tuple[Plan, int | None]:
+    """Return the Plan with whole gradients and how many mirrors a shard has, where a rank's loss is survived."""
+    if context.recovery is None or (sharding := sharded_update(plan, shape)) is None:
+        return plan, None
+    context.recovery.is_sharded = True
+    if context.rank == 0:
+        logger.log(logging.INFO if sharding.mirror else logging.WARNING, "%s", describe(sharding, shape))
+    return with_whole_gradients(plan), sharding.mirror
 
 
 def _schedule_comparisons(model: nn.Module, applied: Applied) -> None:

@@ -14,7 +14,6 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.elastic.recovery import ElasticRecovery
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.replicas.exactness import why_inexact, why_lost
-from phalanx.parallel.zero.elastic_plan import describe, shards_of_plan
 from phalanx.plan.value import Plan
 
 logger = logging.getLogger("phalanx.parallel")
@@ -43,12 +42,6 @@ def use_replicas(plan: Plan, mesh: Mesh, context: Context) -> None:
     if reason is not None:
         raise PlanError(f"logical replicas cannot be combined with {reason}.")
     split_over_replicas(plan, assignment, mesh, context)
-    update = shards_of_plan(plan)
-    if update is not None and membership is not None:
-        context.recovery.is_sharded = True
-        if context.rank == 0:
-            log = logger.info if update.mirror else logger.warning
-            log("%s", describe(update))
     if context.rank == 0:
         most = max(map(len, assignment))
         logger.info(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import AllReduce, Plan, ReduceScatter
+from phalanx.units import format_bytes
 
 
 def shards_of_plan(plan: Plan) -> ReduceScatter | None:
@@ -15,11 +17,6 @@ def why_inelastic(plan: Plan) -> str | None:
     update = shards_of_plan(plan)
     if update is None:
         return None
-    if update.zero == 3:
-        return (
-            "sharding stage 3 where ranks may leave and join (-n a:b): passes wait for parameters that a lost rank "
-            "has. Use stage 1 or 2, or give one number of ranks, and the job resumes from its newest checkpoint"
-        )
     copies = [axis.name for axis in plan.mesh if axis.size > 1 and axis.name in plan.step.batch_axes]
     if update.along is not None and set(copies) - set(update.along):
         return "sharding_degree below the number of ranks where ranks may leave and join (-n a:b): leave it out"
@@ -30,13 +27,22 @@ def why_inelastic(plan: Plan) -> str | None:
     return None
 
 
-def describe(update: ReduceScatter) -> str:
+def describe(update: ReduceScatter, shape: ModelShape) -> str:
     """Return what becomes of a lost rank's shard, and of the stage, in a sentence for the log."""
-    stage = (
-        " Stage 2 acts as stage 1: gradients stay whole until the update, so that others can finish a lost rank's step."
-        if update.zero == 2
-        else ""
-    )
+    parameters = sum(param.bytes for param in shape.params)
+    gradients = sum(param.bytes for param in shape.trainable)
+    stage = {
+        1: "",
+        2: (
+            " Stage 2 acts as stage 1: gradients stay whole until the update, so that others can finish a lost rank's "
+            f"step ({format_bytes(gradients)} on each rank)."
+        ),
+        3: (
+            " Stage 3 acts as stage 1: parameters and gradients stay whole, so that others can finish a lost rank's "
+            f"step ({format_bytes(parameters)} and {format_bytes(gradients)} on each rank). If this is too much, give "
+            "one number of ranks (-n 4)."
+        ),
+    }[update.zero]
     if update.mirror:
         return f"optimizer state is sharded; each rank keeps that of the next one too (mirror=1).{stage}"
     return (
