@@ -18,7 +18,7 @@ from phalanx.ps.server.service import Service
 from phalanx.ps.server.snapshots.snapshot_service import SnapshotService
 from phalanx.ps.stores.local import LocalStore
 from phalanx.ps.stores.update import TableUpdate
-from phalanx.ps.table.placement import SHARDS
+from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
 from phalanx.ps.table.rules import FileDtype, ShowClick, TableSpec
 from phalanx.ps.table.table import RowTable
 from phalanx.ps.table.update_rules import Adagrad
@@ -128,6 +128,20 @@ def test_a_full_disk_refuses_pushes_and_loses_nothing(folder: Path, small_files:
         fill(each, 0, filled + 1000)
     assert (table.rows - table.stored) * 512 <= 64 << 10
     np.testing.assert_array_equal(pulled(table, np.arange(filled)), pulled(twin, np.arange(filled)))
+
+
+def test_lanes_give_up_their_memory_for_one_whose_file_takes_no_more(folder: Path, small_files: None) -> None:
+    table, twin = native_table(replace(LARGE, max_bytes=1 << 20)), native_table(LARGE)
+    keys = np.arange(40_000)
+    is_first = shard_of(keys, table_salt(LARGE.name)) % 16 == 0
+    others, of_first_lane = keys[~is_first][:4000], keys[is_first][:1200]
+    for part in (*np.array_split(others, 40), *np.array_split(of_first_lane, 40)):
+        for each in (table, twin):
+            push(each, part, 0.5)
+        assert table.rows - table.stored <= (1 << 20) // 512
+    # The file takes 300,000 bytes, 570 rows: 630 rows of the lane stay in memory, ten times its share.
+    np.testing.assert_array_equal(pulled(table, of_first_lane), pulled(twin, of_first_lane))
+    np.testing.assert_array_equal(pulled(table, others), pulled(twin, others))
 
 
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
