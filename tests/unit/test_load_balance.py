@@ -374,6 +374,16 @@ def test_a_split_changes_once_another_would_have_saved_a_step(monkeypatch: pytes
     assert len(pair.changes) == 1
 
 
+def test_a_speed_that_changes_between_two_exchanges_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(monkeypatch, 1.0, 1.0)
+    pair.train(3 * MOST_INTERVAL, update_s=0.3)
+    pair.seconds = [1.0, 1.5]  # some updates of this exchange were fast
+    pair.train(LEAST_INTERVAL, update_s=0.3)
+    pair.seconds = [1.0, 3.0]
+    pair.train(10 * MOST_INTERVAL, update_s=0.3)
+    assert pair.changes == [[12, 4]]
+
+
 def test_a_small_gain_takes_twenty_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, 1.0, 1.2)
     assert 0.05 < gain(speeds_of(*pair.seconds), [8, 8], [9, 7]) < 0.0626

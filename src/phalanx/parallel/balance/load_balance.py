@@ -306,16 +306,17 @@ class LoadBalance:
             if after is not None:
                 self._split.change(after, max(figure.position for figure in last.figures))
                 self._exchanged.clear()
-                self._tell(_typical(window), self._sizes, after)
+                self._tell(_typical(_newer_half(window)), self._sizes, after)
                 return
             length += length // 2
 
     def _better_split(self, window: list[_Exchange]) -> list[int] | None:
         """Return the split that would have saved enough in some updates; None if none would have."""
-        halves = window[: len(window) // 2], window[len(window) // 2 :]
+        halves = window[: len(window) // 2], _newer_half(window)
         if min(map(_seconds, halves)) < MIN_WINDOW_S:
             return None
-        before, speeds = self._sizes, _speeds(window)
+        # The older half tells whether it lasts; where a speed has just changed, some of its updates are from before.
+        before, speeds = self._sizes, _speeds(halves[1])
         if 1 - least_step_s(speeds, sum(before)) / step_s(speeds, before) < MIN_GAIN:
             return None  # as nearly always, and cheap to tell
         least = least_rows(sum(before), len(before)) if self.unit == "samples" else 1
@@ -365,6 +366,11 @@ def _slowest(figures: Sequence[_Figures]) -> _Figures:
         min(figure.measured_s for figure in figures),
         max(figure.position for figure in figures),
     )
+
+
+def _newer_half(window: list[_Exchange]) -> list[_Exchange]:
+    """Return the newer half of some exchanges, with the middle one."""
+    return window[len(window) // 2 :]
 
 
 def _seconds(exchanges: Sequence[_Exchange]) -> float:
