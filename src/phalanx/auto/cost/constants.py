@@ -24,7 +24,8 @@ class Constants:
     """Share of a device's memory bandwidth that element-wise kernels reach."""
 
     cast_bytes: float = 6.0
-    """Bytes moved for each activation that a product takes in 8 bit: read twice, and written, each way round."""
+    """Bytes moved for each activation that a product takes in 8 bit: read twice in 16 bit, written as it is and
+    transposed."""
 
     fused_cast_bytes: float = 1.7
     """The same where norms and activation functions write 8 bit: of the operands of three products, one output of

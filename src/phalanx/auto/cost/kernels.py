@@ -62,7 +62,7 @@ class Kernels:
         seconds = max(best, self.streamed(moved)) + constants.kernel_gap_s
         if self.precision != "fp8":
             return seconds
-        # The activations of a product are cast each time, both ways round; weights once a step.
+        # The activations of a product are cast each time, as they are and transposed; weights once a step.
         cast = constants.fused_cast_bytes if self.fuses_casts else constants.cast_bytes
         return seconds + self.streamed(cast * batch * m * k) + constants.kernel_gap_s
 
