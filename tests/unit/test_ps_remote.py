@@ -98,6 +98,8 @@ def remote(servers, worker=0, workers=1, mode="async"):
 @pytest.fixture(autouse=True)
 def direct(monkeypatch):
     monkeypatch.setattr("phalanx.ps.stores.remote.Connection", DirectConnection)
+    yield
+    DirectConnection.services = []  # else the native core ends before the servers of the last test, and says so
 
 
 def made(servers=1, **about):
