@@ -11,7 +11,16 @@ import pytest
 from click.testing import CliRunner
 
 from launching import BIN, launch
-from phalanx.cluster.calibration.figures import BACKENDS, LAYER_KINDS, Kind, Measured, Rates, Sharding, read_measured
+from phalanx.cluster.calibration.figures import (
+    BACKENDS,
+    LAYER_KINDS,
+    Kind,
+    Measured,
+    Precision,
+    Rates,
+    Sharding,
+    read_measured,
+)
 from phalanx.diagnose.calibrate.command import combine_rates, rank_counts, table
 from phalanx.diagnose.calibrate.command import command as calibrate
 from phalanx.errors import BackendError
@@ -29,6 +38,7 @@ def check_rates(found: Measured) -> None:
         assert 0 < rates.selective_op_s < 1
         for small, large in pairwise((1, 64, 4096)):
             assert 0 < rates.matmul_s(small, small, small, "bf16") <= rates.matmul_s(large, large, large, "bf16")
+        assert {f"narrow matmul {dtype}" for dtype in get_args(Precision)} <= set(rates.grids)
         assert 0 < rates.conv_s(8192, 16, 144) < 100
         assert 0 < rates.conv_s(8192, 64, 64, pointwise=True, backward=True) < 100
         assert 0 < rates.conv_s(8192, 1, 9, 64) < 100

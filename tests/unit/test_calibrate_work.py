@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from phalanx.diagnose.calibrate.operators import LONG_S, SAMPLES, BenchmarkTimer, median_grid, points
+from phalanx.cluster.calibration.figures import FULL_INNER
+from phalanx.diagnose.calibrate.operators import (
+    LONG_S,
+    SAMPLES,
+    BenchmarkTimer,
+    median_grid,
+    narrow_matmul,
+    points,
+)
 
 
 def test_a_disturbed_round_does_not_count() -> None:
@@ -37,6 +48,27 @@ def test_long_runs_are_not_repeated(takes: float, runs: int, monkeypatch: pytest
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     assert BenchmarkTimer(align, quick=False).seconds(run) == pytest.approx(takes)
     assert (started, aligned) == (runs, 1)
+
+
+def test_gradients_of_weights_from_few_rows_are_measured_apart() -> None:
+    clock = BenchmarkTimer(lambda: None, quick=True)
+    made: list[tuple[int, ...]] = []
+
+    class Shapes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.linear:
+                made.append((*args[0].shape, *args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    with Shapes():
+        measured = narrow_matmul(clock, "fp32", quick=True)
+    sides = measured.axes[0]
+    assert measured.axes == (sides, sides)
+    # Each product has both sides as they are in the axes, and an inner dimension that the table is read for.
+    inner = {k for _, k, _, _ in made}
+    assert set(made) == {(m, k, n, k) for m in sides for n in sides for k in inner}
+    assert all(1 < k < FULL_INNER for k in inner)
+    assert len(measured.seconds) == len(sides) ** 2
 
 
 def test_ranks_that_share_cores_count_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:

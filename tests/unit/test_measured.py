@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.calibration.figures import (
+    FULL_INNER,
     SCHEMA,
     Grid,
     Measured,
@@ -102,6 +103,18 @@ def test_rates_find_what_was_measured() -> None:
     assert (rates.contention(), rates.contention("gloo")) == (0.5, 0)
     with pytest.raises(ConfigError, match=r"'all_reduce gloo 4', which was not measured.*calibrate -n N"):
         rates.collective_s("all_reduce", 64, 4, "gloo")
+
+
+def test_products_with_a_small_inner_dimension_have_a_table_of_their_own() -> None:
+    plain = some_rates()
+    narrow = {"narrow matmul fp32": a_grid((1e-3,) * 4, ((16.0, 2048.0),) * 2)}
+    rates = some_rates(grids=plain.grids | narrow)
+    assert [rates.matmul_s(64, 64, k) for k in (2, 8, 15)] == pytest.approx([1e-3] * 3)
+    # Two ranks have 15.5 of 31 features on average, and one of them has 16.
+    for k in (0.5, 1, 15.5, FULL_INNER, 64):
+        assert rates.matmul_s(64, 64, k) == plain.matmul_s(64, 64, k)
+    assert rates.matmul_s(16, 64, 8, batch=4) == plain.matmul_s(16, 64, 8, batch=4)
+    assert rates.matmul_s(64, 64, 8, "bf16") == plain.matmul_s(64, 64, 8, "bf16"), "it was not measured"
 
 
 def test_convolutions_have_tables_by_their_kind() -> None:

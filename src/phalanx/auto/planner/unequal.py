@@ -3,7 +3,7 @@
 Ranks start with this split, measure each other and share a batch by their speeds (`parallel/balance`). It is the one
 whose slowest rank is done soonest by the planner's prices, with two samples a rank at least, as there. Prices rise with
 the samples of a rank, so a split from which no single unit can move to advantage is the fastest of all: what it takes
-is a bound too.
+is a bound too. (The prices of measured processors fall at one place: `Rates.matmul_s` says where.)
 
 Ranks that hold a model together wait for the slowest of them, whatever they read. Their parallel configs count as if
 all devices were the weakest.

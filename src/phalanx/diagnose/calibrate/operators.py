@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -52,6 +52,10 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 """Operators bound by memory, of a float32 tensor with rows of 1,024."""
 
 _TINY_CHAIN = 100
+
+_NARROW_INNER = 8
+"""Inner dimension that stands for all below `figures.FULL_INNER`: with 2 to 12, products of large matrices take the
+same to a tenth."""
 
 
 class BenchmarkTimer:
@@ -117,6 +121,18 @@ def matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
     elif dtype == "bf16":  # what trains on processors is rarely in bfloat16
         rows, widths = (1, 64, 512), (16, 256, 2048)
     axes = rows, widths, widths
+    return points(axes, (1, 1, 1), _time_products(clock, dtype, itertools.product(*axes)))
+
+
+def narrow_matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
+    """Time products with a small inner dimension, such as gradients of weights from few rows, by both sides."""
+    sides = (64, 512) if quick else (16, 256, 2048) if dtype == "bf16" else (16, 64, 256, 1024, 2048)
+    sizes = ((m, n, _NARROW_INNER) for m, n in itertools.product(sides, sides))
+    return points((sides, sides), (1, 1), _time_products(clock, dtype, sizes))
+
+
+def _time_products(clock: BenchmarkTimer, dtype: Precision, sizes: Iterable[tuple[int, int, int]]) -> list[float]:
+    """Time linear layers of (n, k) on (m, k)."""
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     memory = torch.ones(COLD_BYTES // kind.itemsize, dtype=kind)
 
@@ -126,7 +142,7 @@ def matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
         with torch.no_grad():
             return clock.seconds(lambda: outputs.append(F.linear(x, next(weights))))
 
-    return points(axes, (1, 1, 1), [time_point(*sizes) for sizes in itertools.product(*axes)])
+    return [time_point(*size) for size in sizes]
 
 
 def in_turn(memory: Tensor, *shape: int) -> list[Tensor]:

@@ -57,6 +57,7 @@ class _RankBenchmark:
         yield "launch", self._launch
         for dtype in get_args(Precision):
             yield f"matmul {dtype}", partial(self._matmul, dtype)
+            yield f"narrow matmul {dtype}", partial(self._narrow_matmul, dtype)
         for name, kernel in (("pointwise", 1), ("convolution", 3)):
             yield name, partial(self._convolve, name, kernel)
         yield "depthwise", self._depthwise
@@ -124,6 +125,9 @@ class _RankBenchmark:
 
     def _matmul(self, dtype: Precision) -> None:
         self._keep(f"matmul {dtype}", work.matmul(self.clock, dtype, quick=self.quick))
+
+    def _narrow_matmul(self, dtype: Precision) -> None:
+        self._keep(f"narrow matmul {dtype}", work.narrow_matmul(self.clock, dtype, quick=self.quick))
 
     def _convolve(self, name: str, kernel: int) -> None:
         self._both(name, work.convolution(self.clock, kernel, quick=self.quick))
