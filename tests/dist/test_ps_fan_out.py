@@ -17,8 +17,10 @@ from launching import wait_until
 from phalanx.errors import BackendError, ClosedError, PeerLostError
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
+from phalanx.ps.stores.partition import partition_keys, partitioned_request
 from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
+from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire import Listener, frame
@@ -335,3 +337,55 @@ def test_a_socket_that_takes_part_of_a_push_gets_the_rest(monkeypatch):
         assert all(rows.rows()[0].shape == (900, 8) for rows in sent)
         push(store, 800)
         assert pull(store, 800, 1) == [-1.0]
+
+
+@SIZES
+def test_a_client_without_the_native_core_takes_the_same_steps(size, monkeypatch):
+    for module in ("fan_out", "partition"):
+        monkeypatch.setattr(f"phalanx.ps.stores.{module}.HAS_NATIVE", False)
+    with cluster() as (services, (store,)):
+        for step in range(3):
+            assert pull(store, size, step) == [-float(step)]
+            push(store, size, step)
+        assert pull(store, size, 3) == [-3.0]
+        assert [service.state.require_clocks().steps for service in services] == [[3]] * SERVERS
+
+
+@SIZES
+def test_threads_that_pull_push_and_ask_at_once_get_their_own_answers(size):
+    with cluster() as (services, (store,)):
+        is_over = threading.Event()
+        failures: list[BaseException] = []
+
+        def repeat(act) -> None:
+            try:
+                while not is_over.is_set():
+                    act()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        def read() -> None:
+            keys = np.arange(size)
+            request = partitioned_request(SERVERS)
+            request.add_pull(partition_keys(keys, table_salt("items"), SERVERS), SPEC.dim)
+            sent = store._fan_out.send(request, request.read_servers(), FrameKind.PULL, 0)
+            store._fan_out.wait(sent)
+            (rows,) = request.merge({rank: sent.reply(rank).rows for rank in sent.servers})
+            steps = np.unique(rows)  # of which each server may be at another
+            assert len(steps) <= SERVERS
+            assert not (steps % 1).any()
+
+        asks = [read, read, lambda: [connection.call("report", {}) for connection in store._connections]]
+        threads = [threading.Thread(target=repeat, args=(ask,)) for ask in asks]
+        for thread in threads:
+            thread.start()
+        for step in range(60):
+            push(store, size, step)
+            store.flush()
+        is_over.set()
+        for thread in threads:
+            thread.join(20)
+        assert not failures
+        assert pull(store, size, 60) == [-60.0]
+        assert [service.state.require_clocks().steps for service in services] == [[60]] * SERVERS
