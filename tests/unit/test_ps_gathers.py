@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from phalanx.errors import ConfigError
 from phalanx.ps import gathers
 from phalanx.ps.gathers import rows_per_bag, rows_per_id
 from phalanx.ps.pooling.bags import read_bags
@@ -105,6 +106,41 @@ def test_a_gradient_of_bags_has_none_and_says_so():
     (gradient,) = torch.autograd.grad(output.pow(3).sum(), rows, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def gather_ids(rows):
+    return rows_per_id(rows, torch.tensor([3, 1, 3]), None)
+
+
+def gather_bags(rows):
+    bags = bags_of("2-D", weighted=False)
+    return rows_per_bag(rows, bags.ids, bags, "mean", None)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch, whose jacobian of bags is a loop
+@pytest.mark.parametrize("gather", [gather_ids, gather_bags])
+def test_functions_of_torch_func_know_the_gradient(gather):
+    rows = new_rows()
+    for weights in (torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 0.5])):
+
+        def loss(rows, weights=weights):
+            return (gather(rows)[:2] * weights[:, None]).square().sum()
+
+        (expected,) = torch.autograd.grad(loss(rows), rows)
+        torch.testing.assert_close(torch.func.grad(loss)(rows), expected)
+    jacobian = torch.func.jacrev(gather)(rows)
+    assert jacobian.shape == (*gather(rows).shape, ROWS, DIM)
+    torch.testing.assert_close(jacobian.sum((0, 1)), torch.autograd.grad(gather(rows).sum(), rows)[0])
+
+
+@pytest.mark.parametrize("gather", [gather_ids, gather_bags])
+def test_gradients_of_many_outputs_at_once_are_refused_with_a_way_out(gather):
+    rows = new_rows()
+    output = gather(rows)
+    with pytest.raises(
+        ConfigError, match=r"many outputs at once .* Use torch\.func\.jacrev, or ask for them in a loop"
+    ):
+        torch.autograd.grad(output, rows, torch.ones(4, *output.shape), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("has_last_offset", [True, False])

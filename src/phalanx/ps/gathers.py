@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.errors import ConfigError
 from phalanx.ps.pooling.bags import Bags
 from phalanx.versions import HAS_NATIVE
 
@@ -68,7 +71,20 @@ def rows_per_bag(rows: Tensor, index: Tensor, bags: Bags, mode: str, padding: in
 def _takes_core(rows: Tensor) -> bool:
     is_trained = rows.requires_grad and torch.is_grad_enabled()
     is_plain = rows.device.type == "cpu" and rows.dtype is torch.float32
-    return HAS_NATIVE and is_trained and is_plain and not torch.compiler.is_compiling()
+    if not (HAS_NATIVE and is_trained and is_plain) or torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active()  # torch's own gathers know what torch.func makes of them
+
+
+def _array_of(gradient: Tensor) -> NDArray[np.float32]:
+    try:
+        values: NDArray[np.float32] = gradient.contiguous().numpy()
+    except RuntimeError as error:
+        raise ConfigError(
+            "The gradients of looked-up rows were asked for many outputs at once (is_grads_batched=True, or "
+            "vectorize=True), and they are summed for one at a time. Use torch.func.jacrev, or ask for them in a loop."
+        ) from error
+    return values
 
 
 class _RowsPerId(torch.autograd.Function):
@@ -87,7 +103,7 @@ class _RowsPerId(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient will have a gradient
             return gradient.new_zeros(ctx.shape).index_add(0, index, gradient), None
         sums = gradient.new_zeros(ctx.shape)
-        _core.add_weighted(index.numpy(), gradient.contiguous().numpy(), 1.0, sums.numpy())
+        _core.add_weighted(index.numpy(), _array_of(gradient), 1.0, sums.numpy())
         return sums, None
 
 
@@ -116,7 +132,7 @@ class _RowsPerBag(torch.autograd.Function):
             None if weights is None else weights.detach().numpy(),
             ctx.padding,
             ctx.is_mean,
-            gradients[0].contiguous().numpy(),
+            _array_of(gradients[0]),
             sums.numpy(),
         )
         return sums, None, None, None, None, None
