@@ -160,9 +160,8 @@ SentFrame send_frame(const PartitionedRequest& request, const RequestTerms& term
 
 bool receive_replies(std::span<DueReply> replies, milliseconds patience, milliseconds hold) {
   using State = DueReply::State;
-  const Clock::time_point start = Clock::now();
-  Clock::time_point deadline = start + patience;
-  bool has_news = false, has_arrived = false, is_first = true;
+  Clock::time_point deadline = Clock::now() + patience;
+  bool has_news = false, has_arrived = false;
   for (DueReply& reply : replies) look_at(reply);
   std::vector<pollfd> due;
   while (true) {
@@ -176,17 +175,14 @@ bool receive_replies(std::span<DueReply> replies, milliseconds patience, millise
       }
     }
     if (due.empty()) return true;
-    // The last is waited for alone, which wakes this thread once and not for each of them: until it comes, or would have
-    // kept the others waiting for too long.
-    const Clock::time_point end = is_first ? std::min(deadline, start + hold) : deadline;
-    if (has_arrived || is_first) due.erase(due.begin(), due.end() - 1);
-    const int ready = ::poll(due.data(), due.size(), static_cast<int>(until(end).count()));
+    // When the first has come the last is waited for alone, which wakes this thread once and not for each of them.
+    if (has_arrived) due.erase(due.begin(), due.end() - 1);
+    const int ready = ::poll(due.data(), due.size(), static_cast<int>(until(deadline).count()));
     if (ready < 0 && errno == EINTR) return has_news || has_arrived;
     for (DueReply& reply : replies) {
       if (reply.state == State::kDue) has_news |= read_some(reply);
     }
-    if (Clock::now() >= deadline || (ready <= 0 && (has_news || !is_first))) return true;
-    is_first = false;
+    if (ready <= 0 || Clock::now() >= deadline) return true;
   }
 }
 

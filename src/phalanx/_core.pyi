@@ -467,7 +467,6 @@ class PartitionedRequest:
     ) -> None: ...
     def add_pull(self, partition: KeyPartition, dim: int, is_narrow: bool) -> None: ...
     def counts(self, server: int) -> tuple[int, int]: ...
-    def read_servers(self) -> list[int]: ...
     def heads(self, server: int, with_keys: bool) -> bytes: ...
     def payload_bytes(self, server: int, with_keys: bool) -> int: ...
     def write(self, server: int, with_keys: bool, memory: numpy.typing.NDArray[numpy.uint8]) -> None: ...
@@ -480,62 +479,10 @@ class PartitionedRequest:
     ) -> None:
         """Put the rows of each server to their places."""
 
-    def merge_replies(self, sent: SentRequest, into: list[numpy.typing.NDArray[numpy.float32]]) -> None:
-        """Put the rows of all replies to their places."""
+def send_frames(
+    request: Any, kind: int, step: int, weight: float, keep: bool, frames: Sequence[tuple[Any, ...]]
+) -> list[tuple[int, bytes, bool]]:
+    """Write frames; returns (errno, what was not written, whether any was) of each. See csrc/bind_client.cc."""
 
-class SentRequest:
-    """A pull or push on its way to all its servers; see csrc/link_group.h."""
-
-    def __init__(self, request: Any, servers: Sequence[int]) -> None: ...
-    @property
-    def size(self) -> int: ...
-    def unanswered(self) -> list[int]: ...
-    def is_done_by_all(self) -> bool: ...
-    def part(self, server: int) -> tuple[int, int, numpy.typing.NDArray[numpy.uint8], Any]:
-        """Return its number, bytes of its payload, the memory of that, and who owns that if it is shared."""
-
-    def reply(self, server: int) -> tuple[int, int, int, numpy.typing.NDArray[numpy.uint8]]:
-        """Return status, number, dropped and rows."""
-
-    def numbers(self, by_server: numpy.typing.NDArray[numpy.uint64]) -> None:
-        """Write the number of each reply to the place of its server."""
-
-class LinkGroup:
-    """The links of a client to all servers, lent by Python; see csrc/link_group.h."""
-
-    def __init__(self) -> None: ...
-    def add(
-        self,
-        fd: int,
-        buffer: numpy.typing.NDArray[numpy.uint8],
-        start: int,
-        end: int,
-        client: int,
-        seq: int,
-        room: int,
-        due: Sequence[tuple[int, int]],
-        writing: Any,
-    ) -> None: ...
-    def lend_memory(
-        self, server: int, memory: numpy.typing.NDArray[numpy.uint8], segment: int, descriptor: int, owner: Any
-    ) -> None: ...
-    def send(
-        self,
-        sent: SentRequest,
-        request: Any,
-        kind: int,
-        step: int,
-        weight: float,
-        keep: bool,
-        lacking: list[tuple[int, int]],
-        incomplete: list[tuple[int, int, bytes, bool]],
-        handed: list[Any],
-    ) -> bool:
-        """Write frames as far as sockets take them. See csrc/bind_client.cc."""
-
-    def receive(self, servers: Sequence[int], patience_s: float, hold_s: float, out: list[Any]) -> None:
-        """Take replies and append to `out` what is for Python. See csrc/bind_client.cc."""
-
-    def hand_over(self) -> None: ...
-    def state(self, server: int) -> tuple[int, int, int, bool]:
-        """Return the newest number, what was read and not taken, and whether a server has answered."""
+def receive_replies(replies: Sequence[tuple[Any, ...]], patience_s: float, hold_s: float, out: list[Any]) -> None:
+    """Take replies and append to `out` what came of each. See csrc/bind_client.cc."""

@@ -7,8 +7,7 @@ from torch import nn
 
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
-from phalanx.ps.stores.fan_out import FanOut
-from phalanx.ps.wire.frame import FrameKind
+from phalanx.ps.stores import requests
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 
@@ -128,19 +127,14 @@ def count_requests(is_distributed, sync):
     if is_distributed:
         model = fleet.distributed_model(model)
     sent, losses = [], []
-    send = FanOut.send
-
-    def noted(fan_out, request, servers, kind, *args, **options):
-        sent.extend([kind] * len(servers))
-        return send(fan_out, request, servers, kind, *args, **options)
-
-    FanOut.send = noted
+    post_all = requests.post_all
+    requests.post_all = lambda parts: sent.extend(request.op for _, request in parts) or post_all(parts)
     counts = []
     for step in range(5):
         ids = torch.randint(IDS, (8, TABLES), generator=torch.Generator().manual_seed(step))
         sent.clear()
         loss = model(ids[context.rank :: context.world_size]).square().mean()
-        counts.append(sent.count(FrameKind.PULL))
+        counts.append(sent.count("pull"))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -12,7 +12,6 @@
 #include <string>
 
 #include "../../csrc/crc32.h"
-#include "../../csrc/link_group.h"
 #include "check.h"
 
 namespace {
@@ -218,111 +217,9 @@ void test_a_reply_at_the_end_of_the_buffer_moves_to_its_start() {
   CHECK(due.state == DueReply::State::kArrived && due.ahead.start == due.ahead.end);
 }
 
-// A pull of two servers over links that are lent: numbers, memory, replies to where they belong.
-struct Lent {
-  Keys keys;
-  KeyPartition partition{keys.ids, 5, 2};
-  PartitionedRequest request;
-  std::array<Ends, 2> ends;
-  std::array<std::vector<std::byte>, 2> buffers{std::vector<std::byte>(4096), std::vector<std::byte>(4096)};
-  LinkGroup group;
-
-  explicit Lent(std::size_t dim) {
-    request.add_pull(partition, dim);
-    for (std::size_t i = 0; i < 2; ++i) {
-      LinkGroup::Link& link = group.links().emplace_back();
-      link.fd = ends[i].ours();
-      link.ahead = {buffers[i], 0, 0};
-      link.client = 11;
-      link.seq = 6;
-      link.room = 1 << 20;
-    }
-  }
-
-  std::shared_ptr<SentRequest> sent() const {
-    return std::make_shared<SentRequest>(request, std::array<int, 2>{0, 1});
-  }
-
-  // Reads a reply to request 7 of a server.
-  DueReply reply(int server, const std::string& bytes) {
-    const auto at = static_cast<std::size_t>(server);
-    CHECK(::send(ends[at].theirs(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-    std::vector<DueReply> due = group.due_on(std::array<int, 1>{server});
-    CHECK(receive_replies(due, 10s, 1ms));
-    group.link(server).ahead = due[0].ahead;
-    return due[0];
-  }
-};
-
-void test_parts_are_numbered_and_answered() {
-  Lent lent(1);
-  const auto sent = lent.sent();
-  CHECK(lent.group.has_room(*sent) && lent.group.lacking_memory(*sent).empty());
-  CHECK(sent->unanswered().empty());  // nothing was sent
-  lent.group.begin(sent);
-  CHECK((sent->unanswered() == std::vector<int>{0, 1}));
-  for (const SentPart& part : sent->parts) {
-    CHECK(part.seq == 7);
-    CHECK(send_frame(lent.request, {}, lent.group.frame_of(part)).rest.empty());
-    const std::string rows(part.rows_bytes, static_cast<char>('a' + part.server));
-    const DueReply reply = lent.reply(part.server, reply_frame(7, DataStatus::kDone, rows));
-    CHECK(lent.group.take(part.server, reply) == LinkGroup::Take::kTaken);
-    CHECK(std::memcmp(part.rows.data(), rows.data(), rows.size()) == 0 && part.reply.number == 9);
-    CHECK(lent.group.link(part.server).due.empty() && lent.group.link(part.server).due_bytes == 0);
-  }
-  CHECK(sent->is_done_by_all() && sent->unanswered().empty());
-}
-
-void test_shared_memory_is_lent_and_used_again() {
-  Lent lent(200);
-  std::array<std::vector<std::byte>, 2> memory;
-  auto first = lent.sent();
-  const auto lacking = lent.group.lacking_memory(*first);
-  CHECK(lacking.size() == 2);
-  for (const auto& [server, bytes] : lacking) {
-    std::vector<std::byte>& segment = memory[static_cast<std::size_t>(server)];
-    segment.resize(bytes);
-    lent.group.link(server).memory.push_back(std::make_shared<RequestMemory>(RequestMemory{segment, 3, -1, nullptr}));
-  }
-  lent.group.begin(first);
-  CHECK(lent.group.lacking_memory(*lent.sent()).size() == 2);  // what is lent is in use
-  const SentPart& part = first->part_of(1);
-  const std::uint64_t at = memory[1].size() - part.rows_bytes;
-  const auto beyond = reply_frame(7, DataStatus::kDone, "", kShared, at + 1, part.rows_bytes);
-  CHECK(lent.group.take(1, lent.reply(1, beyond)) == LinkGroup::Take::kBroken && !part.has_reply);
-  const auto sound = reply_frame(7, DataStatus::kDone, "", kShared, at, part.rows_bytes);
-  CHECK(lent.group.take(1, lent.reply(1, sound)) == LinkGroup::Take::kTaken);
-  CHECK(part.rows.data() == memory[1].data() + at && part.rows.size() == part.rows_bytes);
-  const std::shared_ptr<RequestMemory> kept = part.memory;
-  first.reset();
-  CHECK(lent.group.lacking_memory(*lent.sent()).size() == 2);  // rows of one are kept, the other's request is under way
-}
-
-void test_what_is_handed_over_is_pythons() {
-  Lent lent(1);
-  const auto sent = lent.sent();
-  lent.group.begin(sent);
-  lent.group.hand_over();
-  const DueReply reply = lent.reply(0, reply_frame(7, DataStatus::kDone, std::string(sent->part_of(0).rows_bytes, 'x')));
-  CHECK(lent.group.take(0, reply) == LinkGroup::Take::kForPython);
-  CHECK(lent.group.link(0).due.empty() && !sent->part_of(0).has_reply && lent.group.link(0).has_answered);
-}
-
-void test_a_link_has_room_for_so_many_bytes() {
-  Lent lent(1);
-  for (LinkGroup::Link& link : lent.group.links()) link.room = 300;
-  CHECK(lent.group.has_room(*lent.sent()));
-  lent.group.begin(lent.sent());
-  CHECK(!lent.group.has_room(*lent.sent()));
-}
-
 }  // namespace
 
 void test_client() {
-  test_parts_are_numbered_and_answered();
-  test_shared_memory_is_lent_and_used_again();
-  test_what_is_handed_over_is_pythons();
-  test_a_link_has_room_for_so_many_bytes();
   test_parts_are_the_whole();
   test_a_frame_is_what_a_server_reads();
   test_a_full_or_broken_socket_is_said();

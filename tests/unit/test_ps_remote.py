@@ -32,7 +32,7 @@ class DirectConnection:
     refused: ClassVar[list[PhalanxError]] = []
     """Errors that come in place of answers to pushes."""
 
-    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s, has_moved, lock):
+    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s, has_moved):
         self.service, self.client, self.me = self.services[int(endpoint)], client, me
         self.seq = itertools.count(1)
         self.asked = []
@@ -66,7 +66,10 @@ class DirectConnection:
             return Answered(_raised(frame.parse_object(raw), "server"))
         return Answered(request.decode_reply(FrameKind(kind), raw, len(rows), lambda at, count: rows))
 
-    def lend(self):
+    def begin(self, request):
+        return None
+
+    def take_turn(self, pending):
         return None
 
     def call(self, op, meta, arrays=(), reply_bytes=0):
@@ -77,8 +80,6 @@ class DirectConnection:
 
 
 class Answered:
-    outcome = "there"
-
     def __init__(self, reply):
         self.reply = reply
 

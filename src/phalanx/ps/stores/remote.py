@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 from phalanx.ps.snapshot.read import open_snapshot
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.stores.base import Keys, PendingRows, PullSpec, ServerMode, TableReport
-from phalanx.ps.stores.fan_out import FanOut
 from phalanx.ps.stores.partition import (
     KeyPartition,
     PartitionedRequest,
@@ -100,7 +98,6 @@ class RemoteStore:
         self._begun: tuple[Pending, Mapping[str, Any]] | None = None
         self._named_pulls: deque[NamedPull] = deque(maxlen=NAMED_PULLS)
         client = secrets.randbits(64)
-        self._lock = threading.RLock()
 
         def connect(endpoint: str, rank: int, has_moved: Callable[[], bool]) -> Connection:
             return Connection(
@@ -113,11 +110,9 @@ class RemoteStore:
                 connect_s=connect_s,
                 retry_s=retry_s,
                 has_moved=has_moved,
-                lock=self._lock,
             )
 
         self._connections = ServerConnections(LayoutFile(layout_file, tuple(endpoints)), connect)
-        self._fan_out = FanOut(self._connections, self._lock)
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make tables on every server. See `TableStore.declare`."""
@@ -147,7 +142,7 @@ class RemoteStore:
         self._add_pulls(request, pull_specs)
         keys = {pull_spec.table: pull_spec.keys for pull_spec in pull_specs}
         pull = PullRequest(request, keys, self.flush, keep=len(keys) == len(pull_specs))
-        pull.send(self._connections, self._fan_out, step)
+        pull.send(self._connections, step)
         if pull_specs:
             self._named_pulls.append(pull.named)
         return pull
@@ -172,7 +167,7 @@ class RemoteStore:
             is_narrow = update.kind == "gradient" and self._tables[update.table].is_narrow
             partition = self._partition(update.table, update.keys)
             request.add_push(update, partition, self._take_pull(update), is_narrow=is_narrow)
-        push.send(request, self._connections, self._fan_out)
+        push.send(request, self._connections)
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `TableStore.flush`.
@@ -308,7 +303,6 @@ class RemoteStore:
     def _follow(self) -> None:
         """Continue with the servers that the job has now, and send them first what the former have not answered."""
         while self._connections.follow():
-            self._fan_out = FanOut(self._connections, self._lock)
             self._named_pulls.clear()
             for table in self._tables.values():
                 table.last = None

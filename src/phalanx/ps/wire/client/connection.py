@@ -9,17 +9,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.ps.wire.channel import Channel, error_text
 from phalanx.ps.wire.client.dial import LONGEST_PAUSE_S, Dialer, Patience
-from phalanx.ps.wire.client.lending import LentLink
 from phalanx.ps.wire.client.link import InFlight, ServerLink
-from phalanx.ps.wire.frame import Array
+from phalanx.ps.wire.frame import Array, Bytes
 from phalanx.ps.wire.message import ControlRequest, Pending, RpcReply, WireRequest
+from phalanx.ps.wire.segments import SegmentLease
 
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
@@ -31,6 +31,24 @@ _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 class ServersMovedError(PeerLostError):
     """A request has no answer, for the job has another number of servers now; those have what was done, and no more."""
+
+
+class StartedRequest(NamedTuple):
+    """A request that has its number, and whose connection nobody else writes to."""
+
+    connection: Connection
+    pending: Pending
+    link: ServerLink
+    lease: SegmentLease | None
+    memory: Bytes
+    """Where its payload is to be written, even if it is given up meanwhile."""
+
+
+class ReplyTurn(NamedTuple):
+    """An answer that is due, on a link that nobody else reads."""
+
+    pending: Pending
+    link: ServerLink
 
 
 class Connection:
@@ -51,7 +69,6 @@ class Connection:
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
         has_moved: Whether the job has other servers by now: one that is away is asked no more then, and requests
             without an answer raise `ServersMovedError`.
-        lock: Shared by connections whose links are lent to one `Borrower`; of its own when None.
 
     Raises:
         ConfigError: If the endpoint is wrong, or something else than that server of this job and version answers.
@@ -71,13 +88,12 @@ class Connection:
         client: int | None = None,
         max_unanswered_bytes: int = 64 << 20,
         has_moved: Callable[[], bool] = lambda: False,
-        lock: threading.RLock | None = None,
     ) -> None:
         self.client = secrets.randbits(64) if client is None else client
         self._dialer = Dialer(endpoint, secret, me, self.client, peer)
         self._me, self._peer = me, peer
         self._timeout_s, self._retry_s, self._has_moved = timeout_s, retry_s, has_moved
-        self._lock = threading.RLock() if lock is None else lock
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_flight = InFlight(max_unanswered_bytes)
         self._failure = self._timeout_reason = ""
@@ -94,17 +110,14 @@ class Connection:
             why = f"{error_text(error)}. Start it, or correct the address"
             raise self._lost("connect", started, why, endpoint) from None
         self._reconnected_at = -math.inf
-        self.link = self._link_over(channel, where)
-        """The way to the server now; it is replaced when it is lost."""
-
-        self.link.thread.start()
+        self._link = self._link_over(channel, where)
+        self._link.thread.start()
         _connections.add(self)
 
     def oldest_request(self) -> tuple[str, Pending] | None:
         """Return the server and the request that has waited longest for its answer, or None when none waits."""
         with self._lock:
-            self._take_back()
-            first = self._in_flight.first
+            first = next(iter(self._in_flight), None)
         return None if first is None else (self._peer, first)
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
@@ -149,63 +162,66 @@ class Connection:
         pending.settle(error)
         return pending
 
-    def lend(self) -> LentLink | None:
-        """Return what a borrower needs, who sets `link.borrower` then. Runs with the lock held, as does `get_back`.
+    def begin(self, request: WireRequest) -> StartedRequest | None:
+        """Number a request that the caller writes itself, at once, and then gives to `finish`.
 
-        None over TLS and TCP, while anybody writes or reads here, and where the link is lost.
+        None if it has to be posted: over TLS, without memory for it, or while something else is under way.
         """
-        link = self.link
-        if self._closed or self._failure or link.pool is None or not link.is_free or self._writing.locked():
+        if not self._writing.acquire(blocking=False):
             return None
-        due = [(pending.seq, pending.reply_bytes) for pending in self._in_flight]
-        channel = link.channel
-        place = (channel.fileno(), *channel.read_ahead(), self.client, self._seq)
-        return LentLink(*place, self._in_flight.room, due, self._writing)
+        started: StartedRequest | None = None
+        try:
+            with self._lock:
+                started = self._start(request)
+        finally:
+            if started is None:
+                self._writing.release()
+        return started
 
-    def get_back(
-        self, seq: int, ahead: tuple[int, int], unanswered: Sequence[Pending], *, has_answered: bool, is_read: bool
-    ) -> None:
-        """Take the link back from its borrower, if it is there.
+    def finish(self, started: StartedRequest, rest: bytes | None, *, has_begun: bool) -> None:
+        """End the writing of a request.
 
         Args:
-            seq: Number of the newest request.
-            ahead: What was read and not taken.
-            unanswered: The borrower's requests under way, in their order.
-            has_answered: Whether any answer came to the borrower.
-            is_read: Whether the borrower reads the link until it calls `end_turn`.
+            started: What `begin` returned.
+            rest: What the socket had no room for; None if the link broke.
+            has_begun: Whether any of the request was written.
         """
-        link = self.link
-        if link.borrower is None:
-            return
-        self._seq = seq
-        link.resume(ahead, has_answered=has_answered, is_read=is_read)
-        self._in_flight.take_over(unanswered)
-        link.borrower = None
-
-    def remember(self, request: WireRequest) -> Pending:
-        """Return a request that was sent over the link while it was lent."""
-        return Pending(request, self._wait_for)
-
-    def finish(self, pending: Pending | None, rest: bytes | None) -> None:
-        """Write what the socket had no room for, None if the link broke; the borrower left `writing` held for it."""
         try:
-            if pending is None or rest is None:
+            if has_begun and started.lease is not None:
+                started.lease.segment.forget_descriptor()
+            if rest is None:
                 # As in `_write`: the reader of this link does the rest.
-                self.link.interrupt()
-            else:
-                pending.set_rest(rest)
-                self._write(self.link, pending)
+                started.link.interrupt()
+            elif rest:
+                started.pending.set_rest(rest)
+                self._write(started.link, started.pending)
         finally:
             self._writing.release()
 
-    @property
-    def timeout_s(self) -> float:
-        """Longest silence of the server while a reply is due."""
-        return self._timeout_s
+    def _start(self, request: WireRequest) -> StartedRequest | None:
+        link = self._link
+        if self._closed or self._failure or link.pool is None:
+            return None
+        pending = Pending(request, self._wait_for)
+        memory = pending.reserve_memory(link.pool)
+        if memory is None or not self._in_flight.reserve(pending):
+            return None
+        self._seq = pending.seq = self._seq + 1
+        pending.sent_at = time.monotonic()
+        pending.deadline = pending.sent_at + self._timeout_s
+        self._in_flight.add(pending)
+        return StartedRequest(self, pending, link, pending.lease, memory)
 
-    def _take_back(self) -> None:
-        if (borrower := self.link.borrower) is not None:
-            borrower.give_back()
+    def take_turn(self, pending: Pending) -> ReplyTurn | None:
+        """Return what the native core needs to read the next answer, if this request has none yet; None if it cannot.
+
+        The next answer may be that to an earlier request.
+        """
+        with self._lock:
+            link, first = self._link, self._in_flight.first
+            if pending.outcome is not None or link.pool is None or first is None or not link.begin_turn():
+                return None
+            return ReplyTurn(first, link)
 
     def call(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> RpcReply:
         """Send a request and wait for its reply; see `send` and `Pending.result`."""
@@ -215,27 +231,25 @@ class Connection:
     def close(self) -> None:
         """End the connection; requests without an answer raise `ClosedError`."""
         with self._changed:
-            self._take_back()
             self._closed = True
             self._changed.notify_all()
-            self.link.interrupt()
+            self._link.interrupt()
         # Whoever writes, or replaces the link, leaves first.
         if self._writing.acquire(timeout=_READER_ENDS_S):
-            link = self.link
+            link = self._link
             self._writing.release()
             link.thread.join(_READER_ENDS_S)
 
     def _reserve(self, pending: Pending) -> None:
         while True:
             with self._changed:
-                self._take_back()
                 self._require_alive(pending)
                 if self._in_flight.reserve(pending):
                     return
                 deadline = max(pending.sent_at, self._progress_at) + self._timeout_s
                 if time.monotonic() >= deadline:
                     raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
-                link = self.link
+                link = self._link
                 is_reader = link.take_turn(deadline)
             if is_reader:
                 link.read(deadline)
@@ -254,10 +268,8 @@ class Connection:
     def _send(self, pending: Pending) -> None:
         """Number a request, remember it and write it. Runs with `_writing` held."""
         try:
-            with self._lock:
-                self._take_back()  # and nobody borrows the link while `_writing` is held
             pending.seq = self._seq + 1
-            self.link.encode(pending, self.client)
+            self._link.encode(pending, self.client)
             with self._changed:
                 self._require_alive(pending)
                 self._seq = pending.seq
@@ -266,7 +278,7 @@ class Connection:
         except BaseException:
             self._unreserve(pending)
             raise
-        self._write(self.link, pending)
+        self._write(self._link, pending)
 
     def _write(self, link: ServerLink, pending: Pending) -> None:
         try:
@@ -287,8 +299,7 @@ class Connection:
             with self._lock:
                 if pending.outcome is not None:
                     break
-                self._take_back()
-                deadline, link = pending.deadline, self.link
+                deadline, link = pending.deadline, self._link
                 if time.monotonic() >= deadline:
                     state = f"; it {pending.server_state}" if pending.server_state else ""
                     self._give_up_link(f"it did not answer in time{state}")
@@ -311,7 +322,7 @@ class Connection:
             return
         self._timeout_reason = why
         self._in_flight.put_off(time.monotonic() + self._retry_s + self._timeout_s)
-        self.link.interrupt()
+        self._link.interrupt()
 
     def _link_over(self, channel: Channel, where: str) -> ServerLink:
         return ServerLink(
@@ -332,7 +343,6 @@ class Connection:
         with self._writing:
             link.channel.close()
             with self._changed:
-                self._take_back()
                 why, self._timeout_reason = self._timeout_reason or why, ""
                 if link.has_answered:
                     self._patience.end()
@@ -392,7 +402,7 @@ class Connection:
             return
         with self._changed:
             link, self._reconnected_at = self._link_over(channel, where), time.monotonic()
-            self.link = link
+            self._link = link
             unanswered = list(self._in_flight)
             if self._closed:
                 link.interrupt()
@@ -418,7 +428,7 @@ class Connection:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
         self._failure = self._failure or why
         self._in_flight.settle_all(self._abort_error)
-        self.link.interrupt()
+        self._link.interrupt()
         self._changed.notify_all()
 
     def _abort_error(self, pending: Pending) -> PhalanxError:
@@ -428,7 +438,7 @@ class Connection:
 
     def _lost(self, op: str, since: float, why: str, where: str = "") -> PeerLostError:
         waited = time.monotonic() - since
-        where = where or self.link.where
+        where = where or self._link.where
         error = ServersMovedError if self._has_moved() else PeerLostError
         return error(f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.")
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.channel import Channel, UnixChannel, error_text
-from phalanx.ps.wire.client.lending import Borrower
 from phalanx.ps.wire.frame import FrameError, FrameKind, Header
 from phalanx.ps.wire.message import Pending
-from phalanx.ps.wire.segments import SegmentLease, SegmentPool
+from phalanx.ps.wire.segments import SegmentPool
 
 _IDLE_S = 0.2
 """After so long without anybody reading the thread does."""
@@ -50,16 +49,6 @@ class InFlight:
             return False
         self.bytes += size
         return True
-
-    @property
-    def room(self) -> int:
-        """Bytes that more requests may have."""
-        return max(0, self._most_bytes - self.bytes)
-
-    def take_over(self, sent: Sequence[Pending]) -> None:
-        """Expect answers to requests that somebody else sent and counted."""
-        self.bytes += sum(pending.payload_bytes for pending in sent)
-        self._queue.extend(sent)
 
     def give_back(self, pending: Pending) -> None:
         """Count the bytes of a request out that was not sent."""
@@ -151,9 +140,6 @@ class ServerLink:
         self.has_failed_start = False
         """Whether the server said that it will not answer."""
 
-        self.borrower: Borrower | None = None
-        """Who uses this link now in place of its connection."""
-
         self._in_flight, self._peer = in_flight, peer
         self.pool = SegmentPool() if isinstance(channel, UnixChannel) else None
         self.thread = threading.Thread(target=self._read_when_idle, name=f"replies of {peer}", daemon=True)
@@ -161,22 +147,6 @@ class ServerLink:
         self._waits, self._works, self._lost = waits, works, lost
         self._is_reading = self._was_read = self._has_waiter = self._is_thread_needed = False
         self._end: str | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody reads it, or asks that it be read, and it is whole."""
-        return not (self._is_reading or self._is_thread_needed or self._end is not None)
-
-    def resume(self, ahead: tuple[int, int], *, has_answered: bool, is_read: bool) -> None:
-        """Go on after a borrower; see `Connection.get_back`."""
-        if not is_read:
-            self.channel.set_read_ahead(*ahead)
-        self.has_answered |= has_answered
-        self._is_reading, self._was_read = is_read, True
-
-    def lease(self, size: int) -> SegmentLease | None:
-        """Return memory shared over this link; see `SegmentPool.lease`."""
-        return None if self.pool is None else self.pool.lease(size)
 
     def encode(self, pending: Pending, client: int) -> None:
         """Make a request of the client of that number ready to be written here."""
@@ -231,22 +201,6 @@ class ServerLink:
         with self._lock:
             self.has_answered |= self._in_flight.settle(pending, outcome)
 
-    def settle_next(self, read: Callable[[Pending], Any]) -> str | None:
-        """Give the next request its outcome, which `read` returns of it; returns why the link ends, if it does."""
-        with self._lock:
-            if (first := self._in_flight.first) is None:
-                return None
-            try:
-                self.settle(first, read(first))
-            except FrameError as error:
-                return str(error)
-        return None
-
-    def read_next(self) -> None:
-        """Take one frame, if one begins before the next answer is late, and end the caller's turn."""
-        first = self._in_flight.first
-        self.read(None if first is None else first.deadline)
-
     def read(self, deadline: float | None) -> None:
         """Take one frame, if one begins before `deadline`, and end the caller's turn."""
         why: str | None = None
@@ -297,20 +251,15 @@ class ServerLink:
 
     def _read_when_idle(self) -> None:
         """Read while nobody waits, until the link is broken."""
-        goes_on, uses = False, 0
+        goes_on = False
         while True:
             with self._changed:
                 if not goes_on:
-                    self._was_read, uses = False, self._uses()
+                    self._was_read = False
                     self._thread_condition.wait_for(self._is_due, _IDLE_S)
                 if self._end:
                     break
                 goes_on = False
-                if not self._is_thread_needed and self._is_borrowed_since(uses):
-                    continue
-                if self.borrower is not None:
-                    self.borrower.give_back()
-                    self._was_read = False
                 if self._is_reading or (self._was_read and not self._is_thread_needed):
                     continue
                 self._is_reading, self._has_waiter, self._is_thread_needed = True, False, False
@@ -320,9 +269,3 @@ class ServerLink:
 
     def _is_due(self) -> bool:
         return self._end is not None or (self._is_thread_needed and not self._is_reading)
-
-    def _uses(self) -> int:
-        return -1 if self.borrower is None else self.borrower.uses
-
-    def _is_borrowed_since(self, uses: int) -> bool:
-        return self.borrower is not None and (self.borrower.is_reading or self.borrower.uses != uses)
