@@ -52,21 +52,21 @@ def test_long_runs_are_not_repeated(takes: float, runs: int, monkeypatch: pytest
 
 def test_gradients_of_weights_from_few_rows_are_measured_apart() -> None:
     clock = BenchmarkTimer(lambda: None, quick=True)
-    made: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
-    class Shapes(TorchFunctionMode):
+    class ShapeRecorder(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is F.linear:
-                made.append((*args[0].shape, *args[1].shape))
+                shapes.append((*args[0].shape, *args[1].shape))
             return func(*args, **(kwargs or {}))
 
-    with Shapes():
+    with ShapeRecorder():
         measured = narrow_matmul(clock, "fp32", quick=True)
     sides = measured.axes[0]
     assert measured.axes == (sides, sides)
     # Each product has both sides as they are in the axes, and an inner dimension that the table is read for.
-    inner = {k for _, k, _, _ in made}
-    assert set(made) == {(m, k, n, k) for m in sides for n in sides for k in inner}
+    inner = {k for _, k, _, _ in shapes}
+    assert set(shapes) == {(m, k, n, k) for m in sides for n in sides for k in inner}
     assert all(1 < k < FULL_INNER for k in inner)
     assert len(measured.seconds) == len(sides) ** 2
 

@@ -94,7 +94,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
         check_statistics(model, plan)
         use_split(plan, mesh, context)
     name_axes(mesh.axes())
-    plan, mirror = _shard_elastic(plan, shape, context)
+    plan, mirror = _elastic_plan(plan, shape, context)
     # A worker that was started again alone reads what it needs from the servers.
     averages = any(not isinstance(plan.rule_for(p.name).update, Push) for p in shape.trainable)
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
@@ -125,7 +125,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     return model
 
 
-def _shard_elastic(plan: Plan, shape: ModelShape, context: Context) -> tuple[Plan, int | None]:
+def _elastic_plan(plan: Plan, shape: ModelShape, context: Context) -> tuple[Plan, int | None]:
     """Return the Plan with whole gradients and how many mirrors a shard has, where a rank's loss is survived."""
     if context.recovery is None or (sharding := sharded_update(plan, shape)) is None:
         return plan, None
