@@ -17,7 +17,7 @@ import phalanx as px
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, StageWork
 from phalanx.auto.solver.cut_moves import even_cut, list_neighbours
-from phalanx.auto.solver.interleaved import find_rank_ends
+from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
 from phalanx.auto.solver.problem import LayerNode, StageTimes, StepProblem, StrategyCost
 from phalanx.auto.solver.solve import solve
 from phalanx.plan.value import Schedule
@@ -96,24 +96,26 @@ def chain_of(
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 40])
-def test_the_ends_of_ranks_are_those_of_the_simulation(rounds):
+def test_the_schedule_takes_as_long_as_the_simulation(rounds):
     random = Random(rounds)
     for _ in range(25):
         ranks, virtual = random.choice((2, 3, 4, 5, 8)), random.choice((2, 3, 4))
         stages = [(random.choice((0.0, 1.0, random.random())), random.random()) for _ in range(ranks * virtual)]
         sends = [random.choice((0.0, 0.01, 0.3)) for _ in stages[1:]]
         updates = [random.random() for _ in range(ranks)]
-        forward, backward = np.array(stages).T[..., None]
-        ends = find_rank_ends(forward, backward, np.array(sends)[:, None], ranks, rounds * ranks)[:, 0]
-        assert max(ends + updates) == pytest.approx(simulated(stages, sends, updates, ranks, rounds), rel=1e-9)
+        problem = chain_of(stages, sends, updates, ranks, rounds)
+        times = StageTimes(*np.array(stages).T[:, None], 2 * np.array(sends)[None], np.zeros((1, len(stages))))
+        times.after[0, :ranks] = updates
+        step = simulated(stages, sends, updates, ranks, rounds)
+        assert problem.schedule_s(times)[0] == pytest.approx(step, rel=1e-9)
 
 
 def test_cuts_that_are_computed_together_have_the_times_that_each_has_alone():
-    stages = np.random.default_rng(0).uniform(0.5, 2, (2, 8, 30))
-    sends = np.random.default_rng(1).uniform(0, 0.1, (7, 30))
-    ends = find_rank_ends(*stages, sends, 4, 96)
+    numbers = np.random.default_rng(0)
+    ways = [PassTimes(numbers.uniform(0.5, 2, (8, 30)), numbers.uniform(-0.1, 0.1, (8, 30))) for _ in range(2)]
+    ends = find_rank_ends(*ways, 4, 96)
     for cut in range(30):
-        alone = find_rank_ends(*stages[:, :, cut : cut + 1], sends[:, cut : cut + 1], 4, 96)
+        alone = find_rank_ends(*(PassTimes(*(times[:, [cut]] for times in way)) for way in ways), 4, 96)
         assert ends[:, cut] == pytest.approx(alone[:, 0], rel=1e-9)
 
 

@@ -13,6 +13,7 @@ as many micro-batches as there are ranks. As soon as a round makes all times lat
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,21 +25,28 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def find_rank_ends(forward: Floats, backward: Floats, sends: Floats, ranks: int, micro_batches: int) -> Floats:
+class PassTimes(NamedTuple):
+    """Seconds of a micro-batch's passes one way, by stage and cut; stage s is on rank s modulo the number of ranks."""
+
+    seconds: Floats
+    """In which a rank does nothing else."""
+
+    delay: Floats
+    """From then until the next stage can begin; negative where it can begin before."""
+
+
+def find_rank_ends(forward: PassTimes, backward: PassTimes, ranks: int, micro_batches: int) -> Floats:
     """Return the seconds after which ranks are through, by rank and cut.
 
     Args:
-        forward: Seconds of a forward pass, by stage and cut; stage s is on rank s modulo `ranks`.
-        backward: Those of a backward pass.
-        sends: Those from each stage to the next, or back, in which both ranks do nothing else; by border and cut.
+        forward: Forward passes.
+        backward: Backward passes.
         ranks: Ranks along the stages, at least 2.
         micro_batches: A multiple of `ranks`.
     """
-    stages, cuts = forward.shape
-    none = np.zeros((1, cuts))
-    before, behind = np.concatenate([none, sends, none]), np.concatenate([sends, none, none])
-    sent = before + behind
-    forward, backward = np.concatenate([forward, none]) + sent, np.concatenate([backward, none]) + sent
+    stages, cuts = forward.seconds.shape
+    none = np.zeros((1, cuts))  # for ranks without a pass
+    there, back = (PassTimes(*(np.concatenate([times, none]) for times in way)) for way in (forward, backward))
     order = _Waves(stages // ranks, ranks, micro_batches)
     rank = np.arange(ranks)
     free, output, gradient = np.zeros((ranks, cuts)), np.zeros((ranks, cuts)), np.zeros((ranks, cuts))
@@ -55,11 +63,11 @@ def find_rank_ends(forward: Floats, backward: Floats, sends: Floats, ranks: int,
                     wave += left * order.rounds.step
             before_round = state
         stage = order.forward[wave]
-        free = np.maximum(free, output[rank - 1] + order.forward_waits[wave]) + forward[stage]
-        output = free - behind[stage]
+        free = np.maximum(free, output[rank - 1] + order.forward_waits[wave]) + there.seconds[stage]
+        output = free + there.delay[stage]
         stage = order.backward[wave]
-        free = np.maximum(free, gradient[rank + 1 - ranks] + order.backward_waits[wave]) + backward[stage]
-        gradient = free - before[stage]
+        free = np.maximum(free, gradient[rank + 1 - ranks] + order.backward_waits[wave]) + back.seconds[stage]
+        gradient = free + back.delay[stage]
         wave += 1
     return free
 

@@ -50,7 +50,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.interleaved import find_rank_ends
+from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
 
 Floats = NDArray[np.float64]
 
@@ -287,7 +287,13 @@ class StepProblem:
 
     def schedule_s(self, stages: StageTimes) -> Floats:
         """Return the seconds of steps whose ranks take turns at several stages, pass by pass; by cut."""
-        ends = find_rank_ends(stages.forward.T, stages.backward.T, stages.sends.T / 2, self.ranks, self.micro_batches)
+        none = np.zeros((len(stages.forward), 1))
+        # Both ranks of a border wait for a send; the one that receives may begin when the other does.
+        before = np.concatenate([none, stages.sends / 2], axis=1)
+        behind = np.concatenate([stages.sends / 2, none], axis=1)
+        forward = PassTimes((before + stages.forward + behind).T, -behind.T)
+        backward = PassTimes((behind + stages.backward + before).T, -before.T)
+        ends = find_rank_ends(forward, backward, self.ranks, self.micro_batches)
         return np.asarray((ends + self.by_rank(stages.after).T).max(axis=0))
 
     def by_rank(self, values: Floats) -> Floats:
