@@ -39,11 +39,15 @@ class StepSeconds:
         # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
         each = self._send + self.constants.micro_batch_s
         others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * each
-        bubble = self._idle_share * others / run.parallel.vpp
+        send, bubble = count * self._send, self._idle_share * others / run.parallel.vpp
+        if self._takes_turns:
+            waits = self._schedule - count * (passes + self._head_on_top + self.constants.micro_batch_s)
+            send = min(send, waits)
+            bubble = waits - send
         return {
             "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone),
-            "pipeline_send_s": count * self._send,
+            "pipeline_send_s": send,
             "pipeline_bubble_s": bubble,
             "gradients_s": self._gradients,
             "optimizer_s": self.optimizer + self.constants.step_s,
@@ -54,6 +58,42 @@ class StepSeconds:
         """Seconds by which the projection to the vocabulary makes its stage slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
         return max(0.0, self.head.forward + self.head.backward - fewer * (self.forward + self.backward))
+
+    @property
+    def stage_blocks(self) -> list[int]:
+        """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
+        layers, stages = self.run.model.layers, self.run.parallel.pp * self.run.parallel.vpp
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether ranks take turns at stages with different numbers of blocks, which makes them wait for each other."""
+        run, par = self.run, self.run.parallel
+        is_interleaved = par.vpp > 1 and run.schedule not in ("gpipe", "zero-bubble")
+        return is_interleaved and run.micro_batches % par.pp == 0 and run.model.layers % (par.pp * par.vpp) > 0
+
+    @property
+    def _schedule(self) -> float:
+        """Seconds of all passes and sends in the order of an interleaved schedule."""
+        import numpy as np  # which most predictions do without
+
+        from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
+
+        run, blocks = self.run, np.array(self.stage_blocks)[:, None]
+        forward = blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp
+        backward = blocks * self.backward
+        forward[-1] += self.head.forward
+        backward[-1] += self.head.backward
+        sends = np.full((2, *blocks.shape), self.send_once)
+        sends[0, -1] = sends[1, 0] = 0.0
+        if run.overlap.pp:
+            forward += self.constants.contention * np.minimum(sends[0], forward)
+            backward += self.constants.contention * np.minimum(sends[1], backward)
+            delays = sends
+        else:
+            forward, backward, delays = forward + sends[0], backward + sends[1], np.zeros_like(sends)
+        ways = PassTimes(forward, delays[0]), PassTimes(backward, delays[1])
+        return float(find_rank_ends(*ways, run.parallel.pp, int(run.micro_batches)).max())
 
     # -- one block -------------------------------------------------------------------------------------------
 

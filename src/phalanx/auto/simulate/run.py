@@ -41,13 +41,12 @@ def simulate_run(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAUL
 def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec:
     """Return what the stages of a run do and hold. A smaller last micro-batch counts as a full one.
 
-    Stages have equal numbers of blocks, the first ones one more where they do not divide. The embedding is on the first
-    stage, the projection to the vocabulary and the loss are on the last.
+    The embedding is on the first stage, the projection to the vocabulary and the loss are on the last.
     """
     par, seconds = run.parallel, StepSeconds(run, constants)
     schedule = _schedule(run)
     count = par.pp * schedule.virtual
-    blocks = [run.model.layers // count + (stage < run.model.layers % count) for stage in range(count)]
+    blocks = seconds.stage_blocks
     mine = [[stage for stage in range(count) if schedule.holder(stage, par.pp) == rank] for rank in range(par.pp)]
     weights = [_weights(run, seconds, blocks, stages) for stages in mine]
     footprint, most = compute_stage_footprint(run), count_parameters(run)

@@ -197,7 +197,8 @@ class _Group:
     def _cost_vector(self, pick: _PartialPick) -> Floats:
         """Return all of a pick that a step takes longer with or has no room for, the more there is of it."""
         forward, backward, weights, after = pick.sums[:, :4].T
-        seconds = [forward + backward, after, [pick.linked]]
+        passes = [forward + backward] if self._problem.virtual == 1 else [forward, backward]
+        seconds = [*passes, after, [pick.linked]]
         if self._problem.zero_bubble:
             seconds.append(-np.array(fills_s(forward.sum(), backward.sum(), weights.sum())))
         memory = [pick.sums[:, 4:].ravel(), pick.workspace_bytes] if self._problem.room < math.inf else []

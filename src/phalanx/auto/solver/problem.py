@@ -16,7 +16,12 @@ works on one, sends among them, a step takes
     m x max w + (sum w - max w) / v + the most of any rank's gradient synchronisation and update
 
 which is the time of 1F1B and of its interleaved form (D. Narayanan et al., SC 2021, section 2.2) where all sends are
-waited for. A rank keeps the activations of as many micro-batches as 1F1B has in flight on it.
+waited for. It takes the stages of a rank for equal. Where they differ, ranks wait for each other in turn: one works on
+its long stage while another works on its short one, then the other way round. So with several stages a rank, a step
+takes what the formula says or what the schedule takes pass by pass (`auto/solver/interleaved`), whichever is longer.
+What bounds the formula from below bounds that too.
+
+A rank keeps the activations of as many micro-batches as 1F1B has in flight on it.
 
 With zero bubble (ZB-H1; P. Qi et al., ICLR 2024) a backward pass is gradients of inputs b, for which others wait, and
 of weights g, for which nobody does. Of p ranks with equal stages, whose forward passes take f, each is idle for
@@ -41,6 +46,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
+
+Floats = NDArray[np.float64]
 
 Fills: TypeAlias = tuple[float, float, float]
 """Seconds of a step in stages."""
@@ -95,6 +107,18 @@ def fills_s(forward_s: float, backward_s: float, weights_s: float) -> Fills:
         weights_s: Of it, those that are computed apart.
     """
     return 2 * weights_s, weights_s + forward_s, backward_s
+
+
+class StageTimes(NamedTuple):
+    """Seconds of the stages of several cuts, by cut and stage; passes and sends of one micro-batch."""
+
+    forward: Floats
+    backward: Floats
+    sends: Floats
+    """By cut and border: what each of two ranks sends and receives, there and back."""
+
+    after: Floats
+    """Gradient synchronisation and update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +199,8 @@ class StepProblem:
         for node in self.nodes:
             if decisions.setdefault(node.decision, len(node.options)) != len(node.options):
                 raise ValueError(f"nodes of decision {node.decision!r} have different numbers of options")
+        if self.virtual > 1 and self.micro_batches % self.ranks:
+            raise ValueError(f"{self.ranks} ranks do not take turns at {self.micro_batches} micro-batches")
         object.__setattr__(self, "decisions", decisions)
         object.__setattr__(self, "pieces", self.pieces or (0,) * len(self.nodes))
 
@@ -231,18 +257,48 @@ class StepProblem:
         options = self.list_costs(pick)
         if self.stages == 1:
             return linked + self._backward_s(options) + sum(cost.forward_s + cost.update_s for cost in options)
-        work, after = [0.0] * self.ranks, [0.0] * self.ranks
+        forward, backward, after = np.zeros((3, self.stages))
         for cost, piece in zip(options, self.pieces, strict=True):
-            rank = stage_of[piece] % self.ranks
-            work[rank] += cost.forward_s + cost.backward_s
-            after[rank] += cost.grad_sync_s + cost.update_s
-        for send, (stage, next_stage) in zip(self.sends, itertools.pairwise(stage_of), strict=True):
-            if stage != next_stage:
-                work[stage % self.ranks] += send
-                work[next_stage % self.ranks] += send
-        most = max(work)
-        idle = (sum(work) - most) / self.virtual - self.saved(pick)
-        return linked + self.micro_batches * most + max(idle, 0.0) + max(after)
+            forward[stage_of[piece]] += cost.forward_s
+            backward[stage_of[piece]] += cost.backward_s
+            after[stage_of[piece]] += cost.grad_sync_s + cost.update_s
+        borders = itertools.pairwise(stage_of)
+        sends = [send for send, (stage, after_it) in zip(self.sends, borders, strict=True) if stage != after_it]
+        stages = StageTimes(forward[None], backward[None], np.array(sends).reshape(1, -1), after[None])
+        seconds = self.formula_s(stages, self.saved(pick))
+        if self.virtual > 1:
+            seconds = np.maximum(seconds, self.schedule_s(stages))
+        return linked + float(seconds[0])
+
+    def formula_s(self, stages: StageTimes, saved: float) -> Floats:
+        """Return the seconds of steps by the formula, which knows the sums of a rank alone; by cut.
+
+        Args:
+            stages: Of several cuts.
+            saved: Seconds of idle time that gradients of weights fill at most.
+        """
+        work, after = stages.forward + stages.backward, self.by_rank(stages.after)
+        work[:, :-1] += stages.sends
+        work[:, 1:] += stages.sends
+        work = self.by_rank(work)
+        most = work.max(axis=1)
+        idle = (work.sum(axis=1) - most) / self.virtual - saved
+        return np.asarray(self.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1))
+
+    def schedule_s(self, stages: StageTimes) -> Floats:
+        """Return the seconds of steps whose ranks take turns at several stages, pass by pass; by cut."""
+        none = np.zeros((len(stages.forward), 1))
+        # Both ranks of a border wait for a send; the one that receives may begin when the other does.
+        before = np.concatenate([none, stages.sends / 2], axis=1)
+        behind = np.concatenate([stages.sends / 2, none], axis=1)
+        forward = PassTimes((before + stages.forward + behind).T, -behind.T)
+        backward = PassTimes((behind + stages.backward + before).T, -before.T)
+        ends = find_rank_ends(forward, backward, self.ranks, self.micro_batches)
+        return np.asarray((ends + self.by_rank(stages.after).T).max(axis=0))
+
+    def by_rank(self, values: Floats) -> Floats:
+        """Return sums by cut and rank, of values by cut and stage."""
+        return np.asarray(values.reshape(len(values), self.virtual, self.ranks).sum(axis=1))
 
     def _backward_s(self, options: Sequence[StrategyCost]) -> float:
         """Return the seconds of the backward passes of one stage, and of the synchronisation beside them.

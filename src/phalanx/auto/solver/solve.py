@@ -58,8 +58,8 @@ def _solve_program(problem: StepProblem, time_limit: float | None, below: float)
             break
         program.forbid_choice(pick, stage_of)  # within the solver's tolerance of the room, and over it
     seconds = problem.seconds(pick, stage_of)
-    if seconds < below:
-        bound = min(answer.bound * program.second, seconds)
+    bound = min(answer.bound * program.second, seconds)
+    if seconds < below or (answer.is_proved and bound < below * (1 - _ROUNDING)):
         return Solution(pick=pick, seconds=seconds, bound=bound, stage_of=stage_of)
     if not answer.is_proved:
         raise TimeoutError("nothing faster was found in time")

@@ -4,6 +4,9 @@ Picks are taken in the order of what they take at least. Of one pick, the cuts a
 than a little over its share, then more: a cut that is left out has a rank that works longer, which says what it takes
 at least. Where there are few cuts all are tried, and where many equal pieces follow each other
 `auto/solver/uniform_chain` finds the best.
+
+With several stages a rank, the schedule is computed for cuts that may be the best by the formula, which bounds all
+others. Where these are too many, the best of some is improved piece by piece, and the bound is that of the formula.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.solver.problem import ROUNDING, Solution, StepProblem, StrategyCost
-from phalanx.auto.solver.uniform_chain import ChainCosts, UniformChain, find_equal_pieces
+from phalanx.auto.solver.cut_moves import even_cut, list_neighbours
+from phalanx.auto.solver.problem import ROUNDING, Solution, StageTimes, StepProblem, StrategyCost
+from phalanx.auto.solver.uniform_chain import ChainCosts, Stages, UniformChain, find_equal_pieces
 
 _MOST_PICKS = 100_000
 _MOST_CUTS = 50_000
@@ -30,11 +35,17 @@ _ALL_CUTS = 4_000
 _OVER = (1.001, *(1.005**step for step in range(1, 70)), 2.0, 4.0, math.inf)
 """Work of the rank that works the most, over what one has to at least."""
 
+_CUTS_AT_ONCE = 256
+"""Cuts whose schedules are computed at once, the fastest by the formula first."""
+
 _BEAM = 20_000
 """Partitions that are kept where there are too many, of all kinds."""
 
 _CLOSE = 0.005
 """How far from its bound the best of these may be."""
+
+_Cut: TypeAlias = tuple[float, Stages]
+"""Seconds of a step, infinity if it does not fit, and the stage of every piece."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -94,7 +105,7 @@ class _PartitionSearch:
         self._fills = {name: np.zeros((3, size)) for name, size in problem.decisions.items()}
         for node, piece in zip(problem.nodes, problem.pieces, strict=True):
             for o, option in enumerate(node.options):
-                new = ChainCosts(np.zeros((5, count)), np.zeros(count))
+                new = ChainCosts(np.zeros((6, count)), np.zeros(count))
                 sums, working = self._costs.setdefault((node.decision, o), new)
                 sums[:, piece] += _sums(option)
                 self._fills[node.decision][:, o] += option.fills_s
@@ -102,8 +113,11 @@ class _PartitionSearch:
         self._sends = np.array(problem.sends, dtype=np.float64)
         self._passes = problem.micro_batches - 1 / problem.virtual
         equal = find_equal_pieces(list(self._costs.values()), problem.sends)
-        self._repeated = UniformChain(problem, equal) if UniformChain.is_for(problem, equal) else None
-        if self._repeated is None and math.comb(count - 1, problem.stages - 1) <= _ALL_CUTS:
+        are_few = math.comb(count - 1, problem.stages - 1) <= _ALL_CUTS
+        # With several stages a rank it matters which of them has a piece.
+        is_counted = UniformChain.is_for(problem, equal) and not (are_few and problem.virtual > 1)
+        self._repeated = UniformChain(problem, equal) if is_counted else None
+        if self._repeated is None and are_few:
             cuts = list(itertools.combinations(range(1, count), problem.stages - 1))
             self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
 
@@ -140,7 +154,7 @@ class _PartitionSearch:
             least_s[~np.any([picks[row_of[name]] == o for name, o in problem.needed], axis=0)] = math.inf
         return least_s * (1 - 1e-12)  # what rounding may add
 
-    def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, tuple[int, ...], float]:
+    def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, Stages, float]:
         """Return the least seconds of a pick, the stage of every piece, and seconds that none of its cuts is below.
 
         Args:
@@ -154,28 +168,26 @@ class _PartitionSearch:
         sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
         workspace = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
         if self._repeated is not None:
-            transition_s = self._problem.transition_s(pick)
-            saved = self._problem.saved(pick)
-            stages = self._repeated.best_of(ChainCosts(sums, workspace), saved, below - transition_s)
-            seconds = self._check_seconds(pick, stages)
-            return seconds, stages, min(seconds, below)
+            return self._best_of_chain(self._repeated, pick, ChainCosts(sums, workspace), least, below)
         if self._all is not None:
-            seconds, stages = self._best_among(self._all, pick, sums)
-            return seconds, stages, seconds
-        best: tuple[float, tuple[int, ...]] = math.inf, ()
+            seconds, stages = self._best_among(self._all, pick, sums, below)
+            return seconds, stages, min(seconds, below)
+        best: _Cut = math.inf, ()
+        has_turns = self._problem.virtual > 1
+        if has_turns:
+            best = self._improve(best, pick, sums)
         most, left_out, is_all = float(self._least_most(sums[:1])[0]), least, True
         for over in _OVER:
             bounds, has_all = self._bounds(sums[0], most * over)
-            if len(bounds):
-                best = min(best, self._best_among(bounds, pick, sums))
             is_all = is_all and has_all
+            best = min(best, self._best_among(bounds, pick, sums, min(best[0], below if is_all else math.inf)))
             # A cut that is left out has a rank with more work than that.
             longer = least + self._passes * most * (over - 1) if over < math.inf else math.inf
             if is_all:
                 left_out = longer
-            if not is_all and best[0] <= left_out * (1 + _CLOSE):
+            elif best[1] and (has_turns or best[0] <= left_out * (1 + _CLOSE)):
                 return *best, min(best[0], left_out)
-            if not is_all and longer > left_out * (1 + _CLOSE):
+            elif longer > left_out * (1 + _CLOSE):
                 raise TooManyError
             if left_out >= min(best[0], below):
                 break
@@ -214,27 +226,28 @@ class _PartitionSearch:
             bounds = np.concatenate([bounds[state], ends[end][:, None]], axis=1)
         return bounds, is_all
 
-    def _best_among(self, bounds: Ints, pick: Mapping[str, int], sums: Floats) -> tuple[float, tuple[int, ...]]:
-        """Return the least seconds over cuts, and the stage of every piece in the best; infinity if none fits."""
+    def _best_among(self, bounds: Ints, pick: Mapping[str, int], sums: Floats, below: float) -> _Cut:
+        """Return the least seconds over cuts, and the stage of every piece in the best; infinity if none fits.
+
+        Cuts that take `below` or longer need not be found.
+        """
+        if not len(bounds):
+            return math.inf, ()
         problem = self._problem
         self._starts, self._ends = bounds[:, :-1], bounds[:, 1:]
-        work, after, persistent, activation, deferred = (self._by_stage(values) for values in sums)
-        if problem.stages > 1:
-            sent = self._sends[self._starts[:, 1:] - 1]
-            work[:, :-1] += sent
-            work[:, 1:] += sent
-        work, after = self._by_rank(work), self._by_rank(after)
-        most = work.max(axis=1)
-        idle = (work.sum(axis=1) - most) / problem.virtual - problem.saved(pick)
-        seconds = problem.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1)
+        work, after, persistent, activation, deferred, forward = (self._by_stage(values) for values in sums)
+        times = StageTimes(forward, work - forward, self._sends[self._starts[:, 1:] - 1], after)
+        seconds = problem.formula_s(times, problem.saved(pick))
         if problem.room < math.inf:
             in_flight = np.array([problem.in_flight(stage) for stage in range(problem.stages)])
             in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)])
             workspace = self._most_by_rank(
                 np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
             )
-            peaks = (self._by_rank(persistent + in_flight * activation + in_debt * deferred) + workspace).max(axis=1)
+            peaks = (problem.by_rank(persistent + in_flight * activation + in_debt * deferred) + workspace).max(axis=1)
             seconds[peaks > problem.room * (1 + ROUNDING)] = math.inf
+        if problem.virtual > 1:
+            seconds = self._with_turns(seconds, times, below - problem.transition_s(pick))
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:
             return math.inf, ()
@@ -242,16 +255,65 @@ class _PartitionSearch:
         stages = tuple(int((starts <= piece).sum()) - 1 for piece in range(self._count))
         return self._check_seconds(pick, stages), stages
 
-    def _check_seconds(self, pick: Mapping[str, int], stages: tuple[int, ...]) -> float:
+    def _best_of_chain(
+        self, chain: UniformChain, pick: Mapping[str, int], costs: ChainCosts, least: float, below: float
+    ) -> tuple[float, Stages, float]:
+        """See `best_of`."""
+        linked, saved, border = self._problem.transition_s(pick), self._problem.saved(pick), self._problem.stages + 1
+
+        def price(cuts: list[Stages]) -> _Cut:
+            bounds = np.array([np.searchsorted(stages, np.arange(border)) for stages in cuts])
+            seconds, stages = self._best_among(bounds, pick, costs.sums, math.inf)
+            return seconds - linked, stages
+
+        formula_s, stages = chain.best_of(costs, saved, below - linked, price)
+        if not stages:
+            return math.inf, (), below
+        best, bound = (self._check_seconds(pick, stages), stages), formula_s + linked
+        if self._problem.virtual > 1 and best[0] > bound:
+            best = self._improve(best, pick, costs.sums)
+        mark = min(best[0], below)
+        if bound * (1 + _CLOSE) < mark:
+            # The formula is far below the schedule. A rank of a faster cut works no longer than that.
+            most = float(self._least_most(costs.sums[:1])[0]) + (mark - least) / self._passes
+            bounds, has_all = self._bounds(costs.sums[0], most)
+            if has_all:
+                best, bound = min(best, self._best_among(bounds, pick, costs.sums, mark)), mark
+        return *best, min(best[0], bound)
+
+    def _improve(self, best: _Cut, pick: Mapping[str, int], sums: Floats) -> _Cut:
+        """Return a cut from which no piece can be moved from one stage to another to advantage."""
+        better = self._best_among(even_cut(sums[0], self._problem.stages)[None], pick, sums, best[0])
+        best = min(best, better)
+        while best[1]:
+            cut = np.searchsorted(best[1], np.arange(self._problem.stages + 1))
+            better = self._best_among(list_neighbours(cut), pick, sums, best[0])
+            if better[0] >= best[0]:
+                break
+            best = better
+        return best
+
+    def _with_turns(self, formula_s: Floats, times: StageTimes, below: float) -> Floats:
+        """Return the seconds of cuts of several stages a rank; infinity for cuts that cannot be the fastest."""
+        seconds: Floats = np.full(len(formula_s), math.inf)
+        order = np.argsort(formula_s, kind="stable")
+        for start in range(0, len(order), _CUTS_AT_ONCE):
+            some = order[start : start + _CUTS_AT_ONCE]
+            some = some[formula_s[some] < below]
+            if not len(some):
+                break
+            schedule_s = self._problem.schedule_s(StageTimes(*(values[some] for values in times)))
+            seconds[some] = np.maximum(formula_s[some], schedule_s)
+            below = min(below, float(seconds[some].min()))
+        return seconds
+
+    def _check_seconds(self, pick: Mapping[str, int], stages: Stages) -> float:
         """Return seconds as the choices say them: sums in another order are not the same to the last digit."""
         return self._problem.seconds(pick, stages) if stages and self._problem.fits(pick, stages) else math.inf
 
     def _by_stage(self, values: Floats) -> Floats:
         until = np.concatenate([[0.0], np.cumsum(values)])
         return np.asarray(until[self._ends] - until[self._starts])
-
-    def _by_rank(self, values: Floats) -> Floats:
-        return np.asarray(values.reshape(len(values), self._problem.virtual, self._problem.ranks).sum(axis=1))
 
     def _most_by_rank(self, values: Floats) -> Floats:
         """Return the largest value of any piece of each rank."""
@@ -264,4 +326,4 @@ class _PartitionSearch:
 
 def _sums(option: StrategyCost) -> tuple[float, ...]:
     work, after = option.forward_s + option.backward_s, option.grad_sync_s + option.update_s
-    return work, after, option.persistent_bytes, option.activation_bytes, option.deferred_bytes
+    return work, after, option.persistent_bytes, option.activation_bytes, option.deferred_bytes, option.forward_s

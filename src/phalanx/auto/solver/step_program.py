@@ -2,7 +2,8 @@
 
 Of one stage, the ends of the backward pass and the bytes at each node are rows. Of several, a piece's stage is a set of
 binary columns; stages rise by one at most from piece to piece, and none is empty. What a node costs in a stage is the
-product of its option and its piece's stage: one continuous column for each pair, whose sums are those of both.
+product of its option and its piece's stage: one continuous column for each pair, whose sums are those of both. With
+several stages a rank, a program minimises the formula of `auto/solver/problem`, which bounds the schedule from below.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,9 @@ from phalanx.auto.solver.problem import ROUNDING, StepProblem
 _MOST_OTHERS = 10
 """Pieces outside the equal ones up to which all ways to cut these are listed."""
 
+Stages = tuple[int, ...]
+"""The stage of every piece."""
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -30,7 +33,7 @@ class ChainCosts(NamedTuple):
     """What the pieces of a chain cost under one pick."""
 
     sums: Floats
-    """By kind and piece: work, what comes after it, held, kept, owed."""
+    """By kind and piece: work, what comes after it, held, kept, owed, and of the work forward passes."""
 
     workspace_bytes: Floats
     """By piece."""
@@ -89,29 +92,43 @@ class UniformChain:
         """Return whether so many pieces are equal that few ways are left to cut the others."""
         return len(equal) > 1 and problem.piece_count - len(equal) <= _MOST_OTHERS
 
-    def best_of(self, costs: ChainCosts, saved: float, below: float) -> tuple[int, ...]:
-        """Return the stage of every piece in the fastest cut of a pick; none if none fits and is faster than `below`.
+    def best_of(
+        self, costs: ChainCosts, saved: float, below: float, price: Callable[[list[Stages]], tuple[float, Stages]]
+    ) -> tuple[float, Stages]:
+        """Return seconds that no cut of a pick is below, and the stage of every piece in the fastest.
+
+        That is the fastest of all with one stage a rank. With several it is the fastest of what `price` was asked for:
+        cuts that are the fastest by the formula with a partition of the pieces outside. If none fits and takes less
+        than `below` by the formula, that is returned and no stages.
 
         Args:
             costs: What the pieces cost under the pick.
             saved: Seconds of idle time that it fills at most.
             below: Seconds of a step, without those of links.
+            price: Returns the seconds of the fastest of several cuts, without those of links, and the cut.
         """
         work, after, most = self._tables(costs)
         even, after_s = _min_max(work, self._least, most), _min_max(after, self._least, most)
         fixed_s = (costs.sums[0].sum() + self._sent.sum(axis=1)) / self._problem.virtual - saved
         passes = self._passes_s(np.where(even < math.inf, even, 0.0), fixed_s)
         bounds = np.where(even < math.inf, passes + after_s, math.inf)
-        best, solution = below, None
+        best: tuple[float, Stages] = math.inf, ()
+        bound = below
         for partition in np.argsort(bounds, kind="stable"):
-            if bounds[partition] >= best:
+            below = min(below, best[0])
+            if bounds[partition] >= below:
                 break
             rest = float(fixed_s[partition]), float(after_s[partition])
-            for seconds, numbers in self._fastest_numbers(
-                work[partition], after[partition], self._least[partition], most[partition], *rest, best
-            ):
-                best, solution = seconds, (partition, numbers)
-        return () if solution is None else self._stages(*solution)
+            fastest = list(
+                self._fastest_numbers(
+                    work[partition], after[partition], self._least[partition], most[partition], *rest, below
+                )
+            )
+            if fastest:
+                formula_s, numbers = fastest[-1]
+                bound = min(bound, formula_s)
+                best = min(best, price(self._list_cuts(int(partition), numbers)))
+        return bound, best[1]
 
     def _fastest_numbers(
         self, work: Floats, after: Floats, least: Ints, most: Ints, fixed_s: float, after_s: float, below: float
@@ -177,20 +194,24 @@ class UniformChain:
             among = partition.first <= stage < partition.last
             yield self._problem.sends[self._equal.start if among else ends[stage]]
 
-    def _stages(self, number: int, numbers: Ints) -> tuple[int, ...]:
-        """Return the stage of every piece; a rank's stages get as many pieces each, those outside among them.
+    def _list_cuts(self, number: int, numbers: Ints) -> list[Stages]:
+        """Return cuts by the stage of every piece; a rank's stages get as many pieces each, those outside among them.
 
-        The seconds of a step do not say so, but stages of one rank that differ make others wait.
+        Where these do not divide, neighbours get more: those that work longer at the same time make others wait the
+        least. Any may be the first of them, which matters only with several stages a rank.
         """
-        partition, ranks = self._partitions[number], self._problem.ranks
-        has, share = Counter(partition.stages), dict.fromkeys(range(partition.first, partition.last + 1), 1)
-        for rank in range(ranks):
-            mine = [stage for stage in share if stage % ranks == rank]
-            for _ in range(int(numbers[rank]) - len(mine)):
-                share[min(mine, key=lambda stage: has[stage] + share[stage])] += 1
-        inside = [stage for stage, count in share.items() for _ in range(count)]
-        before = self._equal.start
-        return (*partition.stages[:before], *inside, *partition.stages[before:])
+        stages, ranks, before = self._problem.stages, self._problem.ranks, self._equal.start
+        partition = self._partitions[number]
+        has, cuts = Counter(partition.stages), dict[Stages, None]()
+        for first in range(stages if self._problem.virtual > 1 else 1):
+            share = dict.fromkeys(range(partition.first, partition.last + 1), 1)
+            for rank in range(ranks):
+                mine = sorted((s for s in share if s % ranks == rank), key=lambda stage: (stage - first) % stages)
+                for _ in range(int(numbers[rank]) - len(mine)):
+                    share[min(mine, key=lambda stage: has[stage] + share[stage])] += 1
+            inside = [stage for stage, count in share.items() for _ in range(count)]
+            cuts[(*partition.stages[:before], *inside, *partition.stages[before:])] = None
+        return list(cuts)
 
 
 def _min_max(table: Floats, least: Ints, most: Ints) -> Floats:
