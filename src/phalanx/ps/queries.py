@@ -32,8 +32,7 @@ def lookup(lookups: Lookups) -> list[Tensor]:
     if not queries:
         return []
     module: TableModule = lookups[0][0]
-    feature_rows = module._read([query.feature for query in queries])
-    return [query.combine(rows) for query, rows in zip(queries, feature_rows, strict=True)]
+    return module._look_up(queries)
 
 
 def queries_of(lookups: Lookups) -> list[Query]:
