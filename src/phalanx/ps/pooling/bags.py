@@ -101,15 +101,15 @@ def _read_offsets(offsets: Tensor, total: int, has_last_offset: bool) -> Tensor:
             f"include_last_offset=True; found {_describe(offsets)}."
         )
     starts = _copy_starts(offsets)
-    if len(offsets) and not torch.compiler.is_compiling():  # a compiled graph would break at the values
+    if starts.numel() and not torch.compiler.is_compiling():  # a compiled graph would break at the values
         _check_starts(starts.numpy(), total, has_last_offset)  # which compares small arrays in half the time
     if has_last_offset:
         return starts
-    return torch.cat([starts, starts.new_tensor([total if len(starts) else 0])])
+    return torch.cat([starts, starts.new_tensor([total if starts.numel() else 0])])
 
 
 def _copy_starts(offsets: Tensor) -> Tensor:
-    return offsets.detach().to("cpu", torch.int64, memory_format=torch.contiguous_format, copy=True)
+    return offsets.to("cpu", torch.int64).clone(memory_format=torch.contiguous_format)
 
 
 def _check_starts(starts: NDArray[np.int64], total: int, has_last_offset: bool) -> None:
