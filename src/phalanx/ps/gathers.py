@@ -1,7 +1,7 @@
-"""`rows_per_id`, `rows_per_bag`: the rows of ids as torch gathers and pools them, with gradients summed by the core.
+"""`rows_per_id`, `rows_per_bag`: the rows of ids as torch gathers and pools them; the core pools, and sums gradients.
 
 A lookup has found the distinct ids already, so the gradient of each row is a sum in the order of the ids. torch would
-sort the ids of bags again and add row by row; for 110,000 ids of 16 values this takes 6 to 8 ms, and the core 0.8 to 1.
+sort the ids of bags again and add row by row; for 110,000 ids of 16 values this takes 6 to 8 ms, and the core 0.4.
 """
 
 from __future__ import annotations
