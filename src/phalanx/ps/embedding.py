@@ -101,7 +101,7 @@ class SparseEmbedding(TableModule):
         Raises:
             ConfigError: If ids are no integers, or `clicks` have another shape.
         """
-        return self._look_up([self.query(ids, offsets, clicks=clicks)])[0]
+        return self._look_up(self.query(ids, offsets, clicks=clicks))
 
     @classmethod
     def from_torch(cls, module: nn.Embedding, *, name: str | None = None, **settings: Any) -> SparseEmbedding:

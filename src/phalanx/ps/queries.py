@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.table_module import Query, TableModule
+from phalanx.ps.table_module import Query, TableModule, results_of
 
 Lookups = Sequence[tuple[Any, ...]]
 """A module, then the arguments of its `forward`; those by keyword in a dict at the end."""
@@ -32,7 +32,7 @@ def lookup(lookups: Lookups) -> list[Tensor]:
     if not queries:
         return []
     module: TableModule = lookups[0][0]
-    return module._look_up(queries)
+    return results_of(queries, module._read([query.feature for query in queries]))
 
 
 def queries_of(lookups: Lookups) -> list[Query]:

@@ -111,11 +111,8 @@ class TableModule(nn.Module):
         fields = {"name": self.handle.table, "optimizer": self.settings.optimizer}
         return ", ".join([str(self.settings.dim), *(f"{k}={v!r}" for k, v in fields.items() if v is not None)])
 
-    def _look_up(self, queries: Sequence[Query]) -> list[Tensor]:
-        feature_rows = self._read([query.feature for query in queries])
-        looked_up = list(zip(queries, feature_rows, strict=True))
-        pooled = iter(rows_per_bag([(rows, query.bags) for query, rows in looked_up if query.bags is not None]))
-        return [_rows_per_id(query, rows) if query.bags is None else next(pooled) for query, rows in looked_up]
+    def _look_up(self, query: Query) -> Tensor:
+        return results_of([query], self._read([query.feature]))[0]
 
     def _connect(self, name: str | None) -> None:
         self.handle = shared_parameter(name, self.settings)
@@ -138,6 +135,13 @@ class TableModule(nn.Module):
         self._connect(name)
         if is_new:
             self.handle.first_values = first_values
+
+
+def results_of(queries: Sequence[Query], feature_rows: Sequence[FeatureRows]) -> list[Tensor]:
+    """Return what each query makes of the rows of its feature; the bags of all are pooled together."""
+    looked_up = list(zip(queries, feature_rows, strict=True))
+    pooled = iter(rows_per_bag([(rows, query.bags) for query, rows in looked_up if query.bags is not None]))
+    return [_rows_per_id(query, rows) if query.bags is None else next(pooled) for query, rows in looked_up]
 
 
 def _rows_per_id(query: Query, feature: FeatureRows) -> Tensor:

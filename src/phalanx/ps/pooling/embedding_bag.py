@@ -105,7 +105,7 @@ class EmbeddingBag(TableModule):
         Raises:
             ConfigError: If ids are no integers, or shapes, offsets, weights and mode do not fit each other.
         """
-        return self._look_up([self.query(ids, offsets, per_sample_weights, clicks=clicks)])[0]
+        return self._look_up(self.query(ids, offsets, per_sample_weights, clicks=clicks))
 
     @classmethod
     def from_torch(cls, module: nn.EmbeddingBag, *, name: str | None = None, **settings: Any) -> EmbeddingBag:
