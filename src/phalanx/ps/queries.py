@@ -15,7 +15,7 @@ Lookups = Sequence[tuple[Any, ...]]
 
 
 def lookup(lookups: Lookups) -> list[Tensor]:
-    """Look up several features with one request for each server.
+    """Look up several features with one request for each server, and pool the bags of all at once.
 
     Args:
         lookups: Modules and what their `forward` takes: `(embedding, ids)`, `(bag, ids, offsets)`,
