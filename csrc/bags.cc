@@ -8,7 +8,7 @@ namespace phalanx {
 namespace {
 
 constexpr std::size_t kAhead = 8;
-constexpr std::size_t kBlock = 16;  // values of a row, a cache line, that stay in registers over a bag
+constexpr std::size_t kMostInBlocks = 256;  // values of a row above which rows are taken one after the other
 
 using Four [[gnu::vector_size(4 * sizeof(float))]] = float;
 
@@ -51,21 +51,14 @@ template <class Value, class Use>
   }
 }
 
+// Four times so many values of the rows, which stay in registers over a bag.
+template <std::size_t kFours>
 void pool_block(const Bags& bags, const Bag& bag, const float* rows, std::size_t dim, float* pooled) {
-  Four a{};
-  Four b{};
-  Four c{};
-  Four d{};
+  Four sums[kFours]{};
   for_each_row(bags, bag, rows, dim, [&](std::size_t, const float* row) {
-    a += load(row);
-    b += load(row + 4);
-    c += load(row + 8);
-    d += load(row + 12);
+    for (std::size_t k = 0; k < kFours; ++k) sums[k] += load(row + 4 * k);
   });
-  store(a, pooled);
-  store(b, pooled + 4);
-  store(c, pooled + 8);
-  store(d, pooled + 12);
+  for (std::size_t k = 0; k < kFours; ++k) store(sums[k], pooled + 4 * k);
 }
 
 void pool_rest(const Bags& bags, const Bag& bag, const float* rows, std::size_t count, std::size_t dim, float* pooled) {
@@ -75,18 +68,14 @@ void pool_rest(const Bags& bags, const Bag& bag, const float* rows, std::size_t 
   });
 }
 
+template <std::size_t kFours>
 void add_block(const Bags& bags, const Bag& bag, float factor, const float* gradient, std::size_t dim, float* sums) {
-  const Four a = load(gradient);
-  const Four b = load(gradient + 4);
-  const Four c = load(gradient + 8);
-  const Four d = load(gradient + 12);
+  Four values[kFours];
+  for (std::size_t k = 0; k < kFours; ++k) values[k] = load(gradient + 4 * k);
   const float* const weights = bags.weights;
   for_each_row(bags, bag, sums, dim, [&](std::size_t i, float* sum) {
     const float weight = weights == nullptr ? factor : factor * weights[i];
-    store(load(sum) + weight * a, sum);
-    store(load(sum + 4) + weight * b, sum + 4);
-    store(load(sum + 8) + weight * c, sum + 8);
-    store(load(sum + 12) + weight * d, sum + 12);
+    for (std::size_t k = 0; k < kFours; ++k) store(load(sum + 4 * k) + weight * values[k], sum + 4 * k);
   });
 }
 
@@ -105,7 +94,9 @@ void pool_bags(const Bags& bags, const float* rows, std::size_t dim, float* pool
   for (std::size_t number = 0; number + 1 < bags.starts.size(); ++number, pooled += dim) {
     const Bag bag = bag_of(bags, number);
     std::size_t j = 0;
-    for (; j + kBlock <= dim; j += kBlock) pool_block(bags, bag, rows + j, dim, pooled + j);
+    for (; j + 16 <= dim; j += 16) pool_block<4>(bags, bag, rows + j, dim, pooled + j);
+    if (j + 8 <= dim) pool_block<2>(bags, bag, rows + j, dim, pooled + j), j += 8;
+    if (j + 4 <= dim) pool_block<1>(bags, bag, rows + j, dim, pooled + j), j += 4;
     if (j < dim) pool_rest(bags, bag, rows + j, dim - j, dim, pooled + j);
     if (!bags.is_mean) continue;
     const float count = count_of(bags, bag);
@@ -117,8 +108,11 @@ void add_bag_gradients(const Bags& bags, const float* gradients, std::ptrdiff_t 
   for (std::size_t number = 0; number + 1 < bags.starts.size(); ++number, gradients += stride) {
     const Bag bag = bag_of(bags, number);
     const float factor = bags.is_mean ? 1.0F / count_of(bags, bag) : 1.0F;
+    const std::size_t in_blocks = dim <= kMostInBlocks ? dim : 0;
     std::size_t j = 0;
-    for (; j + kBlock <= dim; j += kBlock) add_block(bags, bag, factor, gradients + j, dim, sums + j);
+    for (; j + 16 <= in_blocks; j += 16) add_block<4>(bags, bag, factor, gradients + j, dim, sums + j);
+    if (j + 8 <= in_blocks) add_block<2>(bags, bag, factor, gradients + j, dim, sums + j), j += 8;
+    if (j + 4 <= in_blocks) add_block<1>(bags, bag, factor, gradients + j, dim, sums + j), j += 4;
     if (j < dim) add_rest(bags, bag, factor, gradients + j, dim - j, dim, sums + j);
   }
 }

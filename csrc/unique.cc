@@ -64,7 +64,8 @@ Distinct unique(std::span<const std::span<const std::int64_t>> arrays, std::span
       out += block.size();
     }
   }
-  return {{&keys[1], &keys[1] + size}, {&counts[1], &counts[1] + size}};
+  const std::int64_t* const first_key = keys.get() + 1;
+  return {{first_key, first_key + size}, {counts.begin() + 1, counts.begin() + 1 + size}};
 }
 
 void add_weighted(std::span<const std::int64_t> places, const float* rows, std::size_t dim, float weight,

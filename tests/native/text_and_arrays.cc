@@ -86,11 +86,16 @@ void test_unique_of_many() {
   for (std::size_t i = 0; i < ids.size(); ++i) CHECK(distinct.keys[static_cast<std::size_t>(places[i])] == ids[i]);
 }
 
-// Rows shorter, as long as, and longer than a block of values; one bag is empty and the last id in none.
+void test_unique_of_none() {
+  const phalanx::Distinct distinct = phalanx::unique({}, {});
+  CHECK(distinct.keys.empty() && distinct.counts.empty());
+}
+
+// Rows of all kinds of blocks of values, and of too many for blocks; one bag is empty and the last id in none.
 void test_bags() {
   const std::vector<std::int64_t> places = {2, 0, 1, 2, 2, 0}, starts = {0, 3, 3, 5};
   const std::vector<float> weights = {1, 2, 3, 4, 5, 6};
-  for (const std::size_t dim : {1, 15, 16, 17, 33}) {
+  for (const std::size_t dim : {1, 4, 8, 15, 16, 17, 33, 300}) {
     std::vector<float> rows(3 * dim), pooled(3 * dim, -1);
     for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i / dim + 1);
     phalanx::pool_bags({places, starts, nullptr, 1, true}, rows.data(), dim, pooled.data());
@@ -172,6 +177,7 @@ void test_text_and_arrays() {
   test_slots();
   test_unique();
   test_unique_of_many();
+  test_unique_of_none();
   test_bags();
   test_shuffle();
   test_reduce_and_images();

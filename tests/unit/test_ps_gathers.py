@@ -187,14 +187,34 @@ def test_the_defaults_of_new_tensors_do_not_count():
     assert all(torch.equal(gradient, expected[0]) for gradient in expected)
 
 
-def test_ids_in_no_bag_make_none():
-    rows = new_rows()
-    bags = read_bags(
-        "sum", torch.tensor([0, 1]), torch.tensor([], dtype=torch.int64), None, None, has_last_offset=False
-    )
-    output = pool(rows, bags)
-    assert output.shape == (0, DIM)
-    assert not torch.autograd.grad(output.sum(), rows)[0].any()
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 1])
+def test_ids_in_no_bag_make_none(mode, padding):
+    for _ in range(50):  # torch would write beyond memory, which not every call shows
+        rows = new_rows()
+        bags = read_bags(
+            mode, torch.tensor([0, 1] * 20), torch.tensor([], dtype=torch.int64), None, None, has_last_offset=False
+        )
+        output = pool(rows, bags, padding)
+        assert output.shape == (0, DIM)
+        assert not torch.autograd.grad(output.sum(), rows)[0].any()
+        with torch.no_grad():
+            assert pool(rows, bags, padding).shape == (0, DIM)
+
+
+@pytest.mark.parametrize("dim", [1, 4, 8, 12, 15, 16, 32, 300])
+def test_rows_of_any_length_are_pooled_as_by_torch(dim):
+    rows = torch.randn(9, dim, generator=torch.Generator().manual_seed(dim), requires_grad=True)
+    ids, offsets = torch.randint(9, (40,), generator=torch.Generator().manual_seed(1)), torch.tensor([0, 3, 3, 30])
+    bags = read_bags("sum", ids, offsets, None, None, has_last_offset=False)
+    expected = F.embedding_bag(ids, rows, offsets, mode="sum")
+    (pooled,) = rows_per_bag([(FeatureRows(rows, ids, None), bags)])
+    assert torch.equal(pooled, expected)
+    assert pooled.grad_fn.name() == "_RowsPerBagBackward"
+    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    bag_of_id = torch.repeat_interleave(torch.tensor([3, 0, 27, 10]))
+    sums = torch.zeros_like(rows).index_add_(0, ids, gradient[bag_of_id])
+    assert torch.equal(torch.autograd.grad(pooled, rows, gradient)[0], sums)
 
 
 @pytest.mark.parametrize("starts", [[0, 10**9], [0, 2, 1], [-1, 3], []])

@@ -182,8 +182,11 @@ class TableRegistry:
         if name in self._rules and name not in self.loaded:
             return False
         group = self._groups().get(id(parameter))
-        rule = parameter.settings.optimizer or (rule_of(*group) if group else self.loaded.get(name))
+        claimed = parameter.settings.optimizer or (rule_of(*group) if group else None)
+        rule = claimed or self.loaded.get(name)
         if rule is None or self._rules.get(name) == rule:
+            if claimed is not None:
+                self.loaded.pop(name, None)
             return False
         if name in self._rules:
             raise ConfigError(
