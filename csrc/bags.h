@@ -1,4 +1,4 @@
-// Gradients of pooled rows: what the rows of bags get of the gradients of the bags.
+// Pooled rows of bags, and what the rows of bags get of the gradients of the bags.
 //
 // Thread-safety: functions of their arguments alone.
 
@@ -18,8 +18,13 @@ struct Bags {
   bool is_mean;
 };
 
+// Writes the sums of the rows (n, dim) of each bag, over the number of its ids for a mean, to `pooled` (bags, dim). Rows are
+// added in the order of the ids. REQUIRES: no weights; starts as below.
+void pool_bags(const Bags& bags, const float* rows, std::size_t dim, float* pooled);
+
 // Adds to each row of `sums` the gradients (bags, dim) of the bags it is in, one after the other: times the id's weight, and
-// over the number of ids of a mean. REQUIRES: starts that do not decrease, from 0 to at most places.size().
-void add_bag_gradients(const Bags& bags, const float* gradients, std::size_t dim, float* sums);
+// over the number of ids of a mean. The gradients of two bags lie `stride` numbers apart.
+// REQUIRES: starts that do not decrease, from 0 to at most places.size().
+void add_bag_gradients(const Bags& bags, const float* gradients, std::ptrdiff_t stride, std::size_t dim, float* sums);
 
 }  // namespace phalanx

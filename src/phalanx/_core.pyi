@@ -321,16 +321,29 @@ class EmbeddingTable:
     @property
     def tick(self) -> int: ...
 
-def add_bag_gradients(
-    places: numpy.typing.NDArray[numpy.int64],
-    starts: numpy.typing.NDArray[numpy.int64],
-    weights: numpy.typing.NDArray[numpy.float32] | None,
-    padding: int,
-    is_mean: bool,
-    gradients: numpy.typing.NDArray[numpy.float32],
-    sums: numpy.typing.NDArray[numpy.float32],
+_Bags = tuple[
+    numpy.typing.NDArray[numpy.int64],
+    numpy.typing.NDArray[numpy.int64],
+    int,
+    bool,
+    numpy.typing.NDArray[numpy.float32] | None,
+]
+"""Place of each id's row; where each bag begins and the last one ends; place that counts in no bag, or -1; whether bags
+are means; weights of ids."""
+
+def pool_bags(
+    bags: list[_Bags],
+    rows: list[numpy.typing.NDArray[numpy.float32]],
+    pooled: list[numpy.typing.NDArray[numpy.float32]],
 ) -> None:
-    """Adds to the rows of sums what they get of the gradients of the bags they are in."""
+    """Writes the pooled rows of the bags of several tables; they have no weights."""
+
+def add_bag_gradients(
+    bags: list[_Bags],
+    gradients: list[numpy.typing.NDArray[numpy.float32]],
+    sums: list[numpy.typing.NDArray[numpy.float32]],
+) -> None:
+    """Adds to the rows of sums, for several tables, what they get of the gradients of the bags they are in."""
 
 def unique(
     arrays: list[numpy.typing.NDArray[numpy.int64]], places: numpy.typing.NDArray[numpy.int64]

@@ -99,6 +99,62 @@ def test_bags_on_servers_train_as_torchs_in_one_process(workers):
     context_of.shutdown()
 
 
+# --- several tables in one lookup -----------------------------------------------------------------------------------
+
+MODES = ("sum", "mean", "sum")
+
+
+class SeveralBags(nn.Module):
+    """Bags of three tables, of which the last is looked up for nothing."""
+
+    def __init__(self, bags):
+        super().__init__()
+        self.bags = nn.ModuleList(bags)
+
+    def pooled(self, ids, offsets):
+        return ps.lookup([(bag, ids, offsets) for bag in self.bags])
+
+    def forward(self, ids, offsets, _weights):
+        first, second, _unused = self.pooled(ids, offsets)
+        return (first * second).sum(1, keepdim=True) + first[:, :1]
+
+
+class SeveralPlainBags(SeveralBags):
+    """The same over torch's modules."""
+
+    def pooled(self, ids, offsets):
+        return [bag(ids, offsets) for bag in self.bags]
+
+
+def train_several_tables():
+    context = fleet.init(strategy=fleet.DistributedStrategy(a_sync=False))
+    bags = [torch_bag(mode, first_rows()) for mode in MODES]
+    model = SeveralBags(ps.EmbeddingBag.from_torch(bag, name=f"table{i}") for i, bag in enumerate(bags))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = fleet.distributed_model(model)
+    train(model, optimizer, slice(context.rank, None, context.world_size))
+    fleet.barrier_worker()
+    with torch.no_grad():
+        rows = model.pooled(torch.arange(IDS), torch.arange(IDS + 1))
+    fleet.stop_worker()
+    return [table.tolist() for table in rows]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_tables_in_one_lookup_train_as_torchs_in_one_process(workers):
+    with servers(2) as cluster:
+        env = {"PHALANX_SERVER_ENDPOINTS": ",".join(cluster.endpoints), "PHALANX_JOB_SECRET": SECRET.hex()}
+        results = run_ranks(train_several_tables, workers, env=env)
+    model = SeveralPlainBags(torch_bag(mode, first_rows()) for mode in MODES)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), slice(None))
+    assert torch.equal(model.bags[2].weight, first_rows())
+    assert not torch.equal(model.bags[1].weight, first_rows())
+    for tables in results:
+        for table, bag in zip(tables, model.bags, strict=True):
+            torch.testing.assert_close(torch.tensor(table), bag.weight.detach(), rtol=1e-5, atol=1e-6)
+    context_of.shutdown()
+
+
 # --- plain forwards in one request ----------------------------------------------------------------------------------
 
 TABLES = 6

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "../../csrc/bags.h"
 #include "../../csrc/images.h"
 #include "../../csrc/shm_reduce.h"
 #include "../../csrc/shuffle.h"
@@ -71,6 +72,39 @@ void test_unique() {
   for (const int servers : {1, 3, 1024}) {
     phalanx::split_by_owner(ids, 9, servers, order, std::span(offsets).first(static_cast<std::size_t>(servers) + 1));
     CHECK(offsets[static_cast<std::size_t>(servers)] == 7);
+  }
+}
+
+// More ids than one block of the search has, in two arrays.
+void test_unique_of_many() {
+  std::vector<std::int64_t> ids(1000);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i % 130) << 40;
+  const std::vector<std::span<const std::int64_t>> arrays = {std::span(ids).first(65), std::span(ids).subspan(65)};
+  std::vector<std::int64_t> places(ids.size());
+  const phalanx::Distinct distinct = phalanx::unique(arrays, places);
+  CHECK(distinct.keys.size() == 130 && distinct.counts.size() == 130 && distinct.counts[129] == 7);
+  for (std::size_t i = 0; i < ids.size(); ++i) CHECK(distinct.keys[static_cast<std::size_t>(places[i])] == ids[i]);
+}
+
+void test_unique_of_none() {
+  const phalanx::Distinct distinct = phalanx::unique({}, {});
+  CHECK(distinct.keys.empty() && distinct.counts.empty());
+}
+
+// Rows of all kinds of blocks of values, and of too many for blocks; one bag is empty and the last id in none.
+void test_bags() {
+  const std::vector<std::int64_t> places = {2, 0, 1, 2, 2, 0}, starts = {0, 3, 3, 5};
+  const std::vector<float> weights = {1, 2, 3, 4, 5, 6};
+  for (const std::size_t dim : {1, 4, 8, 15, 16, 17, 33, 300}) {
+    std::vector<float> rows(3 * dim), pooled(3 * dim, -1);
+    for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i / dim + 1);
+    phalanx::pool_bags({places, starts, nullptr, 1, true}, rows.data(), dim, pooled.data());
+    CHECK(pooled[dim - 1] == 2 && pooled[dim] == 0 && pooled[3 * dim - 1] == 3);
+    const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(dim) + 2;
+    const std::vector<float> gradients(2 * dim + 4 + dim, 1);
+    std::vector<float> sums(3 * dim);
+    phalanx::add_bag_gradients({places, starts, weights.data(), 1, false}, gradients.data(), stride, dim, sums.data());
+    CHECK(sums[dim - 1] == 2 && sums[dim] == 0 && sums[3 * dim - 1] == 1 + 4 + 5);
   }
 }
 
@@ -142,6 +176,9 @@ void test_square_sums() {
 void test_text_and_arrays() {
   test_slots();
   test_unique();
+  test_unique_of_many();
+  test_unique_of_none();
+  test_bags();
   test_shuffle();
   test_reduce_and_images();
   test_square_sums();

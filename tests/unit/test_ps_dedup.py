@@ -32,6 +32,15 @@ def test_ids_of_any_shape_and_stride_are_taken() -> None:
     assert len(places) == 20
 
 
+@pytest.mark.parametrize("distinct", [1, 7, 500, 10_000])
+def test_ids_of_many_arrays_are_those_of_numpy(distinct: int) -> None:
+    rng = np.random.default_rng(distinct)
+    pool = np.concatenate([[0, -1, -(2**63)], rng.integers(-(2**63), 2**63 - 1, distinct)])
+    ids = [rng.choice(pool, size) for size in (0, 1, 63, 64, 65, 0, 129, 5000)]
+    for ours, twin in zip(unique(ids), unique_numpy(ids), strict=True):
+        assert np.array_equal(ours, twin)
+
+
 def test_a_million_ids_are_found_again() -> None:
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 300_000)[np.arange(1_000_000) % 300_000]
     keys, places, counts = unique([ids[:400_000], ids[400_000:]])

@@ -235,6 +235,62 @@ def test_one_request_reads_bags_sequences_and_jagged_ids(monkeypatch):
         )
 
 
+def several_bags():
+    """Return modules of several tables, one of them with padding, and what each looks up."""
+    generator = torch.Generator().manual_seed(0)
+    bags = [
+        ps.EmbeddingBag(width, mode=mode, padding_idx=padding, init=ps.Normal(1.0), seed=width, optimizer=ps.SGD(0.5))
+        for width, mode, padding in ((3, "sum", None), (16, "mean", 2), (20, "sum", None), (5, "max", None))
+    ]
+    entries = [(bag, torch.randint(0, IDS, (6, 4), generator=generator)) for bag in bags]
+    sequence = ps.SparseEmbedding(4, init=ps.Normal(1.0))
+    return [*entries[:2], (sequence, torch.tensor([[1, 2], [2, 3]])), *entries[2:]]
+
+
+def keep_gradients(entries, outputs):
+    """Return what a network that weighs all outputs leaves in each parameter: ids and gradients."""
+    flat = torch.cat([output.reshape(-1) for output in outputs])
+    (flat * torch.linspace(-1.0, 2.0, len(flat))).sum().backward()
+    kept = [(bag.handle._seen.keys, bag.handle.grad) for bag, _ in entries]
+    for bag, _ in entries:
+        bag.handle.take_update(None)
+    return kept
+
+
+def test_a_lookup_of_several_tables_has_the_bits_of_a_call_of_each():
+    entries = several_bags()
+    results, alone = ps.lookup(entries), [module(ids) for module, ids in entries]
+    assert all(torch.equal(*pair) for pair in zip(results, alone, strict=True))
+    assert results[0].grad_fn is results[1].grad_fn is results[3].grad_fn is not results[2].grad_fn
+    for (keys, gradient), (other_keys, other) in zip(
+        keep_gradients(entries, results), keep_gradients(entries, alone), strict=True
+    ):
+        assert keys.tolist() == other_keys.tolist()
+        assert gradient.numpy().tobytes() == other.numpy().tobytes()
+
+
+def test_a_table_whose_result_is_not_used_is_not_trained():
+    entries = several_bags()[:2]
+    optimizer = torch.optim.SGD([bag.handle for bag, _ in entries], lr=1.0)
+    used, _unused = ps.lookup(entries)
+    used.sum().backward()
+    assert [bag.handle.grad is not None for bag, _ in entries] == [True, False]
+    optimizer.step()
+    report = table_client.current().mode.store.report()
+    assert [report[bag.handle.table].rows for bag, _ in entries] == [len(entries[0][1].unique()), 0]
+
+
+def test_results_of_a_lookup_may_go_to_losses_of_their_own():
+    entries = several_bags()
+    for result in ps.lookup(entries):
+        result.sum().backward()
+    apart = [bag.handle.grad for bag, _ in entries]
+    for bag, _ in entries:
+        bag.handle.take_update(None)
+    torch.cat([result.reshape(-1) for result in ps.lookup(entries)]).sum().backward()
+    assert all(torch.equal(bag.handle.grad, gradient) for (bag, _), gradient in zip(entries, apart, strict=True))
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

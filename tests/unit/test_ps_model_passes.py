@@ -133,6 +133,26 @@ def test_batches_of_other_lengths_are_one_request_too():
     assert [len(of_step) for of_step in pulls] == [5, 5, 1, 1, 1]
 
 
+def test_ids_that_a_model_changes_before_a_lookup_get_their_own_rows():
+    class Changing(Tower):
+        def forward(self, ids, *, batch):
+            total = super().forward(ids, batch=batch)
+            batch["tags"].add_(1)
+            return total + super().forward(ids, batch=batch)
+
+    expected = outputs_of(Changing("t"), 5)
+    current()._mode = None
+    current().registry._rules.clear()
+    model = Changing("t")
+    ModelPasses(model)
+    assert outputs_of(model, 5) == expected
+
+
+def outputs_of(model, steps):
+    outputs, _ = passes_of(model, steps)
+    return outputs
+
+
 def test_a_sparse_argument_has_no_ids():
     class WithSparse(Tower):
         def forward(self, adjacency, ids, *, batch):

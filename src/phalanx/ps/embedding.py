@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
-from phalanx.ps.features import Feature, FeatureRows
-from phalanx.ps.gathers import rows_per_id
-from phalanx.ps.ids import check_ids, check_per_id, like_jagged, values_of
+from phalanx.ps.features import Feature
+from phalanx.ps.ids import check_ids, check_per_id, values_of
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
 from phalanx.ps.table_module import Query, TableModule
@@ -153,9 +151,4 @@ class SparseEmbedding(TableModule):
         check_ids(ids)
         flat, flat_clicks = values_of(ids, "ids"), None if clicks is None else values_of(clicks, "clicks")
         check_per_id("clicks", flat_clicks, flat)
-        return Query(Feature(self.handle, flat, flat_clicks), partial(_rows_per_id, ids))
-
-
-def _rows_per_id(ids: Tensor, feature: FeatureRows) -> Tensor:
-    rows = rows_per_id(feature.rows, feature.index, feature.padding)
-    return like_jagged(ids, rows) if ids.is_nested else rows
+        return Query(Feature(self.handle, flat, flat_clicks), jagged=ids if ids.is_nested else None)

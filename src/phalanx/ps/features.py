@@ -38,7 +38,7 @@ class FeatureRows:
     """Rows of the unique ids of the table, shape (n, dim); a leaf when gradients are wanted."""
 
     index: Tensor
-    """Which row each id is, shape of `ids`, int64."""
+    """Which row each id is, flat, int64."""
 
     padding: int | None
     """The row of the padding id, if it occurs."""
@@ -123,8 +123,8 @@ class _TableReads:
             leaf.requires_grad_()
             leaf.register_post_accumulate_grad_hook(partial(_accumulate, client, parameter, seen, padding))
         sizes = [feature.ids.numel() for feature in features]
-        index = torch.from_numpy(self._inverse).to(parameter.device).split(sizes)
-        return [FeatureRows(leaf, i.view(f.ids.shape), padding) for f, i in zip(features, index, strict=True)]
+        index = torch.from_numpy(self._inverse).to(parameter.device).split_with_sizes(sizes)
+        return [FeatureRows(leaf, places, padding) for places in index]
 
     def _padding(self) -> int | None:
         if self.parameter.settings.padding_idx is None:
@@ -146,7 +146,8 @@ def _accumulate(
 ) -> None:
     """Move the gradient of looked-up rows to the table parameter, without the row of the padding id."""
     gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None
+    if gradient is None:  # of rows whose bags had none, where those of other tables had
+        return
     if padding is not None:
         others = np.delete(np.arange(len(seen.keys)), padding)
         clicks = None if seen.clicks is None else seen.clicks[others]

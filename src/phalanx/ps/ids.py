@@ -20,7 +20,7 @@ def keys_of(ids: Tensor) -> Keys:
         ConfigError: If they are no tensor of integers.
     """
     check_ids(ids)
-    keys: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+    keys: Keys = ids.reshape(-1).to("cpu", torch.int64).contiguous().numpy()
     return keys
 
 

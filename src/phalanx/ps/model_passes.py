@@ -126,7 +126,8 @@ class ModelPass:
             if key in self._pulled or not all(client.registry.is_declared(parameter) for parameter, _ in views):
                 continue
             features = [(parameter, self._tensor_at(view)) for parameter, view in views]
-            complete = [Feature(parameter, ids) for parameter, ids in features if ids is not None]
+            # Copies: a model may change its ids before the call, which shall not have the rows of the former ones then.
+            complete = [Feature(parameter, ids.clone()) for parameter, ids in features if ids is not None]
             if len(complete) == len(features):
                 reads[key] = FeatureReads(complete)
         return reads

@@ -91,7 +91,7 @@ def _read(module: PlacedEmbedding, ids: Tensor) -> Tensor:
             f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {module.num_embeddings} rows."
         )
     (rows,) = read_features([Feature(_table_parameter(module), ids)])
-    return rows_per_id(rows.rows, rows.index, rows.padding)
+    return rows_per_id(rows, ids.shape)
 
 
 _look_up = torch.compiler.disable(_read)

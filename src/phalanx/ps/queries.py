@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.table_module import Query, TableModule
+from phalanx.ps.table_module import Query, TableModule, results_of
 
 Lookups = Sequence[tuple[Any, ...]]
 """A module, then the arguments of its `forward`; those by keyword in a dict at the end."""
 
 
 def lookup(lookups: Lookups) -> list[Tensor]:
-    """Look up several features with one request for each server.
+    """Look up several features with one request for each server, and pool the bags of all at once.
 
     Args:
         lookups: Modules and what their `forward` takes: `(embedding, ids)`, `(bag, ids, offsets)`,
@@ -32,8 +32,7 @@ def lookup(lookups: Lookups) -> list[Tensor]:
     if not queries:
         return []
     module: TableModule = lookups[0][0]
-    feature_rows = module._read([query.feature for query in queries])
-    return [query.combine(rows) for query, rows in zip(queries, feature_rows, strict=True)]
+    return results_of(queries, module._read([query.feature for query in queries]))
 
 
 def queries_of(lookups: Lookups) -> list[Query]:

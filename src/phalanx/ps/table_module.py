@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.ps.client.parameter import TableParameter, TableSettings, is_named, shared_parameter
 from phalanx.ps.features import Feature, FeatureRows, read_features
+from phalanx.ps.gathers import rows_per_bag, rows_per_id
+from phalanx.ps.ids import like_jagged
+from phalanx.ps.pooling.bags import Bags
 from phalanx.ps.table.rules import EntryPolicy, Init, Uniform
 from phalanx.ps.table.update_rules import SGD, Rule
 
@@ -23,10 +26,14 @@ FILE_DTYPES = DTYPES | {torch.int8: "int8", "int8": "int8"}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One call of a module: what it reads, and how its result follows from the rows."""
+    """One call of a module: what it reads, and what it makes of the rows."""
 
     feature: Feature
-    combine: Callable[[FeatureRows], Tensor]
+    bags: Bags | None = None
+    """Whose rows are pooled; there is a row per id when None."""
+
+    jagged: Tensor | None = None
+    """The ids, if they are jagged and the rows are to be so too."""
 
 
 class TableModule(nn.Module):
@@ -105,7 +112,7 @@ class TableModule(nn.Module):
         return ", ".join([str(self.settings.dim), *(f"{k}={v!r}" for k, v in fields.items() if v is not None)])
 
     def _look_up(self, query: Query) -> Tensor:
-        return query.combine(self._read([query.feature])[0])
+        return results_of([query], self._read([query.feature]))[0]
 
     def _connect(self, name: str | None) -> None:
         self.handle = shared_parameter(name, self.settings)
@@ -128,6 +135,18 @@ class TableModule(nn.Module):
         self._connect(name)
         if is_new:
             self.handle.first_values = first_values
+
+
+def results_of(queries: Sequence[Query], feature_rows: Sequence[FeatureRows]) -> list[Tensor]:
+    """Return what each query makes of the rows of its feature; the bags of all are pooled together."""
+    looked_up = list(zip(queries, feature_rows, strict=True))
+    pooled = iter(rows_per_bag([(rows, query.bags) for query, rows in looked_up if query.bags is not None]))
+    return [_rows_per_id(query, rows) if query.bags is None else next(pooled) for query, rows in looked_up]
+
+
+def _rows_per_id(query: Query, feature: FeatureRows) -> Tensor:
+    rows = rows_per_id(feature, query.feature.ids.shape)
+    return rows if query.jagged is None else like_jagged(query.jagged, rows)
 
 
 _settings: dict[str, TypeAdapter[Any]] = {

@@ -31,6 +31,9 @@ from phalanx.ps.table.from_torch_optimizer import rule_of
 from phalanx.ps.table.table import RowTable, make_table, read_rows
 from phalanx.ps.table.update_rules import SGD, Rule
 
+Groups = dict[int, tuple[Optimizer, dict[str, Any]]]
+"""The optimizer that holds a parameter, and its group, by the identity of the parameter."""
+
 
 class TableRegistry:
     """The tables that this process uses, and what trains each.
@@ -108,8 +111,10 @@ class TableRegistry:
 
     def missing_rule(self) -> str | None:
         """Return what is wrong when a table has a gradient and nothing says how it is updated, else None."""
+        groups = self._groups()
         for parameter in self._parameters.values():
-            if parameter.grad is not None and parameter.settings.optimizer is None and not self._group_of(parameter):
+            is_ruled = parameter.settings.optimizer is not None or id(parameter) in groups
+            if parameter.grad is not None and not is_ruled:
                 return (
                     f"the parameter of table {parameter.label} is in no optimizer, so nothing says how its rows are "
                     "updated. Give the optimizer all of model.parameters(), or SparseEmbedding its own optimizer=."
@@ -124,9 +129,9 @@ class TableRegistry:
         Returns:
             The updates; and whether the step is one of the tables, which ends there even without any.
         """
-        updates, is_step = [], optimizer in self._dense
+        updates, is_step, groups = [], optimizer in self._dense, self._groups()
         for parameter in list(self._parameters.values()):
-            group = self._group_of(parameter)
+            group = groups.get(id(parameter))
             if group[0] is not optimizer if group else parameter.settings.optimizer is None:
                 continue
             is_step |= group is not None
@@ -138,13 +143,10 @@ class TableRegistry:
         updates += [update for table in self._dense.get(optimizer, ()) if (update := table.take_update())]
         return updates, is_step or bool(updates)
 
-    def _group_of(self, parameter: TableParameter) -> tuple[Optimizer, dict[str, Any]] | None:
-        """Return the optimizer that holds a parameter, and its group."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if any(param is parameter for param in group["params"]):
-                    return optimizer, group
-        return None
+    def _groups(self) -> Groups:
+        """Return the optimizer that holds each parameter, the first one if several do, and its group."""
+        held = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return {id(param): holder for holder in reversed(held) for param in holder[1]["params"]}
 
     # --- first values -----------------------------------------------------------------------------------------------
 
@@ -179,9 +181,12 @@ class TableRegistry:
         name = str(parameter.table)
         if name in self._rules and name not in self.loaded:
             return False
-        group = self._group_of(parameter)
-        rule = parameter.settings.optimizer or (rule_of(*group) if group else self.loaded.get(name))
+        group = self._groups().get(id(parameter))
+        claimed = parameter.settings.optimizer or (rule_of(*group) if group else None)
+        rule = claimed or self.loaded.get(name)
         if rule is None or self._rules.get(name) == rule:
+            if claimed is not None:
+                self.loaded.pop(name, None)
             return False
         if name in self._rules:
             raise ConfigError(

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.ps.ids import check_ids, check_per_id, offsets_of, values_of
+
+PoolingMode = Literal["sum", "mean", "max"]
 
 
 @dataclass(frozen=True, slots=True)
 class Bags:
     """Ids, and which of them make a bag."""
 
-    ids: Tensor
-    """Shape (bags, ids per bag), or (ids,) with `offsets`."""
+    mode: PoolingMode
+    """How the rows of a bag combine."""
 
-    offsets: Tensor | None
-    """Where each bag begins, shape (bags,); with `has_last_offset` also where the last one ends."""
+    ids: Tensor
+    """Shape (bags, ids per bag) or (ids,)."""
+
+    starts: Tensor
+    """Where each bag begins among the flat ids, and the last one ends, shape (bags + 1,), int64, on the CPU.
+
+    It is memory of its own: a script may use that of its offsets for the next batch before the backward pass.
+    """
 
     weights: Tensor | None
     """Factor of each id's row, shape of `ids`."""
@@ -27,15 +38,20 @@ class Bags:
     clicks: Tensor | None
     """Clicks of each occurrence, shape of `ids`."""
 
-    has_last_offset: bool
-
 
 def read_bags(
-    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, clicks: Tensor | None, *, has_last_offset: bool
+    mode: PoolingMode,
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    clicks: Tensor | None,
+    *,
+    has_last_offset: bool,
 ) -> Bags:
     """Return the bags that the arguments of a call describe.
 
     Args:
+        mode: How the rows of a bag combine.
         ids: Shape (bags, ids per bag), flat with `offsets`, or nested of layout `torch.jagged`.
         offsets: Where each bag begins in flat ids.
         weights: Factor of each id's row, shape of `ids`.
@@ -48,11 +64,12 @@ def read_bags(
     check_ids(ids)
     _check_shape(ids, offsets)
     if ids.is_nested:
-        bags = Bags(values_of(ids, "ids"), offsets_of(ids), _values(weights), _values(clicks), has_last_offset=True)
+        flat = values_of(ids, "ids")
+        bags = Bags(mode, flat, _copy_starts(offsets_of(ids)), _values(weights), _values(clicks))
+    elif offsets is None:
+        bags = Bags(mode, ids, torch.arange(len(ids) + 1, device="cpu") * ids.shape[1], weights, clicks)
     else:
-        bags = Bags(ids, offsets, weights, clicks, has_last_offset and offsets is not None)
-    if offsets is not None:
-        _check_offsets(offsets, len(ids), has_last_offset)
+        bags = Bags(mode, ids, _read_offsets(offsets, len(ids), has_last_offset), weights, clicks)
     check_per_id("per_sample_weights", bags.weights, bags.ids)
     check_per_id("clicks", bags.clicks, bags.ids)
     return bags
@@ -75,21 +92,32 @@ def _check_shape(ids: Tensor, offsets: Tensor | None) -> None:
         )
 
 
-def _check_offsets(offsets: Tensor, total: int, has_last_offset: bool) -> None:
+def _read_offsets(offsets: Tensor, total: int, has_last_offset: bool) -> Tensor:
+    """Return checked starts of bags of so many flat ids."""
     is_integer = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
     if not is_integer or offsets.dim() != 1 or (has_last_offset and not len(offsets)):
         raise ConfigError(
             "offsets must be a tensor of int64 or int32, of shape (bags,), or (bags + 1,) with "
             f"include_last_offset=True; found {_describe(offsets)}."
         )
-    if not len(offsets) or torch.compiler.is_compiling():  # a compiled graph would break at the values
-        return
-    starts = offsets.detach().cpu().numpy()  # which compares small arrays in half the time
-    last, first = int(starts[-1]), int(starts[0])
-    if first != 0 or last > total or bool((starts[1:] < starts[:-1]).any()):
+    starts = _copy_starts(offsets)
+    if starts.numel() and not torch.compiler.is_compiling():  # a compiled graph would break at the values
+        _check_starts(starts.numpy(), total, has_last_offset)  # which compares small arrays in half the time
+    if has_last_offset:
+        return starts
+    return torch.cat([starts, starts.new_tensor([total if starts.numel() else 0])])
+
+
+def _copy_starts(offsets: Tensor) -> Tensor:
+    return offsets.to("cpu", torch.int64).clone(memory_format=torch.contiguous_format)
+
+
+def _check_starts(starts: NDArray[np.int64], total: int, has_last_offset: bool) -> None:
+    first, last = int(starts[0]), int(starts[-1])
+    if first != 0 or last > total or np.count_nonzero(starts[1:] < starts[:-1]):
         raise ConfigError(
             f"offsets must begin at 0, not decrease, and end at {total}, the number of ids, or before; found "
-            f"{offsets[:3].tolist()} ... {last}."
+            f"{starts[:3].tolist()} ... {last}."
         )
     if has_last_offset and last != total:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -10,14 +9,11 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.ps.conversions import check_convertible, rows_for_torch, start_from_torch
-from phalanx.ps.features import Feature, FeatureRows
-from phalanx.ps.gathers import rows_per_bag
-from phalanx.ps.pooling.bags import Bags, read_bags
+from phalanx.ps.features import Feature
+from phalanx.ps.pooling.bags import PoolingMode, read_bags
 from phalanx.ps.table.rules import EntryPolicy, Init
 from phalanx.ps.table.update_rules import Rule
 from phalanx.ps.table_module import Query, TableModule
-
-PoolingMode = Literal["sum", "mean", "max"]
 
 
 class EmbeddingBag(TableModule):
@@ -164,13 +160,9 @@ class EmbeddingBag(TableModule):
             raise ConfigError(
                 f"per_sample_weights need mode='sum', as in torch; this EmbeddingBag has mode={self.mode!r}."
             )
-        bags = read_bags(ids, offsets, per_sample_weights, clicks, has_last_offset=self.include_last_offset)
-        return Query(Feature(self.handle, bags.ids, bags.clicks), partial(_pool, self.mode, bags))
+        bags = read_bags(self.mode, ids, offsets, per_sample_weights, clicks, has_last_offset=self.include_last_offset)
+        return Query(Feature(self.handle, bags.ids, bags.clicks), bags=bags)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
-
-
-def _pool(mode: PoolingMode, bags: Bags, feature: FeatureRows) -> Tensor:
-    return rows_per_bag(feature.rows, feature.index, bags, mode, feature.padding)
