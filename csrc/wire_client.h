@@ -68,10 +68,11 @@ struct DueReply {
   ReplyHead head;        // once it arrived, and so are these
   bool is_shared = false;
   std::uint64_t rows_at = 0;  // where its rows are said to lie in shared memory, or lie in the buffer that was read ahead
+  std::size_t length = 0;     // of the frame
 };
 
-// Takes replies off their sockets until all have arrived, one is for Python, or `patience` has passed; once any arrived
-// it waits only `hold` for the others, as whoever else waits for frames of these sockets waits for this.
+// Takes replies off their sockets until all have arrived, one is for Python, or `patience` has passed; those that came
+// wait only about `hold` for the others, as whoever else waits for frames of these sockets waits for this.
 // False if a signal came before anything else did.
 bool receive_replies(std::span<DueReply> replies, std::chrono::milliseconds patience, std::chrono::milliseconds hold);
 
