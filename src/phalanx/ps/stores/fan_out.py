@@ -172,18 +172,17 @@ class FanOut:
                 self.connections[server].finish(None, None)
 
     def _read(self, native: _core.SentRequest) -> bool:
-        """Take a reply of each server, or let Python read another frame; False if that is not for this thread."""
+        """Take a reply of each server, or let Python read another frame; returns whether there is more to take."""
+        patience_s = max(0.0, self._deadline - time.monotonic())
         reading = _core.Reading()
         try:
             with self.connections[0].lock:
-                patience_s = self._deadline - time.monotonic()
-                links = [connection.link.state for connection in self.connections]
-                if patience_s <= 0 or not reading.begin(native, links):
+                if not reading.begin(native, [connection.link.state for connection in self.connections]):
                     return False
             reading.receive(min(patience_s, _LONGEST_WAIT_S), _HOLD_S)
         finally:
             self._end_reading(reading)
-        return not native.is_done_by_all()
+        return patience_s > 0 and not native.is_done_by_all()
 
     def _end_reading(self, reading: _core.Reading) -> None:
         waited: list[int] = []

@@ -79,10 +79,10 @@ class PullRequest:
 
     def _answer(self, sent: FanOut, rank: int) -> Bytes:
         reply = sent.reply(rank)
-        if reply is None or reply.status == DataStatus.NEED_PUSH:
+        if reply is not None and reply.status == DataStatus.NEED_PUSH:
             # A push before this pull had to be sent again, and came behind it.
             reply = sent.connections[rank].post(sent.part(rank)).result()
-            assert reply is not None
+        assert reply is not None
         self.named.numbers[rank] = reply.number
         return reply.rows
 

@@ -1,4 +1,4 @@
-"""`ServerLink`: one authenticated socket to a server, and its requests in flight; a `Connection` replaces a broken one.
+"""`ServerLink`: one authenticated socket to a server; a `Connection` replaces a broken one.
 
 Whoever waits for an answer reads the socket, which saves two switches between threads for every answer; a thread reads
 while nobody waits. It is there because answers must be taken in any case: a server that cannot write them reads no
