@@ -5,11 +5,14 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <utility>
@@ -90,7 +93,7 @@ nb::object first_due(const Link& self) {
 }
 
 // Appends what stands for the first part under way to Python's queue, unless that part was answered meanwhile. Both or
-// neither, whatever signal comes: no code of Python's runs here.
+// neither, whatever signal comes.
 bool hand_over(Link& self, nb::handle owner, nb::handle queue, nb::handle pending) {
   if (self.link.due.empty() || self.link.due.front().owner.get() != owner.ptr()) return false;
   queue.attr("append")(pending);
@@ -117,10 +120,51 @@ class WritingLocks {
   }
 
   // Leaves the lock of one to the caller.
-  void leave(std::size_t index) { taken_[index] = nb::object(); }
+  nb::object leave(std::size_t index) { return std::exchange(taken_[index], nb::object()); }
 
  private:
   std::vector<nb::object> taken_;
+};
+
+// Frames that are not out whole, the shortest rest first, and the locks of their links.
+class UnfinishedFrames {
+ public:
+  void add(int server, int fd, SentFrame frame, nb::object lock) {
+    const auto behind = std::find_if(frames_.begin(), frames_.end(), [&](const Unfinished& other) {
+      return other.frame.rest.size() > frame.rest.size();
+    });
+    frames_.insert(behind, {server, fd, std::move(frame), std::move(lock)});
+  }
+
+  // (server, errno, what was not written), or None
+  nb::object first() const {
+    if (frames_.empty()) return nb::none();
+    const auto& [server, fd, frame, lock] = frames_.front();
+    return nb::make_tuple(server, frame.error, nb::bytes(frame.rest.data(), frame.rest.size()));
+  }
+
+  void release_first() {
+    const Unfinished first = std::move(frames_.front());
+    frames_.pop_front();
+    first.lock.attr("release")();
+  }
+
+  // Breaks the links of frames that nobody finishes: what follows would be read as the rest of them.
+  void drop() {
+    while (!frames_.empty()) {
+      ::shutdown(frames_.front().fd, SHUT_RDWR);
+      release_first();
+    }
+  }
+
+ private:
+  struct Unfinished {
+    int server, fd;
+    SentFrame frame;
+    nb::object lock;
+  };
+
+  std::deque<Unfinished> frames_;
 };
 
 // The server has the memory's descriptor.
@@ -130,10 +174,9 @@ void forget_descriptor(RequestMemory& memory) {
 }
 
 // Sends all parts, as far as sockets take them, or none and returns False: if a link has no room, or is written to, or
-// memory lacks, of which (server, bytes) go to `lacking`. Appends (server, errno, what was not written) of each frame
-// that is not out whole, whose link's lock is left to the caller.
+// memory lacks, of which (server, bytes) go to `lacking`.
 bool send_parts(const Request& sent, nb::object owner, const PartitionedRequest& request, const std::vector<Link*>& links,
-                int kind, std::uint64_t step, double weight, bool keep, nb::list lacking, nb::list unfinished) {
+                int kind, std::uint64_t step, double weight, bool keep, nb::list lacking, UnfinishedFrames& unfinished) {
   const RequestTerms terms{static_cast<phalanx::FrameKind>(kind), step, weight, keep};
   WritingLocks locks;
   for (const SentPart& part : sent->parts) {
@@ -147,8 +190,10 @@ bool send_parts(const Request& sent, nb::object owner, const PartitionedRequest&
   if (nb::len(lacking) != 0) return false;
   const std::shared_ptr<void> kept = shared(owner);
   std::vector<ServerFrame> frames;
+  frames.reserve(sent->parts.size());
   for (std::size_t i = 0; i < sent->parts.size(); ++i) {
     ClientLink& to = links[static_cast<std::size_t>(sent->parts[i].server)]->link;
+    if (to.is_reading) to.has_waiter = true;  // else Python's thread might read this link from now on
     to.begin(sent, i, kept);
     frames.push_back(to.frame_of(sent->parts[i]));
   }
@@ -159,11 +204,10 @@ bool send_parts(const Request& sent, nb::object owner, const PartitionedRequest&
     for (const ServerFrame& frame : frames) outcomes.push_back(phalanx::send_frame(request, terms, frame));
   }
   for (std::size_t i = 0; i < frames.size(); ++i) {
-    const SentFrame& out = outcomes[i];
+    SentFrame& out = outcomes[i];
     if (frames[i].descriptor >= 0 && out.has_begun) forget_descriptor(*sent->parts[i].memory);
     if (out.error == 0 && out.rest.empty()) continue;
-    unfinished.append(nb::make_tuple(frames[i].server, out.error, nb::bytes(out.rest.data(), out.rest.size())));
-    locks.leave(i);
+    unfinished.add(frames[i].server, frames[i].fd, std::move(out), locks.leave(i));
   }
   return true;
 }
@@ -171,21 +215,10 @@ bool send_parts(const Request& sent, nb::object owner, const PartitionedRequest&
 // Replies of several servers as they are read.
 class Reading {
  public:
-  Reading() = default;
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
-
-  // Turns that a second signal left to nobody; what arrived is not lost.
-  ~Reading() {
-    while (!turns_.empty()) {
-      Link& from = nb::cast<Link&>(turns_.back().second);
-      end_last(from);
-      from.link.is_reading = false;
-    }
-  }
-
   // Takes the turn to read on each link that has a part of the request under way and that nobody reads. False if none.
   bool begin(const SentRequest& sent, const nb::list& links) {
+    turns_.reserve(sent.parts.size());
+    replies_.reserve(sent.parts.size());
     for (const SentPart& part : sent.parts) {
       if (part.state != SentPart::State::kUnderWay) continue;
       nb::object object = links[static_cast<std::size_t>(part.server)];
@@ -210,36 +243,37 @@ class Reading {
     if (!has_news && PyErr_CheckSignals() != 0) throw nb::python_error();
   }
 
-  // Gives replies to their requests and ends the turns. Appends the servers for whose links somebody waits, and (server,
-  // errno) of links whose turn is left to the caller, since the next frame is for Python.
-  void end(nb::list waited, nb::list left) {
+  // Gives replies to their requests and ends the turns. Appends the servers for whose links somebody waits, and those
+  // whose next frame is for Python.
+  void end(nb::list waited, nb::list for_python) {
     while (!turns_.empty()) {
-      const int server = turns_.back().first;
-      const nb::object object = turns_.back().second;
+      const auto [server, object] = turns_.back();
       Link& from = nb::cast<Link&>(object);
-      const DueReply reply = end_last(from);
-      if (reply.state == DueReply::State::kForPython) {
-        left.append(nb::make_tuple(server, reply.error));
-      } else {
-        from.link.is_reading = false;
-        if (std::exchange(from.link.has_waiter, false)) waited.append(server);
-      }
+      DueReply& reply = replies_.back();
+      const bool is_taken = reply.state == DueReply::State::kArrived && from.link.take(reply);
+      if (is_taken) reply.state = DueReply::State::kDue;  // or `end_last` would put it back
+      if (reply.state != DueReply::State::kDue) for_python.append(server);
+      if (std::exchange(from.link.has_waiter, false)) waited.append(server);
+      end_last();
     }
   }
 
+  // Ends the turns that are left; what arrived can be read again.
+  void drop() {
+    while (!turns_.empty()) end_last();
+  }
+
  private:
-  // Gives the last reply to its request, or leaves it in the buffer for Python.
-  DueReply end_last(Link& from) {
+  void end_last() {
+    const nb::object object = std::move(turns_.back().second);
     DueReply reply = replies_.back();
-    if (reply.state == DueReply::State::kArrived && !from.link.take(reply)) {
-      reply.ahead.start -= reply.length;
-      reply.state = DueReply::State::kForPython;
-    }
-    from.channel.attr("ahead_start") = reply.ahead.start;
-    from.channel.attr("ahead_end") = reply.ahead.end;
     turns_.pop_back();
     replies_.pop_back();
-    return reply;
+    if (reply.state == DueReply::State::kArrived) reply.ahead.start -= reply.length;
+    Link& from = nb::cast<Link&>(object);
+    from.channel.attr("ahead_start") = reply.ahead.start;
+    from.channel.attr("ahead_end") = reply.ahead.end;
+    from.link.is_reading = false;
   }
 
   std::vector<std::pair<int, nb::object>> turns_;
@@ -312,7 +346,14 @@ void bind_client(nb::module_& module) {
       .def(nb::init<>())
       .def("begin", &Reading::begin, nb::arg("sent"), nb::arg("links"))
       .def("receive", &Reading::receive, nb::arg("patience_s"), nb::arg("hold_s"))
-      .def("end", &Reading::end, nb::arg("waited"), nb::arg("left"));
+      .def("end", &Reading::end, nb::arg("waited"), nb::arg("for_python"))
+      .def("drop", &Reading::drop);
+
+  nb::class_<UnfinishedFrames>(module, "UnfinishedFrames", "Frames that are not out whole; see csrc/bind_client.cc.")
+      .def(nb::init<>())
+      .def("first", &UnfinishedFrames::first)
+      .def("release_first", &UnfinishedFrames::release_first)
+      .def("drop", &UnfinishedFrames::drop);
 
   module.def("send_parts", &send_parts, nb::arg("sent"), nb::arg("owner"), nb::arg("request"), nb::arg("links"),
              nb::arg("kind"), nb::arg("step"), nb::arg("weight"), nb::arg("keep"), nb::arg("lacking"),

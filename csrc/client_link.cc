@@ -67,7 +67,7 @@ void ClientLink::begin(const std::shared_ptr<SentRequest>& request, std::size_t 
 
 ServerFrame ClientLink::frame_of(const SentPart& part) const {
   const RequestMemory& of_part = *part.memory;
-  return {part.server, false, fd, client, part.seq, of_part.segment, of_part.bytes, of_part.descriptor};
+  return {part.server, fd, client, part.seq, of_part.segment, of_part.bytes, of_part.descriptor};
 }
 
 DueReply ClientLink::next_reply(const ReadAhead& ahead) const {
@@ -85,6 +85,7 @@ bool ClientLink::take(const DueReply& reply) {
   SentPart& part = due.front().get();
   const std::uint64_t count = reply.head.status <= DataStatus::kAgain ? part.rows_bytes : 0;
   if (reply.is_shared && count != 0 && !has_rows_at(*part.memory, reply.rows_at, count)) return false;
+  const auto of_part = part.memory;
   if (count == 0) {
     part.memory.reset();
   } else if (reply.is_shared) {
@@ -97,17 +98,20 @@ bool ClientLink::take(const DueReply& reply) {
   part.reply = reply.head;
   part.state = SentPart::State::kAnswered;
   due_bytes -= part.payload_bytes;
-  due.pop_front();
   has_answered = true;
+  const Due answered = std::move(due.front());  // what it frees, it frees last: that may be objects of Python
+  due.pop_front();
   return true;
 }
 
 void ClientLink::hand_over() {
-  SentPart& part = due.front().get();
-  part.state = SentPart::State::kTakenOver;
-  part.memory.reset();
-  due_bytes -= part.payload_bytes;
+  const Due first = std::move(due.front());
   due.pop_front();
+  SentPart& part = first.get();
+  part.state = SentPart::State::kTakenOver;
+  due_bytes -= part.payload_bytes;
+  const auto of_part = std::move(part.memory);
+  const auto lent = std::move(memory);
   memory.clear();
 }
 

@@ -30,7 +30,7 @@ std::string encode_request(const PartitionedRequest& request, const RequestTerms
   head.pushes = static_cast<std::uint32_t>(pushes);
   head.pulls = static_cast<std::uint32_t>(pulls);
   std::string object(reinterpret_cast<const char*>(&head), sizeof head);
-  object += request.heads(frame.server, frame.with_keys);
+  object += request.heads(frame.server, false);
   const auto flags = static_cast<std::uint8_t>((frame.is_shared() ? kShared : 0) |
                                                (frame.descriptor < 0 ? 0 : kNewSegment));
   return encode_frame({terms.kind, flags, frame.client, frame.seq, 0, payload_bytes}, object);
@@ -148,8 +148,8 @@ milliseconds until(Clock::time_point deadline) {
 }  // namespace
 
 SentFrame send_frame(const PartitionedRequest& request, const RequestTerms& terms, const ServerFrame& frame) {
-  const std::uint64_t count = request.payload_bytes(frame.server, frame.with_keys);
-  request.write(frame.server, frame.with_keys, frame.memory.data());
+  const std::uint64_t count = request.payload_bytes(frame.server, false);
+  request.write(frame.server, false, frame.memory.data());
   std::string bytes = encode_request(request, terms, frame, count);
   if (!frame.is_shared()) append_payload(bytes, frame.memory.first(count));
   const ssize_t sent = send_some(frame.fd, bytes, frame.descriptor);

@@ -33,7 +33,6 @@ struct RequestTerms {
 // A server's frame of a request, and where it goes.
 struct ServerFrame {
   int server = 0;
-  bool with_keys = false;  // see PartitionedRequest
   int fd = -1;
   std::uint64_t client = 0, seq = 0;
   std::uint64_t segment = 0;    // number of a shared segment; 0: the payload goes through the socket

@@ -534,7 +534,19 @@ class Reading:
     def __init__(self) -> None: ...
     def begin(self, sent: SentRequest, links: list[ClientLink]) -> bool: ...
     def receive(self, patience_s: float, hold_s: float) -> None: ...
-    def end(self, waited: list[int], left: list[tuple[int, int]]) -> None: ...
+    def end(self, waited: list[int], for_python: list[int]) -> None: ...
+    def drop(self) -> None: ...
+
+class UnfinishedFrames:
+    """Frames that are not out whole, and the locks of their links; see csrc/bind_client.cc."""
+
+    def __init__(self) -> None: ...
+    def first(self) -> tuple[int, int, bytes] | None:
+        """Return server, errno and what was not written of the one with the shortest rest."""
+
+    def release_first(self) -> None: ...
+    def drop(self) -> None:
+        """Break the links of all that are left, and unlock them."""
 
 def send_parts(
     sent: SentRequest,
@@ -546,6 +558,6 @@ def send_parts(
     weight: float,
     keep: bool,
     lacking: list[tuple[int, int]],
-    unfinished: list[tuple[int, int, bytes]],
+    unfinished: UnfinishedFrames,
 ) -> bool:
     """Write the frames of all parts as far as sockets take them. See csrc/bind_client.cc."""

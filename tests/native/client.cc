@@ -84,7 +84,7 @@ void test_a_frame_is_what_a_server_reads() {
   std::vector<std::byte> memory(4096);
   for (const bool is_shared : {false, true}) {
     const Ends ends;
-    const ServerFrame frame{0, false, ends.ours(), 11, 12, is_shared ? 3u : 0u, memory, -1};
+    const ServerFrame frame{0, ends.ours(), 11, 12, is_shared ? 3u : 0u, memory, -1};
     CHECK(send_frame(request, {FrameKind::kPull, 6, 1, true}, frame).rest.empty());
     const auto head = read_exactly(ends.theirs(), kHeaderBytes);
     const FrameHeader header = decode_header(head);
@@ -111,7 +111,7 @@ void test_a_full_or_broken_socket_is_said() {
   request.add_pull(partition, kDim);
   const Ends ends;
   std::vector<std::byte> memory(4096);
-  const ServerFrame frame{0, false, ends.ours(), 11, 12, 0, memory, -1};
+  const ServerFrame frame{0, ends.ours(), 11, 12, 0, memory, -1};
   SentFrame sent;
   while (sent.rest.empty()) sent = send_frame(request, {}, frame);
   CHECK(sent.error == 0);

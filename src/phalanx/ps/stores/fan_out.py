@@ -7,7 +7,6 @@ which takes over what is under way on that link.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
@@ -29,9 +28,6 @@ _HOLD_S = 0.002
 """How long replies that came wait for those of other servers: nobody else reads their links meanwhile."""
 
 _STATUSES = tuple(DataStatus)
-
-_Unfinished = tuple[int, int, bytes]
-"""Server, errno, and what was not written, of a frame that is not out whole."""
 
 
 class FanOut:
@@ -59,6 +55,7 @@ class FanOut:
         keep: bool = False,
     ) -> None:
         self.connections, self.request, self.servers = list(connections), request, servers
+        self._lock = self.connections[0].lock
         self._kind, self._step, self._weight, self._keep = kind, step, weight, keep
         self._sent_at = self._deadline = 0.0
         self._native: _core.SentRequest | None = None
@@ -71,13 +68,7 @@ class FanOut:
         """Send all parts. What cannot be sent has its error as its reply: the other parts are on their way."""
         if not self.servers:
             return
-        unfinished: list[_Unfinished] = []
-        try:
-            with self.connections[0].lock:
-                is_sent = HAS_NATIVE and self._send_native(unfinished)
-        finally:
-            self._finish(unfinished)
-        if not is_sent:
+        if not (HAS_NATIVE and self._send_native()):
             # A connection that is written to may have to be waited for.
             for server in sorted(self.servers, key=lambda rank: self.connections[rank].is_written):
                 self._pending[server] = _post(self.connections[server], self.part(server))
@@ -123,7 +114,7 @@ class FanOut:
         return DataRequest(self._kind, ServerPart(self.request, server), self._step, self._weight, keep=self._keep)
 
     def pending_part(self, server: int) -> Pending:
-        """Return a part that native code has under way as its connection knows it. See `NativeRequest`."""
+        """Return a part that native code has under way as its connection knows it. See `PartsUnderWay`."""
         if (pending := self._pending.get(server)) is None:
             assert self._native is not None
             pending = self.connections[server].remember(self.part(server))
@@ -131,10 +122,21 @@ class FanOut:
             self._pending[server] = pending
         return pending
 
-    def _send_native(self, unfinished: list[_Unfinished]) -> bool:
+    def _send_native(self) -> bool:
+        unfinished = _core.UnfinishedFrames()
+        try:
+            with self._lock:
+                is_sent = self._send_frames(unfinished)
+            while (frame := unfinished.first()) is not None:
+                self._finish(*frame)
+                unfinished.release_first()
+        finally:
+            unfinished.drop()
+        return is_sent
+
+    def _send_frames(self, unfinished: _core.UnfinishedFrames) -> bool:
         if not all(self.connections[server].takes_native for server in self.servers):
             return False
-        links = [connection.link.state for connection in self.connections]
         terms = int(self._kind), self._step, self._weight, self._keep
         native = _core.SentRequest(self.request, self.servers)
         self._sent_at = time.monotonic()
@@ -142,7 +144,7 @@ class FanOut:
         while True:
             lacking: list[tuple[int, int]] = []
             self._native = native
-            if _core.send_parts(native, self, self.request, links, *terms, lacking, unfinished):
+            if _core.send_parts(native, self, self.request, self._links(), *terms, lacking, unfinished):
                 return True
             self._native = None
             if not lacking or not self._lend_memory(lacking):
@@ -156,56 +158,35 @@ class FanOut:
             link.state.lend_memory(lease.memory, lease)
         return True
 
-    def _finish(self, unfinished: list[_Unfinished]) -> None:
-        """End the writing of frames, those that need no waiting first; one that was broken off costs its link."""
-        unfinished.sort(key=lambda frame: len(frame[2]))
-        try:
-            while unfinished:
-                server, error, rest = unfinished[0]
-                connection = self.connections[server]
-                connection.take_over()
-                pending = self._pending.get(server)
-                del unfinished[0]
-                connection.finish(pending, None if error else rest)
-        finally:
-            for server, *_ in unfinished:
-                self.connections[server].finish(None, None)
+    def _finish(self, server: int, error: int, rest: bytes) -> None:
+        connection = self.connections[server]
+        connection.take_over()
+        connection.finish(self._pending.get(server), None if error else rest)
+
+    def _links(self) -> list[_core.ClientLink]:
+        return [connection.link.state for connection in self.connections]
 
     def _read(self, native: _core.SentRequest) -> bool:
         """Take a reply of each server, or let Python read another frame; returns whether there is more to take."""
         patience_s = max(0.0, self._deadline - time.monotonic())
+        waited: list[int] = []
+        for_python: list[int] = []
         reading = _core.Reading()
         try:
-            with self.connections[0].lock:
-                if not reading.begin(native, [connection.link.state for connection in self.connections]):
+            with self._lock:
+                if not reading.begin(native, self._links()):
                     return False
             reading.receive(min(patience_s, _LONGEST_WAIT_S), _HOLD_S)
-        finally:
-            self._end_reading(reading)
-        return patience_s > 0 and not native.is_done_by_all()
-
-    def _end_reading(self, reading: _core.Reading) -> None:
-        waited: list[int] = []
-        left: list[tuple[int, int]] = []
-        try:
-            with self.connections[0].lock:
-                reading.end(waited, left)
+            with self._lock:
+                reading.end(waited, for_python)
                 for server in waited:
                     self.connections[server].link.notify()
-            left.sort(key=lambda link: link[1], reverse=True)
-            while left:
-                (server, error), is_last = left[0], len(left) == 1
-                link = self.connections[server].link
-                if error or not is_last:
-                    link.end_turn(os.strerror(error) if error else None)
-                    del left[0]
-                else:
-                    # When nobody waits for another link any more, which comes next if it has such a frame, too.
-                    left.clear()
-                    link.read_next()
         finally:
-            for server, _ in left:
-                self.connections[server].link.end_turn("reading its answer was interrupted")
+            reading.drop()
+        if for_python:
+            # The next call comes to the others, if they have such a frame, too.
+            self.connections[for_python[0]].link.read_next()
+        return patience_s > 0 and not native.is_done_by_all()
 
 
 def _post(connection: Connection, request: DataRequest) -> Pending:

@@ -129,7 +129,7 @@ class Connection:
         """Send a request of any kind and return without its reply; see `send`."""
         pending = Pending(request, self._wait_for)
         pending.sent_at = time.monotonic()
-        self._reserve(pending)
+        self._wait_for_room(pending)
         # Whoever writes, or replaces the link, has a deadline.
         with self._writing:
             self._send(pending)
@@ -162,15 +162,12 @@ class Connection:
 
     def finish(self, pending: Pending | None, rest: bytes | None) -> None:
         """Write what the socket had no room for, None if the link broke. Native code left `writing` locked for it."""
-        try:
-            if pending is None or rest is None:
-                # As in `_write`: the reader of this link does the rest.
-                self.link.interrupt()
-            else:
-                pending.set_rest(rest)
-                self._write(self.link, pending)
-        finally:
-            self._writing.release()
+        if pending is None or rest is None:
+            # As in `_write`: the reader of this link does the rest.
+            self.link.interrupt()
+        else:
+            pending.set_rest(rest)
+            self._write(self.link, pending)
 
     @property
     def timeout_s(self) -> float:
@@ -194,24 +191,19 @@ class Connection:
             self._writing.release()
             link.thread.join(_READER_ENDS_S)
 
-    def _reserve(self, pending: Pending) -> None:
+    def _wait_for_room(self, pending: Pending) -> None:
         while True:
             with self.lock:
                 self._require_alive(pending)
-                if self._in_flight.reserve(pending):
+                if self._in_flight.has_room(pending):
                     return
                 deadline = max(pending.sent_at, self._progress_at) + self._timeout_s
                 if time.monotonic() >= deadline:
                     raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
                 link = self.link
-                is_reader = link.take_turn(deadline)
-            if is_reader:
+                is_free = link.is_free(deadline)
+            if is_free:
                 link.read(deadline)
-
-    def _unreserve(self, pending: Pending) -> None:
-        with self.lock:
-            self._in_flight.give_back(pending)
-            self._changed.notify_all()
 
     def _require_alive(self, pending: Pending) -> None:
         if self._closed:
@@ -221,17 +213,13 @@ class Connection:
 
     def _send(self, pending: Pending) -> None:
         """Number a request, remember it and write it. Runs with `_writing` held."""
-        try:
-            pending.seq = self.link.state.seq + 1  # native code sends nothing while `_writing` is locked
-            self.link.encode(pending, self.client)
-            with self.lock:
-                self._require_alive(pending)
-                self.link.state.seq = pending.seq
-                pending.deadline = time.monotonic() + self._timeout_s
-                self._in_flight.add(pending)
-        except BaseException:
-            self._unreserve(pending)
-            raise
+        pending.seq = self.link.state.seq + 1  # native code sends nothing while `_writing` is locked
+        self.link.encode(pending, self.client)
+        with self.lock:
+            self._require_alive(pending)
+            self.link.state.seq = pending.seq
+            pending.deadline = time.monotonic() + self._timeout_s
+            self._in_flight.add(pending)
         self._write(self.link, pending)
 
     def _write(self, link: ServerLink, pending: Pending) -> None:
@@ -258,8 +246,8 @@ class Connection:
                     state = f"; it {pending.server_state}" if pending.server_state else ""
                     self._give_up_link(f"it did not answer in time{state}")
                     continue
-                is_reader = link.take_turn(deadline)
-            if is_reader:
+                is_free = link.is_free(deadline)
+            if is_free:
                 link.read(deadline)
         if isinstance(pending.outcome, PhalanxError):
             raise pending.outcome

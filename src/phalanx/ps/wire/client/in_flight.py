@@ -13,8 +13,8 @@ from phalanx.ps.wire.frame import FrameError, Header
 from phalanx.ps.wire.message import Pending
 
 
-class NativeRequest(Protocol):
-    """A request whose parts native code has under way."""
+class PartsUnderWay(Protocol):
+    """A request of which native code has parts under way."""
 
     def pending_part(self, server: int) -> Pending:
         """Return the part of a server as its connection knows it; the same one each time."""
@@ -63,22 +63,16 @@ class InFlight:
     def __iter__(self) -> Iterator[Pending]:
         return iter(self._queue)
 
-    def reserve(self, pending: Pending) -> bool:
-        """Count the bytes of a request in, if they fit."""
-        self.take_over()
-        size = pending.payload_bytes
-        if self.bytes and self.bytes + size > self.most_bytes:
-            return False
-        self.bytes += size
-        return True
-
-    def give_back(self, pending: Pending) -> None:
-        """Count the bytes of a request out that was not sent."""
-        self.bytes -= pending.payload_bytes
+    def has_room(self, pending: Pending) -> bool:
+        """Return whether a request may be sent now."""
+        if not self._queue:
+            self.bytes = 0  # whatever signals broke off before
+        return not self.bytes or self.bytes + pending.payload_bytes <= self.most_bytes
 
     def add(self, pending: Pending) -> None:
         """Expect an answer to a request, after those to the ones before."""
         self._queue.append(pending)
+        self.bytes += pending.payload_bytes
 
     @property
     def first(self) -> Pending | None:
@@ -100,7 +94,8 @@ class InFlight:
         """Give the first request its outcome; returns False if all were given up while it was read."""
         if not self._queue or self._queue[0] is not pending:
             return False
-        self._queue.popleft()
+        pending.outcome = outcome  # first: whoever waits has it, whatever a signal breaks off here
+        self._pending.popleft()
         self.bytes -= pending.payload_bytes
         pending.settle(outcome)
         return True

@@ -88,53 +88,26 @@ class ServerLink:
         if lease is not None:
             lease.segment.forget_descriptor()
 
-    def take_turn(self, until: float) -> bool:
-        """Return True if it is for the caller to `read` now, else wait for another's frame. Runs with the lock held.
+    def is_free(self, until: float) -> bool:
+        """Return True if the caller may `read` now, else wait for another's frame first. Runs with the lock held.
 
         Args:
             until: When to stop waiting, on the clock of `time.monotonic`.
         """
-        if self.begin_turn():
+        if not (self.state.is_reading or self._end is not None):
             return True
         self.state.has_waiter = True
         self._changed.wait(max(0.0, until - time.monotonic()))
         return False
 
-    def begin_turn(self) -> bool:
-        """Return True if it is for the caller to read now, until `read` or `end_turn`. Runs with the lock held."""
-        if self.state.is_reading or self._end is not None:
-            return False
-        self.state.is_reading = self.state.was_read = True
-        return True
-
-    def end_turn(self, why: str | None = None) -> None:
-        """Let others read.
-
-        Args:
-            why: If the link can be read no more.
-        """
-        with self._lock:
-            self.state.is_reading = False
-            self._end = self._end or why
-            self.state.has_ended = self._end is not None
-            self.notify()
-
-    def notify(self) -> None:
-        """Wake whoever waits for a turn that ended. Runs with the lock held."""
-        self._changed.notify_all()
-        if self._end or self._is_thread_needed:
-            self._thread_condition.notify()
-
-    def read_next(self) -> None:
-        """Take one frame, if one begins before the next answer is late, and end the caller's turn."""
-        with self._lock:
-            first = self._in_flight.first
-        self.read(None if first is None else first.deadline)
-
     def read(self, deadline: float | None) -> None:
-        """Take one frame, if one begins before `deadline`, and end the caller's turn."""
-        why: str | None = None
+        """Take one frame, if nobody else does and one begins before `deadline`."""
+        is_reader, why = False, None
         try:
+            with self._lock:
+                if self.state.is_reading or self._end is not None:
+                    return
+                self.state.is_reading = self.state.was_read = is_reader = True
             if self.channel.has_bytes(deadline):
                 why = "reading its answer was interrupted"
                 self._take_frame(deadline)
@@ -142,7 +115,25 @@ class ServerLink:
         except (OSError, FrameError, MemoryError) as error:
             why = error_text(error)
         finally:
-            self.end_turn(why)
+            if is_reader:
+                # Nothing here runs code that a signal could break off before others may read.
+                self._end = self._end or why
+                self.state.has_ended = self._end is not None
+                self.state.is_reading = False
+                with self._lock:
+                    self.notify()
+
+    def read_next(self) -> None:
+        """Take one frame, if nobody else does and one begins before the next answer is late."""
+        with self._lock:
+            first = self._in_flight.first
+        self.read(None if first is None else first.deadline)
+
+    def notify(self) -> None:
+        """Wake whoever waits until nobody reads. Runs with the lock held."""
+        self._changed.notify_all()
+        if self._end or self._is_thread_needed:
+            self._thread_condition.notify()
 
     def read_on(self) -> None:
         """Let the thread read soon: the caller waits for what answers that nobody takes may hold up."""
@@ -194,7 +185,7 @@ class ServerLink:
                 goes_on = False
                 if self.state.is_reading or (self.state.was_read and not self._is_thread_needed):
                     continue
-                self.state.is_reading, self.state.has_waiter, self._is_thread_needed = True, False, False
+                self.state.has_waiter = self._is_thread_needed = False
             self.read(None)
             goes_on = not self.state.has_waiter
         self._lost(self, self._end)
