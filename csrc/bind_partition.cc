@@ -14,11 +14,14 @@
 
 #include "bind.h"
 #include "bind_array.h"
+#include "client_link.h"
 #include "partition.h"
 
 namespace nb = nanobind;
 using phalanx::KeyPartition;
 using phalanx::PartitionedRequest;
+using phalanx::SentPart;
+using phalanx::SentRequest;
 
 namespace {
 
@@ -70,8 +73,8 @@ nb::list rows(const PartitionedRequest& request, Bytes payload) {
   return out;
 }
 
-void merge(const PartitionedRequest& request, const std::vector<std::pair<int, Bytes>>& payloads,
-           const std::vector<OutRows>& into) {
+// Checks that there is a (keys, dim) array for each pull.
+std::vector<float*> places_of(const PartitionedRequest& request, const std::vector<OutRows>& into) {
   if (into.size() != request.pulls()) throw nb::value_error("there is not one array for each pull");
   std::vector<float*> places;
   for (std::size_t i = 0; i < into.size(); ++i) {
@@ -80,12 +83,27 @@ void merge(const PartitionedRequest& request, const std::vector<std::pair<int, B
     }
     places.push_back(into[i].data());
   }
+  return places;
+}
+
+void merge(const PartitionedRequest& request, const std::vector<std::pair<int, Bytes>>& payloads,
+           const std::vector<OutRows>& into) {
+  const std::vector<float*> places = places_of(request, into);
   std::vector<std::pair<int, const std::byte*>> parts;
   for (const auto& [server, payload] : payloads) {
     parts.emplace_back(server, bytes_at(payload, request.rows_bytes(server)));
   }
   const nb::gil_scoped_release release;
   for (const auto& [server, rows] : parts) request.merge(server, rows, places);
+}
+
+void merge_replies(const PartitionedRequest& request, const SentRequest& sent, const std::vector<OutRows>& into) {
+  const std::vector<float*> places = places_of(request, into);
+  for (const SentPart& part : sent.parts) {
+    if (part.rows.size() != request.rows_bytes(part.server)) throw nb::value_error("rows of another request");
+  }
+  const nb::gil_scoped_release release;
+  for (const SentPart& part : sent.parts) request.merge(part.server, part.rows.data(), places);
 }
 
 }  // namespace
@@ -109,6 +127,7 @@ void bind_partition(nb::module_& module) {
       .def("add_pull", &PartitionedRequest::add_pull, nb::arg("partition"), nb::arg("dim"), nb::arg("is_narrow"),
            nb::keep_alive<1, 2>())
       .def("counts", &PartitionedRequest::counts, nb::arg("server"))
+      .def("read_servers", &PartitionedRequest::read_servers)
       .def("heads", [](const PartitionedRequest& request, int server, bool with_keys) {
              const std::string heads = request.heads(server, with_keys);
              return nb::bytes(heads.data(), heads.size());
@@ -121,5 +140,6 @@ void bind_partition(nb::module_& module) {
            }, nb::arg("server"), nb::arg("with_keys"), nb::arg("memory").noconvert())
       .def("rows_bytes", &PartitionedRequest::rows_bytes, nb::arg("server"))
       .def("rows", &rows, nb::arg("payload").noconvert())
-      .def("merge_parts", &merge, nb::arg("payloads"), nb::arg("into"));
+      .def("merge_parts", &merge, nb::arg("payloads"), nb::arg("into"))
+      .def("merge_replies", &merge_replies, nb::arg("sent"), nb::arg("into"));
 }

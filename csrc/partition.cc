@@ -20,6 +20,19 @@ void append(std::string& out, const Head& head) {
   out.append(reinterpret_cast<const char*>(&head), sizeof head);
 }
 
+// Copies a row; a call for each of those of usual sizes would cost as much as the copy.
+inline void copy_row(std::byte* to, const void* from, std::size_t bytes) {
+  switch (bytes) {
+    case 4: std::memcpy(to, from, 4); return;
+    case 8: std::memcpy(to, from, 8); return;
+    case 16: std::memcpy(to, from, 16); return;
+    case 32: std::memcpy(to, from, 32); return;
+    case 64: std::memcpy(to, from, 64); return;
+    case 128: std::memcpy(to, from, 128); return;
+    default: std::memcpy(to, from, bytes);
+  }
+}
+
 // Copies a server's part of an array of `width` values per key.
 template <class T>
 void gather(const KeyPartition& partition, int server, const T* values, std::size_t width, std::byte* to) {
@@ -28,7 +41,7 @@ void gather(const KeyPartition& partition, int server, const T* values, std::siz
     return;
   }
   for (const std::int64_t position : partition.positions(server)) {
-    std::memcpy(to, values + static_cast<std::size_t>(position) * width, width * sizeof(T));
+    copy_row(to, values + static_cast<std::size_t>(position) * width, width * sizeof(T));
     to += width * sizeof(T);
   }
 }
@@ -49,7 +62,7 @@ void copy_rows(const std::byte* from, bool is_narrow, std::size_t values, float*
   if (is_narrow) {
     widen({reinterpret_cast<const std::uint16_t*>(from), values}, to);
   } else if (values != 0) {
-    std::memcpy(to, from, values * sizeof(float));
+    copy_row(reinterpret_cast<std::byte*>(to), from, values * sizeof(float));
   }
 }
 
@@ -81,6 +94,15 @@ bool PartitionedRequest::has_pulls(int server) const {
 
 std::pair<std::size_t, std::size_t> PartitionedRequest::counts(int server) const {
   return {pushes_.size(), has_pulls(server) ? pulls_.size() : 0};
+}
+
+std::vector<int> PartitionedRequest::read_servers() const {
+  std::vector<int> servers;
+  const int count = pulls_.empty() ? 0 : static_cast<int>(pulls_.front().partition->servers());
+  for (int server = 0; server < count; ++server) {
+    if (has_pulls(server)) servers.push_back(server);
+  }
+  return servers;
 }
 
 std::string PartitionedRequest::heads(int server, bool with_keys) const {

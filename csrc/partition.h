@@ -62,6 +62,9 @@ class PartitionedRequest {
   // Tables that a server's frame pushes and pulls: no pulls where it has none of their keys.
   std::pair<std::size_t, std::size_t> counts(int server) const;
 
+  // Servers that own some of the keys that are read, in ascending order.
+  std::vector<int> read_servers() const;
+
   // PushHead and PullHead of each table. `with_keys`: keys come along even where an earlier pull brought them.
   std::string heads(int server, bool with_keys) const;
   std::uint64_t payload_bytes(int server, bool with_keys) const;

@@ -30,7 +30,7 @@ std::string encode_request(const PartitionedRequest& request, const RequestTerms
   head.pushes = static_cast<std::uint32_t>(pushes);
   head.pulls = static_cast<std::uint32_t>(pulls);
   std::string object(reinterpret_cast<const char*>(&head), sizeof head);
-  object += request.heads(frame.server, frame.with_keys);
+  object += request.heads(frame.server, false);
   const auto flags = static_cast<std::uint8_t>((frame.is_shared() ? kShared : 0) |
                                                (frame.descriptor < 0 ? 0 : kNewSegment));
   return encode_frame({terms.kind, flags, frame.client, frame.seq, 0, payload_bytes}, object);
@@ -110,6 +110,7 @@ void take_reply(DueReply& reply) {
   reply.head = head;
   reply.is_shared = is_shared;
   reply.rows_at = is_shared ? head.at : ahead.start + kHead;
+  reply.length = length;
   ahead.start += length;
   reply.state = DueReply::State::kArrived;
 }
@@ -147,8 +148,8 @@ milliseconds until(Clock::time_point deadline) {
 }  // namespace
 
 SentFrame send_frame(const PartitionedRequest& request, const RequestTerms& terms, const ServerFrame& frame) {
-  const std::uint64_t count = request.payload_bytes(frame.server, frame.with_keys);
-  request.write(frame.server, frame.with_keys, frame.memory.data());
+  const std::uint64_t count = request.payload_bytes(frame.server, false);
+  request.write(frame.server, false, frame.memory.data());
   std::string bytes = encode_request(request, terms, frame, count);
   if (!frame.is_shared()) append_payload(bytes, frame.memory.first(count));
   const ssize_t sent = send_some(frame.fd, bytes, frame.descriptor);
@@ -160,8 +161,9 @@ SentFrame send_frame(const PartitionedRequest& request, const RequestTerms& term
 
 bool receive_replies(std::span<DueReply> replies, milliseconds patience, milliseconds hold) {
   using State = DueReply::State;
-  Clock::time_point deadline = Clock::now() + patience;
-  bool has_news = false, has_arrived = false;
+  const Clock::time_point start = Clock::now();
+  Clock::time_point deadline = start + patience;
+  bool has_news = false, has_arrived = false, is_first = true;
   for (DueReply& reply : replies) look_at(reply);
   std::vector<pollfd> due;
   while (true) {
@@ -175,14 +177,17 @@ bool receive_replies(std::span<DueReply> replies, milliseconds patience, millise
       }
     }
     if (due.empty()) return true;
-    // When the first has come the last is waited for alone, which wakes this thread once and not for each of them.
-    if (has_arrived) due.erase(due.begin(), due.end() - 1);
-    const int ready = ::poll(due.data(), due.size(), static_cast<int>(until(deadline).count()));
+    // The last is waited for alone, which wakes this thread once and not for each of them: until it comes, or would have
+    // kept the others waiting for too long.
+    const Clock::time_point end = is_first ? std::min(deadline, start + hold) : deadline;
+    if (has_arrived || is_first) due.erase(due.begin(), due.end() - 1);
+    const int ready = ::poll(due.data(), due.size(), static_cast<int>(until(end).count()));
     if (ready < 0 && errno == EINTR) return has_news || has_arrived;
     for (DueReply& reply : replies) {
       if (reply.state == State::kDue) has_news |= read_some(reply);
     }
-    if (ready <= 0 || Clock::now() >= deadline) return true;
+    if (Clock::now() >= deadline || (ready <= 0 && (has_news || !is_first))) return true;
+    is_first = false;
   }
 }
 

@@ -33,7 +33,6 @@ struct RequestTerms {
 // A server's frame of a request, and where it goes.
 struct ServerFrame {
   int server = 0;
-  bool with_keys = false;  // see PartitionedRequest
   int fd = -1;
   std::uint64_t client = 0, seq = 0;
   std::uint64_t segment = 0;    // number of a shared segment; 0: the payload goes through the socket
@@ -68,10 +67,11 @@ struct DueReply {
   ReplyHead head;        // once it arrived, and so are these
   bool is_shared = false;
   std::uint64_t rows_at = 0;  // where its rows are said to lie in shared memory, or lie in the buffer that was read ahead
+  std::size_t length = 0;     // of the frame
 };
 
-// Takes replies off their sockets until all have arrived, one is for Python, or `patience` has passed; once any arrived
-// it waits only `hold` for the others, as whoever else waits for frames of these sockets waits for this.
+// Takes replies off their sockets until all have arrived, one is for Python, or `patience` has passed; those that came
+// wait only about `hold` for the others, as whoever else waits for frames of these sockets waits for this.
 // False if a signal came before anything else did.
 bool receive_replies(std::span<DueReply> replies, std::chrono::milliseconds patience, std::chrono::milliseconds hold);
 

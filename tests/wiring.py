@@ -39,7 +39,7 @@ def connected(listener: Listener, **options: Any) -> Iterator[Connection]:
         yield connection
     finally:
         connection.close()
-    assert not connection._link.thread.is_alive()
+    assert not connection.link.thread.is_alive()
 
 
 def tcp_only(to: Address, deadline: float) -> socket.socket:

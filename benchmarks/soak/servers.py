@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def processes_are_lost(
             if number == signal.SIGSTOP:
                 time.sleep(pause_s)
                 for pid in pids:
-                    os.kill(pid, signal.SIGCONT)
+                    with suppress(ProcessLookupError):  # the job ended without it
+                        os.kill(pid, signal.SIGCONT)
         codes = job.wait(TIMEOUT_S)
         problems = [*hang_of(job), *(f"the launcher ended with {code}" for code in codes if code)]
         lines = read_lines(folder)

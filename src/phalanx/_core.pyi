@@ -480,6 +480,7 @@ class PartitionedRequest:
     ) -> None: ...
     def add_pull(self, partition: KeyPartition, dim: int, is_narrow: bool) -> None: ...
     def counts(self, server: int) -> tuple[int, int]: ...
+    def read_servers(self) -> list[int]: ...
     def heads(self, server: int, with_keys: bool) -> bytes: ...
     def payload_bytes(self, server: int, with_keys: bool) -> int: ...
     def write(self, server: int, with_keys: bool, memory: numpy.typing.NDArray[numpy.uint8]) -> None: ...
@@ -492,10 +493,84 @@ class PartitionedRequest:
     ) -> None:
         """Put the rows of each server to their places."""
 
-def send_frames(
-    request: Any, kind: int, step: int, weight: float, keep: bool, frames: Sequence[tuple[Any, ...]]
-) -> list[tuple[int, bytes, bool]]:
-    """Write frames; returns (errno, what was not written, whether any was) of each. See csrc/bind_client.cc."""
+    def merge_replies(self, sent: SentRequest, into: list[numpy.typing.NDArray[numpy.float32]]) -> None:
+        """Put the rows of all replies to their places."""
 
-def receive_replies(replies: Sequence[tuple[Any, ...]], patience_s: float, hold_s: float, out: list[Any]) -> None:
-    """Take replies and append to `out` what came of each. See csrc/bind_client.cc."""
+class SentRequest:
+    """A pull or push on its way to all its servers; see csrc/client_link.h."""
+
+    def __init__(self, request: Any, servers: Sequence[int]) -> None: ...
+    @property
+    def size(self) -> int: ...
+    def is_done_by_all(self) -> bool: ...
+    def part(self, server: int) -> tuple[int, numpy.typing.NDArray[numpy.uint8], Any]:
+        """Return the number, the payload and its lease (None if it is not shared) of a part under way."""
+
+    def reply(self, server: int) -> tuple[int, int, int, numpy.typing.NDArray[numpy.uint8]] | None:
+        """Return status, number, dropped and rows, or None as long as no reply has come natively."""
+
+    def rows(self, server: int) -> numpy.typing.NDArray[numpy.uint8]:
+        """Return the rows of a reply that has come natively."""
+
+    def numbers(self, by_server: numpy.typing.NDArray[numpy.uint64]) -> None:
+        """Write the number of each reply to the place of its server."""
+
+class ClientLink:
+    """A client's socket to one server; see csrc/client_link.h."""
+
+    seq: int
+    is_reading: bool
+    was_read: bool
+    has_waiter: bool
+    has_ended: bool
+    has_answered: bool
+
+    def __init__(
+        self,
+        channel: Any,
+        buffer: numpy.typing.NDArray[numpy.uint8],
+        client: int,
+        seq: int,
+        most_bytes: int,
+        writing: Any,
+    ) -> None: ...
+    def lend_memory(self, memory: numpy.typing.NDArray[numpy.uint8], lease: Any) -> None: ...
+    def first_due(self) -> tuple[Any, int] | None:
+        """Return the owner and the server of the first part under way."""
+
+    def hand_over(self, owner: Any, queue: Any, pending: Any) -> bool:
+        """Append what stands for the first part under way to Python's queue; False if that is another part by now."""
+
+class Reading:
+    """Replies of several servers as they are read; see csrc/bind_client.cc."""
+
+    def __init__(self) -> None: ...
+    def begin(self, sent: SentRequest, links: list[ClientLink]) -> bool: ...
+    def receive(self, patience_s: float, hold_s: float) -> None: ...
+    def end(self, waited: list[int], for_python: list[int]) -> None: ...
+    def drop(self) -> None: ...
+
+class UnfinishedFrames:
+    """Frames that are not out whole, and the locks of their links; see csrc/bind_client.cc."""
+
+    def __init__(self) -> None: ...
+    def first(self) -> tuple[int, int, bytes] | None:
+        """Return server, errno and what was not written of the one with the shortest rest."""
+
+    def release_first(self) -> None: ...
+    def drop(self) -> None:
+        """Break the links of all that are left, and unlock them."""
+
+def send_parts(
+    sent: SentRequest,
+    owner: Any,
+    request: Any,
+    links: list[ClientLink],
+    kind: int,
+    step: int,
+    weight: float,
+    keep: bool,
+    lacking: list[tuple[int, int]],
+    unfinished: UnfinishedFrames,
+) -> bool:
+    """Write the frames of all parts as far as sockets take them. See csrc/bind_client.cc."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
-from phalanx.ps.stores import requests
+from phalanx.ps.stores.fan_out import FanOut
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 
@@ -183,8 +183,13 @@ def count_requests(is_distributed, sync):
     if is_distributed:
         model = fleet.distributed_model(model)
     sent, losses = [], []
-    post_all = requests.post_all
-    requests.post_all = lambda parts: sent.extend(request.op for _, request in parts) or post_all(parts)
+    send = FanOut.send
+
+    def noted(fan_out):
+        sent.extend(fan_out.part(server).op for server in fan_out.servers)
+        send(fan_out)
+
+    FanOut.send = noted
     counts = []
     for step in range(5):
         ids = torch.randint(IDS, (8, TABLES), generator=torch.Generator().manual_seed(step))

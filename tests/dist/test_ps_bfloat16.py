@@ -167,7 +167,7 @@ def test_half_the_bytes_of_values_travel():
 def divert(store: RemoteStore, rank: int) -> socket.socket:
     """Put this process at the other end of a store's socket to a server; the server sees it closed."""
     ours, theirs = socket.socketpair()
-    os.dup2(theirs.fileno(), store._connections[rank]._link.channel.fileno(), inheritable=False)
+    os.dup2(theirs.fileno(), store._connections[rank].link.channel.fileno(), inheritable=False)
     theirs.close()
     ours.settimeout(20)
     return ours

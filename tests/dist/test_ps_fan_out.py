@@ -17,8 +17,11 @@ from launching import wait_until
 from phalanx.errors import BackendError, ClosedError, PeerLostError
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
+from phalanx.ps.stores.fan_out import FanOut
+from phalanx.ps.stores.partition import partition_keys, partitioned_request
 from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.stores.update import TableUpdate
+from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire import Listener, frame
@@ -159,7 +162,7 @@ def test_what_one_server_refuses_is_sent_again_to_that_one_alone(size):
 def divert(store: RemoteStore, rank: int) -> socket.socket:
     """Put this process at the other end of a store's socket to a server; the server sees it closed."""
     ours, theirs = socket.socketpair()
-    os.dup2(theirs.fileno(), store._connections[rank]._link.channel.fileno(), inheritable=False)
+    os.dup2(theirs.fileno(), store._connections[rank].link.channel.fileno(), inheritable=False)
     theirs.close()
     ours.settimeout(20)
     return ours
@@ -267,4 +270,175 @@ def test_whoever_breaks_off_the_wait_may_take_it_up_again(size):
             assert pull(store, size, 1) == [-1.0]
             assert [service.state.require_clocks().steps for service in services] == [[1]] * SERVERS
     finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@SIZES
+def test_a_step_in_which_all_goes_well_needs_no_object_for_each_server(size, monkeypatch):
+    with cluster() as (_, (store,)):
+        assert pull(store, size) == [0.0]
+        monkeypatch.setattr("phalanx.ps.wire.message.Pending.__init__", lambda *_: pytest.fail("a request was made"))
+        push(store, size)
+        assert pull(store, size, 1) == [-1.0]
+
+
+@SIZES
+def test_requests_under_way_stay_in_order_when_links_are_given_back_and_borrowed_again(size):
+    with cluster() as (services, (store,)):
+        for step in range(3):
+            early = store.pull([PullSpec("items", np.arange(size))], step=step)
+            assert store._connections[1].call("report", {}).meta["steps"] == [step]
+            push(store, size, step)
+            assert early.rows()[0].max() == -float(step)
+            store.flush()
+        assert [service.state.require_clocks().steps for service in services] == [[3]] * SERVERS
+
+
+def test_rows_that_are_kept_are_not_overwritten_by_later_ones():
+    service = Service(0, 1)
+    with serve(service, 0) as listener:
+        store = RemoteStore([listener.endpoint], secret=SECRET, worker=0, workers=1)
+        store.declare([SPEC])
+        kept = []
+        for step in range(12):  # more than there are segments of a size
+            kept += store.pull([PullSpec("items", np.arange(4000))], step=step).rows()
+            push(store, 4000, step)
+        store.flush()
+        assert [set(rows.ravel().tolist()) for rows in kept] == [{-float(step)} for step in range(12)]
+        del kept
+        for step in range(12, 30):
+            assert pull(store, 4000, step) == [-float(step)]
+            push(store, 4000, step)
+        store.close()
+        service.stop()
+
+
+def test_a_server_that_goes_while_nobody_waits_is_noticed():
+    with cluster(retry_s=20.0) as (services, (store,)):
+        assert pull(store, 40) == [0.0]
+        lost = store._connections[2].link
+        with divert(store, 2):
+            push(store, 40)
+        wait_until(lambda: store._connections[2].link is not lost)
+        assert pull(store, 40, 1) == [-1.0]
+        assert [service.state.require_clocks().steps for service in services] == [[1]] * SERVERS
+
+
+def test_a_socket_that_takes_part_of_a_push_gets_the_rest(monkeypatch):
+    with cluster() as (services, (store,)):
+        assert pull(store, 800) == [0.0]
+        buffer = socket.SO_SNDBUF
+        for connection in store._connections:
+            connection.link.channel._socket.setsockopt(socket.SOL_SOCKET, buffer, 1)
+        for service in services[:2]:
+            service.write_freeze.freeze("late", 60.0)
+        sent = [store.pull([PullSpec("items", np.arange(900))], step=0) for _ in range(8)]
+        for service in services[:2]:
+            service.write_freeze.resume("late")
+        assert all(rows.rows()[0].shape == (900, 8) for rows in sent)
+        push(store, 800)
+        assert pull(store, 800, 1) == [-1.0]
+
+
+@SIZES
+def test_a_client_without_the_native_core_takes_the_same_steps(size, monkeypatch):
+    for module in ("fan_out", "partition"):
+        monkeypatch.setattr(f"phalanx.ps.stores.{module}.HAS_NATIVE", False)
+    with cluster() as (services, (store,)):
+        for step in range(3):
+            assert pull(store, size, step) == [-float(step)]
+            push(store, size, step)
+        assert pull(store, size, 3) == [-3.0]
+        assert [service.state.require_clocks().steps for service in services] == [[3]] * SERVERS
+
+
+@SIZES
+def test_threads_that_pull_push_and_ask_at_once_get_their_own_answers(size):
+    with cluster() as (services, (store,)):
+        is_over = threading.Event()
+        failures: list[BaseException] = []
+
+        def repeat(act) -> None:
+            try:
+                while not is_over.is_set():
+                    act()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        def read() -> None:
+            keys = np.arange(size)
+            request = partitioned_request(SERVERS)
+            request.add_pull(partition_keys(keys, table_salt("items"), SERVERS), SPEC.dim)
+            sent = FanOut(store._connections, request, request.read_servers(), FrameKind.PULL, 0)
+            sent.send()
+            sent.wait()
+            (rows,) = request.merge({rank: sent.reply(rank).rows for rank in sent.servers})
+            steps = np.unique(rows)  # of which each server may be at another
+            assert len(steps) <= SERVERS
+            assert not (steps % 1).any()
+
+        asks = [read, read, lambda: [connection.call("report", {}) for connection in store._connections]]
+        threads = [threading.Thread(target=repeat, args=(ask,)) for ask in asks]
+        for thread in threads:
+            thread.start()
+        for step in range(60):
+            push(store, size, step)
+            store.flush()
+        is_over.set()
+        for thread in threads:
+            thread.join(20)
+        assert not failures
+        assert pull(store, size, 60) == [-60.0]
+        assert [service.state.require_clocks().steps for service in services] == [[60]] * SERVERS
+
+
+@SIZES
+def test_signals_at_any_moment_lose_no_push_and_count_none_twice(size):
+    class StopError(Exception):
+        pass
+
+    is_armed = False
+
+    def stop(number, stack):
+        if is_armed:
+            raise StopError
+
+    def interrupt() -> None:
+        while not is_over.wait(0.002):
+            signal.pthread_kill(main_thread, signal.SIGUSR1)
+
+    def is_finished(act) -> bool:
+        nonlocal is_armed
+        try:
+            is_armed = True
+            act()
+            is_armed = False
+        except StopError:
+            is_armed = False
+            return False
+        return True
+
+    is_over, main_thread = threading.Event(), threading.main_thread().ident
+    before = signal.signal(signal.SIGUSR1, stop)
+    storm = threading.Thread(target=interrupt)
+    storm.start()
+    stops = steps = 0
+    rows: list[list[float]] = []
+    try:
+        with cluster(retry_s=20.0) as (services, (store,)):
+            while stops < 100:
+                while not is_finished(lambda step=steps: rows.append(pull(store, size, step))):
+                    stops += 1
+                assert rows.pop() == [-float(steps)]
+                rows.clear()
+                push(store, size, steps)
+                steps += 1
+                while not is_finished(store.flush):
+                    stops += 1
+            assert pull(store, size, steps) == [-float(steps)]
+            assert [service.state.require_clocks().steps for service in services] == [[steps]] * SERVERS
+    finally:
+        is_over.set()
+        storm.join()
         signal.signal(signal.SIGUSR1, before)

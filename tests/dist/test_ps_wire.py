@@ -336,7 +336,7 @@ def test_one_that_waits_reads_its_answer_itself_and_leaves_the_thread_alone(monk
     monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 60.0)
     readers = set()
     with both() as connection:
-        channel = connection._link.channel
+        channel = connection.link.channel
         has_bytes = channel.has_bytes
 
         def noted(deadline: float | None = None) -> bool:
@@ -361,7 +361,7 @@ def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monke
 def test_a_wait_that_the_user_interrupts_can_be_taken_up_again(monkeypatch):
     monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 60.0)
     with both() as connection:
-        channel = connection._link.channel
+        channel = connection.link.channel
 
         def interrupted(deadline: float | None) -> bool:
             raise KeyboardInterrupt

@@ -304,7 +304,7 @@ def test_a_client_gives_up_a_server_that_answers_with_broken_frames():
             with pytest.raises(PeerLostError, match=r"worker 1 asked server 0 at .* for 'pull'"):
                 connection.call("pull", {}, reply_bytes=1 << 16)
             connection.close()
-            assert not connection._link.thread.is_alive()
+            assert not connection.link.thread.is_alive()
         thread.join(10)
     assert not thread.is_alive()
 

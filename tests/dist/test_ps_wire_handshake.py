@@ -168,7 +168,7 @@ def test_an_open_address_needs_a_secret():
 
 def test_off_the_host_all_is_encrypted(over_tls):
     with serving(answer, on="0.0.0.0:0") as listener, connected(Where(listener)) as connection:
-        assert isinstance(connection._link.channel, tls.TlsChannel)
+        assert isinstance(connection.link.channel, tls.TlsChannel)
         rows = np.arange(3_000_000)
         pending = [connection.send("echo", {"k": k}, [rows + k]) for k in range(3)]
         for k, one in enumerate(pending):

@@ -53,7 +53,7 @@ def answer(request: RpcRequest) -> RpcReply:
 
 
 def channel_of(connection: Connection) -> Channel:
-    return connection._link.channel
+    return connection.link.channel
 
 
 def test_each_end_encrypts_as_it_can(over_tls):

@@ -248,7 +248,7 @@ def test_a_server_that_goes_while_nobody_waits_is_noticed_and_closing_ends_the_w
         wait_until(lambda: "(it closed the connection); connecting again" in caplog.text)
         started = time.monotonic()
         connection.close()
-        assert not connection._link.thread.is_alive()
+        assert not connection.link.thread.is_alive()
         assert time.monotonic() - started < 5
 
 

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "../../csrc/crc32.h"
+#include "../../csrc/client_link.h"
 #include "check.h"
 
 namespace {
@@ -83,7 +84,7 @@ void test_a_frame_is_what_a_server_reads() {
   std::vector<std::byte> memory(4096);
   for (const bool is_shared : {false, true}) {
     const Ends ends;
-    const ServerFrame frame{0, false, ends.ours(), 11, 12, is_shared ? 3u : 0u, memory, -1};
+    const ServerFrame frame{0, ends.ours(), 11, 12, is_shared ? 3u : 0u, memory, -1};
     CHECK(send_frame(request, {FrameKind::kPull, 6, 1, true}, frame).rest.empty());
     const auto head = read_exactly(ends.theirs(), kHeaderBytes);
     const FrameHeader header = decode_header(head);
@@ -110,7 +111,7 @@ void test_a_full_or_broken_socket_is_said() {
   request.add_pull(partition, kDim);
   const Ends ends;
   std::vector<std::byte> memory(4096);
-  const ServerFrame frame{0, false, ends.ours(), 11, 12, 0, memory, -1};
+  const ServerFrame frame{0, ends.ours(), 11, 12, 0, memory, -1};
   SentFrame sent;
   while (sent.rest.empty()) sent = send_frame(request, {}, frame);
   CHECK(sent.error == 0);
@@ -217,9 +218,119 @@ void test_a_reply_at_the_end_of_the_buffer_moves_to_its_start() {
   CHECK(due.state == DueReply::State::kArrived && due.ahead.start == due.ahead.end);
 }
 
+// A pull of two servers, whose replies native code takes.
+struct Pulled {
+  Keys keys;
+  KeyPartition partition{keys.ids, 5, 2};
+  PartitionedRequest request;
+  std::array<Ends, 2> ends;
+  std::array<std::vector<std::byte>, 2> buffers{std::vector<std::byte>(4096), std::vector<std::byte>(4096)};
+  std::array<ClientLink, 2> links;
+
+  explicit Pulled(std::size_t dim) {
+    request.add_pull(partition, dim);
+    for (std::size_t i = 0; i < 2; ++i) {
+      links[i].fd = ends[i].ours();
+      links[i].client = 11;
+      links[i].seq = 6;
+      links[i].most_bytes = 1 << 20;
+    }
+  }
+
+  std::shared_ptr<SentRequest> unsent() const {
+    return std::make_shared<SentRequest>(request, std::array<int, 2>{0, 1});
+  }
+
+  std::shared_ptr<SentRequest> begun() {
+    const auto sent = unsent();
+    for (std::size_t i = 0; i < 2; ++i) links[i].begin(sent, i, nullptr);
+    return sent;
+  }
+
+  // Reads the next reply of a server.
+  DueReply reply(std::size_t server, const std::string& bytes) {
+    CHECK(::send(ends[server].theirs(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+    std::array<DueReply, 1> due{links[server].next_reply({buffers[server], 0, 0})};
+    CHECK(receive_replies(due, 10s, 1ms));
+    return due[0];
+  }
+};
+
+void test_parts_are_numbered_and_answered() {
+  Pulled pulled(1);
+  const auto sent = pulled.begun();
+  CHECK(!sent->is_done_by_all());
+  for (std::size_t i = 0; i < 2; ++i) {
+    const SentPart& part = sent->parts[i];
+    CHECK(part.seq == 7 && part.state == SentPart::State::kUnderWay);
+    CHECK(send_frame(pulled.request, {}, pulled.links[i].frame_of(part)).rest.empty());
+    const std::string rows(part.rows_bytes, static_cast<char>('a' + part.server));
+    CHECK(pulled.links[i].take(pulled.reply(i, reply_frame(7, DataStatus::kDone, rows))));
+    CHECK(std::memcmp(part.rows.data(), rows.data(), rows.size()) == 0 && part.reply.number == 9);
+    CHECK(pulled.links[i].due.empty() && pulled.links[i].due_bytes == 0 && pulled.links[i].has_answered);
+  }
+  CHECK(sent->is_done_by_all());
+}
+
+void test_shared_memory_is_lent_and_used_again() {
+  Pulled pulled(200);
+  std::array<std::vector<std::byte>, 2> memory;
+  const std::uint64_t bytes = pulled.unsent()->parts[0].memory_bytes();
+  CHECK(pulled.unsent()->parts[0].needs_shared() && !pulled.links[0].free_memory(bytes));
+  for (std::size_t i = 0; i < 2; ++i) {
+    memory[i].resize(pulled.unsent()->parts[i].memory_bytes());
+    pulled.links[i].memory.push_back(std::make_shared<RequestMemory>(RequestMemory{memory[i], 3, -1, nullptr}));
+  }
+  auto sent = pulled.begun();
+  CHECK(!pulled.links[0].free_memory(bytes));  // what is lent is in use
+  const SentPart& part = sent->part_of(1);
+  const std::uint64_t at = memory[1].size() - part.rows_bytes;
+  const auto beyond = reply_frame(7, DataStatus::kDone, "", kShared, at + 1, part.rows_bytes);
+  CHECK(!pulled.links[1].take(pulled.reply(1, beyond)) && part.state == SentPart::State::kUnderWay);
+  const auto sound = reply_frame(7, DataStatus::kDone, "", kShared, at, part.rows_bytes);
+  CHECK(pulled.links[1].take(pulled.reply(1, sound)));
+  CHECK(part.rows.data() == memory[1].data() + at && part.rows.size() == part.rows_bytes);
+  std::shared_ptr<RequestMemory> kept = part.memory;
+  const std::uint64_t of_second = part.memory_bytes();
+  sent.reset();
+  CHECK(!pulled.links[0].free_memory(bytes) && !pulled.links[1].free_memory(of_second));  // under way; rows are kept
+  pulled.links[0].hand_over();
+  CHECK(!pulled.links[1].free_memory(of_second));
+  kept.reset();
+  CHECK(pulled.links[1].free_memory(of_second) != nullptr);
+}
+
+void test_what_is_handed_over_is_pythons() {
+  Pulled pulled(1);
+  const auto sent = pulled.begun();
+  const std::string rows(sent->part_of(0).rows_bytes, 'x');
+  const DueReply reply = pulled.reply(0, reply_frame(7, DataStatus::kDone, rows));
+  pulled.links[0].hand_over();
+  CHECK(!pulled.links[0].take(reply) && pulled.links[0].due.empty() && pulled.links[0].due_bytes == 0);
+  CHECK(sent->part_of(0).state == SentPart::State::kTakenOver && !pulled.links[0].has_answered);
+  // A reply that was read and not taken can be read again.
+  std::array<DueReply, 1> again{pulled.links[1].next_reply(reply.ahead)};
+  again[0].ahead.start -= reply.length;
+  again[0].rows_bytes = reply.rows_bytes;
+  CHECK(receive_replies(again, 10s, 1ms) && again[0].state == DueReply::State::kArrived);
+}
+
+void test_a_link_has_room_for_so_many_bytes() {
+  Pulled pulled(1);
+  const std::uint64_t bytes = pulled.unsent()->parts[0].payload_bytes;
+  pulled.links[0].most_bytes = bytes + 1;
+  CHECK(pulled.links[0].has_room(1 << 20));
+  const auto sent = pulled.begun();
+  CHECK(pulled.links[0].has_room(1) && !pulled.links[0].has_room(2));
+}
+
 }  // namespace
 
 void test_client() {
+  test_parts_are_numbered_and_answered();
+  test_shared_memory_is_lent_and_used_again();
+  test_what_is_handed_over_is_pythons();
+  test_a_link_has_room_for_so_many_bytes();
   test_parts_are_the_whole();
   test_a_frame_is_what_a_server_reads();
   test_a_full_or_broken_socket_is_said();

@@ -32,7 +32,8 @@ class DirectConnection:
     refused: ClassVar[list[PhalanxError]] = []
     """Errors that come in place of answers to pushes."""
 
-    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s, has_moved):
+    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s, has_moved, lock):
+        self.lock = lock
         self.service, self.client, self.me = self.services[int(endpoint)], client, me
         self.seq = itertools.count(1)
         self.asked = []
@@ -66,11 +67,10 @@ class DirectConnection:
             return Answered(_raised(frame.parse_object(raw), "server"))
         return Answered(request.decode_reply(FrameKind(kind), raw, len(rows), lambda at, count: rows))
 
-    def begin(self, request):
-        return None
+    takes_native = is_written = False
 
-    def take_turn(self, pending):
-        return None
+    def take_over(self):
+        pass
 
     def call(self, op, meta, arrays=(), reply_bytes=0):
         return self.send(op, meta, arrays, reply_bytes).result()

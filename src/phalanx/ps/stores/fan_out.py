@@ -1,76 +1,192 @@
-"""`post_all`: a pull or push to many servers at once: one native call writes all frames, one takes all replies.
+"""`FanOut`: a pull or push to several servers: one native call writes the frames of all, another takes the replies.
 
-What is out of the ordinary is left to each `Connection`: TLS, a socket that is full, a server that waits or refuses, a
-connection that broke.
+Each connection sends its part itself where anything is out of the ordinary: over TLS and TCP, while a link is written
+to or has requests of Python under way, where shared memory or room lacks. A frame other than a reply is read by Python,
+which takes over what is under way on that link.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections import deque
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import Any
-
-import numpy as np
 
 from phalanx.errors import PhalanxError
-from phalanx.ps.stores.partition import ServerPart
-from phalanx.ps.wire.client.connection import Connection, ReplyTurn, StartedRequest
+from phalanx.ps.stores.base import Rows
+from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers, ServerPart
+from phalanx.ps.wire.client.connection import Connection
 from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
-from phalanx.ps.wire.frame import Bytes, FrameError
+from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.message import Pending
 from phalanx.versions import HAS_NATIVE
 
 if HAS_NATIVE:
     from phalanx import _core
+    from phalanx.ps.stores.partition import NativeRequest
 
 _LONGEST_WAIT_S = 5.0
 _HOLD_S = 0.002
 """How long replies that came wait for those of other servers: nobody else reads their links meanwhile."""
 
-_ARRIVED, _FOR_PYTHON = 1, 2  # DueReply::State in csrc/wire_client.h
 _STATUSES = tuple(DataStatus)
-_NO_ROWS: Bytes = np.empty(0, np.uint8)
-
-_Arrived = tuple[int, int, int, int, int, int, int, int, int]
-"""State, first and last byte that were read and not taken, errno; and of a reply status, number, dropped, whether its
-rows are in shared memory, and where they begin."""
 
 
-def post_all(parts: Sequence[tuple[Connection, DataRequest]]) -> list[Pending]:
-    """Send the parts of one pull or push, at most one to each server, as `Connection.post` sends one.
-
-    What cannot be sent has its error as its answer: the other parts are on their way.
-    """
-    if not HAS_NATIVE:
-        return [_post(connection, request) for connection, request in parts]
-    started: list[StartedRequest | None] = []
-    sent: list[tuple[int, bytes, bool]] = []
-    try:
-        for connection, request in parts:
-            started.append(connection.begin(request))
-        sent = _send([(s, request) for s, (_, request) in zip(started, parts, strict=True) if s is not None])
-    finally:
-        _finish([s for s in started if s is not None], sent)
-    return [
-        _post(connection, request) if of_server is None else of_server.pending
-        for of_server, (connection, request) in zip(started, parts, strict=True)
-    ]
-
-
-def collect(posted: Sequence[tuple[Connection, Pending]]) -> None:
-    """Read the replies of several servers at once; `Pending.result` then has them, and waits for those that are late.
+class FanOut:
+    """A pull or push to several servers.
 
     Args:
-        posted: At most one request of each connection.
+        connections: To each server, by rank; they share a lock.
+        request: What is asked.
+        servers: The ranks of those that have a part in it, in ascending order.
+        kind: `PULL` or `PUSH`.
+        step: The worker's step.
+        weight: Of a push.
+        keep: Whether servers remember the keys of a pull for a push.
     """
-    while HAS_NATIVE and (turns := _receive(posted)):
-        posted = [(connection, pending) for connection, pending in posted if pending.outcome is None]
-        now = time.monotonic()
-        if any(turn.pending.outcome is None and now >= turn.pending.deadline for turn in turns):
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        request: PartitionedRequest,
+        servers: Sequence[int],
+        kind: FrameKind,
+        step: int,
+        *,
+        weight: float = 1.0,
+        keep: bool = False,
+    ) -> None:
+        self.connections, self.request, self.servers = list(connections), request, servers
+        self._lock = self.connections[0].lock
+        self._kind, self._step, self._weight, self._keep = kind, step, weight, keep
+        self._sent_at = self._deadline = 0.0
+        self._native: _core.SentRequest | None = None
+        """The parts, and the replies to them; None where each connection sent its own."""
+
+        self._pending: dict[int, Pending] = {}
+        """Parts that a connection sent, or took over from native code, by server."""
+
+    def send(self) -> None:
+        """Send all parts. What cannot be sent has its error as its reply: the other parts are on their way."""
+        if not self.servers:
             return
+        if not (HAS_NATIVE and self._send_native()):
+            # A connection that is written to may have to be waited for.
+            for server in sorted(self.servers, key=lambda rank: self.connections[rank].is_written):
+                self._pending[server] = _post(self.connections[server], self.part(server))
+
+    def wait(self) -> None:
+        """Read replies of all servers at once; `reply` then has them, and waits for those that are late."""
+        while self._native is not None and self._read(self._native):
+            pass
+
+    def is_done_by_all(self) -> bool:
+        """Return whether every server has done what was asked, and `rows` can be called."""
+        return self._native is not None and self._native.is_done_by_all()
+
+    def rows(self, numbers: PullNumbers | None = None) -> list[Rows]:
+        """Return the rows, one (n, dim) array per pull, where all have done what was asked.
+
+        Args:
+            numbers: Gets what each server calls the pull.
+        """
+        assert self._native is not None
+        assert isinstance(self.request, NativeRequest)
+        if numbers is not None:
+            self._native.numbers(numbers)
+        return self.request.merge_sent(self._native)
+
+    def reply(self, server: int) -> DataReply | None:
+        """Wait for the reply of a server; None if its part was not sent.
+
+        Raises:
+            PhalanxError: The error that came in its place.
+        """
+        if self._native is not None and (fields := self._native.reply(server)) is not None:
+            status, number, dropped, rows = fields
+            return DataReply(_STATUSES[status], number, dropped, rows)
+        self.connections[server].take_over()
+        if (pending := self._pending.get(server)) is None:
+            return None
+        reply: DataReply = pending.result()
+        return reply
+
+    def part(self, server: int) -> DataRequest:
+        """Return the part of a server as its connection sends it."""
+        return DataRequest(self._kind, ServerPart(self.request, server), self._step, self._weight, keep=self._keep)
+
+    def pending_part(self, server: int) -> Pending:
+        """Return a part that native code has under way as its connection knows it. See `PartsUnderWay`."""
+        if (pending := self._pending.get(server)) is None:
+            assert self._native is not None
+            pending = self.connections[server].remember(self.part(server))
+            pending.resume(*self._native.part(server), self._sent_at, self._deadline)
+            self._pending[server] = pending
+        return pending
+
+    def _send_native(self) -> bool:
+        unfinished = _core.UnfinishedFrames()
+        try:
+            with self._lock:
+                is_sent = self._send_frames(unfinished)
+            while (frame := unfinished.first()) is not None:
+                self._finish(*frame)
+                unfinished.release_first()
+        finally:
+            unfinished.drop()
+        return is_sent
+
+    def _send_frames(self, unfinished: _core.UnfinishedFrames) -> bool:
+        if not all(self.connections[server].takes_native for server in self.servers):
+            return False
+        terms = int(self._kind), self._step, self._weight, self._keep
+        native = _core.SentRequest(self.request, self.servers)
+        self._sent_at = time.monotonic()
+        self._deadline = self._sent_at + self.connections[0].timeout_s
+        while True:
+            lacking: list[tuple[int, int]] = []
+            self._native = native
+            if _core.send_parts(native, self, self.request, self._links(), *terms, lacking, unfinished):
+                return True
+            self._native = None
+            if not lacking or not self._lend_memory(lacking):
+                return False
+
+    def _lend_memory(self, lacking: Sequence[tuple[int, int]]) -> bool:
+        for server, size in lacking:
+            link = self.connections[server].link
+            if (lease := link.lease(size)) is None:
+                return False
+            link.state.lend_memory(lease.memory, lease)
+        return True
+
+    def _finish(self, server: int, error: int, rest: bytes) -> None:
+        connection = self.connections[server]
+        connection.take_over()
+        connection.finish(self._pending.get(server), None if error else rest)
+
+    def _links(self) -> list[_core.ClientLink]:
+        return [connection.link.state for connection in self.connections]
+
+    def _read(self, native: _core.SentRequest) -> bool:
+        """Take a reply of each server, or let Python read another frame; returns whether there is more to take."""
+        patience_s = max(0.0, self._deadline - time.monotonic())
+        waited: list[int] = []
+        for_python: list[int] = []
+        reading = _core.Reading()
+        try:
+            with self._lock:
+                if not reading.begin(native, self._links()):
+                    return False
+            reading.receive(min(patience_s, _LONGEST_WAIT_S), _HOLD_S)
+            with self._lock:
+                reading.end(waited, for_python)
+                for server in waited:
+                    self.connections[server].link.notify()
+        finally:
+            reading.drop()
+        if for_python:
+            # The next call comes to the others, if they have such a frame, too.
+            self.connections[for_python[0]].link.read_next()
+        return patience_s > 0 and not native.is_done_by_all()
 
 
 def _post(connection: Connection, request: DataRequest) -> Pending:
@@ -78,102 +194,3 @@ def _post(connection: Connection, request: DataRequest) -> Pending:
         return connection.post(request)
     except PhalanxError as error:
         return connection.fail(request, error)
-
-
-def _send(frames: Sequence[tuple[StartedRequest, DataRequest]]) -> list[tuple[int, bytes, bool]]:
-    if not frames:
-        return []
-    _, first = frames[0]
-    fields = [_frame_fields(started, request.part) for started, request in frames]
-    return _core.send_frames(_part(first).request, first.kind, first.step, first.weight, first.keep, fields)
-
-
-def _part(request: DataRequest) -> ServerPart:
-    assert isinstance(request.part, ServerPart)
-    return request.part
-
-
-def _frame_fields(started: StartedRequest, part: Any) -> tuple[Any, ...]:
-    connection, pending, link, lease, memory = started
-    number, descriptor = (0, None) if lease is None else (lease.segment.number, lease.segment.descriptor)
-    to = part.server, part.with_keys, link.channel.fileno(), connection.client, pending.seq
-    return *to, number, memory, -1 if descriptor is None else descriptor
-
-
-def _finish(started: Sequence[StartedRequest], sent: Sequence[tuple[int, bytes, bool]]) -> None:
-    """End the writing of every request, those that need no waiting first; one that was broken off costs its link."""
-    left = deque(sorted(zip_longest(started, sent), key=_needs_waiting))
-    try:
-        while left and left[0][1] is not None:
-            request, (error, rest, has_begun) = left.popleft()
-            request.connection.finish(request, None if error else rest, has_begun=has_begun)
-    finally:
-        for request, _ in left:
-            request.pending.forget_memory()
-            request.connection.finish(request, None, has_begun=True)
-
-
-def _needs_waiting(frame: tuple[StartedRequest, tuple[int, bytes, bool] | None]) -> tuple[bool, int]:
-    _, sent = frame
-    return sent is None, 0 if sent is None else len(sent[1])
-
-
-def _receive(posted: Sequence[tuple[Connection, Pending]]) -> list[ReplyTurn]:
-    """Take replies until all are here, or a frame is for Python, which then reads it. Returns whose turn it was."""
-    turns: list[ReplyTurn] = []
-    arrived: list[_Arrived] = []
-    try:
-        for connection, pending in posted:
-            if (turn := connection.take_turn(pending)) is not None:
-                turns.append(turn)
-        if turns:
-            patience_s = min(turn.pending.deadline for turn in turns) - time.monotonic()
-            due = [_due_fields(turn) for turn in turns]
-            _core.receive_replies(due, max(0.0, min(patience_s, _LONGEST_WAIT_S)), _HOLD_S, arrived)
-    finally:
-        _end_turns(turns, arrived)
-    return turns
-
-
-def _due_fields(turn: ReplyTurn) -> tuple[Any, ...]:
-    pending, link = turn
-    return link.channel.fileno(), *link.channel.read_ahead(), pending.seq, pending.reply_bytes
-
-
-def _end_turns(turns: Sequence[ReplyTurn], arrived: Sequence[_Arrived]) -> None:
-    """End every turn with what came of it; one that was broken off after bytes came costs its link."""
-    left = deque(turns)
-    unread: ReplyTurn | None = None
-    try:
-        for state, start, end, error, *reply in arrived:
-            turn = left[0]
-            turn.link.channel.set_read_ahead(start, end)
-            if state == _FOR_PYTHON and not error and unread is None:
-                unread = left.popleft()
-                continue
-            why = _settle(turn, *reply) if state == _ARRIVED else os.strerror(error) if error else None
-            turn.link.end_turn(why)
-            left.popleft()
-        if unread is not None:
-            # When nobody waits for another link any more. A second frame of that kind comes next.
-            turn, unread = unread, None
-            turn.link.read(turn.pending.deadline)
-    finally:
-        for turn in (*left, *([unread] if unread else ())):
-            turn.link.end_turn("reading its answer was interrupted" if arrived else None)
-
-
-def _settle(turn: ReplyTurn, status: int, number: int, dropped: int, is_shared: int, rows_at: int) -> str | None:
-    """Give a request its reply; returns why the link can be read no more, if it cannot."""
-    pending, link = turn
-    count = pending.reply_bytes if status <= DataStatus.AGAIN else 0
-    rows = _NO_ROWS
-    try:
-        if count and is_shared:
-            rows = pending.reply_memory(rows_at, count)
-        elif count:
-            rows = link.channel.read_ahead()[0][rows_at : rows_at + count].copy()
-    except FrameError as error:
-        return str(error)
-    link.settle(pending, DataReply(_STATUSES[status], number, dropped, rows))
-    return None

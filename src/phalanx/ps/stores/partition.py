@@ -62,6 +62,10 @@ class PartitionedRequest(Protocol):
         """Return how many tables a server's part pushes and reads: it reads none if it has none of the keys."""
         ...
 
+    def read_servers(self) -> list[int]:
+        """Return the servers that own some of the keys that are read, in ascending order."""
+        ...
+
     def heads(self, server: int, with_keys: bool) -> bytes:
         """Return what a frame says of each table. See `data_frame.PartOfServer`."""
         ...
@@ -136,7 +140,7 @@ def partition_keys(keys: Keys, salt: int, servers: int) -> KeyPartition:
 def partitioned_request(servers: int) -> PartitionedRequest:
     """Return a request without tables."""
     if HAS_NATIVE:
-        return _NativeRequest(servers)
+        return NativeRequest(servers)
     from phalanx.ps.stores.partition_numpy import NumpyRequest
 
     return NumpyRequest(servers)
@@ -144,7 +148,9 @@ def partitioned_request(servers: int) -> PartitionedRequest:
 
 if HAS_NATIVE:
 
-    class _NativeRequest(_core.PartitionedRequest):
+    class NativeRequest(_core.PartitionedRequest):
+        """See `PartitionedRequest`."""
+
         def __init__(self, servers: int) -> None:
             super().__init__()
             self.servers = servers
@@ -154,22 +160,37 @@ if HAS_NATIVE:
         def add_push(  # type: ignore[override]
             self, update: TableUpdate, partition: Any, pulls: PullNumbers | None, *, is_narrow: bool = False
         ) -> None:
+            """See `PartitionedRequest.add_push`."""
             kind, columns = KINDS.index(update.kind), (update.counts, update.shows, update.clicks)
             super().add_push(partition, pulls, update.values, kind, update.lr, *columns, is_narrow)
 
         def add_pull(self, partition: _core.KeyPartition, dim: int, *, is_narrow: bool = False) -> None:  # type: ignore[override]
+            """See `PartitionedRequest.add_pull`."""
             super().add_pull(partition, dim, is_narrow)
             self._shapes.append((partition.size, dim))
             self._has_views &= not is_narrow
 
         def merge(self, payloads: Mapping[int, Bytes]) -> list[Rows]:
+            """See `PartitionedRequest.merge`."""
             if self._has_views and payloads:
                 return self.rows(payloads[0])
+            rows = self._empty_rows()
+            self.merge_parts(list(payloads.items()), rows)
+            return rows
+
+        def merge_sent(self, sent: _core.SentRequest) -> list[Rows]:
+            """Return what `merge` does, of replies that all came natively."""
+            if self._has_views and self._shapes and sent.size:
+                return self.rows(sent.rows(0))
+            rows = self._empty_rows()
+            self.merge_replies(sent, rows)
+            return rows
+
+        def _empty_rows(self) -> list[Rows]:
             # In one piece: the system gives out pages of many small ones anew in every step.
             values = np.empty(sum(keys * dim for keys, dim in self._shapes), np.float32)
             rows, start = [], 0
             for keys, dim in self._shapes:
                 rows.append(values[start : start + keys * dim].reshape(keys, dim))
                 start += keys * dim
-            self.merge_parts(list(payloads.items()), rows)
             return rows

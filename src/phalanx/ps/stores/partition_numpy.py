@@ -133,6 +133,10 @@ class NumpyRequest:
         """Return how many tables a server's part pushes and reads."""
         return len(self.pushes), len(self._pulls_of(server))
 
+    def read_servers(self) -> list[int]:
+        """Return the servers that own some of the keys that are read."""
+        return [server for server in range(self.servers) if self._pulls_of(server)]
+
     def heads(self, server: int, with_keys: bool) -> bytes:
         """Return what a frame says of each table. See `data_frame.PartOfServer`."""
         pulls = self._pulls_of(server)

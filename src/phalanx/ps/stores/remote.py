@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -97,7 +98,7 @@ class RemoteStore:
 
         self._begun: tuple[Pending, Mapping[str, Any]] | None = None
         self._named_pulls: deque[NamedPull] = deque(maxlen=NAMED_PULLS)
-        client = secrets.randbits(64)
+        client, lock = secrets.randbits(64), threading.RLock()
 
         def connect(endpoint: str, rank: int, has_moved: Callable[[], bool]) -> Connection:
             return Connection(
@@ -110,6 +111,7 @@ class RemoteStore:
                 connect_s=connect_s,
                 retry_s=retry_s,
                 has_moved=has_moved,
+                lock=lock,
             )
 
         self._connections = ServerConnections(LayoutFile(layout_file, tuple(endpoints)), connect)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from phalanx.ps.stores.base import Keys, PullSpec, Rows
-from phalanx.ps.stores.fan_out import collect, post_all
+from phalanx.ps.stores.fan_out import FanOut
 from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers, ServerPart
 from phalanx.ps.stores.update import TableUpdate
 from phalanx.ps.wire.client.connection import Connection, ServersMovedError
 from phalanx.ps.wire.data_frame import DataReply, DataRequest, DataStatus
 from phalanx.ps.wire.frame import Bytes, FrameKind
-from phalanx.ps.wire.message import Pending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,35 +53,36 @@ class PullRequest:
         self, request: PartitionedRequest, keys: dict[str, Keys], before: Callable[[], None], *, keep: bool
     ) -> None:
         self._request, self._before, self._keep = request, before, keep
-        self._sent: dict[int, tuple[Connection, DataRequest, Pending]] = {}
+        self._sent: FanOut | None = None
         self._rows: list[Rows] | None = None
         self.named = NamedPull(keys, np.zeros(request.servers, np.uint64))
 
     def send(self, connections: Sequence[Connection], step: int) -> None:
         """Ask every server that owns some of the keys."""
-        parts = {
-            rank: (connection, DataRequest(FrameKind.PULL, ServerPart(self._request, rank), step, keep=self._keep))
-            for rank, connection in enumerate(connections)
-            if self._request.counts(rank)[1]
-        }
-        pending = post_all(list(parts.values()))
-        self._sent = {rank: (*parts[rank], of_server) for rank, of_server in zip(parts, pending, strict=True)}
+        servers = self._request.read_servers()
+        self._sent = FanOut(connections, self._request, servers, FrameKind.PULL, step, keep=self._keep)
+        self._sent.send()
 
     def rows(self) -> list[Rows]:
         """Wait and return one (n, dim) array per `PullSpec`."""
         if self._rows is None:
+            assert self._sent is not None
+            sent = self._sent
             self._before()
-            collect([(connection, pending) for connection, _, pending in self._sent.values()])
-            self._rows = self._request.merge({rank: self._answer(rank) for rank in self._sent})
-            self._sent.clear()
+            sent.wait()
+            if sent.is_done_by_all():
+                self._rows = sent.rows(self.named.numbers)
+            else:
+                self._rows = self._request.merge({rank: self._answer(sent, rank) for rank in sent.servers})
+            self._sent = None
         return self._rows
 
-    def _answer(self, rank: int) -> Bytes:
-        connection, request, pending = self._sent[rank]
-        reply: DataReply = pending.result()
-        if reply.status == DataStatus.NEED_PUSH:
+    def _answer(self, sent: FanOut, rank: int) -> Bytes:
+        reply = sent.reply(rank)
+        if reply is not None and reply.status == DataStatus.NEED_PUSH:
             # A push before this pull had to be sent again, and came behind it.
-            reply = connection.post(request).result()
+            reply = sent.connections[rank].post(sent.part(rank)).result()
+        assert reply is not None
         self.named.numbers[rank] = reply.number
         return reply.rows
 
@@ -94,34 +95,36 @@ class PushRequest:
         part: Its updates, and rows to read once these are in place.
         step: Number of the push.
         weight: Rows of the batch.
+        result: Where it was sent: waits for the reply to it, and returns or raises that.
     """
 
-    def __init__(self, connection: Connection, part: ServerPart, step: int, weight: float) -> None:
-        self.connection = connection
-        self._part, self._step, self._weight = part, step, weight
-        self.pending: Pending | None = None
-        """On its way; None where it has to be sent again."""
-
+    def __init__(
+        self,
+        connection: Connection,
+        part: ServerPart,
+        step: int,
+        weight: float,
+        result: Callable[[], DataReply | None] | None = None,
+    ) -> None:
+        self._connection, self._part, self._step, self._weight = connection, part, step, weight
+        self._result = result
         self.rows: Bytes | None = None
         """The rows that were asked with it, once they came."""
 
-    def request(self) -> DataRequest:
-        """Return what is sent."""
-        return DataRequest(FrameKind.PUSH, self._part, self._step, self._weight)
-
     def send(self) -> None:
         """Send the push."""
-        self.pending = self.connection.post(self.request())
+        self._result = self._connection.post(DataRequest(FrameKind.PUSH, self._part, self._step, self._weight)).result
 
     def wait(self) -> None:
         """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
-        if self.pending is None:
+        result, self._result = self._result, None
+        if result is None:
             self._part = ServerPart(self._part.request, self._part.server, with_keys=True)
             self.send()
-        assert self.pending is not None
-        pending, self.pending = self.pending, None
-        reply: DataReply = pending.result()
-        if reply.status == DataStatus.NEED_KEYS:
+            self.wait()
+            return
+        reply = result()
+        if reply is None or reply.status == DataStatus.NEED_KEYS:
             self.wait()
         elif self._part.counts[1]:
             self.rows = reply.rows
@@ -140,33 +143,41 @@ class SentPush:
     def __init__(self, updates: Sequence[TableUpdate], step: int, weight: float, then: Sequence[PullSpec]) -> None:
         self.updates, self.then = updates, then
         self._step, self._weight = step, weight
-        self._request: PartitionedRequest | None = None
-        self._parts: list[PushRequest] = []
+        self._sent: FanOut | None = None
+        self._parts: list[PushRequest] | None = None
         self._unanswered: list[PushRequest] = []
 
     def send(self, request: PartitionedRequest, connections: Sequence[Connection]) -> None:
         """Send it, cut for these servers. Each takes it once, however often it is sent."""
-        self._request = request
-        self._parts = [
-            PushRequest(connection, ServerPart(request, rank), self._step, self._weight)
-            for rank, connection in enumerate(connections)
-        ]
-        self._unanswered = self._parts.copy()
-        pending = post_all([(part.connection, part.request()) for part in self._parts])
-        for part, of_server in zip(self._parts, pending, strict=True):
-            part.pending = of_server
+        servers = range(request.servers)
+        self._parts = None
+        self._sent = FanOut(connections, request, servers, FrameKind.PUSH, self._step, weight=self._weight)
+        self._sent.send()
 
     def wait(self) -> None:
         """Wait until it is acknowledged. What a server refused is sent again by the next call."""
-        collect([(part.connection, part.pending) for part in self._unanswered if part.pending is not None])
+        assert self._sent is not None
+        if self._parts is None:
+            self._sent.wait()
+            if self._sent.is_done_by_all():
+                return
+            parts = [self._part_of(self._sent, rank) for rank in self._sent.servers]
+            self._unanswered = parts.copy()
+            self._parts = parts
         while self._unanswered:
             self._unanswered[0].wait()
             del self._unanswered[0]
 
     def rows(self) -> list[Rows]:
         """Return the rows that came with the acknowledgement, one (n, dim) array per `PullSpec`."""
-        assert self._request is not None
-        return self._request.merge({rank: p.rows for rank, p in enumerate(self._parts) if p.rows is not None})
+        assert self._sent is not None
+        if self._parts is None:
+            return self._sent.rows()
+        return self._sent.request.merge({rank: p.rows for rank, p in enumerate(self._parts) if p.rows is not None})
+
+    def _part_of(self, sent: FanOut, rank: int) -> PushRequest:
+        part, result = ServerPart(sent.request, rank), partial(sent.reply, rank)
+        return PushRequest(sent.connections[rank], part, self._step, self._weight, result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,11 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._ahead_memory: Bytes = np.zeros(_AHEAD_BYTES, np.uint8)
-        self._ahead = self._ahead_memory.data
-        self._start = self._end = 0
+        self.ahead_memory: Bytes = np.zeros(_AHEAD_BYTES, np.uint8)
+        self._ahead = self.ahead_memory.data
+        self.ahead_start = self.ahead_end = 0
+        """What was read and not taken begins and ends here in `ahead_memory`."""
+
         self._descriptors: deque[int] = deque()
 
     def secure(self, deadline: float) -> bytes:
@@ -64,15 +66,15 @@ class Channel:
         """
         at = 0
         while at < len(view):
-            if self._start < self._end:
-                count = min(self._end - self._start, len(view) - at)
-                view[at : at + count] = self._ahead[self._start : self._start + count]
-                self._start += count
+            if self.ahead_start < self.ahead_end:
+                count = min(self.ahead_end - self.ahead_start, len(view) - at)
+                view[at : at + count] = self._ahead[self.ahead_start : self.ahead_start + count]
+                self.ahead_start += count
                 at += count
             elif len(view) - at >= _AHEAD_BYTES:
                 at += self._receive(view[at:], deadline)
             else:
-                self._start, self._end = 0, self._receive(self._ahead, deadline)
+                self.ahead_start, self.ahead_end = 0, self._receive(self._ahead, deadline)
 
     def has_bytes(self, deadline: float | None = None) -> bool:
         """Wait until there is something to `fill` from; False if `deadline` passes first.
@@ -80,9 +82,9 @@ class Channel:
         Raises:
             ConnectionError: If the other end closes before that.
         """
-        while self._start == self._end:
+        while self.ahead_start == self.ahead_end:
             try:
-                self._start, self._end = 0, self._arrived(self._ahead)
+                self.ahead_start, self.ahead_end = 0, self._arrived(self._ahead)
             except BlockingIOError:
                 if not self._poll(select.POLLIN, deadline):
                     return False
@@ -113,12 +115,12 @@ class Channel:
         return self._serve(session)
 
     def _serve(self, session: DataSession, tls: TlsStream | None = None) -> bool:
-        has_more, self._start, self._end, descriptors = session.serve(
+        has_more, self.ahead_start, self.ahead_end, descriptors = session.serve(
             self._socket.fileno(),
             self._is_unix,
-            self._ahead_memory,
-            self._start,
-            self._end,
+            self.ahead_memory,
+            self.ahead_start,
+            self.ahead_end,
             list(self._take_all()),
             tls,
         )
@@ -128,14 +130,6 @@ class Channel:
     def fileno(self) -> int:
         """Return the socket's descriptor."""
         return self._socket.fileno()
-
-    def read_ahead(self) -> tuple[Bytes, int, int]:
-        """Return a buffer, and where what was read and not taken begins and ends in it."""
-        return self._ahead_memory, self._start, self._end
-
-    def set_read_ahead(self, start: int, end: int) -> None:
-        """Note what of the buffer was read and not taken, after the native core read."""
-        self._start, self._end = start, end
 
     def read_payload(
         self, count: int, deadline: float | None = None, reserve: Callable[[int], bool] = lambda count: True

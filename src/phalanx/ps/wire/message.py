@@ -234,20 +234,10 @@ class Pending:
             parts += frame.chunks(frame.layout_of([memory]), [memory], has_checksums=has_checksums)
         self._parts = parts
 
-    def reserve_memory(self, pool: SegmentPool) -> Bytes | None:
-        """Set memory aside for a request that the native core writes: a whole segment, or memory of this process.
-
-        None if the request is large and no memory is shared.
-        """
-        if not self._is_large:
-            self._payload = np.empty(self.payload_bytes, np.uint8)
-            return self._payload
-        self.lease = self._lease_of(pool)
-        return None if self.lease is None else self.lease.segment.memory
-
-    def forget_memory(self) -> None:
-        """Let the payload be written again before the request is sent again: nobody knows whether it was."""
-        self.lease = self._payload = None
+    def resume(self, seq: int, payload: Bytes, lease: SegmentLease | None, sent_at: float, deadline: float) -> None:
+        """Be a request that native code sent with this payload, which lies in the memory of `lease` if there is one."""
+        self.seq, self.lease, self.sent_at, self.deadline = seq, lease, sent_at, deadline
+        self._payload = payload if lease is None else None
 
     def set_rest(self, rest: bytes) -> None:
         """Leave a part of the request to be written."""
@@ -258,12 +248,9 @@ class Pending:
         parts, self._parts = self._parts, ()
         return parts
 
-    @property
-    def _is_large(self) -> bool:
-        return self.payload_bytes >= SMALLEST_SHARED or self.reply_bytes >= SMALLEST_SHARED
-
     def _lease_of(self, pool: SegmentPool) -> SegmentLease | None:
-        return pool.lease(frame.aligned(self.payload_bytes) + self.reply_bytes) if self._is_large else None
+        is_large = self.payload_bytes >= SMALLEST_SHARED or self.reply_bytes >= SMALLEST_SHARED
+        return pool.lease(frame.aligned(self.payload_bytes) + self.reply_bytes) if is_large else None
 
     def settle(self, outcome: Any) -> None:
         """Give the request its outcome and let go of what it was made of."""

@@ -9,17 +9,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.ps.wire.channel import Channel, error_text
+from phalanx.ps.wire.client.client_link import ClientLink
 from phalanx.ps.wire.client.dial import LONGEST_PAUSE_S, Dialer, Patience
-from phalanx.ps.wire.client.link import InFlight, ServerLink
-from phalanx.ps.wire.frame import Array, Bytes
+from phalanx.ps.wire.client.in_flight import InFlight
+from phalanx.ps.wire.client.link import ServerLink
+from phalanx.ps.wire.frame import Array
 from phalanx.ps.wire.message import ControlRequest, Pending, RpcReply, WireRequest
-from phalanx.ps.wire.segments import SegmentLease
 
 _log = logging.getLogger("phalanx.ps.wire")
 _READER_ENDS_S = 15.0
@@ -31,24 +32,6 @@ _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 class ServersMovedError(PeerLostError):
     """A request has no answer, for the job has another number of servers now; those have what was done, and no more."""
-
-
-class StartedRequest(NamedTuple):
-    """A request that has its number, and whose connection nobody else writes to."""
-
-    connection: Connection
-    pending: Pending
-    link: ServerLink
-    lease: SegmentLease | None
-    memory: Bytes
-    """Where its payload is to be written, even if it is given up meanwhile."""
-
-
-class ReplyTurn(NamedTuple):
-    """An answer that is due, on a link that nobody else reads."""
-
-    pending: Pending
-    link: ServerLink
 
 
 class Connection:
@@ -69,6 +52,7 @@ class Connection:
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
         has_moved: Whether the job has other servers by now: one that is away is asked no more then, and requests
             without an answer raise `ServersMovedError`.
+        lock: Shared by the connections over which native code sends at once; of its own when None.
 
     Raises:
         ConfigError: If the endpoint is wrong, or something else than that server of this job and version answers.
@@ -88,13 +72,14 @@ class Connection:
         client: int | None = None,
         max_unanswered_bytes: int = 64 << 20,
         has_moved: Callable[[], bool] = lambda: False,
+        lock: threading.RLock | None = None,
     ) -> None:
         self.client = secrets.randbits(64) if client is None else client
         self._dialer = Dialer(endpoint, secret, me, self.client, peer)
         self._me, self._peer = me, peer
         self._timeout_s, self._retry_s, self._has_moved = timeout_s, retry_s, has_moved
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock() if lock is None else lock
+        self._changed = threading.Condition(self.lock)
         self._in_flight = InFlight(max_unanswered_bytes)
         self._failure = self._timeout_reason = ""
         self._logged_at = self._work_logged_at = self._progress_at = -math.inf
@@ -102,7 +87,6 @@ class Connection:
         self._patience = Patience(retry_s)
         # Held while requests get their numbers and are written, and while the link is replaced.
         self._writing = threading.Lock()
-        self._seq = 0
         started = time.monotonic()
         try:
             channel, where = self._dialer.connect(started + connect_s, self._pause)
@@ -110,14 +94,16 @@ class Connection:
             why = f"{error_text(error)}. Start it, or correct the address"
             raise self._lost("connect", started, why, endpoint) from None
         self._reconnected_at = -math.inf
-        self._link = self._link_over(channel, where)
-        self._link.thread.start()
+        self.link = self._link_over(channel, where, 0)
+        """The way to the server now; it is replaced when it is lost."""
+
+        self.link.thread.start()
         _connections.add(self)
 
     def oldest_request(self) -> tuple[str, Pending] | None:
         """Return the server and the request that has waited longest for its answer, or None when none waits."""
-        with self._lock:
-            first = next(iter(self._in_flight), None)
+        with self.lock:
+            first = self._in_flight.first
         return None if first is None else (self._peer, first)
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
@@ -142,18 +128,11 @@ class Connection:
     def post(self, request: WireRequest) -> Pending:
         """Send a request of any kind and return without its reply; see `send`."""
         pending = Pending(request, self._wait_for)
-        op = pending.op
         pending.sent_at = time.monotonic()
-        self._reserve(pending)
-        longest_s = self._timeout_s + self._retry_s
-        while not self._writing.acquire(timeout=longest_s):
-            if time.monotonic() - self._progress_at > longest_s:
-                self._unreserve(pending)
-                raise self._lost(op, pending.sent_at, "another request could not be written")
-        try:
+        self._wait_for_room(pending)
+        # Whoever writes, or replaces the link, has a deadline.
+        with self._writing:
             self._send(pending)
-        finally:
-            self._writing.release()
         return pending
 
     def fail(self, request: WireRequest, error: PhalanxError) -> Pending:
@@ -162,66 +141,38 @@ class Connection:
         pending.settle(error)
         return pending
 
-    def begin(self, request: WireRequest) -> StartedRequest | None:
-        """Number a request that the caller writes itself, at once, and then gives to `finish`.
+    @property
+    def takes_native(self) -> bool:
+        """Whether native code may send over the link now. Runs with the lock held."""
+        return self._in_flight.is_clear and self.link.pool is not None and not (self._closed or self._failure)
 
-        None if it has to be posted: over TLS, without memory for it, or while something else is under way.
-        """
-        if not self._writing.acquire(blocking=False):
-            return None
-        started: StartedRequest | None = None
-        try:
-            with self._lock:
-                started = self._start(request)
-        finally:
-            if started is None:
-                self._writing.release()
-        return started
+    @property
+    def is_written(self) -> bool:
+        """Whether a request is being written, or the link replaced."""
+        return self._writing.locked()
 
-    def finish(self, started: StartedRequest, rest: bytes | None, *, has_begun: bool) -> None:
-        """End the writing of a request.
+    def remember(self, request: WireRequest) -> Pending:
+        """Return a request that native code sent."""
+        return Pending(request, self._wait_for)
 
-        Args:
-            started: What `begin` returned.
-            rest: What the socket had no room for; None if the link broke.
-            has_begun: Whether any of the request was written.
-        """
-        try:
-            if has_begun and started.lease is not None:
-                started.lease.segment.forget_descriptor()
-            if rest is None:
-                # As in `_write`: the reader of this link does the rest.
-                started.link.interrupt()
-            elif rest:
-                started.pending.set_rest(rest)
-                self._write(started.link, started.pending)
-        finally:
-            self._writing.release()
+    def take_over(self) -> None:
+        """Have what native code has under way on the link."""
+        with self.lock:
+            self._in_flight.take_over()
 
-    def _start(self, request: WireRequest) -> StartedRequest | None:
-        link = self._link
-        if self._closed or self._failure or link.pool is None:
-            return None
-        pending = Pending(request, self._wait_for)
-        memory = pending.reserve_memory(link.pool)
-        if memory is None or not self._in_flight.reserve(pending):
-            return None
-        self._seq = pending.seq = self._seq + 1
-        pending.sent_at = time.monotonic()
-        pending.deadline = pending.sent_at + self._timeout_s
-        self._in_flight.add(pending)
-        return StartedRequest(self, pending, link, pending.lease, memory)
+    def finish(self, pending: Pending | None, rest: bytes | None) -> None:
+        """Write what the socket had no room for, None if the link broke. Native code left `writing` locked for it."""
+        if pending is None or rest is None:
+            # As in `_write`: the reader of this link does the rest.
+            self.link.interrupt()
+        else:
+            pending.set_rest(rest)
+            self._write(self.link, pending)
 
-    def take_turn(self, pending: Pending) -> ReplyTurn | None:
-        """Return what the native core needs to read the next answer, if this request has none yet; None if it cannot.
-
-        The next answer may be that to an earlier request.
-        """
-        with self._lock:
-            link, first = self._link, self._in_flight.first
-            if pending.outcome is not None or link.pool is None or first is None or not link.begin_turn():
-                return None
-            return ReplyTurn(first, link)
+    @property
+    def timeout_s(self) -> float:
+        """Longest silence of the server while a reply is due."""
+        return self._timeout_s
 
     def call(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> RpcReply:
         """Send a request and wait for its reply; see `send` and `Pending.result`."""
@@ -230,34 +181,29 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; requests without an answer raise `ClosedError`."""
-        with self._changed:
+        with self.lock:
             self._closed = True
             self._changed.notify_all()
-            self._link.interrupt()
+            self.link.interrupt()
         # Whoever writes, or replaces the link, leaves first.
         if self._writing.acquire(timeout=_READER_ENDS_S):
-            link = self._link
+            link = self.link
             self._writing.release()
             link.thread.join(_READER_ENDS_S)
 
-    def _reserve(self, pending: Pending) -> None:
+    def _wait_for_room(self, pending: Pending) -> None:
         while True:
-            with self._changed:
+            with self.lock:
                 self._require_alive(pending)
-                if self._in_flight.reserve(pending):
+                if self._in_flight.has_room(pending):
                     return
                 deadline = max(pending.sent_at, self._progress_at) + self._timeout_s
                 if time.monotonic() >= deadline:
                     raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
-                link = self._link
-                is_reader = link.take_turn(deadline)
-            if is_reader:
+                link = self.link
+                is_free = link.is_free(deadline)
+            if is_free:
                 link.read(deadline)
-
-    def _unreserve(self, pending: Pending) -> None:
-        with self._changed:
-            self._in_flight.give_back(pending)
-            self._changed.notify_all()
 
     def _require_alive(self, pending: Pending) -> None:
         if self._closed:
@@ -267,24 +213,20 @@ class Connection:
 
     def _send(self, pending: Pending) -> None:
         """Number a request, remember it and write it. Runs with `_writing` held."""
-        try:
-            pending.seq = self._seq + 1
-            self._link.encode(pending, self.client)
-            with self._changed:
-                self._require_alive(pending)
-                self._seq = pending.seq
-                pending.deadline = time.monotonic() + self._timeout_s
-                self._in_flight.add(pending)
-        except BaseException:
-            self._unreserve(pending)
-            raise
-        self._write(self._link, pending)
+        pending.seq = self.link.state.seq + 1  # native code sends nothing while `_writing` is locked
+        self.link.encode(pending, self.client)
+        with self.lock:
+            self._require_alive(pending)
+            self.link.state.seq = pending.seq
+            pending.deadline = time.monotonic() + self._timeout_s
+            self._in_flight.add(pending)
+        self._write(self.link, pending)
 
     def _write(self, link: ServerLink, pending: Pending) -> None:
         try:
             link.write(pending, time.monotonic() + self._timeout_s)
         except TimeoutError:
-            with self._changed:
+            with self.lock:
                 self._give_up_link("it does not take requests")
         except OSError:
             # The reader of this link sees the same, and either connects again or reports the server as lost.
@@ -296,16 +238,16 @@ class Connection:
 
     def _wait_for(self, pending: Pending) -> Any:
         while True:
-            with self._lock:
+            with self.lock:
                 if pending.outcome is not None:
                     break
-                deadline, link = pending.deadline, self._link
+                deadline, link = pending.deadline, self.link
                 if time.monotonic() >= deadline:
                     state = f"; it {pending.server_state}" if pending.server_state else ""
                     self._give_up_link(f"it did not answer in time{state}")
                     continue
-                is_reader = link.take_turn(deadline)
-            if is_reader:
+                is_free = link.is_free(deadline)
+            if is_free:
                 link.read(deadline)
         if isinstance(pending.outcome, PhalanxError):
             raise pending.outcome
@@ -322,15 +264,18 @@ class Connection:
             return
         self._timeout_reason = why
         self._in_flight.put_off(time.monotonic() + self._retry_s + self._timeout_s)
-        self._link.interrupt()
+        self.link.interrupt()
 
-    def _link_over(self, channel: Channel, where: str) -> ServerLink:
+    def _link_over(self, channel: Channel, where: str, seq: int) -> ServerLink:
+        terms = self.client, seq, self._in_flight.most_bytes, self._writing
+        self._in_flight.link = state = ClientLink(channel, channel.ahead_memory, *terms)
         return ServerLink(
             channel,
+            state,
             where,
             self._in_flight,
             peer=self._peer,
-            lock=self._lock,
+            lock=self.lock,
             changed=self._changed,
             waits=self._keep_waiting,
             works=self._note_work,
@@ -342,9 +287,9 @@ class Connection:
         link.channel.interrupt()
         with self._writing:
             link.channel.close()
-            with self._changed:
+            with self.lock:
                 why, self._timeout_reason = self._timeout_reason or why, ""
-                if link.has_answered:
+                if link.state.has_answered:
                     self._patience.end()
                 if link.has_failed_start:
                     self._patience.limit(time.monotonic())
@@ -355,7 +300,7 @@ class Connection:
 
     def _keep_waiting(self, pending: Pending, waits_for: str, is_connected: bool) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self.lock:
             pending.server_state = f"waits for {waits_for}"
             if is_connected:
                 self._in_flight.put_off(now + self._timeout_s)
@@ -365,7 +310,7 @@ class Connection:
 
     def _note_work(self, does: str, has_moved: bool) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self.lock:
             self._in_flight.note_work(does, now if has_moved else None)
             if has_moved:
                 self._progress_at = now
@@ -385,7 +330,7 @@ class Connection:
         could wait for each other with full buffers.
         """
         started = time.monotonic()
-        with self._changed:
+        with self.lock:
             until = self._patience.begin(started)
             self._in_flight.put_off(until + self._timeout_s)
             self._changed.notify_all()
@@ -397,12 +342,13 @@ class Connection:
                 raise TimeoutError("it answers on no connection")
             channel, where = self._dialer.connect(until, self._pause)
         except (OSError, PhalanxError) as error:
-            with self._changed:
+            with self.lock:
                 self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {error_text(error)}")
             return
-        with self._changed:
-            link, self._reconnected_at = self._link_over(channel, where), time.monotonic()
-            self._link = link
+        with self.lock:
+            self._in_flight.take_over()
+            link, self._reconnected_at = self._link_over(channel, where, self.link.state.seq), time.monotonic()
+            self.link = link
             unanswered = list(self._in_flight)
             if self._closed:
                 link.interrupt()
@@ -412,13 +358,13 @@ class Connection:
             link.encode(pending, self.client)
             pending.deadline = time.monotonic() + self._timeout_s
             self._write(link, pending)
-        with self._changed:
+        with self.lock:
             if not self._in_flight:
                 self._patience.end()
             self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:
-        with self._changed:
+        with self.lock:
             if self._changed.wait_for(lambda: self._closed, seconds):
                 raise ClosedError("it was closed here")
         if self._has_moved():
@@ -428,7 +374,7 @@ class Connection:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
         self._failure = self._failure or why
         self._in_flight.settle_all(self._abort_error)
-        self._link.interrupt()
+        self.link.interrupt()
         self._changed.notify_all()
 
     def _abort_error(self, pending: Pending) -> PhalanxError:
@@ -438,7 +384,7 @@ class Connection:
 
     def _lost(self, op: str, since: float, why: str, where: str = "") -> PeerLostError:
         waited = time.monotonic() - since
-        where = where or self._link.where
+        where = where or self.link.where
         error = ServersMovedError if self._has_moved() else PeerLostError
         return error(f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.")
 

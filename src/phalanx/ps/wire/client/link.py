@@ -1,4 +1,4 @@
-"""`ServerLink`: one authenticated socket to a server, and its requests in flight; a `Connection` replaces a broken one.
+"""`ServerLink`: one authenticated socket to a server; a `Connection` replaces a broken one.
 
 Whoever waits for an answer reads the socket, which saves two switches between threads for every answer; a thread reads
 while nobody waits. It is there because answers must be taken in any case: a server that cannot write them reads no
@@ -9,97 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-from phalanx.errors import PhalanxError
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.channel import Channel, UnixChannel, error_text
+from phalanx.ps.wire.client.client_link import ClientLink
+from phalanx.ps.wire.client.in_flight import InFlight
 from phalanx.ps.wire.frame import FrameError, FrameKind, Header
 from phalanx.ps.wire.message import Pending
-from phalanx.ps.wire.segments import SegmentPool
+from phalanx.ps.wire.segments import SegmentLease, SegmentPool
 
 _IDLE_S = 0.2
 """After so long without anybody reading the thread does."""
-
-
-class InFlight:
-    """The requests of one connection without an answer, in their order. Its users hold the connection's lock.
-
-    Args:
-        most_bytes: Payload that may be on its way; one request alone may be larger.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self.bytes = 0
-        self._most_bytes = most_bytes
-        self._queue: deque[Pending] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-    def __iter__(self) -> Iterator[Pending]:
-        return iter(self._queue)
-
-    def reserve(self, pending: Pending) -> bool:
-        """Count the bytes of a request in, if they fit."""
-        size = pending.payload_bytes
-        if self.bytes and self.bytes + size > self._most_bytes:
-            return False
-        self.bytes += size
-        return True
-
-    def give_back(self, pending: Pending) -> None:
-        """Count the bytes of a request out that was not sent."""
-        self.bytes -= pending.payload_bytes
-
-    def add(self, pending: Pending) -> None:
-        """Expect an answer to a request, after those to the ones before."""
-        self._queue.append(pending)
-
-    @property
-    def first(self) -> Pending | None:
-        """The request that the next answer is to."""
-        return self._queue[0] if self._queue else None
-
-    def expect_answer(self, header: Header) -> Pending:
-        """Return the request that a frame is about.
-
-        Raises:
-            FrameError: If that is not the one whose turn it is.
-        """
-        first = self.first
-        if first is None or header.seq != first.seq or header.kind in frame.REQUEST_KINDS:
-            raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
-        return first
-
-    def settle(self, pending: Pending, outcome: Any) -> bool:
-        """Give the first request its outcome; returns False if all were given up while it was read."""
-        if not self._queue or self._queue[0] is not pending:
-            return False
-        self._queue.popleft()
-        self.bytes -= pending.payload_bytes
-        pending.settle(outcome)
-        return True
-
-    def settle_all(self, outcome_of: Callable[[Pending], PhalanxError]) -> None:
-        """Give up every request."""
-        for pending in self._queue:
-            pending.settle(outcome_of(pending))
-        self._queue.clear()
-        self.bytes = 0
-
-    def note_work(self, does: str, moved_at: float | None) -> None:
-        """Note what the server does before it answers, and when that last advanced, if it did."""
-        for pending in self._queue:
-            pending.server_state = does
-            pending.progress_at = pending.progress_at if moved_at is None else moved_at
-
-    def put_off(self, deadline: float) -> None:
-        """Let every answer take until `deadline`."""
-        for pending in self._queue:
-            pending.deadline = deadline
 
 
 class ServerLink:
@@ -109,6 +30,7 @@ class ServerLink:
 
     Args:
         channel: The socket.
+        state: What native code knows of this link, too.
         where: The server's address, for messages.
         in_flight: The requests of the connection; a new link takes those over that a lost one left.
         peer: Who the server is, as `server 0`.
@@ -123,6 +45,7 @@ class ServerLink:
     def __init__(
         self,
         channel: Channel,
+        state: ClientLink,
         where: str,
         in_flight: InFlight,
         *,
@@ -133,10 +56,7 @@ class ServerLink:
         works: Callable[[str, bool], None],
         lost: Callable[[ServerLink, str], None],
     ) -> None:
-        self.channel, self.where = channel, where
-        self.has_answered = False
-        """Whether the answer to any request came over this link."""
-
+        self.channel, self.state, self.where = channel, state, where
         self.has_failed_start = False
         """Whether the server said that it will not answer."""
 
@@ -145,8 +65,12 @@ class ServerLink:
         self.thread = threading.Thread(target=self._read_when_idle, name=f"replies of {peer}", daemon=True)
         self._lock, self._changed, self._thread_condition = lock, changed, threading.Condition(lock)
         self._waits, self._works, self._lost = waits, works, lost
-        self._is_reading = self._was_read = self._has_waiter = self._is_thread_needed = False
+        self._is_thread_needed = False
         self._end: str | None = None
+
+    def lease(self, size: int) -> SegmentLease | None:
+        """Return memory shared over this link; see `SegmentPool.lease`."""
+        return None if self.pool is None else self.pool.lease(size)
 
     def encode(self, pending: Pending, client: int) -> None:
         """Make a request of the client of that number ready to be written here."""
@@ -164,47 +88,26 @@ class ServerLink:
         if lease is not None:
             lease.segment.forget_descriptor()
 
-    def take_turn(self, until: float) -> bool:
-        """Return True if it is for the caller to `read` now, else wait for another's frame. Runs with the lock held.
+    def is_free(self, until: float) -> bool:
+        """Return True if the caller may `read` now, else wait for another's frame first. Runs with the lock held.
 
         Args:
             until: When to stop waiting, on the clock of `time.monotonic`.
         """
-        if self.begin_turn():
+        if not (self.state.is_reading or self._end is not None):
             return True
-        self._has_waiter = True
+        self.state.has_waiter = True
         self._changed.wait(max(0.0, until - time.monotonic()))
         return False
 
-    def begin_turn(self) -> bool:
-        """Return True if it is for the caller to read now, until `read` or `end_turn`. Runs with the lock held."""
-        if self._is_reading or self._end is not None:
-            return False
-        self._is_reading = self._was_read = True
-        return True
-
-    def end_turn(self, why: str | None = None) -> None:
-        """Let others read.
-
-        Args:
-            why: If the link can be read no more.
-        """
-        with self._lock:
-            self._is_reading = False
-            self._end = self._end or why
-            self._changed.notify_all()
-            if self._end or self._is_thread_needed:
-                self._thread_condition.notify()
-
-    def settle(self, pending: Pending, outcome: Any) -> None:
-        """Give a request the outcome that came over this link."""
-        with self._lock:
-            self.has_answered |= self._in_flight.settle(pending, outcome)
-
     def read(self, deadline: float | None) -> None:
-        """Take one frame, if one begins before `deadline`, and end the caller's turn."""
-        why: str | None = None
+        """Take one frame, if nobody else does and one begins before `deadline`."""
+        is_reader, why = False, None
         try:
+            with self._lock:
+                if self.state.is_reading or self._end is not None:
+                    return
+                self.state.is_reading = self.state.was_read = is_reader = True
             if self.channel.has_bytes(deadline):
                 why = "reading its answer was interrupted"
                 self._take_frame(deadline)
@@ -212,12 +115,30 @@ class ServerLink:
         except (OSError, FrameError, MemoryError) as error:
             why = error_text(error)
         finally:
-            self.end_turn(why)
+            if is_reader:
+                # Nothing here runs code that a signal could break off before others may read.
+                self._end = self._end or why
+                self.state.has_ended = self._end is not None
+                self.state.is_reading = False
+                with self._lock:
+                    self.notify()
+
+    def read_next(self) -> None:
+        """Take one frame, if nobody else does and one begins before the next answer is late."""
+        with self._lock:
+            first = self._in_flight.first
+        self.read(None if first is None else first.deadline)
+
+    def notify(self) -> None:
+        """Wake whoever waits until nobody reads. Runs with the lock held."""
+        self._changed.notify_all()
+        if self._end or self._is_thread_needed:
+            self._thread_condition.notify()
 
     def read_on(self) -> None:
         """Let the thread read soon: the caller waits for what answers that nobody takes may hold up."""
-        with self._changed:
-            self._is_thread_needed = True
+        with self._lock:
+            self._is_thread_needed = self.state.has_waiter = True
             self._thread_condition.notify()
 
     def interrupt(self) -> None:
@@ -230,13 +151,15 @@ class ServerLink:
         if header.seq == 0:
             self._take_server_frame(header, raw)
             return
-        with self._changed:
+        with self._lock:
             pending = self._in_flight.expect_answer(header)
         if header.kind == FrameKind.WAITING:
             content = frame.parse_object(raw)
             self._waits(pending, str(content.get("for")), content.get("here") is True)
             return
-        self.settle(pending, pending.read_outcome(self.channel, header, raw, self._peer, deadline))
+        outcome = pending.read_outcome(self.channel, header, raw, self._peer, deadline)
+        with self._lock:
+            self.state.has_answered |= self._in_flight.settle(pending, outcome)
 
     def _take_server_frame(self, header: Header, raw: bytearray) -> None:
         """Take a frame that is about the server itself, and about no request."""
@@ -253,19 +176,19 @@ class ServerLink:
         """Read while nobody waits, until the link is broken."""
         goes_on = False
         while True:
-            with self._changed:
+            with self._lock:
                 if not goes_on:
-                    self._was_read = False
+                    self.state.was_read = False
                     self._thread_condition.wait_for(self._is_due, _IDLE_S)
                 if self._end:
                     break
                 goes_on = False
-                if self._is_reading or (self._was_read and not self._is_thread_needed):
+                if self.state.is_reading or (self.state.was_read and not self._is_thread_needed):
                     continue
-                self._is_reading, self._has_waiter, self._is_thread_needed = True, False, False
+                self.state.has_waiter = self._is_thread_needed = False
             self.read(None)
-            goes_on = not self._has_waiter
+            goes_on = not self.state.has_waiter
         self._lost(self, self._end)
 
     def _is_due(self) -> bool:
-        return self._end is not None or (self._is_thread_needed and not self._is_reading)
+        return self._end is not None or (self._is_thread_needed and not self.state.is_reading)
