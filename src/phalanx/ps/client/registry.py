@@ -145,8 +145,8 @@ class TableRegistry:
 
     def _groups(self) -> Groups:
         """Return the optimizer that holds each parameter, the first one if several do, and its group."""
-        held = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
-        return {id(param): holder for holder in reversed(held) for param in holder[1]["params"]}
+        holders = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return {id(param): holder for holder in reversed(holders) for param in holder[1]["params"]}
 
     # --- first values -----------------------------------------------------------------------------------------------
 
