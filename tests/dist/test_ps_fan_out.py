@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from launching import wait_until
-from phalanx.errors import BackendError, ClosedError, PeerLostError
+from phalanx.errors import BackendError, ClosedError, InternalError, PeerLostError
 from phalanx.ps.server.service import Service
 from phalanx.ps.stores.base import PullSpec
 from phalanx.ps.stores.fan_out import FanOut
@@ -25,6 +25,7 @@ from phalanx.ps.table.placement import table_salt
 from phalanx.ps.table.rules import Constant, TableSpec
 from phalanx.ps.table.update_rules import SGD
 from phalanx.ps.wire import Listener, frame
+from phalanx.ps.wire.data_frame import DataStatus
 from phalanx.ps.wire.frame import FrameKind
 from phalanx.ps.wire.progress import Startup, WorkProgress
 from wiring import SECRET, serving
@@ -180,6 +181,19 @@ def test_a_server_that_dies_in_the_middle_of_a_frame_gets_the_push_again(size, s
             peer.sendall(reply[:sent_bytes])
         assert pull(store, size, 1) == [-1.0]
         assert [service.state.require_clocks().steps for service in services] == [[1]] * SERVERS
+
+
+@SIZES
+def test_an_answer_that_no_pull_can_have_is_an_error_that_names_the_server(size):
+    with cluster() as (_, (store,)):
+        assert pull(store, size) == [0.0]
+        with divert(store, 2) as peer:
+            waiting = store.pull([PullSpec("items", np.arange(size))])
+            header = frame.decode_header(peer.recv(frame.HEADER_BYTES))
+            status = bytes([DataStatus.NEED_KEYS]).ljust(32, b"\0")
+            peer.sendall(frame.encode_raw(FrameKind.ROWS, 0, header.client, header.seq, status, 0))
+            with pytest.raises(InternalError, match="Server 2 answered a pull with NEED_KEYS, not with rows"):
+                waiting.rows()
 
 
 def test_without_retries_a_server_that_dies_is_an_error_that_names_it():

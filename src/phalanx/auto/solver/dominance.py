@@ -89,7 +89,8 @@ def reduce_problem(problem: StepProblem) -> ReducedProblem | None:
 class _PartialPick:
     options: Mapping[str, int]
     sums: Floats
-    """By piece: forward and backward passes, of these gradients of weights, what comes after, held, kept, owed."""
+    """By piece: seconds of forward passes, of backward passes, of gradients of weights in these, of gradient
+    synchronisation and update; persistent, activation and deferred bytes."""
 
     workspace_bytes: Floats
     """By piece."""

@@ -33,7 +33,8 @@ class ChainCosts(NamedTuple):
     """What the pieces of a chain cost under one pick."""
 
     sums: Floats
-    """By kind and piece: work, what comes after it, held, kept, owed, and of the work forward passes."""
+    """By kind and piece: seconds of passes, of gradient synchronisation and update; persistent, activation and deferred
+    bytes; seconds of forward passes alone."""
 
     workspace_bytes: Floats
     """By piece."""

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from phalanx.errors import InternalError
 from phalanx.ps.stores.base import Keys, PullSpec, Rows
 from phalanx.ps.stores.fan_out import FanOut
 from phalanx.ps.stores.partition import PartitionedRequest, PullNumbers, ServerPart
@@ -83,6 +84,8 @@ class PullRequest:
             # A push before this pull had to be sent again, and came behind it.
             reply = sent.connections[rank].post(sent.part(rank)).result()
         assert reply is not None
+        if reply.status > DataStatus.AGAIN:
+            raise InternalError(f"Server {rank} answered a pull with {reply.status.name}, not with rows. Report it.")
         self.named.numbers[rank] = reply.number
         return reply.rows
 

@@ -130,7 +130,7 @@ class Connection:
         pending = Pending(request, self._wait_for)
         pending.sent_at = time.monotonic()
         self._wait_for_room(pending)
-        # Whoever writes, or replaces the link, has a deadline.
+        # Untimed: whoever writes, or replaces the link, has a deadline.
         with self._writing:
             self._send(pending)
         return pending
@@ -254,7 +254,7 @@ class Connection:
         return pending.outcome
 
     def _give_up_link(self, why: str) -> None:
-        """Take a silent server for lost. Runs with `_changed` held.
+        """Take a silent server for lost. Runs with the lock held.
 
         What it may still answer comes over a link that nobody reads any more, so with `retry_s` a new link is as good
         as after a loss.
@@ -371,7 +371,7 @@ class Connection:
             raise ServersMovedError("the job has other servers now")
 
     def _fail(self, why: str) -> None:
-        """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
+        """End the connection for good: every request without an answer fails. Runs with the lock held."""
         self._failure = self._failure or why
         self._in_flight.settle_all(self._abort_error)
         self.link.interrupt()
