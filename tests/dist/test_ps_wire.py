@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -356,6 +357,21 @@ def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monke
     with both(max_unanswered_bytes=1 << 30) as connection:
         pending = [connection.send("echo", {}, [rows]) for _ in range(6)]
         assert all(np.array_equal(one.result().arrays[0], rows) for one in pending)
+
+
+def test_one_whose_answer_another_has_read_waits_for_no_more(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 60.0)
+    with both(timeout_s=30.0) as connection:
+        read = connection.link.read
+
+        def late(deadline: float | None, awaited=None) -> None:
+            read(deadline)  # of another thread, between the look of the one that waits and its turn
+            read(deadline, awaited)
+
+        monkeypatch.setattr(connection.link, "read", late)
+        started = time.monotonic()
+        assert connection.call("echo", {"at": 1}).meta == {"at": 1}
+        assert time.monotonic() - started < 15.0
 
 
 def test_a_wait_that_the_user_interrupts_can_be_taken_up_again(monkeypatch):

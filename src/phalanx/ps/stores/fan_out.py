@@ -100,14 +100,19 @@ class FanOut:
         Raises:
             PhalanxError: The error that came in its place.
         """
-        if self._native is not None and (fields := self._native.reply(server)) is not None:
-            status, number, dropped, rows = fields
-            return DataReply(_STATUSES[status], number, dropped, rows)
+        if (reply := self._native_reply(server)) is not None:
+            return reply
         self.connections[server].take_over()
         if (pending := self._pending.get(server)) is None:
+            return self._native_reply(server)  # which another thread may have read meanwhile
+        answer: DataReply = pending.result()
+        return answer
+
+    def _native_reply(self, server: int) -> DataReply | None:
+        if self._native is None or (fields := self._native.reply(server)) is None:
             return None
-        reply: DataReply = pending.result()
-        return reply
+        status, number, dropped, rows = fields
+        return DataReply(_STATUSES[status], number, dropped, rows)
 
     def part(self, server: int) -> DataRequest:
         """Return the part of a server as its connection sends it."""

@@ -88,6 +88,11 @@ class Channel:
             except BlockingIOError:
                 if not self._poll(select.POLLIN, deadline):
                     return False
+            except OSError:
+                raise
+            except BaseException:
+                self.interrupt()  # a signal came behind bytes that nobody has now
+                raise
         return True
 
     def read_head(self, deadline: float | None = None) -> tuple[Header, bytearray]:

@@ -185,11 +185,9 @@ class Connection:
             self._closed = True
             self._changed.notify_all()
             self.link.interrupt()
-        # Whoever writes, or replaces the link, leaves first.
-        if self._writing.acquire(timeout=_READER_ENDS_S):
-            link = self.link
-            self._writing.release()
-            link.thread.join(_READER_ENDS_S)
+        until = time.monotonic() + _READER_ENDS_S
+        while (link := self.link).thread.is_alive() and time.monotonic() < until:
+            link.thread.join(until - time.monotonic())  # it may start that of another link before it ends
 
     def _wait_for_room(self, pending: Pending) -> None:
         while True:
@@ -200,10 +198,10 @@ class Connection:
                 deadline = max(pending.sent_at, self._progress_at) + self._timeout_s
                 if time.monotonic() >= deadline:
                     raise self._lost(pending.op, pending.sent_at, f"{self._in_flight.bytes:,} bytes before it wait")
-                link = self.link
+                link, first = self.link, self._in_flight.first
                 is_free = link.is_free(deadline)
             if is_free:
-                link.read(deadline)
+                link.read(deadline, first)
 
     def _require_alive(self, pending: Pending) -> None:
         if self._closed:
@@ -215,12 +213,17 @@ class Connection:
         """Number a request, remember it and write it. Runs with `_writing` held."""
         pending.seq = self.link.state.seq + 1  # native code sends nothing while `_writing` is locked
         self.link.encode(pending, self.client)
-        with self.lock:
-            self._require_alive(pending)
-            self.link.state.seq = pending.seq
-            pending.deadline = time.monotonic() + self._timeout_s
-            self._in_flight.add(pending)
-        self._write(self.link, pending)
+        try:
+            with self.lock:
+                self._require_alive(pending)
+                self.link.state.seq = pending.seq
+                pending.deadline = time.monotonic() + self._timeout_s
+                self._in_flight.add(pending)
+            self._write(self.link, pending)
+        except BaseException:
+            # A new link gets all that is in flight, also what was not written.
+            self.link.interrupt()
+            raise
 
     def _write(self, link: ServerLink, pending: Pending) -> None:
         try:
@@ -248,7 +251,7 @@ class Connection:
                     continue
                 is_free = link.is_free(deadline)
             if is_free:
-                link.read(deadline)
+                link.read(deadline, pending)
         if isinstance(pending.outcome, PhalanxError):
             raise pending.outcome
         return pending.outcome

@@ -100,12 +100,18 @@ class ServerLink:
         self._changed.wait(max(0.0, until - time.monotonic()))
         return False
 
-    def read(self, deadline: float | None) -> None:
-        """Take one frame, if nobody else does and one begins before `deadline`."""
+    def read(self, deadline: float | None, awaited: Pending | None = None) -> None:
+        """Take one frame, if nobody else does and one begins before `deadline`.
+
+        Args:
+            deadline: On the clock of `time.monotonic`.
+            awaited: Whose answer the caller waits for: if another took that meanwhile, perhaps no frame comes any more.
+        """
         is_reader, why = False, None
         try:
             with self._lock:
-                if self.state.is_reading or self._end is not None:
+                has_answer = awaited is not None and awaited.outcome is not None
+                if has_answer or self.state.is_reading or self._end is not None:
                     return
                 self.state.is_reading = self.state.was_read = is_reader = True
             if self.channel.has_bytes(deadline):
@@ -124,10 +130,11 @@ class ServerLink:
                     self.notify()
 
     def read_next(self) -> None:
-        """Take one frame, if nobody else does and one begins before the next answer is late."""
+        """Take one frame, if nobody else does, an answer is due, and one begins before that is late."""
         with self._lock:
             first = self._in_flight.first
-        self.read(None if first is None else first.deadline)
+        if first is not None:
+            self.read(first.deadline, first)
 
     def notify(self) -> None:
         """Wake whoever waits until nobody reads. Runs with the lock held."""
@@ -186,6 +193,7 @@ class ServerLink:
                 if self.state.is_reading or (self.state.was_read and not self._is_thread_needed):
                     continue
                 self.state.has_waiter = self._is_thread_needed = False
+                self._changed.notify_all()  # a signal may have broken off that of a reader
             self.read(None)
             goes_on = not self.state.has_waiter
         self._lost(self, self._end)
