@@ -60,7 +60,7 @@ def find_rank_ends(forward: PassTimes, backward: PassTimes, ranks: int, micro_ba
             state = np.stack([free, port, output, gradient])
             if before_round is not None:
                 later = state - before_round
-                if np.ptp(later, axis=(0, 1)).max() <= _STEADY * state.max():
+                if (np.ptp(later, axis=(0, 1)) <= _STEADY * state.max(axis=(0, 1))).all():
                     left = len(order.rounds) - 1 - order.rounds.index(wave)
                     free, port, output, gradient = state + left * later
                     wave += left * order.rounds.step
