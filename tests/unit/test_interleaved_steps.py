@@ -239,6 +239,8 @@ def test_an_even_cut_has_a_piece_in_every_stage():
     assert even_cut(np.array([1.0, 1, 1, 1, 1, 1]), 3).tolist() == [0, 2, 4, 6]
     assert even_cut(np.array([9.0, 1, 1, 1]), 3).tolist() == [0, 1, 2, 4]
     assert even_cut(np.array([1.0, 1, 1, 9]), 3).tolist() == [0, 2, 3, 4]
+    assert even_cut(np.array([1.0, 1, 0]), 2).tolist() == [0, 1, 3]
+    assert even_cut(np.zeros(4), 2).tolist()[-1] == 4
     for seed in range(50):
         work = np.random.default_rng(seed).exponential(1, 9)
         cut = even_cut(work, 5)
