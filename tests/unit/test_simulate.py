@@ -304,6 +304,16 @@ def test_interleaved_stages_that_differ_take_exactly_the_closed_form_without_rep
         assert min(seconds for name, seconds in found.breakdown.items() if name.endswith("_s")) >= 0
 
 
+def test_one_rank_with_several_stages_waits_for_nobody() -> None:
+    run = read_run(
+        RUN
+        | {"model": {**RUN["model"], "layers": 5}, "cluster": {**RUN["cluster"], "nodes": 1}}
+        | {"parallel": {**RUN["parallel"], "pp": 1, "vpp": 2, "dp": 1}, "batch": {"global": 4, "micro": 1}}
+    )
+    breakdown = predict(run, interval=False).breakdown
+    assert (breakdown["pipeline_send_s"], breakdown["pipeline_bubble_s"]) == (0.0, 0.0)
+
+
 def test_a_run_of_which_all_is_whole_takes_exactly_the_closed_form() -> None:
     run = read_run(RUN | {"parallel": {"tp": 8}, "recompute": "full"})
     assert simulate_run(run).simulation.step_time_s == pytest.approx(predict(run).step_time_s)

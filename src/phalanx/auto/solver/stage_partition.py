@@ -173,8 +173,8 @@ class _PartitionSearch:
             seconds, stages = self._best_among(self._all, pick, sums, below)
             return seconds, stages, min(seconds, below)
         best: _Cut = math.inf, ()
-        has_turns = self._problem.virtual > 1
-        if has_turns:
+        is_interleaved = self._problem.virtual > 1
+        if is_interleaved:
             best = self._improve(best, pick, sums)
         most, left_out, is_all = float(self._least_most(sums[:1])[0]), least, True
         for over in _OVER:
@@ -185,7 +185,7 @@ class _PartitionSearch:
             longer = least + self._passes * most * (over - 1) if over < math.inf else math.inf
             if is_all:
                 left_out = longer
-            elif best[1] and (has_turns or best[0] <= left_out * (1 + _CLOSE)):
+            elif best[1] and (is_interleaved or best[0] <= left_out * (1 + _CLOSE)):
                 return *best, min(best[0], left_out)
             elif longer > left_out * (1 + _CLOSE):
                 raise TooManyError
@@ -247,7 +247,7 @@ class _PartitionSearch:
             peaks = (problem.by_rank(persistent + in_flight * activation + in_debt * deferred) + workspace).max(axis=1)
             seconds[peaks > problem.room * (1 + ROUNDING)] = math.inf
         if problem.virtual > 1:
-            seconds = self._with_turns(seconds, times, below - problem.transition_s(pick))
+            seconds = self._interleaved_s(seconds, times, below - problem.transition_s(pick))
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:
             return math.inf, ()
@@ -293,7 +293,7 @@ class _PartitionSearch:
             best = better
         return best
 
-    def _with_turns(self, formula_s: Floats, times: StageTimes, below: float) -> Floats:
+    def _interleaved_s(self, formula_s: Floats, times: StageTimes, below: float) -> Floats:
         """Return the seconds of cuts of several stages a rank; infinity for cuts that cannot be the fastest."""
         seconds: Floats = np.full(len(formula_s), math.inf)
         order = np.argsort(formula_s, kind="stable")
