@@ -68,7 +68,14 @@ def find_equal_pieces(costs: Sequence[ChainCosts], sends: Sequence[float]) -> ra
 class UniformChain:
     """The cuts of a chain, by how many of its equal pieces each rank has."""
 
-    def __init__(self, problem: StepProblem, equal: range) -> None:
+    def __init__(self, problem: StepProblem, equal: range, in_flight: Floats) -> None:
+        """Keep what is the same for all picks.
+
+        Args:
+            problem: The step.
+            equal: Its equal pieces.
+            in_flight: Of how many micro-batches each stage keeps activations. Bounds hold if that is never too many.
+        """
         self._problem, self._equal = problem, equal
         count = problem.piece_count
         self._others = [piece for piece in range(count) if piece not in equal]
@@ -77,16 +84,20 @@ class UniformChain:
         self._outside: NDArray[np.bool_] = np.zeros((partitions, ranks, len(self._others)), dtype=bool)
         self._least: Ints = np.zeros((partitions, ranks), dtype=np.int64)
         self._sent: Floats = np.zeros((partitions, ranks))
+        self._outer: Ints = np.zeros((partitions, len(self._others)), dtype=np.int64)
+        self._inside: NDArray[np.bool_] = np.zeros((partitions, problem.stages), dtype=bool)
         for number, partition in enumerate(self._partitions):
+            self._outer[number] = partition.stages
             for index, stage in enumerate(partition.stages):
                 self._outside[number, stage % ranks, index] = True
+            self._inside[number, partition.first : partition.last + 1] = True
             for stage in range(partition.first, partition.last + 1):
                 self._least[number, stage % ranks] += 1
             for stage, send in enumerate(self._borders(partition)):
                 self._sent[number, stage % ranks] += send
                 self._sent[number, (stage + 1) % ranks] += send
-        self._in_flight = np.array([problem.in_flight(rank) for rank in range(ranks)], dtype=np.float64)
-        self._in_debt = np.array([problem.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
+        self._in_flight = in_flight
+        self._in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)], dtype=np.float64)
 
     @staticmethod
     def is_for(problem: StepProblem, equal: range) -> bool:
@@ -168,11 +179,27 @@ class UniformChain:
         if self._problem.room < math.inf:
             workspace = np.max(np.where(self._outside, costs.workspace_bytes[others], 0.0), axis=2, initial=0.0)
             workspace = np.maximum(workspace, np.where(self._least > 0, costs.workspace_bytes[equal.start], 0.0))
-            persistent = outside[2] + self._in_flight * outside[3] + self._in_debt * outside[4] + workspace
-            each = piece_cost[2] + self._in_flight * piece_cost[3] + self._in_debt * piece_cost[4]
+            fixed, each = self._passing_bytes(costs)
+            fixed, each = fixed + outside[2] + workspace, each + piece_cost[2]
             room = self._problem.room * (1 + 0.9 * ROUNDING)  # a margin for sums in another order
-            most = np.minimum(most, _count_fitting(persistent[..., None] + each[:, None] * numbers, room))
+            most = np.minimum(most, _count_fitting(fixed[..., None] + each[..., None] * numbers, room))
         return work, after, most
+
+    def _passing_bytes(self, costs: ChainCosts) -> tuple[Floats, Floats]:
+        """Return what ranks keep and owe of pieces outside, and of each equal one, by partition and rank.
+
+        Every stage among the equal pieces has one of them. Any more are where they keep the least: what the others keep
+        above that is with what is fixed.
+        """
+        inside, others, ranks = self._equal.start, self._others, self._problem.ranks
+        activation, deferred = costs.sums[3], costs.sums[4]
+        by_stage = self._in_flight * activation[inside] + self._in_debt * deferred[inside]
+        least = np.where(self._inside, by_stage, math.inf).reshape(-1, self._problem.virtual, ranks).min(axis=1)
+        each = np.where(least < math.inf, least, 0.0)
+        first = self._problem.by_rank(np.where(self._inside, by_stage, 0.0))
+        outer = self._in_flight[self._outer] * activation[others] + self._in_debt[self._outer] * deferred[others]
+        fixed = first - self._least * each + (self._outside * outer[:, None]).sum(axis=2)
+        return fixed, each
 
     def _list_outer(self) -> Iterator[_OuterPartition]:
         stages, equal = self._problem.stages, self._equal
