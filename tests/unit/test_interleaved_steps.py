@@ -334,6 +334,44 @@ def test_chains_of_too_many_uneven_pieces_are_cut_in_time_with_a_bound():
         assert found.seconds <= coarse.seconds(found.pick, stage_of)
 
 
+def test_of_options_whose_bound_alone_is_below_the_mark_the_fastest_is_returned(monkeypatch):
+    for name, value in {"_ALL_CUTS": 0, "_MOST_CUTS": 6, "_BEAM": 3}.items():
+        monkeypatch.setattr(f"phalanx.auto.solver.stage_partition.{name}", value)
+    several = 0
+    for seed in range(20):
+        random = Random(seed)
+        problem = uneven_options(random)
+        alone = [only_option(problem, place) for place in range(4)]
+        found = [solve(each) for each in alone]
+        fastest, least = min(each.seconds for each in found if each), min(each.bound for each in found if each)
+        mark = (fastest + least) / 2
+        slower = [each.seconds for each in (solve(one, below=mark) for one in alone) if each]
+        together = solve(problem, below=mark)
+        assert together is not None
+        assert together.bound < mark <= together.seconds
+        assert together.seconds == pytest.approx(min(slower))
+        several += len(slower) > 1
+    assert several > 10
+
+
+def uneven_options(random: Random) -> StepProblem:
+    """Return a chain of 12 pieces that work differently under each of four options of one decision."""
+    nodes = []
+    for piece in range(12):
+        work = random.uniform(0.5, 2)
+        seconds = [(work * random.uniform(0.9, 1.1), 2 * work * random.uniform(0.9, 1.1)) for _ in range(4)]
+        options = tuple(StrategyCost(label="", forward_s=there, backward_s=back) for there, back in seconds)
+        nodes.append(LayerNode(name=str(piece), decision="all", options=options))
+    return StepProblem(
+        nodes=tuple(nodes), pieces=tuple(range(12)), sends=(0.01,) * 11, ranks=4, virtual=2, micro_batches=8
+    )
+
+
+def only_option(problem: StepProblem, place: int) -> StepProblem:
+    """Return the problem with one option of each node."""
+    return replace(problem, nodes=tuple(replace(node, options=(node.options[place],)) for node in problem.nodes))
+
+
 def test_an_even_cut_has_a_piece_in_every_stage():
     assert even_cut(np.array([1.0, 1, 1, 1, 1, 1]), 3).tolist() == [0, 2, 4, 6]
     assert even_cut(np.array([9.0, 1, 1, 1]), 3).tolist() == [0, 1, 2, 4]
