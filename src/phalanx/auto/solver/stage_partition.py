@@ -59,8 +59,9 @@ class TooManyError(Exception):
 def find_best_partition(problem: StepProblem, below: float, time_limit: float | None = None) -> Solution | None:
     """Return the fastest choice that fits; None if none is faster than `below`.
 
-    Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest; its bound says so,
-    and it may be slower than `below` where the bound is not.
+    Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest with one stage a rank.
+    With several it may be further away. Its bound says how far, and it may be slower than `below` where the bound is
+    not.
 
     Args:
         problem: What can be chosen.
@@ -178,7 +179,8 @@ class _PartitionSearch:
             below: What others take: slower cuts need not be found.
 
         Raises:
-            TooManyError: If the best that was found may be far from the best.
+            TooManyError: If the best that was found may be far from the best, with one stage a rank; with several, if
+                none was found that fits.
         """
         sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
         workspace = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
@@ -275,18 +277,20 @@ class _PartitionSearch:
         """See `best_of`."""
         linked, saved, border = self._problem.transition_s(pick), self._problem.saved(pick), self._problem.stages + 1
 
-        def price(cuts: list[Stages]) -> _Cut:
+        def price(cuts: list[Stages], mark: float) -> _Cut:
             bounds = np.array([np.searchsorted(stages, np.arange(border)) for stages in cuts])
-            seconds, stages = self._best_among(bounds, pick, costs.sums, math.inf)
+            seconds, stages = self._best_among(bounds, pick, costs.sums, mark + linked)
             return seconds - linked, stages
 
-        formula_s, stages = self._chains[0].best_of(costs, saved, below - linked, price)
+        # With one stage a rank the first price is the least of all, or close to it.
+        at_once = _CUTS_AT_ONCE if self._problem.virtual > 1 else 1
+        formula_s, stages = self._chains[0].best_of(costs, saved, below - linked, price, at_once)
         best, bound = (self._check_seconds(pick, stages), stages), formula_s + linked
         if formula_s >= below - linked:
             return math.inf, (), below
         for chain in self._chains[1:]:
             if best[0] > bound * (1 + _CLOSE):
-                _, stages = chain.best_of(costs, saved, below - linked, price)
+                _, stages = chain.best_of(costs, saved, below - linked, price, at_once)
                 best = min(best, (self._check_seconds(pick, stages), stages))
         if self._problem.virtual > 1 and best[0] > bound:
             best = self._improve(best, pick, costs.sums)

@@ -105,7 +105,12 @@ class UniformChain:
         return len(equal) > 1 and problem.piece_count - len(equal) <= _MOST_OTHERS
 
     def best_of(
-        self, costs: ChainCosts, saved: float, below: float, price: Callable[[list[Stages]], tuple[float, Stages]]
+        self,
+        costs: ChainCosts,
+        saved: float,
+        below: float,
+        price: Callable[[list[Stages], float], tuple[float, Stages]],
+        at_once: int,
     ) -> tuple[float, Stages]:
         """Return seconds that no cut of a pick is below, and the stage of every piece in the fastest.
 
@@ -117,7 +122,9 @@ class UniformChain:
             costs: What the pieces cost under the pick.
             saved: Seconds of idle time that it fills at most.
             below: Seconds of a step, without those of links.
-            price: Returns the seconds of the fastest of several cuts, without those of links, and the cut.
+            price: Returns the seconds of the fastest of several cuts, without those of links, and the cut; none need be
+                found that is not below a mark.
+            at_once: Cuts to ask for together.
         """
         work, after, most = self._tables(costs)
         even, after_s = _min_max(work, self._least, most), _min_max(after, self._least, most)
@@ -125,8 +132,10 @@ class UniformChain:
         passes = self._passes_s(np.where(even < math.inf, even, 0.0), fixed_s)
         bounds = np.where(even < math.inf, passes + after_s, math.inf)
         best: tuple[float, Stages] = math.inf, ()
-        bound = below
+        bound, cuts = below, list[Stages]()
         for partition in np.argsort(bounds, kind="stable"):
+            if len(cuts) >= at_once:
+                best, cuts = min(best, price(cuts, best[0])), []
             below = min(below, best[0])
             if bounds[partition] >= below:
                 break
@@ -139,7 +148,9 @@ class UniformChain:
             if fastest:
                 formula_s, numbers = fastest[-1]
                 bound = min(bound, formula_s)
-                best = min(best, price(self._list_cuts(int(partition), numbers)))
+                cuts += self._list_cuts(int(partition), numbers)
+        if cuts:
+            best = min(best, price(cuts, best[0]))
         return bound, best[1]
 
     def _fastest_numbers(
