@@ -1,9 +1,10 @@
 """`find_equal_pieces`: find stage boundaries of a chain of equal layers, such as transformer blocks (pure).
 
-What a rank takes and holds depends on how many of the equal pieces it has, and not on which. So a cut is where the
-others are cut, which is possible in a few ways only, and a number of equal pieces for each rank: at least one for each
-stage that lies among them. Time and memory of a rank only grow with its number. The least time of the rank that works
-the most is therefore reached by giving piece after piece to the rank that works the least with it.
+What a rank takes and holds depends on how many of the equal pieces it has, and not on which; with several stages a
+rank, that is what the formula says, and what it holds at least. So a cut is where the others are cut, which is possible
+in a few ways only, and a number of equal pieces for each rank: at least one for each stage that lies among them. Time
+and memory of a rank only grow with its number. The least time of the rank that works the most is therefore reached by
+giving piece after piece to the rank that works the least with it.
 """
 
 from __future__ import annotations
