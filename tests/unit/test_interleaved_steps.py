@@ -18,6 +18,7 @@ from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, StageWork
 from phalanx.auto.solver.cut_moves import even_cut, list_neighbours
 from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
+from phalanx.auto.solver.min_memory import minimize_peak, peak_lower_bound
 from phalanx.auto.solver.problem import LayerNode, StageTimes, StepProblem, StrategyCost
 from phalanx.auto.solver.solve import solve
 from phalanx.plan.value import Schedule
@@ -113,6 +114,9 @@ def test_the_schedule_takes_as_long_as_the_simulation(rounds):
 def test_cuts_that_are_computed_together_have_the_times_that_each_has_alone():
     numbers = np.random.default_rng(0)
     ways = [PassTimes(numbers.uniform(0.5, 2, (8, 30)), numbers.uniform(-0.1, 0.1, (8, 30))) for _ in range(2)]
+    for times in itertools.chain(*ways):
+        times[:, 0] = times[0, 0]  # is in its steady state at once
+        times[:, 1:] *= 1e-12  # which are rounding beside that
     ends = find_rank_ends(*ways, 4, 96)
     for cut in range(30):
         alone = find_rank_ends(*(PassTimes(*(times[:, [cut]] for times in way)) for way in ways), 4, 96)
@@ -139,6 +143,104 @@ def test_stages_that_differ_take_no_less_than_event_by_event_and_little_more():
     assert median(apart) < 0.01
     assert mean(apart) < 0.3 * mean(map(abs, formula))
     assert min(formula) < -0.15  # what the sums of ranks do not know
+
+
+def test_stages_that_differ_hold_as_much_as_event_by_event():
+    random = Random(2)
+    for _ in range(100):
+        ranks, virtual, rounds = random.randint(2, 8), random.randint(2, 5), random.choice((1, 2, 3, 5, 8))
+        sizes = [random.choice((1.0, 2.0, random.uniform(1, 4), 0.0)) for _ in range(ranks * virtual)]
+        problem = kept_by(sizes, ranks, virtual, rounds)
+        works = tuple(
+            StageWork(
+                forward=PassWork(compute=1.0),
+                inputs=PassWork(compute=1.0),
+                weights=PassWork(compute=0.0),
+                activation_bytes=size,
+            )
+            for size in sizes
+        )
+        pipeline = PipelineSpec(
+            schedule=Schedule(kind="interleaved", virtual=virtual, microbatches=problem.micro_batches),
+            ranks=ranks,
+            stages=works,
+            persistent_bytes=(0.0,) * ranks,
+            optimizer=(0.0,) * ranks,
+        )
+        memory = problem.memory(dict.fromkeys(problem.decisions, 0), range(len(sizes)))
+        assert simulate(pipeline).peaks == pytest.approx([rank.total for rank in memory])
+
+
+def kept_by(sizes: list[float], ranks: int, virtual: int, rounds: int) -> StepProblem:
+    """Return a chain of pieces that keep so much for their backward passes."""
+    options = [StrategyCost(label="", forward_s=1.0, activation_bytes=size) for size in sizes]
+    return StepProblem(
+        nodes=tuple(
+            LayerNode(name=str(piece), decision=str(piece), options=(option,)) for piece, option in enumerate(options)
+        ),
+        pieces=tuple(range(len(sizes))),
+        sends=(0.0,) * (len(sizes) - 1),
+        ranks=ranks,
+        virtual=virtual,
+        micro_batches=rounds * ranks,
+    )
+
+
+def test_the_least_memory_of_stages_that_take_turns_is_that_of_the_best_cut():
+    random = Random(3)
+    for _ in range(15):
+        problem = kept_by([random.uniform(1, 4) for _ in range(7)], 2, 2, random.randint(1, 3))
+        pick = dict.fromkeys(problem.decisions, 0)
+        peaks = [problem.peak(pick, np.repeat(range(4), np.diff([0, *cut, 7]))) for cut in inner_borders(7)]
+        least = minimize_peak(problem)
+        assert least is not None
+        assert least.peak == pytest.approx(min(peaks))
+        assert peak_lower_bound(problem) <= min(peaks)
+
+
+@pytest.mark.parametrize("most_picks", [100_000, 0])  # the search, and the program
+def test_with_room_for_one_cut_alone_that_is_chosen(most_picks, monkeypatch):
+    monkeypatch.setattr("phalanx.auto.solver.stage_partition._MOST_PICKS", most_picks)
+    random = Random(4)
+    for _ in range(8):
+        problem = kept_by([random.uniform(1, 4) for _ in range(6)], 2, 2, random.randint(1, 3))
+        pick = dict.fromkeys(problem.decisions, 0)
+        cuts = [tuple(np.repeat(range(4), np.diff([0, *cut, 6])).tolist()) for cut in inner_borders(6)]
+        fullest = {stage_of: problem.peak(pick, stage_of) for stage_of in cuts}
+        found = solve(replace(problem, room=min(fullest.values())))
+        assert found is not None
+        assert found.stage_of == min(fullest, key=fullest.__getitem__)
+
+
+@pytest.mark.parametrize("all_cuts", [4_000, 0])  # the best of all, and of numbers of equal pieces by rank
+def test_a_chain_of_equal_pieces_keeps_to_its_room(all_cuts, monkeypatch):
+    monkeypatch.setattr("phalanx.auto.solver.stage_partition._ALL_CUTS", all_cuts)
+    random, gaps = Random(5), []
+    for _ in range(30):
+        sizes = [random.uniform(0, 3), *[random.uniform(1, 2)] * random.randint(4, 6), random.uniform(0, 5)]
+        problem = kept_by(sizes, 2, 2, random.randint(1, 3))
+        nodes = [
+            replace(node, decision="block") if 0 < i < len(sizes) - 1 else node for i, node in enumerate(problem.nodes)
+        ]
+        problem = replace(problem, nodes=tuple(nodes))
+        pick = dict.fromkeys(problem.decisions, 0)
+        cuts = [np.repeat(range(4), np.diff([0, *cut, len(sizes)])).tolist() for cut in inner_borders(len(sizes))]
+        peaks = sorted(problem.peak(pick, stage_of) for stage_of in cuts)
+        problem = replace(problem, room=random.choice((peaks[0] * 0.99, peaks[0], peaks[2], peaks[len(peaks) // 2])))
+        times = [problem.seconds(pick, stage_of) for stage_of in cuts if problem.fits(pick, stage_of)]
+        found = solve(problem)
+        assert (found is None) == (not times)
+        if found is not None:
+            assert problem.fits(found.pick, found.stage_of)
+            assert found.bound <= min(times) * (1 + 1e-9)
+            gaps.append(found.seconds / min(times) - 1)
+    assert len(gaps) > 10
+    assert max(gaps) < 0.01
+
+
+def inner_borders(pieces: int) -> list[tuple[int, ...]]:
+    """Return where the second, third and fourth stage of pieces can begin."""
+    return list(itertools.combinations(range(1, pieces), 3))
 
 
 def test_no_pass_that_takes_longer_makes_a_step_shorter():
@@ -232,10 +334,50 @@ def test_chains_of_too_many_uneven_pieces_are_cut_in_time_with_a_bound():
         assert found.seconds <= coarse.seconds(found.pick, stage_of)
 
 
+def test_of_options_whose_bound_alone_is_below_the_mark_the_fastest_is_returned(monkeypatch):
+    for name, value in {"_ALL_CUTS": 0, "_MOST_CUTS": 6, "_BEAM": 3}.items():
+        monkeypatch.setattr(f"phalanx.auto.solver.stage_partition.{name}", value)
+    several = 0
+    for seed in range(20):
+        random = Random(seed)
+        problem = uneven_options(random)
+        alone = [only_option(problem, place) for place in range(4)]
+        found = [solve(each) for each in alone]
+        fastest, least = min(each.seconds for each in found if each), min(each.bound for each in found if each)
+        mark = (fastest + least) / 2
+        slower = [each.seconds for each in (solve(one, below=mark) for one in alone) if each]
+        together = solve(problem, below=mark)
+        assert together is not None
+        assert together.bound < mark <= together.seconds
+        assert together.seconds == pytest.approx(min(slower))
+        several += len(slower) > 1
+    assert several > 10
+
+
+def uneven_options(random: Random) -> StepProblem:
+    """Return a chain of 12 pieces that work differently under each of four options of one decision."""
+    nodes = []
+    for piece in range(12):
+        work = random.uniform(0.5, 2)
+        seconds = [(work * random.uniform(0.9, 1.1), 2 * work * random.uniform(0.9, 1.1)) for _ in range(4)]
+        options = tuple(StrategyCost(label="", forward_s=there, backward_s=back) for there, back in seconds)
+        nodes.append(LayerNode(name=str(piece), decision="all", options=options))
+    return StepProblem(
+        nodes=tuple(nodes), pieces=tuple(range(12)), sends=(0.01,) * 11, ranks=4, virtual=2, micro_batches=8
+    )
+
+
+def only_option(problem: StepProblem, place: int) -> StepProblem:
+    """Return the problem with one option of each node."""
+    return replace(problem, nodes=tuple(replace(node, options=(node.options[place],)) for node in problem.nodes))
+
+
 def test_an_even_cut_has_a_piece_in_every_stage():
     assert even_cut(np.array([1.0, 1, 1, 1, 1, 1]), 3).tolist() == [0, 2, 4, 6]
     assert even_cut(np.array([9.0, 1, 1, 1]), 3).tolist() == [0, 1, 2, 4]
     assert even_cut(np.array([1.0, 1, 1, 9]), 3).tolist() == [0, 2, 3, 4]
+    assert even_cut(np.array([1.0, 1, 0]), 2).tolist() == [0, 1, 3]
+    assert even_cut(np.zeros(4), 2).tolist()[-1] == 4
     for seed in range(50):
         work = np.random.default_rng(seed).exponential(1, 9)
         cut = even_cut(work, 5)

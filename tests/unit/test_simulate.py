@@ -285,21 +285,33 @@ def test_published_runs_take_what_the_closed_form_says_and_hold_what_the_footpri
         assert found.peaks[0] == pytest.approx(compute_stage_footprint(run).total), run.name
 
 
+@pytest.mark.parametrize("node_gbps", [1600, 50, 10, 2])
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("rounds", [1, 2, 8])
 def test_interleaved_stages_that_differ_take_exactly_the_closed_form_without_replicas(
-    overlaps: bool, rounds: int
+    overlaps: bool, rounds: int, node_gbps: float
 ) -> None:
+    cluster = {**RUN["cluster"], "node_gbps": node_gbps}
     for layers, stages, virtual in [(22, 8, 2), (13, 4, 2), (43, 8, 4), (31, 2, 4)]:
         run = read_run(
             RUN
-            | {"model": {**RUN["model"], "layers": layers}, "cluster": {**RUN["cluster"], "nodes": stages}}
+            | {"model": {**RUN["model"], "layers": layers}, "cluster": {**cluster, "nodes": stages}}
             | {"parallel": {**RUN["parallel"], "pp": stages, "vpp": virtual, "dp": 1}, "schedule": "interleaved"}
             | {"batch": {"global": rounds * stages, "micro": 1}, "overlap": {"pp": overlaps}}
         )
         found = predict(run, interval=False)
         assert simulate_run(run).simulation.step_time_s == pytest.approx(found.step_time_s, rel=1e-4), run.parallel
         assert min(seconds for name, seconds in found.breakdown.items() if name.endswith("_s")) >= 0
+
+
+def test_one_rank_with_several_stages_waits_for_nobody() -> None:
+    run = read_run(
+        RUN
+        | {"model": {**RUN["model"], "layers": 5}, "cluster": {**RUN["cluster"], "nodes": 1}}
+        | {"parallel": {**RUN["parallel"], "pp": 1, "vpp": 2, "dp": 1}, "batch": {"global": 4, "micro": 1}}
+    )
+    breakdown = predict(run, interval=False).breakdown
+    assert (breakdown["pipeline_send_s"], breakdown["pipeline_bubble_s"]) == (0.0, 0.0)
 
 
 def test_a_run_of_which_all_is_whole_takes_exactly_the_closed_form() -> None:

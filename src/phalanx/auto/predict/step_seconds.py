@@ -40,8 +40,8 @@ class StepSeconds:
         each = self._send + self.constants.micro_batch_s
         others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * each
         send, bubble = count * self._send, self._idle_share * others / run.parallel.vpp
-        if self._takes_turns:
-            waits = self._schedule - count * (passes + self._head_on_top + self.constants.micro_batch_s)
+        if self._is_unevenly_interleaved:
+            waits = self._schedule_s - count * (passes + self._head_on_top + self.constants.micro_batch_s)
             send = min(send, waits)
             bubble = waits - send
         return {
@@ -66,14 +66,14 @@ class StepSeconds:
         return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
     @property
-    def _takes_turns(self) -> bool:
-        """Whether ranks take turns at stages with different numbers of blocks, which makes them wait for each other."""
+    def _is_unevenly_interleaved(self) -> bool:
+        """Whether ranks have several stages with different numbers of blocks, which makes them wait for each other."""
         run, par = self.run, self.run.parallel
-        is_interleaved = par.vpp > 1 and run.schedule not in ("gpipe", "zero-bubble")
+        is_interleaved = par.pp > 1 and par.vpp > 1 and run.schedule not in ("gpipe", "zero-bubble")
         return is_interleaved and run.micro_batches % par.pp == 0 and run.model.layers % (par.pp * par.vpp) > 0
 
     @property
-    def _schedule(self) -> float:
+    def _schedule_s(self) -> float:
         """Seconds of all passes and sends in the order of an interleaved schedule."""
         import numpy as np  # which most predictions do without
 

@@ -16,6 +16,7 @@ def even_cut(work: Floats, stages: int) -> Ints:
     """Return the cut of pieces that work so long whose stages work about as long, with a piece at least in each."""
     until, number = np.concatenate([[0.0], np.cumsum(work)]), np.arange(stages + 1)
     nearest = np.abs(until - until[-1] * number[:, None] / stages).argmin(axis=1)
+    nearest[-1] = len(work)  # also behind pieces that take no time
     rising = np.maximum.accumulate(nearest - number) + number
     return np.asarray(np.minimum(rising, len(work) - stages + number))
 

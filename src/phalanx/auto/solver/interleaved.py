@@ -6,8 +6,10 @@ the times of a step are sums and maxima.
 
 Slot k of rank r is in *wave* k - r. Each pass then waits only for the one before it on its rank, and for a neighbour's
 pass of the wave before: for forward passes the rank before, for backward passes the rank behind, in a ring. The passes
-of a wave are computed at once, for many cuts of a chain. Durations differ from wave to wave and repeat after a *round*,
-as many micro-batches as there are ranks. As soon as a round makes all times later by the same, so do those that follow.
+of a wave are computed at once, for many cuts of a chain. A rank's sends leave by one port, one after the other; that is
+free with the rank where none takes time beside its passes. Durations differ from wave to wave and repeat after a
+*round*, as many micro-batches as there are ranks. As soon as a round makes all times later by the same, so do those
+that follow.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class PassTimes(NamedTuple):
     """In which a rank does nothing else."""
 
     delay: Floats
-    """From then until the next stage can begin; negative where it can begin before."""
+    """In which the rank sends what the pass gives to the next stage, which then begins; beside other passes, and after
+    all sends of passes before it, of both ways. Negative where the next stage can begin before the pass ends."""
 
 
 def find_rank_ends(forward: PassTimes, backward: PassTimes, ranks: int, micro_batches: int) -> Floats:
@@ -49,25 +52,25 @@ def find_rank_ends(forward: PassTimes, backward: PassTimes, ranks: int, micro_ba
     there, back = (PassTimes(*(np.concatenate([times, none]) for times in way)) for way in (forward, backward))
     order = _Waves(stages // ranks, ranks, micro_batches)
     rank = np.arange(ranks)
-    free, output, gradient = np.zeros((ranks, cuts)), np.zeros((ranks, cuts)), np.zeros((ranks, cuts))
+    free, port, output, gradient = np.zeros((4, ranks, cuts))
     before_round: Floats | None = None
     wave = 0
     while wave < len(order.forward):
         if wave in order.rounds:
-            state = np.stack([free, output, gradient])
+            state = np.stack([free, port, output, gradient])
             if before_round is not None:
                 later = state - before_round
-                if np.ptp(later, axis=(0, 1)).max() <= _STEADY * state.max():
+                if (np.ptp(later, axis=(0, 1)) <= _STEADY * state.max(axis=(0, 1))).all():
                     left = len(order.rounds) - 1 - order.rounds.index(wave)
-                    free, output, gradient = state + left * later
+                    free, port, output, gradient = state + left * later
                     wave += left * order.rounds.step
             before_round = state
         stage = order.forward[wave]
         free = np.maximum(free, output[rank - 1] + order.forward_waits[wave]) + there.seconds[stage]
-        output = free + there.delay[stage]
+        output = port = np.maximum(free, port) + there.delay[stage]
         stage = order.backward[wave]
         free = np.maximum(free, gradient[rank + 1 - ranks] + order.backward_waits[wave]) + back.seconds[stage]
-        gradient = free + back.delay[stage]
+        gradient = port = np.maximum(free, port) + back.delay[stage]
         wave += 1
     return free
 

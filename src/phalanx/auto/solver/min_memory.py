@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.auto.solver.dominance import reduce_problem
+from phalanx.auto.solver.in_flight import least_in_flight
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost
 from phalanx.auto.solver.step_program import build_program
 
@@ -101,12 +102,13 @@ def peak_lower_bound(problem: StepProblem) -> float:
     largest = max(
         min(o.persistent_bytes + o.activation_bytes + o.workspace_bytes for o in node.options) for node in problem.nodes
     )
-    in_flight = [problem.in_flight(rank) for rank in range(problem.ranks)]
+    by_stage = least_in_flight(problem.in_flight, problem.ranks)
+    in_flight = by_stage.reshape(problem.virtual, problem.ranks).min(axis=0).tolist()
     persistent, activation = _least_sum(problem, "persistent_bytes"), _least_sum(problem, "activation_bytes")
     return max(largest, *(_spread_bound(persistent, activation, in_flight, tilt) for tilt in _TILTS))
 
 
-def _spread_bound(persistent: float, activation: float, in_flight: Sequence[int], tilt: float) -> float:
+def _spread_bound(persistent: float, activation: float, in_flight: Sequence[float], tilt: float) -> float:
     """Return what the peak rank has at least, of sums over all: no less than any weighted mean of the ranks."""
     weights = [1 / (1 + tilt * times) for times in in_flight]
     least_passing = min(weight * times for weight, times in zip(weights, in_flight, strict=True))
@@ -235,7 +237,8 @@ def _best_partition(problem: StepProblem, option_costs: list[Floats], below: flo
     best[0] = 0.0
     for stage in range(problem.stages):
         persistent, activation, deferred = sums_between
-        peaks = persistent + problem.in_flight(stage) * activation + problem.in_debt(stage) * deferred + workspace
+        passing = problem.in_flight[0, stage] * activation + problem.in_debt(stage) * deferred
+        peaks = persistent + passing + workspace
         reached = np.maximum(best[:, None], peaks)
         starts_by_stage.append(reached.argmin(axis=0))
         best = reached.min(axis=0)

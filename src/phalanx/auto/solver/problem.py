@@ -21,7 +21,8 @@ its long stage while another works on its short one, then the other way round. S
 takes what the formula says or what the schedule takes pass by pass (`auto/solver/interleaved`), whichever is longer.
 What bounds the formula from below bounds that too.
 
-A rank keeps the activations of as many micro-batches as 1F1B has in flight on it.
+A rank keeps the activations of as many micro-batches as the schedule has in flight on it, of each of its stages at the
+moment when they are most together (`auto/solver/in_flight`).
 
 With zero bubble (ZB-H1; P. Qi et al., ICLR 2024) a backward pass is gradients of inputs b, for which others wait, and
 of weights g, for which nobody does. Of p ranks with equal stages, whose forward passes take f, each is idle for
@@ -50,9 +51,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.auto.solver.in_flight import list_in_flight
 from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 Fills: TypeAlias = tuple[float, float, float]
 """Seconds of a step in stages."""
@@ -214,16 +217,10 @@ class StepProblem:
         """Number of pieces."""
         return self.pieces[-1] + 1 if self.pieces else 1
 
-    def in_flight(self, stage: int) -> int:
-        """Return of how many micro-batches a stage keeps activations at most."""
-        rank = stage % self.ranks
-        if self.zero_bubble:
-            return min(self.micro_batches, self.ranks)
-        if self.virtual == 1:
-            # With fewer micro-batches than stages all go forward before one goes back.
-            return self.micro_batches if self.micro_batches < self.ranks else self.ranks - rank
-        begun = 2 * (self.ranks - rank - 1) + (self.virtual - 1) * self.ranks + 1
-        return min(-(-begun // self.virtual), self.micro_batches)
+    @property
+    def in_flight(self) -> Ints:
+        """Of how many micro-batches each stage keeps activations, by moment and stage (`list_in_flight`)."""
+        return list_in_flight(self.ranks, self.virtual, self.micro_batches, zero_bubble=self.zero_bubble)
 
     def in_debt(self, stage: int) -> int:
         """Return of how many micro-batches a stage has gradients at most from which those of weights are to come."""
@@ -329,16 +326,25 @@ class StepProblem:
             return [
                 RankMemory(sum(cost.persistent_bytes for cost in options), *max(at_node, key=sum, default=(0.0, 0.0)))
             ]
-        persistent, activation, workspace = ([0.0] * self.ranks for _ in range(3))
+        persistent, owed, workspace = np.zeros((3, self.ranks))
+        activation = np.zeros(self.stages)
         for cost, piece in zip(options, self.pieces, strict=True):
             stage = stage_of[piece]
             rank = stage % self.ranks
             persistent[rank] += cost.persistent_bytes
-            activation[rank] += (
-                self.in_flight(stage) * cost.activation_bytes + self.in_debt(stage) * cost.deferred_bytes
-            )
+            activation[stage] += cost.activation_bytes
+            owed[rank] += self.in_debt(stage) * cost.deferred_bytes
             workspace[rank] = max(workspace[rank], cost.workspace_bytes)
-        return list(map(RankMemory, persistent, activation, workspace))
+        passing = self.most_in_flight(activation[None])[0] + owed
+        return list(map(RankMemory, persistent.tolist(), passing.tolist(), workspace.tolist()))
+
+    def most_in_flight(self, activation: Floats) -> Floats:
+        """Return the bytes of activations that ranks keep at most, by cut and rank.
+
+        Args:
+            activation: Bytes of one micro-batch, by cut and stage.
+        """
+        return np.asarray(np.maximum.reduce([self.by_rank(counts * activation) for counts in self.in_flight]))
 
     def peak(self, pick: Mapping[str, int], stage_of: Sequence[int] = ()) -> float:
         """Return the most bytes that a rank holds at a time."""

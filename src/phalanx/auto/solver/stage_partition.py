@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.auto.solver.cut_moves import even_cut, list_neighbours
+from phalanx.auto.solver.in_flight import least_in_flight
 from phalanx.auto.solver.problem import ROUNDING, Solution, StageTimes, StepProblem, StrategyCost
 from phalanx.auto.solver.uniform_chain import ChainCosts, Stages, UniformChain, find_equal_pieces
 
@@ -58,8 +59,9 @@ class TooManyError(Exception):
 def find_best_partition(problem: StepProblem, below: float, time_limit: float | None = None) -> Solution | None:
     """Return the fastest choice that fits; None if none is faster than `below`.
 
-    Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest; its bound says so,
-    and it may be slower than `below` where the bound is not.
+    Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest with one stage a rank.
+    With several it may be further away. Its bound says how far, and it may be slower than `below` where the bound is
+    not.
 
     Args:
         problem: What can be chosen.
@@ -89,11 +91,15 @@ def find_best_partition(problem: StepProblem, below: float, time_limit: float | 
         pick = dict(zip(names, map(int, picks[:, number]), strict=True))
         seconds, stages, low = search.best_of(pick, float(least[number]), best)
         bound = min(bound, low)
-        # One whose bound is below the mark is returned even if its time is not: others of its cuts may be.
-        if seconds < best or (solution is None and low < best < math.inf):
+        # The fastest is returned if its bound is below the mark, even if its time is not: others of its cuts may be.
+        if low < best and seconds < (math.inf if solution is None else solution.seconds):
             solution = Solution(pick=pick, seconds=seconds, bound=seconds, stage_of=stages)
             best = min(best, seconds)
-    return None if solution is None else replace(solution, bound=min(bound, solution.seconds))
+    if solution is None:
+        if bound < below:
+            raise TooManyError  # none of the cuts that were tried fits, and others may
+        return None
+    return replace(solution, bound=min(bound, solution.seconds))
 
 
 class _PartitionSearch:
@@ -116,8 +122,18 @@ class _PartitionSearch:
         are_few = math.comb(count - 1, problem.stages - 1) <= _ALL_CUTS
         # With several stages a rank it matters which of them has a piece.
         is_counted = UniformChain.is_for(problem, equal) and not (are_few and problem.virtual > 1)
-        self._repeated = UniformChain(problem, equal) if is_counted else None
-        if self._repeated is None and are_few:
+        self._chains: list[UniformChain] = []
+        if is_counted:
+            # With several stages a rank, what it keeps depends on which of them has a piece. The first chain never
+            # takes it for more than it is, for the bound; the second is right where stages have equal numbers.
+            moments = problem.in_flight.reshape(-1, problem.virtual, problem.ranks)
+            fullest = np.tile(moments.mean(axis=1).max(axis=0), problem.virtual)
+            least = least_in_flight(problem.in_flight, problem.ranks)
+            is_exact = problem.virtual == 1 or problem.room == math.inf
+            self._chains = [
+                UniformChain(problem, equal, counts) for counts in ([least] if is_exact else [least, fullest])
+            ]
+        if not self._chains and are_few:
             cuts = list(itertools.combinations(range(1, count), problem.stages - 1))
             self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
 
@@ -163,18 +179,19 @@ class _PartitionSearch:
             below: What others take: slower cuts need not be found.
 
         Raises:
-            TooManyError: If the best that was found may be far from the best.
+            TooManyError: If the best that was found may be far from the best, with one stage a rank; with several, if
+                none was found that fits.
         """
         sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
         workspace = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
-        if self._repeated is not None:
-            return self._best_of_chain(self._repeated, pick, ChainCosts(sums, workspace), least, below)
+        if self._chains:
+            return self._best_of_chain(pick, ChainCosts(sums, workspace), least, below)
         if self._all is not None:
             seconds, stages = self._best_among(self._all, pick, sums, below)
             return seconds, stages, min(seconds, below)
         best: _Cut = math.inf, ()
-        has_turns = self._problem.virtual > 1
-        if has_turns:
+        is_interleaved = self._problem.virtual > 1
+        if is_interleaved:
             best = self._improve(best, pick, sums)
         most, left_out, is_all = float(self._least_most(sums[:1])[0]), least, True
         for over in _OVER:
@@ -185,7 +202,7 @@ class _PartitionSearch:
             longer = least + self._passes * most * (over - 1) if over < math.inf else math.inf
             if is_all:
                 left_out = longer
-            elif best[1] and (has_turns or best[0] <= left_out * (1 + _CLOSE)):
+            elif best[1] and (is_interleaved or best[0] <= left_out * (1 + _CLOSE)):
                 return *best, min(best[0], left_out)
             elif longer > left_out * (1 + _CLOSE):
                 raise TooManyError
@@ -239,15 +256,14 @@ class _PartitionSearch:
         times = StageTimes(forward, work - forward, self._sends[self._starts[:, 1:] - 1], after)
         seconds = problem.formula_s(times, problem.saved(pick))
         if problem.room < math.inf:
-            in_flight = np.array([problem.in_flight(stage) for stage in range(problem.stages)])
             in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)])
             workspace = self._most_by_rank(
                 np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
             )
-            peaks = (problem.by_rank(persistent + in_flight * activation + in_debt * deferred) + workspace).max(axis=1)
-            seconds[peaks > problem.room * (1 + ROUNDING)] = math.inf
+            held = problem.by_rank(persistent + in_debt * deferred) + problem.most_in_flight(activation)
+            seconds[(held + workspace).max(axis=1) > problem.room * (1 + ROUNDING)] = math.inf
         if problem.virtual > 1:
-            seconds = self._with_turns(seconds, times, below - problem.transition_s(pick))
+            seconds = self._interleaved_s(seconds, times, below - problem.transition_s(pick))
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:
             return math.inf, ()
@@ -256,20 +272,26 @@ class _PartitionSearch:
         return self._check_seconds(pick, stages), stages
 
     def _best_of_chain(
-        self, chain: UniformChain, pick: Mapping[str, int], costs: ChainCosts, least: float, below: float
+        self, pick: Mapping[str, int], costs: ChainCosts, least: float, below: float
     ) -> tuple[float, Stages, float]:
         """See `best_of`."""
         linked, saved, border = self._problem.transition_s(pick), self._problem.saved(pick), self._problem.stages + 1
 
-        def price(cuts: list[Stages]) -> _Cut:
+        def price(cuts: list[Stages], mark: float) -> _Cut:
             bounds = np.array([np.searchsorted(stages, np.arange(border)) for stages in cuts])
-            seconds, stages = self._best_among(bounds, pick, costs.sums, math.inf)
+            seconds, stages = self._best_among(bounds, pick, costs.sums, mark + linked)
             return seconds - linked, stages
 
-        formula_s, stages = chain.best_of(costs, saved, below - linked, price)
-        if not stages:
-            return math.inf, (), below
+        # With one stage a rank the first price is the least of all, or close to it.
+        at_once = _CUTS_AT_ONCE if self._problem.virtual > 1 else 1
+        formula_s, stages = self._chains[0].best_of(costs, saved, below - linked, price, at_once)
         best, bound = (self._check_seconds(pick, stages), stages), formula_s + linked
+        if formula_s >= below - linked:
+            return math.inf, (), below
+        for chain in self._chains[1:]:
+            if best[0] > bound * (1 + _CLOSE):
+                _, stages = chain.best_of(costs, saved, below - linked, price, at_once)
+                best = min(best, (self._check_seconds(pick, stages), stages))
         if self._problem.virtual > 1 and best[0] > bound:
             best = self._improve(best, pick, costs.sums)
         mark = min(best[0], below)
@@ -277,8 +299,10 @@ class _PartitionSearch:
             # The formula is far below the schedule. A rank of a faster cut works no longer than that.
             most = float(self._least_most(costs.sums[:1])[0]) + (mark - least) / self._passes
             bounds, has_all = self._bounds(costs.sums[0], most)
+            if has_all or best[0] == math.inf:
+                best = min(best, self._best_among(bounds, pick, costs.sums, mark))
             if has_all:
-                best, bound = min(best, self._best_among(bounds, pick, costs.sums, mark)), mark
+                bound = mark
         return *best, min(best[0], bound)
 
     def _improve(self, best: _Cut, pick: Mapping[str, int], sums: Floats) -> _Cut:
@@ -293,7 +317,7 @@ class _PartitionSearch:
             best = better
         return best
 
-    def _with_turns(self, formula_s: Floats, times: StageTimes, below: float) -> Floats:
+    def _interleaved_s(self, formula_s: Floats, times: StageTimes, below: float) -> Floats:
         """Return the seconds of cuts of several stages a rank; infinity for cuts that cannot be the fastest."""
         seconds: Floats = np.full(len(formula_s), math.inf)
         order = np.argsort(formula_s, kind="stable")

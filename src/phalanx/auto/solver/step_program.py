@@ -8,6 +8,7 @@ several stages a rank, a program minimises the formula of `auto/solver/problem`,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -240,20 +241,24 @@ class _PipelineProgram(StepProgram):
         limit, upper = ([], 1.0) if most is None else ([(most, -1.0)], 0.0)
         for rank in range(problem.ranks):
             mine = range(rank, problem.stages, problem.ranks)
-            always: list[Term] = [
-                (columns[stage], (cell.persistent_bytes + passing) / unit)
-                for cell, columns in zip(self._cells, self._products, strict=True)
-                for stage in mine
-                for passing in (
-                    problem.in_flight(stage) * cell.activation_bytes + problem.in_debt(stage) * cell.deferred_bytes,
-                )
-            ]
+            moments = sorted(set(map(tuple, problem.in_flight[:, rank :: problem.ranks].tolist())))
             groups: dict[tuple[int, str], list[Term]] = {}
             for cell, columns in zip(self._cells, self._products, strict=True):
                 terms = groups.setdefault((cell.piece, cell.decision), [])
                 terms += [(columns[stage], cell.workspace_bytes / unit) for stage in mine]
-            for terms in groups.values():
+            held = [self._list_held(dict(zip(mine, in_flight, strict=True)), unit) for in_flight in moments]
+            for always, terms in itertools.product(held, groups.values()):
                 self.add_row([*always, *terms, *limit], -math.inf, upper)
+
+    def _list_held(self, in_flight: Mapping[int, int], unit: float) -> list[Term]:
+        """Return what stages hold while they have so many micro-batches in flight, in units."""
+        in_debt = {stage: self._problem.in_debt(stage) for stage in in_flight}
+        return [
+            (columns[stage], (cell.persistent_bytes + count * cell.activation_bytes + owed) / unit)
+            for cell, columns in zip(self._cells, self._products, strict=True)
+            for stage, count in in_flight.items()
+            for owed in (in_debt[stage] * cell.deferred_bytes,)
+        ]
 
 
 class _Sums:

@@ -1,9 +1,10 @@
 """`find_equal_pieces`: find stage boundaries of a chain of equal layers, such as transformer blocks (pure).
 
-What a rank takes and holds depends on how many of the equal pieces it has, and not on which. So a cut is where the
-others are cut, which is possible in a few ways only, and a number of equal pieces for each rank: at least one for each
-stage that lies among them. Time and memory of a rank only grow with its number. The least time of the rank that works
-the most is therefore reached by giving piece after piece to the rank that works the least with it.
+What a rank takes and holds depends on how many of the equal pieces it has, and not on which; with several stages a
+rank, that is what the formula says, and what it holds at least. So a cut is where the others are cut, which is possible
+in a few ways only, and a number of equal pieces for each rank: at least one for each stage that lies among them. Time
+and memory of a rank only grow with its number. The least time of the rank that works the most is therefore reached by
+giving piece after piece to the rank that works the least with it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,14 @@ def find_equal_pieces(costs: Sequence[ChainCosts], sends: Sequence[float]) -> ra
 class UniformChain:
     """The cuts of a chain, by how many of its equal pieces each rank has."""
 
-    def __init__(self, problem: StepProblem, equal: range) -> None:
+    def __init__(self, problem: StepProblem, equal: range, in_flight: Floats) -> None:
+        """Keep what is the same for all picks.
+
+        Args:
+            problem: The step.
+            equal: Its equal pieces.
+            in_flight: Of how many micro-batches each stage keeps activations. Bounds hold if that is never too many.
+        """
         self._problem, self._equal = problem, equal
         count = problem.piece_count
         self._others = [piece for piece in range(count) if piece not in equal]
@@ -77,16 +85,20 @@ class UniformChain:
         self._outside: NDArray[np.bool_] = np.zeros((partitions, ranks, len(self._others)), dtype=bool)
         self._least: Ints = np.zeros((partitions, ranks), dtype=np.int64)
         self._sent: Floats = np.zeros((partitions, ranks))
+        self._outer: Ints = np.zeros((partitions, len(self._others)), dtype=np.int64)
+        self._inside: NDArray[np.bool_] = np.zeros((partitions, problem.stages), dtype=bool)
         for number, partition in enumerate(self._partitions):
+            self._outer[number] = partition.stages
             for index, stage in enumerate(partition.stages):
                 self._outside[number, stage % ranks, index] = True
+            self._inside[number, partition.first : partition.last + 1] = True
             for stage in range(partition.first, partition.last + 1):
                 self._least[number, stage % ranks] += 1
             for stage, send in enumerate(self._borders(partition)):
                 self._sent[number, stage % ranks] += send
                 self._sent[number, (stage + 1) % ranks] += send
-        self._in_flight = np.array([problem.in_flight(rank) for rank in range(ranks)], dtype=np.float64)
-        self._in_debt = np.array([problem.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
+        self._in_flight = in_flight
+        self._in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)], dtype=np.float64)
 
     @staticmethod
     def is_for(problem: StepProblem, equal: range) -> bool:
@@ -94,7 +106,12 @@ class UniformChain:
         return len(equal) > 1 and problem.piece_count - len(equal) <= _MOST_OTHERS
 
     def best_of(
-        self, costs: ChainCosts, saved: float, below: float, price: Callable[[list[Stages]], tuple[float, Stages]]
+        self,
+        costs: ChainCosts,
+        saved: float,
+        below: float,
+        price: Callable[[list[Stages], float], tuple[float, Stages]],
+        at_once: int,
     ) -> tuple[float, Stages]:
         """Return seconds that no cut of a pick is below, and the stage of every piece in the fastest.
 
@@ -106,7 +123,9 @@ class UniformChain:
             costs: What the pieces cost under the pick.
             saved: Seconds of idle time that it fills at most.
             below: Seconds of a step, without those of links.
-            price: Returns the seconds of the fastest of several cuts, without those of links, and the cut.
+            price: Returns the seconds of the fastest of several cuts, without those of links, and the cut; none need be
+                found that is not below a mark.
+            at_once: Cuts to ask for together.
         """
         work, after, most = self._tables(costs)
         even, after_s = _min_max(work, self._least, most), _min_max(after, self._least, most)
@@ -114,8 +133,10 @@ class UniformChain:
         passes = self._passes_s(np.where(even < math.inf, even, 0.0), fixed_s)
         bounds = np.where(even < math.inf, passes + after_s, math.inf)
         best: tuple[float, Stages] = math.inf, ()
-        bound = below
+        bound, cuts = below, list[Stages]()
         for partition in np.argsort(bounds, kind="stable"):
+            if len(cuts) >= at_once:
+                best, cuts = min(best, price(cuts, best[0])), []
             below = min(below, best[0])
             if bounds[partition] >= below:
                 break
@@ -128,7 +149,9 @@ class UniformChain:
             if fastest:
                 formula_s, numbers = fastest[-1]
                 bound = min(bound, formula_s)
-                best = min(best, price(self._list_cuts(int(partition), numbers)))
+                cuts += self._list_cuts(int(partition), numbers)
+        if cuts:
+            best = min(best, price(cuts, best[0]))
         return bound, best[1]
 
     def _fastest_numbers(
@@ -168,11 +191,27 @@ class UniformChain:
         if self._problem.room < math.inf:
             workspace = np.max(np.where(self._outside, costs.workspace_bytes[others], 0.0), axis=2, initial=0.0)
             workspace = np.maximum(workspace, np.where(self._least > 0, costs.workspace_bytes[equal.start], 0.0))
-            persistent = outside[2] + self._in_flight * outside[3] + self._in_debt * outside[4] + workspace
-            each = piece_cost[2] + self._in_flight * piece_cost[3] + self._in_debt * piece_cost[4]
+            fixed, each = self._passing_bytes(costs)
+            fixed, each = fixed + outside[2] + workspace, each + piece_cost[2]
             room = self._problem.room * (1 + 0.9 * ROUNDING)  # a margin for sums in another order
-            most = np.minimum(most, _count_fitting(persistent[..., None] + each[:, None] * numbers, room))
+            most = np.minimum(most, _count_fitting(fixed[..., None] + each[..., None] * numbers, room))
         return work, after, most
+
+    def _passing_bytes(self, costs: ChainCosts) -> tuple[Floats, Floats]:
+        """Return what ranks keep and owe of pieces outside, and of each equal one, by partition and rank.
+
+        Every stage among the equal pieces has one of them. Any more are where they keep the least: what the others keep
+        above that is with what is fixed.
+        """
+        inside, others, ranks = self._equal.start, self._others, self._problem.ranks
+        activation, deferred = costs.sums[3], costs.sums[4]
+        by_stage = self._in_flight * activation[inside] + self._in_debt * deferred[inside]
+        least = np.where(self._inside, by_stage, math.inf).reshape(-1, self._problem.virtual, ranks).min(axis=1)
+        each = np.where(least < math.inf, least, 0.0)
+        first = self._problem.by_rank(np.where(self._inside, by_stage, 0.0))
+        outer = self._in_flight[self._outer] * activation[others] + self._in_debt[self._outer] * deferred[others]
+        fixed = first - self._least * each + (self._outside * outer[:, None]).sum(axis=2)
+        return fixed, each
 
     def _list_outer(self) -> Iterator[_OuterPartition]:
         stages, equal = self._problem.stages, self._equal
