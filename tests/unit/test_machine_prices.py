@@ -60,7 +60,41 @@ def test_a_cut_layer_costs_what_its_exchanges_take(answer: PlanResult) -> None:
 def test_ranks_wait_where_they_meet_after_the_work_of_a_layer(answer: PlanResult) -> None:
     found = choices_of(answer, HostOverhead(waiting_s=lambda work_s, layout: 1.0 if work_s else 0.0))
     assert first_layer(found, "whole") == 0
-    assert first_layer(found, "column") == pytest.approx(2, abs=0.01), "once each way"
+    assert first_layer(found, "column") == pytest.approx(3, abs=0.01), (
+        "before and behind the product, and before the gradients, as nobody needs that of the sample"
+    )
+    inner = {one.label: one.comm_s for one in found.nodes[2].options}
+    assert inner["column"] == pytest.approx(4, abs=0.01), "before and behind the products, each way"
+
+
+def test_ranks_that_read_the_same_samples_meet_once_in_a_pass(answer: PlanResult) -> None:
+    at = ParallelConfig(data=1, model=2, per_node=2, batch_size=8)
+    host = HostOverhead(waiting_s=lambda work_s, layout: 1.0 if work_s else 0.0)
+    work = LayerWork(answer.layers, replace(answer.work.machine, host=host))
+    options = build_problem(work, at, answer.catalog.of(at)).problem.nodes[2].options
+    waited = {one.label: one.comm_s for one in options}
+    assert waited["column"] == pytest.approx(2, abs=0.01), "behind the product, and behind the gradients"
+    assert waited["row"] == pytest.approx(2, abs=0.01)
+    assert waited["row from cut"] == pytest.approx(1, abs=0.01), "gradients of its input stay where they are"
+
+
+@pytest.mark.parametrize(("model", "data", "operators"), [(2, 1, 1), (1, 2, 3)])
+def test_a_bias_of_a_row_layer_and_weights_of_gradients_are_operators_of_their_own(
+    answer: PlanResult, model: int, data: int, operators: int
+) -> None:
+    """Terms are added up before the bias; gradients between ranks with other samples are weighted twice."""
+    at = ParallelConfig(model=model, data=data, per_node=2, batch_size=8)
+    machine = answer.work.machine
+
+    class Counted:
+        """Operators of which only element-wise ones take time: a second."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: 1.0 if name == "operator_s" and args[0] == "elementwise" else 0.0
+
+    work = LayerWork(answer.layers, replace(machine, operators=Counted(), collective_s=lambda *args: 0.0))
+    options = build_problem(work, at, answer.catalog.of(at)).problem.nodes[2].options
+    assert {one.label: one.comm_s for one in options}["row"] == pytest.approx(operators, abs=0.01)
 
 
 def test_work_of_layers_that_do_not_meet_is_waited_for_as_after_a_step(answer: PlanResult) -> None:

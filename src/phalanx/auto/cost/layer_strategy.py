@@ -59,7 +59,7 @@ class LayerCostModel:
         times = self._work.shared_times(work, config) if shares else self._work.times(work, fraction)
         comm = self._comm_over_data(work, strategy) if gathers_samples else self._comm_times(work, strategy)
         comm = self._comm_of_sequence(work) if shares else comm
-        comm, times = self._add_waits(comm, times)
+        comm, times = self._add_waits(comm, times, _meetings(work, strategy, gathers_samples=gathers_samples))
         new_params = [param for param in work.call.parameters if param.name not in self._seen]
         param_cost = self._parameters.of(
             new_params, 1 / shard_fraction if weight_dim(strategy.style) is not None else 1, strategy, on_tokens=shares
@@ -181,29 +181,39 @@ class LayerCostModel:
         deferred_bytes = sum(op.written_bytes for op in weight_ops) * fraction.samples * fraction.outer
         return _DeferredWeights(times.weights, added_s, deferred_bytes)
 
-    def _add_waits(self, comm: PassTimes, work: PassTimes) -> tuple[PassTimes, PassTimes]:
+    def _add_waits(self, comm: PassTimes, work: PassTimes, meetings: tuple[int, int]) -> tuple[PassTimes, PassTimes]:
         """Return collectives and work of a call with what ranks wait for the slowest of them after it.
 
-        A call whose ranks meet in a pass waits itself, in full. Else the next one that meets waits for this work
-        too: which one that is depends on what is chosen for others, so the work counts with its part of what ranks
-        would wait after a whole step. Collectives before the work find ranks in step, if nothing else was done since
-        they last met.
+        A call whose ranks meet in a pass waits itself, in full, as often as they meet: before its products too, as if
+        the work since they last met were as long as its own. Else the next one that meets waits for this work too:
+        which one that is depends on what is chosen for others, so the work counts with its part of what ranks would
+        wait after a whole step.
+
+        Args:
+            comm: Of the collectives, of ranks in step.
+            work: Of the operators.
+            meetings: How often ranks meet after work in the forward and in the backward pass.
         """
         waiting_s = self._machine.host.waiting_s
         if waiting_s is None:
             return comm, work
         late = 1 + self._waits
         waited = PassTimes(
-            comm.forward and comm.forward + waiting_s(work.forward, self._meets),
-            comm.backward and comm.backward + waiting_s(work.backward, self._meets),
+            comm.forward and comm.forward + meetings[0] * waiting_s(work.forward, self._meets),
+            comm.backward and comm.backward + meetings[1] * waiting_s(work.backward, self._meets),
         )
         forward, backward = 1.0 if comm.forward else late, 1.0 if comm.backward else late
         return waited, PassTimes(work.forward * forward, work.backward * backward, work.weights * backward)
 
     def _comm_over_data(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
-        """Return the collectives of a layer that gathers the samples of all ranks; terms travel to who adds them."""
+        """Return the collectives of a layer that gathers the samples of all ranks; terms travel to who adds them.
+
+        Gradients of its outputs and inputs are weighted on their way (`parallel/tensor/layers/gathered_linear`).
+        """
         ranks, where, comm_s = self._config.data, self._config.over_data, self._collective_s
         input_bytes, output_bytes = work.input_bytes, work.output_bytes
+        weight_s = self._elementwise_s(output_bytes / ranks)
+        weight_s += 0.0 if work.is_first else self._elementwise_s(input_bytes / ranks)
         header_s = (
             self._machine.collective_s("all_gather", _HEADER_BYTES * ranks, where)
             + self._machine.host.collective_call_s
@@ -211,10 +221,21 @@ class LayerCostModel:
         if strategy.style == "column":
             exchange_s = comm_s("all_to_all", output_bytes / ranks, where)
             forward = header_s + comm_s("all_gather", input_bytes, where) + exchange_s
-            return PassTimes(forward, exchange_s + (0.0 if work.is_first else comm_s("all_to_all", input_bytes, where)))
+            backward = exchange_s + (0.0 if work.is_first else comm_s("all_to_all", input_bytes, where))
+            return PassTimes(forward, backward + weight_s)
         exchange_s = comm_s("all_to_all", input_bytes / ranks, where)
         forward = header_s + exchange_s + comm_s("all_to_all", output_bytes, where)
-        return PassTimes(forward, comm_s("all_gather", output_bytes, where) + (0.0 if work.is_first else exchange_s))
+        forward += self._bias_s(work, output_bytes / ranks)
+        backward = comm_s("all_gather", output_bytes, where) + (0.0 if work.is_first else exchange_s)
+        return PassTimes(forward, backward + weight_s)
+
+    def _bias_s(self, work: CallWork, output_bytes: float) -> float:
+        """Return the seconds of adding a bias to the sum of all ranks' terms: other layers add it in the product."""
+        has_bias = any(len(param.shape) == 1 for param in work.call.parameters)
+        return self._elementwise_s(output_bytes) if has_bias else 0.0
+
+    def _elementwise_s(self, size: float) -> float:
+        return self._machine.operators.operator_s("elementwise", size)
 
     def _comm_times(self, work: CallWork, strategy: LayerStrategy) -> PassTimes:
         """Return the collectives of a layer whose ranks read the same samples."""
@@ -236,9 +257,13 @@ class LayerCostModel:
                     forward + comm_s("all_gather", input_bytes, where), comm_s("all_to_all", input_bytes, where)
                 )
             return PassTimes(forward, 0.0 if work.is_first else comm_s("all_reduce", input_bytes, where))
+        bias_s = self._bias_s(work, output_bytes) if strategy.style == "row" else 0.0
         if strategy.output_state == "tokens":
-            return PassTimes(comm_s("all_to_all", output_bytes, where), comm_s("all_gather", output_bytes, where))
-        forward = comm_s("all_reduce", output_bytes, where)
+            bias_s /= where.ranks
+            return PassTimes(
+                comm_s("all_to_all", output_bytes, where) + bias_s, comm_s("all_gather", output_bytes, where)
+            )
+        forward = comm_s("all_reduce", output_bytes, where) + bias_s
         gathers_grad = strategy.style == "row" and not strategy.has_sharded_input and not work.is_first
         return PassTimes(forward, comm_s("all_gather", input_bytes, where) if gathers_grad else 0.0)
 
@@ -294,6 +319,14 @@ def collective_operators(strategy: LayerStrategy, ranks: int, *, gathers_samples
     if strategy.style == "row":
         return 3 if strategy.has_sharded_input else 5
     return 14 if strategy.style == "vocab" else 0
+
+
+def _meetings(work: CallWork, strategy: LayerStrategy, *, gathers_samples: bool) -> tuple[int, int]:
+    """Return how often ranks meet in each pass of a call that exchanges something: before its products, behind them."""
+    if gathers_samples or strategy == EXPERTS:
+        return 2, 1 if work.is_first else 2
+    gathers_first = strategy.style == "column" and strategy.input_state == "tokens"
+    return 2 if gathers_first and not strategy.has_sharded_output else 1, 1
 
 
 def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -> float:

@@ -5,7 +5,9 @@ Each is what training runs, so its copies, hooks, new memory and Python count, a
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.cluster.calibration.figures import LayerKind
 from phalanx.comm import collectives
 from phalanx.diagnose.calibrate import collectives as links
-from phalanx.diagnose.calibrate.operators import Benchmark, BenchmarkTimer, Points, points
+from phalanx.diagnose.calibrate.operators import (
+    COLD_BYTES,
+    MOST_IN_A_ROW,
+    Benchmark,
+    BenchmarkTimer,
+    Points,
+    in_turn,
+    points,
+)
 from phalanx.parallel.memory.activation_checkpointing import apply_recompute
 from phalanx.parallel.operators.placement import place_module
 from phalanx.plan.sites import Site
@@ -39,7 +49,10 @@ WORK_S = (2e-4, 1e-3, 4e-3, 1.6e-2)
 """Seconds of work after which ranks meet."""
 
 _NARROW = 64
-"""Rows of the product that such work is made of."""
+"""Rows of the products that such work is made of."""
+
+_MET_BYTES = 2**20
+"""Of the exchange with which ranks meet: as of activations. After a smaller one they wait less."""
 
 _OWNED = 2
 """Parameters of the operator that has some."""
@@ -64,12 +77,11 @@ def time_waiting(clock: BenchmarkTimer, group: dist.ProcessGroup, *, quick: bool
     Work twice as long is disturbed twice as often: beyond the end waits grow with its root.
     """
     seconds_of_work = WORK_S[:2] if quick else WORK_S
-    meet = _exchanging("all_reduce", 2**10, group)
-    narrow, wide = torch.ones(_NARROW, WIDTH), torch.ones(WIDTH, WIDTH)
+    meet, product = _exchanging("all_to_all", _MET_BYTES, group), _product()
     meet()
     in_step = links.more_s(clock, meet, _nothing, quick=quick)
     # As much work on every rank, whatever each one's clock says: else it is the difference that is waited for.
-    once = torch.tensor(clock.seconds(lambda: torch.mm(narrow, wide)))
+    once = torch.tensor(clock.seconds(product))
     dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
     seconds = []
     for target_s in seconds_of_work:
@@ -77,7 +89,7 @@ def time_waiting(clock: BenchmarkTimer, group: dist.ProcessGroup, *, quick: bool
 
         def work(count: int = count) -> None:
             for _ in range(count):
-                torch.mm(narrow, wide)
+                product()
 
         def both(work: Benchmark = work) -> None:
             work()
@@ -92,18 +104,32 @@ def _nothing() -> None:
 
 
 def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Benchmark:
+    """Return one call of an exchange. Tensors take turns, as in a step: large ones are in no cache."""
     ranks = dist.get_world_size(group)
     width = min(WIDTH, size // 4 // ranks)
     rows = size // 4 // width
-    x = torch.zeros(rows, width, requires_grad=True)
-    slices = torch.zeros(rows, width // ranks, requires_grad=True)
+    inputs = _in_turn(rows, width // ranks if kind == "all_gather" else width)
     calls: dict[LayerKind, Benchmark] = {
-        "all_reduce": lambda: collectives.all_reduce(x, group=group),
-        "all_gather": lambda: collectives.all_gather(slices, 1, same_shapes=True, group=group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(x, 0, group=group),
-        "all_to_all": lambda: collectives.all_to_all(x, 0, 1, arriving=[width] * ranks, group=group),
+        "all_reduce": lambda: collectives.all_reduce(next(inputs), group=group),
+        "all_gather": lambda: collectives.all_gather(next(inputs), 1, same_shapes=True, group=group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(next(inputs), 0, group=group),
+        "all_to_all": lambda: collectives.all_to_all(next(inputs), 0, 1, arriving=[width] * ranks, group=group),
     }
     return calls[kind]
+
+
+def _in_turn(rows: int, columns: int) -> Iterator[Tensor]:
+    size = rows * columns
+    # Memory that was never written is one page of zeros, which any cache holds.
+    memory = torch.ones(max(size, min(COLD_BYTES // 4, MOST_IN_A_ROW * size)))
+    return itertools.cycle(part.requires_grad_() for part in in_turn(memory, rows, columns))
+
+
+def _product() -> Benchmark:
+    """Return a product as a step has them: of weights and inputs that are in no cache. Others' work disturbs those."""
+    memory = torch.ones(COLD_BYTES // 4)
+    narrow, wide = (itertools.cycle(in_turn(memory, rows, WIDTH)) for rows in (_NARROW, WIDTH))
+    return lambda: F.linear(next(narrow), next(wide))
 
 
 def time_placed(clock: BenchmarkTimer, group: dist.ProcessGroup, *, quick: bool) -> tuple[Points, Points]:

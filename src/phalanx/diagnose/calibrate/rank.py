@@ -23,6 +23,8 @@ from phalanx.diagnose.calibrate.operators import Points
 OPTIMIZERS = ("sgd", "momentum", "adam")
 SEED = 1
 ROUNDS = 3
+MEETINGS = 3
+"""Times that a round measures what ranks exchange: how long they wait for each other differs most."""
 
 
 class _RankBenchmark:
@@ -48,10 +50,13 @@ class _RankBenchmark:
         groups = links.groups() if dist.is_initialized() else {}
         on_shm = {key: group for key, group in groups.items() if key[0] == "shm"}
         for number in range(1 if self.quick else ROUNDS):
-            yield "recomputation", self._recompute
             yield from self._operators()
             yield from self._links(on_shm if number else groups)  # gloo is slow, and once will do
-            yield from self._plans(on_shm)
+            yield from self._units(on_shm)
+            for again in range(1 if self.quick else MEETINGS):
+                if again:
+                    yield from self._links(on_shm)
+                yield from self._layers(on_shm)
 
     def _operators(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "launch", self._launch
@@ -74,15 +79,19 @@ class _RankBenchmark:
         for backend in sorted({backend for backend, _ in groups}):
             yield f"beside work, {backend}", partial(self._beside, backend, groups[backend, dist.get_world_size()])
 
-    def _plans(self, groups: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _layers(self, groups: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "recomputation", self._recompute
         for size in sorted({size for _, size in groups}):
             group = groups["shm", size]
             for kind in LAYER_KINDS:
                 yield f"layer {kind} {size}", partial(self._exchange, kind, size, group)
             yield f"waiting {size}", partial(self._wait, size, group)
-            yield f"placed {size}", partial(self._place, size, group)
             yield f"averaged {size}", partial(self._average, size, group)
-            yield f"sharded {size}", partial(self._shard, size, group)
+
+    def _units(self, groups: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
+        for size in sorted({size for _, size in groups}):
+            yield f"placed {size}", partial(self._place, size, groups["shm", size])
+            yield f"sharded {size}", partial(self._shard, size, groups["shm", size])
 
     def _keep(self, name: str, points: Points) -> None:
         self.points.setdefault(name, []).append(points)
