@@ -23,13 +23,20 @@ FIELDS = (
     "persistent_bytes",
     "activation_bytes",
     "workspace_bytes",
+    "update_bytes",
 )
 
 whole = st.integers(0, 20)
 options = st.builds(
-    lambda *values: StrategyCost(label="", **dict(zip(FIELDS, values, strict=True))),
-    *[whole.map(float)] * 7,
+    lambda late, *values: with_late_gradients(StrategyCost(label="", **dict(zip(FIELDS, values, strict=True))), late),
+    st.sampled_from((0.0, 0.5, 1.0)),
+    *[whole.map(float)] * len(FIELDS),
 )
+
+
+def with_late_gradients(cost: StrategyCost, part: float) -> StrategyCost:
+    """Return a cost whose backward pass makes a part of what is persistent."""
+    return replace(cost, late_bytes=part * cost.persistent_bytes)
 
 
 @st.composite
@@ -82,10 +89,11 @@ def random_choices(random: Random) -> StepProblem:
     counts = [random.randint(1, 3) for _ in range(4)]
 
     def option(place: int) -> StrategyCost:
-        drawn = [random.expovariate(1) for _ in range(7)]
+        drawn = [random.expovariate(1) for _ in range(8)]
         return StrategyCost(
             label=str(place), forward_s=drawn[0], backward_s=drawn[1], grad_sync_s=2 * drawn[2], update_s=drawn[3] / 4,
-            persistent_bytes=drawn[4], activation_bytes=drawn[5], workspace_bytes=drawn[6],
+            persistent_bytes=drawn[4], late_bytes=drawn[4] * random.random(), activation_bytes=drawn[5],
+            workspace_bytes=drawn[6], update_bytes=4 * drawn[7],
         )  # fmt: skip
 
     nodes = tuple(

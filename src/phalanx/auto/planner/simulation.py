@@ -53,7 +53,8 @@ def _build_layers(
         schedule=Schedule(kind="interleaved", virtual=len(stages)),
         ranks=1,
         stages=stages,
-        persistent_bytes=(sum(cost.persistent_bytes for cost in options),),
+        persistent_bytes=(sum(cost.persistent_bytes - cost.late_bytes for cost in options),),
+        update_bytes=max(cost.update_bytes for cost in options),
         optimizer=(sum(cost.update_s for cost in options),),
         contention=machine.contention,
         waits_contend=True,
@@ -112,5 +113,6 @@ def _work(options: Iterable[StrategyCost], waits: Iterable[StrategyCost]) -> Sta
         weights=PassWork(compute=weights),
         activation_bytes=sum(cost.activation_bytes for cost in options),
         workspace_bytes=max(cost.workspace_bytes for cost in options),
+        gradient_bytes=sum(cost.late_bytes for cost in options),
         buckets=tuple(cost.grad_sync_s for cost in reversed(options) if cost.grad_sync_s),
     )

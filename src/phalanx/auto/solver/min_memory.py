@@ -93,11 +93,11 @@ def find_min_memory(space: Sequence[StepProblem], time_limit: float) -> MinMemor
 def peak_lower_bound(problem: StepProblem) -> float:
     """Return bytes that every choice needs, without regard to what goes together."""
     if problem.stages == 1:
-        prefix = itertools.accumulate(min(o.activation_bytes for o in node.options) for node in problem.nodes)
-        workspace = (min(o.workspace_bytes for o in node.options) for node in problem.nodes)
-        return _least_sum(problem, "persistent_bytes") + max(
-            (k + w for k, w in zip(prefix, workspace, strict=True)), default=0.0
-        )
+        before, most = 0.0, max((min(o.update_bytes for o in node.options) for node in problem.nodes), default=0.0)
+        for node in problem.nodes:
+            most = max(most, before + min(o.activation_bytes + o.workspace_bytes for o in node.options))
+            before += min(o.activation_bytes - o.late_bytes for o in node.options)
+        return _least_sum(problem, "persistent_bytes") + most
     largest = max(
         min(o.persistent_bytes + o.activation_bytes + o.workspace_bytes for o in node.options) for node in problem.nodes
     )
@@ -157,7 +157,9 @@ def _without_times(problem: StepProblem) -> StepProblem:
         for node in problem.nodes
     )
     most = sum(
-        o.persistent_bytes + problem.micro_batches * (o.activation_bytes + o.deferred_bytes) + o.workspace_bytes
+        o.persistent_bytes
+        + problem.micro_batches * (o.activation_bytes + o.deferred_bytes)
+        + max(o.workspace_bytes, o.update_bytes)
         for n in nodes
         for o in n.options
     )
@@ -169,6 +171,8 @@ def _without_time(option: StrategyCost) -> StrategyCost:
     return StrategyCost(
         label=option.label,
         persistent_bytes=option.persistent_bytes,
+        late_bytes=option.late_bytes,
+        update_bytes=option.update_bytes,
         activation_bytes=option.activation_bytes,
         deferred_bytes=option.deferred_bytes,
         workspace_bytes=option.workspace_bytes,

@@ -73,9 +73,10 @@ class StepProgram(Program):
                 backward.add(self.option(node.decision, o), -option.backward_s / self.second)
 
     def add_memory(self, unit: float, most: int | None = None) -> None:
-        """Add rows that a rank never holds more than a unit, one for each node at which it may be fullest.
+        """Add rows that a rank never holds more than a unit: one for each node at which it may be fullest.
 
-        Of nodes of one decision that need the same while they run, that is the last: activations only grow.
+        Of nodes of one decision that need the same while they run, those are left out where others hold as much under
+        every option: activations grow from node to node, and gradients that are not there yet become fewer.
 
         Args:
             unit: Bytes.
@@ -87,14 +88,21 @@ class StepProgram(Program):
         for node in nodes:
             for o, option in enumerate(node.options):
                 needed.add(self.option(node.decision, o), option.persistent_bytes / unit)
-        last = {(node.decision, tuple(o.workspace_bytes for o in node.options)): i for i, node in enumerate(nodes)}
-        for index, node in enumerate(nodes):
-            workspace = tuple(option.workspace_bytes for option in node.options)
+        rows: dict[tuple[str, tuple[float, ...]], list[_Sums]] = {}
+        for node in nodes:  # while the optimizer runs
+            rows[node.decision, tuple(option.update_bytes / unit for option in node.options)] = [needed.copy()]
+        for node in nodes:
             for o, option in enumerate(node.options):
                 needed.add(self.option(node.decision, o), option.activation_bytes / unit)
-            if last[node.decision, workspace] == index:
-                own = [(self.option(node.decision, o), size / unit) for o, size in enumerate(workspace)]
-                self.add_row([*needed.terms(1.0), *own, *limit], -math.inf, upper)
+            alike = rows.setdefault((node.decision, tuple(o.workspace_bytes / unit for o in node.options)), [])
+            if not any(needed.is_within(other) for other in alike):
+                alike[:] = [*(other for other in alike if not other.is_within(needed)), needed.copy()]
+            for o, option in enumerate(node.options):
+                needed.add(self.option(node.decision, o), -option.late_bytes / unit)
+        for (decision, sizes), alike in rows.items():
+            own = [(self.option(decision, o), size) for o, size in enumerate(sizes)]
+            for held in alike:
+                self.add_row([*held.terms(1.0), *own, *limit], -math.inf, upper)
 
 
 class _Cell(NamedTuple):
@@ -265,8 +273,17 @@ class _Sums:
     def add(self, column: int, value: float) -> None:
         self._values[column] += value
 
+    def copy(self) -> _Sums:
+        other = _Sums(0)
+        other._values = self._values.copy()
+        return other
+
+    def is_within(self, other: _Sums) -> bool:
+        """Return whether no column has more than in another."""
+        return all(value <= most for value, most in zip(self._values, other._values, strict=True))
+
     def terms(self, factor: float) -> Iterator[Term]:
-        return ((column, factor * value) for column, value in enumerate(self._values) if value > _ROUNDING)
+        return ((column, factor * value) for column, value in enumerate(self._values) if abs(value) > _ROUNDING)
 
 
 def _time_unit(problem: StepProblem) -> float:
