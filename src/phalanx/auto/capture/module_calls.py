@@ -141,12 +141,12 @@ class _CallReader:
         What a run keeps for the next alone is gone when its own gradients are computed.
         """
         saved = (sum(self._ops[at].saved_bytes for at in run) for run in self._runs)
-        kept, most = list(itertools.accumulate(saved)), [0] * len(self._runs)
+        after, most = list(itertools.accumulate(saved)), [0] * len(self._runs)
         for at, size in enumerate(self._captured.list_live_bytes()):
             origin = self._ops[at].origin
             run = self._run_of.get(at if origin is None else origin)
             if run is not None:
-                most[run] = max(most[run], size - kept[run])
+                most[run] = max(most[run], size - after[run])
         return most
 
     def _passing(self, run: Sequence[int]) -> tuple[int, Callable[[Read], bool]]:

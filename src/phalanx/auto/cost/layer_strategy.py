@@ -80,23 +80,22 @@ class LayerCostModel:
             _gathered_rows_bytes(work, strategy, ranks, temporary_bytes) if gathers_samples else temporary_bytes
         )
         workspace_bytes += self._traveling_bytes(work) if strategy == EXPERTS else 0.0
-        extra_bytes = self._kept_of_sequence(work) if shares else 0.0
-        activation_bytes += extra_bytes
+        activation_bytes += self._kept_of_sequence(work) if shares else 0.0
         workspace_bytes += self._traveling_keys(work) if shares else 0.0
+        recomputed_bytes = 0.0
         if config.recompute == "selective" and work.in_block:
             count = len(work.operators) + collective_operators(strategy, ranks, gathers_samples=gathers_samples)
             selective_s = count * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
             recompute_s = comm.forward + self._work.recompute_s(work, fraction, config) + selective_s
             recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
-            activation_bytes = (
-                self._work.product_bytes(work, fraction, config) if config.recompute == "selective" else 0.0
-            )
-            activation_bytes += work.input_bytes / parts if work.starts_block else 0.0
-            again_bytes = work.block_saved_bytes
-            if config.recompute == "selective":
-                again_bytes -= work.block_product_bytes
-            workspace_bytes += again_bytes / parts + extra_bytes  # as if nothing were sharded
+            products = self._work.product_bytes(work, fraction, config) if config.recompute == "selective" else 0.0
+            recomputed_bytes = activation_bytes - products
+            activation_bytes = products + (work.input_bytes / parts if work.starts_block else 0.0)
+            if config.stages > 1:  # as if nothing were sharded
+                products = work.block_product_bytes if config.recompute == "selective" else 0.0
+                workspace_bytes += (work.block_saved_bytes - products) / parts
+                recomputed_bytes = 0.0
         deferred = self._defer_weights(work, fraction, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
@@ -112,6 +111,7 @@ class LayerCostModel:
             late_bytes=param_cost.late_bytes,
             update_bytes=param_cost.update_bytes,
             activation_bytes=activation_bytes,
+            recomputed_bytes=recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
             workspace_bytes=workspace_bytes + param_cost.working_bytes,
         )

@@ -45,8 +45,8 @@ class CallWork:
     sample_bytes: float
     """Bytes of tensors of the batch that no call before reads."""
 
-    in_block: bool
-    """Whether it is in a repeated block, which may be recomputed."""
+    block: str
+    """The repeated block that it is in, which may be recomputed; empty if it is in none."""
 
     starts_block: bool
     sequence: SequencePlace | None
@@ -57,6 +57,11 @@ class CallWork:
 
     block_product_bytes: float
     """In a repeated block: bytes of the results of its products up to this call, which `selective` keeps."""
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is in a repeated block."""
+        return bool(self.block)
 
 
 class SequencePlace(NamedTuple):
@@ -102,7 +107,7 @@ class LayerWork:
                 input_bytes=_bytes(source.value for source in call.inputs),
                 output_bytes=_bytes(call.outputs),
                 sample_bytes=sample_bytes[position],
-                in_block=block is not None,
+                block=block or "",
                 starts_block=block is not None and first[block] == position,
                 sequence=_place(layers.sequence, position),
                 block_saved_bytes=block_saved[position][0],

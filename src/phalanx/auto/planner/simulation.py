@@ -32,7 +32,8 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
     if in_stages:
         pipeline = _build_stages(assignment, layers, options, waits, machine)
     else:
-        pipeline = _build_layers(assignment, options, waits, machine)
+        blocks = [call.block for call in work.all]
+        pipeline = _build_layers(assignment, _hold_recomputed(options, blocks), waits, machine)
     step = simulate(pipeline)
     return SimulatedStep(
         name=f"{dict(layers.captured.modules)['']}, {assignment.config}",
@@ -42,6 +43,15 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
         usd_per_hour=usd_per_hour,
         layers=() if in_stages else tuple(call.path or call.kind for call in layers.calls),
     )
+
+
+def _hold_recomputed(options: Sequence[StrategyCost], blocks: Sequence[str]) -> list[StrategyCost]:
+    """Return the costs of calls with what is computed again of their blocks, up to each, as its workspace."""
+    costs, size, before = [], 0.0, ""
+    for option, block in zip(options, blocks, strict=True):
+        size, before = (size if block == before else 0.0) + option.recomputed_bytes, block
+        costs.append(replace(option, workspace_bytes=option.workspace_bytes + size))
+    return costs
 
 
 def _build_layers(

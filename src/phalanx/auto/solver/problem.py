@@ -92,6 +92,10 @@ class StrategyCost:
     activation_bytes: float = 0.0
     """From its forward to its backward pass."""
 
+    recomputed_bytes: float = 0.0
+    """Activations that are computed again, while its backward pass and those of later nodes of its block run; of one
+    stage."""
+
     deferred_bytes: float = 0.0
     """From gradients of inputs to those of weights, which are computed from it, where these are apart."""
 
@@ -136,6 +140,8 @@ class LayerNode:
     """Nodes of one decision take the option of the same place: repeated blocks are cut alike."""
 
     options: tuple[StrategyCost, ...]
+    block: str = ""
+    """The block that is computed again with it; empty if none is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,13 +350,13 @@ class StepProblem:
 
     def _memory_of_layers(self, options: Sequence[StrategyCost]) -> RankMemory:
         """Return the bytes of the only stage where it is fullest: at a node, or while the optimizer runs."""
-        persistent, activation = sum(cost.persistent_bytes for cost in options), 0.0
+        persistent, activation, recomputed, block = sum(cost.persistent_bytes for cost in options), 0.0, 0.0, ""
         fullest = RankMemory(persistent, 0.0, max((cost.update_bytes for cost in options), default=0.0))
-        for cost in options:
+        for node, cost in zip(self.nodes, options, strict=True):
             activation += cost.activation_bytes
-            fullest = max(
-                fullest, RankMemory(persistent, activation, cost.workspace_bytes), key=lambda memory: memory.total
-            )
+            recomputed, block = (recomputed if node.block == block else 0.0) + cost.recomputed_bytes, node.block
+            at_node = RankMemory(persistent, activation, recomputed + cost.workspace_bytes)
+            fullest = max(fullest, at_node, key=lambda memory: memory.total)
             persistent -= cost.late_bytes  # nodes before it come earlier in the forward pass, later in the backward one
         return fullest
 

@@ -8,12 +8,13 @@ several stages a rank, a program minimises the formula of `auto/solver/problem`,
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.auto.solver.milp import Program, Term
-from phalanx.auto.solver.problem import StepProblem, StrategyCost
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
 
 _ROUNDING = 1e-12
 """What differences of sums leave where they should be 0, in units near 1."""
@@ -82,27 +83,43 @@ class StepProgram(Program):
             unit: Bytes.
             most: The column that no row is above, in units; one unit when None.
         """
-        nodes = self._problem.nodes
         limit, upper = ([], 1.0) if most is None else ([(most, -1.0)], 0.0)
-        needed = _Sums(len(self))
+        for (decision, sizes), alike in self._list_memory(unit).items():
+            own = [(self.option(decision, o), size) for o, size in enumerate(sizes)]
+            for total in alike:
+                self.add_row([*total.terms(1.0), *own, *limit], -math.inf, upper)
+
+    def _list_memory(self, unit: float) -> dict[tuple[str, tuple[float, ...]], list[_Sums]]:
+        """Return what a rank holds where it may be fullest, by a decision and what its options need there besides."""
+        nodes, total = self._problem.nodes, _Sums(len(self))
         for node in nodes:
-            for o, option in enumerate(node.options):
-                needed.add(self.option(node.decision, o), option.persistent_bytes / unit)
+            for column, size in self._terms(node, lambda option: option.persistent_bytes):
+                total.add(column, size / unit)
         rows: dict[tuple[str, tuple[float, ...]], list[_Sums]] = {}
         for node in nodes:  # while the optimizer runs
-            rows[node.decision, tuple(option.update_bytes / unit for option in node.options)] = [needed.copy()]
-        for node in nodes:
-            for o, option in enumerate(node.options):
-                needed.add(self.option(node.decision, o), option.activation_bytes / unit)
+            rows[node.decision, tuple(option.update_bytes / unit for option in node.options)] = [total.copy()]
+        for index, node in enumerate(nodes):
+            for column, size in self._list_changes(index):
+                total.add(column, size / unit)
             alike = rows.setdefault((node.decision, tuple(o.workspace_bytes / unit for o in node.options)), [])
-            if not any(needed.is_within(other) for other in alike):
-                alike[:] = [*(other for other in alike if not other.is_within(needed)), needed.copy()]
-            for o, option in enumerate(node.options):
-                needed.add(self.option(node.decision, o), -option.late_bytes / unit)
-        for (decision, sizes), alike in rows.items():
-            own = [(self.option(decision, o), size) for o, size in enumerate(sizes)]
-            for held in alike:
-                self.add_row([*held.terms(1.0), *own, *limit], -math.inf, upper)
+            if not any(total.is_within(other) for other in alike):
+                alike[:] = [*(other for other in alike if not other.is_within(total)), total.copy()]
+        return rows
+
+    def _list_changes(self, index: int) -> Iterator[Term]:
+        """Yield by how many bytes more is held at a node than at the one before, by column."""
+        nodes = self._problem.nodes
+        yield from self._terms(nodes[index], lambda option: option.activation_bytes + option.recomputed_bytes)
+        if not index:
+            return
+        before = nodes[index - 1]
+        yield from self._terms(before, lambda option: -option.late_bytes)
+        if nodes[index].block != before.block:
+            for node in itertools.takewhile(lambda node: node.block == before.block, reversed(nodes[:index])):
+                yield from self._terms(node, lambda option: -option.recomputed_bytes)
+
+    def _terms(self, node: LayerNode, size: Callable[[StrategyCost], float]) -> Iterator[Term]:
+        return ((self.option(node.decision, o), size(option)) for o, option in enumerate(node.options))
 
 
 class _Cell(NamedTuple):
