@@ -38,6 +38,7 @@ from phalanx.auto.planner.candidate import Candidate
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.planner.to_plan import build_plan
+from phalanx.auto.solver.problem import StepProblem
 from phalanx.cluster.calibration.figures import read_measured
 from phalanx.errors import ConfigError
 
@@ -107,13 +108,17 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
     return found
 
 
-def predicted_s(answer: PlanResult, one: Trained) -> float:
-    """Return what the planner says a step takes."""
+def find_pick(answer: PlanResult, one: Trained) -> tuple[StepProblem, dict[str, int]]:
+    """Return the problem of a Plan's parallel config, and the place of the Plan's option by decision."""
     found = build_problem(answer.work, one.config, answer.catalog.of(one.config))
     segments = zip(answer.layers.calls, one.call_strategies, strict=True)
-    return found.problem.seconds(
-        {str(it.template): found.strategies[str(it.template)].index(way) for it, way in segments}
-    )
+    return found.problem, {str(it.template): found.strategies[str(it.template)].index(way) for it, way in segments}
+
+
+def predicted_s(answer: PlanResult, one: Trained) -> float:
+    """Return what the planner says a step takes."""
+    problem, pick = find_pick(answer, one)
+    return problem.seconds(pick)
 
 
 def calibrate(ranks: int, folder: Path | None, *, quick: bool) -> None:

@@ -44,11 +44,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Scores of the next of 512 tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(512, 256)
-        self.blocks = nn.ModuleList(Block(256, 8) for _ in range(3))
-        self.head = nn.Linear(256, 512)
+        self.tokens = nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(Block(width, 8) for _ in range(3))
+        self.head = nn.Linear(width, 512)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return scores of shape (rows, places, 512)."""
@@ -59,16 +59,16 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores of the next of 4096 tokens, from fused queries, keys and values: most parameters are of the words."""
+    """Scores of the next of some tokens, from fused queries, keys and values: most parameters are of the words."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 4096) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(4096, 192), nn.Embedding(64, 192)
+        self.tokens, self.places = nn.Embedding(words, 192), nn.Embedding(64, 192)
         self.blocks = nn.ModuleList(FusedBlock(192, 6) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(192), nn.Linear(192, 4096)
+        self.norm, self.head = nn.LayerNorm(192), nn.Linear(192, words)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return scores of shape (rows, places, 4096)."""
+        """Return scores of shape (rows, places, words)."""
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -93,9 +93,9 @@ class FusedBlock(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """AlexNet (Krizhevsky, arXiv:1404.5997) for images of 64 x 64, half as wide."""
+    """AlexNet (Krizhevsky, arXiv:1404.5997) for images of 64 x 64, its layers half as wide, or as wide as is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 2048) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 32, 5, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(2),
@@ -103,7 +103,7 @@ class AlexNet(nn.Module):
             nn.Conv2d(96, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         )  # fmt: skip
         self.classifier = nn.Sequential(
-            nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 100)
+            nn.Linear(2048, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 100)
         )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx import accelerator
+from phalanx.cluster import proc
 from phalanx.errors import LaunchError
 
 pytestmark = pytest.mark.dist
@@ -37,6 +38,11 @@ def test_the_result_of_rank_0_comes_back_from_a_function_that_cannot_be_pickled(
     assert torch.equal(gradient[0], x * 1.5)
     assert dict(os.environ) == before
     assert px.launch(lambda: os.environ["PHALANX_WORLD_SIZE"], 1) == "1"
+
+
+def test_no_rank_begins_before_all_are_copied() -> None:
+    """One that connects to the store has a thread of this process take a lock, which further copies would inherit."""
+    assert px.launch(lambda: len(proc.children(os.getppid())), 6) == 6
 
 
 def test_the_error_of_a_rank_is_raised_with_its_rank_and_traceback() -> None:

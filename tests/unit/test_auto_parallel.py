@@ -611,11 +611,14 @@ def test_sharding_holds_what_it_gathers():
         at = next(at for at in found if at.stages == stages and at.micro_batches == 1)
         options = [node.options[0] for node in build_problem(answer.work, at, answer.catalog.of(at)).problem.nodes]
         return [
-            (one.persistent_bytes / size, (one.workspace_bytes - work.output_bytes / at.batch_parts) / size)
+            (
+                (one.persistent_bytes - work.sample_bytes / at.data) / size,
+                (one.workspace_bytes - work.output_bytes / at.batch_parts) / size,
+            )
             for one, work in zip(options[:2], answer.work.all, strict=False)
         ]
 
-    assert bytes_of(0, 1) == [(3, 0), (1, 0)]
+    assert bytes_of(0, 1) == [(3, 1), (1, 0)]  # a gradient lies beside its bucket until that is full
     assert bytes_of(1, 1) == bytes_of(2, 1) == [(1.75, 1), (1.25, 0)]  # slices of all, and parameters gathered
     assert bytes_of(3, 1) == [(0.75, 2), (0.25, 1)]
     assert bytes_of(3, 2) == bytes_of(1, 2) == [(3.5, 0), (1.5, 0)]  # both are whole for all of a step

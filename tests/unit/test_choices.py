@@ -23,13 +23,21 @@ FIELDS = (
     "persistent_bytes",
     "activation_bytes",
     "workspace_bytes",
+    "update_bytes",
+    "recomputed_bytes",
 )
 
 whole = st.integers(0, 20)
 options = st.builds(
-    lambda *values: StrategyCost(label="", **dict(zip(FIELDS, values, strict=True))),
-    *[whole.map(float)] * 7,
+    lambda late, *values: with_late_gradients(StrategyCost(label="", **dict(zip(FIELDS, values, strict=True))), late),
+    st.sampled_from((0.0, 0.5, 1.0)),
+    *[whole.map(float)] * len(FIELDS),
 )
+
+
+def with_late_gradients(cost: StrategyCost, part: float) -> StrategyCost:
+    """Return a cost whose backward pass makes a part of what is persistent."""
+    return replace(cost, late_bytes=part * cost.persistent_bytes)
 
 
 @st.composite
@@ -38,7 +46,9 @@ def graphs(draw: st.DrawFn) -> StepProblem:
     counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     owners = [*range(len(counts)), *draw(st.lists(st.integers(0, len(counts) - 1), max_size=2))]
     nodes = tuple(
-        LayerNode(name=str(n), decision=str(d), options=tuple(draw(options) for _ in range(counts[d])))
+        LayerNode(
+            name=str(n), decision=str(d), options=tuple(draw(options) for _ in range(counts[d])), block=str(n // 2)
+        )
         for n, d in enumerate(owners)
     )
     links = []
@@ -82,14 +92,20 @@ def random_choices(random: Random) -> StepProblem:
     counts = [random.randint(1, 3) for _ in range(4)]
 
     def option(place: int) -> StrategyCost:
-        drawn = [random.expovariate(1) for _ in range(7)]
+        drawn = [random.expovariate(1) for _ in range(9)]
         return StrategyCost(
             label=str(place), forward_s=drawn[0], backward_s=drawn[1], grad_sync_s=2 * drawn[2], update_s=drawn[3] / 4,
-            persistent_bytes=drawn[4], activation_bytes=drawn[5], workspace_bytes=drawn[6],
+            persistent_bytes=drawn[4], late_bytes=drawn[4] * random.random(), activation_bytes=drawn[5],
+            workspace_bytes=drawn[6], update_bytes=4 * drawn[7], recomputed_bytes=drawn[8],
         )  # fmt: skip
 
     nodes = tuple(
-        LayerNode(name=str(n), decision=str(n % 4), options=tuple(option(o) for o in range(counts[n % 4])))
+        LayerNode(
+            name=str(n),
+            decision=str(n % 4),
+            options=tuple(option(o) for o in range(counts[n % 4])),
+            block="" if n < 2 else str(n // 3),
+        )
         for n in range(8)
     )
     links = tuple(

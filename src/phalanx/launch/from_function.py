@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from multiprocessing.synchronize import Event
 from typing import Any, TypeVar
 
 from phalanx.errors import LaunchError, PeerLostError
@@ -64,9 +65,13 @@ def launch(fn: Callable[..., T], n: int, *args: Any) -> T:
     _check(fn, n)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder, ExitStack() as stack:
         endpoints = [stack.enter_context(machine.bind(_ADDRESS, 0, flag="px.launch")) for _ in range(n)]
-        store = _store()
-        ranks = [_start(fn, args, rank, _environment(rank, endpoints, store.port, folder)) for rank in range(n)]
+        store, are_copied = _store(), multiprocessing.get_context("fork").Event()
+        ranks: list[_Rank] = []
         try:
+            for rank in range(n):
+                variables = _environment(rank, endpoints, store.port, folder)
+                ranks.append(_start(fn, args, rank, variables, are_copied))
+            are_copied.set()
             result: T = _collected(ranks)
             return result
         finally:
@@ -149,11 +154,16 @@ def _environment(rank: int, endpoints: Sequence[socket.socket], port: int, folde
     return build(topology.local[rank], topology, facts, os.environ)
 
 
-def _start(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, variables: Mapping[str, str | None]) -> _Rank:
+def _start(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, variables: Mapping[str, str | None], are_copied: Event
+) -> _Rank:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_run, args=(fn, args, rank, variables, theirs, os.getpid()), name=f"rank {rank}", daemon=False
+        target=_run,
+        args=(fn, args, rank, variables, theirs, os.getpid(), are_copied),
+        name=f"rank {rank}",
+        daemon=False,
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each copy writes what is in there once more
@@ -169,13 +179,19 @@ def _run(
     variables: Mapping[str, str | None],
     pipe: Connection,
     parent: int,
+    are_copied: Event,
 ) -> None:
-    """Be one rank."""
+    """Be one rank.
+
+    It begins once all ranks are copied: the store's thread looks up the address of each rank that connects, under a
+    lock of the C library, and a copy made just then would wait for that lock for ever.
+    """
     import torch
 
     from phalanx.comm.context import shutdown
 
     die_with_parent(parent)
+    are_copied.wait()
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

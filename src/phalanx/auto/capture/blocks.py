@@ -116,6 +116,7 @@ def merge_operators(
             read_bytes=sum(op.read_bytes for op in ops),
             written_bytes=sum(op.written_bytes for op in ops),
             saved_bytes=sum(op.saved_bytes for op in ops),
+            temporary_bytes=sum(op.temporary_bytes for op in ops if run_of[op.last_use] != run),
             last_use=last_use,
             returned=any(op.returned for op in ops),
         )

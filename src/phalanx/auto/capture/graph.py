@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,6 +103,10 @@ class Operator:
     saved_bytes: int
     """Bytes it made that autograd keeps for the backward pass."""
 
+    temporary_bytes: int
+    """Bytes it made that are there until `last_use` alone: neither kept for the backward pass nor the gradient of a
+    parameter."""
+
     last_use: int
     """Position of the last operator that reads memory it made; its own if none does."""
 
@@ -148,6 +153,14 @@ class CapturedStep:
     def saved_bytes(self) -> int:
         """Bytes of activations that the forward pass keeps for the backward pass."""
         return sum(operator.saved_bytes for operator in self.operators)
+
+    def list_live_bytes(self) -> list[int]:
+        """Return the bytes that operators made and that are there while each runs, gradients of parameters left out."""
+        changes = [0] * (len(self.operators) + 1)
+        for at, operator in enumerate(self.operators):
+            changes[at] += operator.saved_bytes + operator.temporary_bytes
+            changes[operator.last_use + 1] -= operator.saved_bytes + operator.temporary_bytes
+        return list(itertools.accumulate(changes[:-1]))
 
     def within(self, path: str) -> tuple[Operator, ...]:
         """Return the operators of a module and of those inside it; all for the empty path."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,10 @@ class ModuleCall:
 
     saved_bytes: int
     """Of the activations it makes, those that autograd keeps for the backward pass."""
+
+    temporary_bytes: int
+    """Bytes that are there while it runs, in the pass that has more, beside what it and the calls before it keep for
+    the backward pass: gradients of activations, and results that nothing keeps."""
 
     last_dim_parts: int
     """Cutting the last dimension of the inputs that follow into a number of parts that divides this cuts the last one
@@ -95,6 +100,7 @@ class _CallReader:
         self._runs = _merge_runs([run for run in runs if self._ops[run[0]].phase != "backward"], self._ops)
         self._run_of = {at: number for number, run in enumerate(self._runs) for at in run}
         self._read_later = self._outputs_read_later()
+        self._temporary = self._temporary_bytes()
         self._rows, self._mixing = self._followed_rows()
         self._learned = self._list_learned()
 
@@ -117,6 +123,7 @@ class _CallReader:
                     inputs=tuple(self._input(read, follow(read)) for read in self._outside(run)),
                     outputs=tuple(self._ops[n].outputs[output] for n, output in self._outputs(run)),
                     saved_bytes=sum(op.saved_bytes for op in ops),
+                    temporary_bytes=self._temporary[at],
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),
                     is_returned=at not in self._read_later or any(op.returned for op in ops),
@@ -127,6 +134,20 @@ class _CallReader:
                 )
             )
         return tuple(calls)
+
+    def _temporary_bytes(self) -> list[int]:
+        """Return for each run the most bytes that are there beside what it and those before it keep.
+
+        What a run keeps for the next alone is gone when its own gradients are computed.
+        """
+        saved = (sum(self._ops[at].saved_bytes for at in run) for run in self._runs)
+        after, most = list(itertools.accumulate(saved)), [0] * len(self._runs)
+        for at, size in enumerate(self._captured.list_live_bytes()):
+            origin = self._ops[at].origin
+            run = self._run_of.get(at if origin is None else origin)
+            if run is not None:
+                most[run] = max(most[run], size - after[run])
+        return most
 
     def _passing(self, run: Sequence[int]) -> tuple[int, Callable[[Read], bool]]:
         """Return the parts of a cut of the last dimension that passes, and which reads from outside it cuts.

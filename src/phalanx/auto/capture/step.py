@@ -229,6 +229,7 @@ def _run_step(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None,
         recorder.phase = "backward"
         ends = list_gradient_roots(outputs)
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        recorder.mark_gradients()
     paths = _paths(recorder.experts)
     questions = [question for question in recorder.questions if question[1] not in paths]
     return _Trace(recorder.operators(), recorder.experts, None if mode is None else questions)

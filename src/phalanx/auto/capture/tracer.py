@@ -61,7 +61,11 @@ class _Memory:
 
     storage: Any  # held, so that no other memory takes its address
     owner: int | str
+    size: int
     saved_bytes: int = 0
+    is_gradient: bool = False
+    """Whether it is the gradient of a parameter."""
+
     last_use: int = 0
     written_by: int = -1
     views: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
@@ -108,13 +112,17 @@ class Tracer(TorchDispatchMode):
 
     def operators(self) -> tuple[Operator, ...]:
         """Return what was recorded, in the order it ran."""
-        saved, last = [0] * len(self._operators), list(range(len(self._operators)))
+        saved, temporary = [0] * len(self._operators), [0] * len(self._operators)
+        last = list(range(len(self._operators)))
         for memory in self._memory.values():
             if isinstance(memory.owner, int):
                 saved[memory.owner] += memory.saved_bytes
+                if not (memory.saved_bytes or memory.is_gradient):
+                    temporary[memory.owner] += memory.size
                 last[memory.owner] = max(last[memory.owner], memory.last_use)
         return tuple(
-            Operator(**fields, saved_bytes=saved[at], last_use=last[at]) for at, fields in enumerate(self._operators)
+            Operator(**fields, saved_bytes=saved[at], temporary_bytes=temporary[at], last_use=last[at])
+            for at, fields in enumerate(self._operators)
         )
 
     def returned(self, outputs: Any) -> None:
@@ -125,6 +133,12 @@ class Tracer(TorchDispatchMode):
                 assert isinstance(read, Read)
                 if isinstance(read.source, int):
                     self._operators[read.source]["returned"] = True
+
+    def mark_gradients(self) -> None:
+        """Take down which memory the gradients of parameters are in."""
+        for param in self._model.parameters():
+            if param.is_leaf and param.grad is not None:
+                self._find(param.grad).is_gradient = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -235,7 +249,7 @@ class Tracer(TorchDispatchMode):
     def _memory_of(self, tensor: Tensor, owner: int | str) -> _Memory:
         at = owner if isinstance(owner, int) else 0
         storage = _storage(tensor)
-        return self._memory.setdefault(_key(tensor), _Memory(storage, owner, last_use=at))
+        return self._memory.setdefault(_key(tensor), _Memory(storage, owner, _storage_bytes(tensor), last_use=at))
 
     def _find(self, tensor: Tensor) -> _Memory:
         return self._memory_of(tensor, "constant")

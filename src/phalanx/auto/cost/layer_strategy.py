@@ -75,26 +75,27 @@ class LayerCostModel:
             activation_bytes += (
                 work.input_bytes / config.batch_parts
             )  # put together, and kept for the gradient of the weight
-        workspace_bytes, recompute_s, selective_s = (
-            work.output_bytes / parts / (ranks if strategy.output_state != "whole" else 1),
-            0.0,
-            0.0,
+        temporary_bytes, recompute_s, selective_s = _temporary_bytes(work, strategy, ranks) / parts, 0.0, 0.0
+        workspace_bytes = (
+            _gathered_rows_bytes(work, strategy, ranks, temporary_bytes) if gathers_samples else temporary_bytes
         )
         workspace_bytes += self._traveling_bytes(work) if strategy == EXPERTS else 0.0
-        extra_bytes = self._kept_of_sequence(work) if shares else 0.0
-        activation_bytes += extra_bytes
+        activation_bytes += self._kept_of_sequence(work) if shares else 0.0
         workspace_bytes += self._traveling_keys(work) if shares else 0.0
+        recomputed_bytes = 0.0
         if config.recompute == "selective" and work.in_block:
             count = len(work.operators) + collective_operators(strategy, ranks, gathers_samples=gathers_samples)
             selective_s = count * self._machine.host.selective_op_s
         if config.recompute != "none" and work.in_block:
             recompute_s = comm.forward + self._work.recompute_s(work, fraction, config) + selective_s
             recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
-            activation_bytes = (
-                self._work.product_bytes(work, fraction, config) if config.recompute == "selective" else 0.0
-            )
-            activation_bytes += work.input_bytes / parts if work.starts_block else 0.0
-            workspace_bytes += work.block_saved_bytes / parts + extra_bytes  # as if nothing were sharded
+            products = self._work.product_bytes(work, fraction, config) if config.recompute == "selective" else 0.0
+            recomputed_bytes = activation_bytes - products
+            activation_bytes = products + (work.input_bytes / parts if work.starts_block else 0.0)
+            if config.stages > 1:  # as if nothing were sharded
+                products = work.block_product_bytes if config.recompute == "selective" else 0.0
+                workspace_bytes += (work.block_saved_bytes - products) / parts
+                recomputed_bytes = 0.0
         deferred = self._defer_weights(work, fraction, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
@@ -106,10 +107,13 @@ class LayerCostModel:
             comm_s=comm.forward + comm.backward + gather_s + regather_s,
             grad_sync_s=param_cost.grad_sync_s + (param_cost.gather_s if config.stages > 1 else 0.0),
             update_s=param_cost.update_s,
-            persistent_bytes=param_cost.bytes,
+            persistent_bytes=param_cost.bytes + work.sample_bytes * config.micro_batches / config.batch_parts,
+            late_bytes=param_cost.late_bytes,
+            update_bytes=param_cost.update_bytes,
             activation_bytes=activation_bytes,
+            recomputed_bytes=recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
-            workspace_bytes=workspace_bytes + param_cost.gathered_bytes,
+            workspace_bytes=workspace_bytes + param_cost.working_bytes,
         )
 
     def _comm_of_sequence(self, work: CallWork) -> PassTimes:
@@ -327,6 +331,35 @@ def _meetings(work: CallWork, strategy: LayerStrategy, *, gathers_samples: bool)
         return 2, 1 if work.is_first else 2
     gathers_first = strategy.style == "column" and strategy.input_state == "tokens"
     return 2 if gathers_first and not strategy.has_sharded_output else 1, 1
+
+
+def _temporary_bytes(work: CallWork, strategy: LayerStrategy, ranks: int) -> float:
+    """Return the bytes of temporary tensors of the global batch while a rank computes its part of a call.
+
+    Gradients of inputs and outputs are among them, of which a rank has a part where it has one of the values.
+    """
+    away = 1 - 1 / ranks
+    inputs = work.input_bytes * away if strategy.input_state != "whole" else 0.0
+    outputs = work.output_bytes * away if strategy.output_state != "whole" else 0.0
+    return max(work.call.temporary_bytes - inputs - outputs, work.output_bytes - outputs)
+
+
+def _gathered_rows_bytes(work: CallWork, strategy: LayerStrategy, ranks: int, own_bytes: float) -> float:
+    """Return the bytes of temporary tensors of a layer that gathers the samples of all ranks.
+
+    An exchange has what it sends, as cut along features and then one after the other, and what arrives. Terms for all
+    samples are not cut: there are these, one after the other, and those that arrive. Gathered gradients arrive apart
+    and are put together.
+
+    Args:
+        work: Of the call.
+        strategy: How the layer is cut.
+        ranks: That hold it.
+        own_bytes: Of temporary tensors of a rank's own rows.
+    """
+    if strategy.style == "column":
+        return max(own_bytes + 3 * work.output_bytes / ranks, 3 * work.input_bytes)
+    return max(3 * work.output_bytes, own_bytes + max(2 * work.output_bytes, 3 * work.input_bytes / ranks))
 
 
 def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -> float:

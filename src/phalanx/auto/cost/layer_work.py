@@ -42,15 +42,26 @@ class CallWork:
     output_bytes: float
     """Bytes of its outputs."""
 
-    in_block: bool
-    """Whether it is in a repeated block, which may be recomputed."""
+    sample_bytes: float
+    """Bytes of tensors of the batch that no call before reads."""
+
+    block: str
+    """The repeated block that it is in, which may be recomputed; empty if it is in none."""
 
     starts_block: bool
     sequence: SequencePlace | None
     """Of a call in blocks whose sequence ranks may share."""
 
     block_saved_bytes: float
-    """On the last call of a repeated block: bytes of all that the block keeps."""
+    """In a repeated block: bytes of all that it keeps up to this call."""
+
+    block_product_bytes: float
+    """In a repeated block: bytes of the results of its products up to this call, which `selective` keeps."""
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is in a repeated block."""
+        return bool(self.block)
 
 
 class SequencePlace(NamedTuple):
@@ -74,11 +85,19 @@ class LayerWork:
         is_first = _first(calls, trains)
         block_of = [next((b for b in blocks if is_inside(call.path, (b,))), None) for call in calls]
         first: dict[str, int] = {}
-        last: dict[str, int] = {}
+        saved: dict[str, tuple[int, int]] = {}
+        block_saved = []
         for position, block in enumerate(block_of):
+            size = products = 0
             if block is not None:
                 first.setdefault(block, position)
-                last[block] = position
+                size, products = saved.get(block, (0, 0))
+                ops = [captured.operators[i] for i in calls[position].operators]
+                size += calls[position].saved_bytes
+                products += sum(op.written_bytes for op in ops if op.flops)
+                saved[block] = size, products
+            block_saved.append((size, products))
+        sample_bytes = _list_sample_bytes(calls)
         self.all = tuple(
             CallWork(
                 call=call,
@@ -87,14 +106,12 @@ class LayerWork:
                 trains=trains[position],
                 input_bytes=_bytes(source.value for source in call.inputs),
                 output_bytes=_bytes(call.outputs),
-                in_block=block is not None,
+                sample_bytes=sample_bytes[position],
+                block=block or "",
                 starts_block=block is not None and first[block] == position,
                 sequence=_place(layers.sequence, position),
-                block_saved_bytes=sum(
-                    member.saved_bytes for member, b in zip(calls, block_of, strict=True) if b == block
-                )
-                if block is not None and last[block] == position
-                else 0.0,
+                block_saved_bytes=block_saved[position][0],
+                block_product_bytes=block_saved[position][1],
             )
             for position, (call, block) in enumerate(zip(calls, block_of, strict=True))
         )
@@ -178,8 +195,9 @@ class LayerWork:
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
         saved = work.call.saved_bytes, work.in_block, work.starts_block, work.block_saved_bytes
+        temporary = work.call.temporary_bytes, work.block_product_bytes, work.sample_bytes
         borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)
-        return work.call.template, work.is_first, work.trains, *saved, borders, sizes
+        return work.call.template, work.is_first, work.trains, *saved, *temporary, borders, sizes
 
     def least_s(self, config: ParallelConfig) -> float:
         """Return seconds that one micro-batch takes through all stages and back, whatever the strategies.
@@ -243,6 +261,17 @@ def _first(calls: tuple[ModuleCall, ...], trains: list[bool]) -> list[bool]:
         before = [source.source for source in call.inputs if isinstance(source.source, int)]
         first.append(all(first[position] and not trains[position] for position in before))
     return first
+
+
+def _list_sample_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
+    """Return for every call the bytes of tensors of the batch that no call before reads."""
+    met: set[str] = set()
+    sizes = []
+    for call in calls:
+        read = {s.source: s.value.bytes for s in call.inputs if isinstance(s.source, str) and "sample" in s.source}
+        sizes.append(float(sum(size for source, size in read.items() if source not in met)))
+        met |= read.keys()
+    return sizes
 
 
 def _may_be_sharded(call: ModuleCall) -> bool:

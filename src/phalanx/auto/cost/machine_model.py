@@ -15,6 +15,9 @@ from phalanx.cluster.spec.cluster import Cluster
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 """Values that an optimizer keeps for each parameter."""
 
+UPDATE_TEMPORARIES = {"sgd": 0, "momentum": 0, "adam": 2}
+"""Values that an optimizer has besides for each entry of the parameter that it updates: the root and the quotient."""
+
 CollectiveTime = Callable[[Kind, float, GroupTopology], float]
 """Seconds of a collective of so many bytes (which: `phalanx.cluster.calibration.figures`), by where its ranks lie."""
 

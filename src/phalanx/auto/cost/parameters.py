@@ -11,7 +11,7 @@ from typing import NamedTuple
 from phalanx.auto.capture.layers import LayerStrategy
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.cost.layer_work import LayerWork
-from phalanx.auto.cost.machine_model import OPTIMIZER_STATES, MachineModel
+from phalanx.auto.cost.machine_model import OPTIMIZER_STATES, UPDATE_TEMPORARIES, MachineModel
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.cluster.calibration.figures import Kind, Sharding
 from phalanx.plan.shape import ParamShape
@@ -29,8 +29,14 @@ class ParameterCost(NamedTuple):
     """Of the parameters of a layer. Times in seconds."""
 
     bytes: float
-    gathered_bytes: float
-    """Of parameters and gradients that are gathered while the layer runs."""
+    late_bytes: float
+    """Of these, gradients that no bucket has: they are there from the layer's backward pass on."""
+
+    working_bytes: float
+    """While the layer runs: parameters and gradients that are gathered, gradients on their way into a bucket."""
+
+    update_bytes: float
+    """While the optimizer updates its largest parameter."""
 
     grad_sync_s: float
     gather_s: float
@@ -82,22 +88,42 @@ class ParameterCostModel:
         keeps_full = config.zero in (1, 2) or (config.zero > 0 and config.stages > 1)
         value_bytes = (size + frozen) / shards + (size + frozen if keeps_full else 0.0)
         grad_bytes = size / shards + (size if config.zero and config.stages > 1 else 0.0)
-        gathered_bytes = (
-            0.0 if not config.zero or config.stages > 1 else size + (size + frozen if config.zero == 3 else 0.0)
-        )
+        working_bytes = late_bytes = update_bytes = 0.0
+        if config.stages == 1:
+            bucket_bytes = self._bucket_bytes(trained, size, parts, strategy, on_tokens)
+            late_bytes = grad_bytes - bucket_bytes
+            gathered_bytes = size + (size + frozen if config.zero == 3 else 0.0) if config.zero else 0.0
+            working_bytes = gathered_bytes + bucket_bytes
+            largest = max((param.bytes for param in trained), default=0.0) / parts / shards
+            update_bytes = UPDATE_TEMPORARIES[self._optimizer] * largest
         update_s = (
             self._machine.operators.optimizer_s(self._optimizer, count / shards, len(trained)) if trained else 0.0
         )
         residual_bytes = sum(param.bytes for param in trained if _is_compressed(param, config))
         return ParameterCost(
             bytes=value_bytes + grad_bytes + optimizer_bytes + residual_bytes,
-            gathered_bytes=gathered_bytes,
+            late_bytes=late_bytes,
+            working_bytes=working_bytes,
+            update_bytes=update_bytes,
             grad_sync_s=grad_sync_s,
             gather_s=gather_s,
             gather_again_s=gather_again_s,
             copy_s=copy_s,
             update_s=update_s + late_s,
         )
+
+    def _bucket_bytes(
+        self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy, on_tokens: bool
+    ) -> float:
+        """Return the bytes of gradients that are averaged in buckets, which stay from step to step."""
+        config = self._config
+        if config.zero:
+            return 0.0
+        copies = config.data // config.experts if strategy.style == "expert" else config.data
+        if copies > 1 and (config.model > 1 or parts == 1):
+            return size
+        partial = trained if on_tokens else _list_partial_gradients(trained, strategy)
+        return float(sum(param.bytes for param in partial))
 
     def _grad_sync(
         self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy, on_tokens: bool

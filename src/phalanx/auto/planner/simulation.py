@@ -32,7 +32,8 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
     if in_stages:
         pipeline = _build_stages(assignment, layers, options, waits, machine)
     else:
-        pipeline = _build_layers(assignment, options, waits, machine)
+        blocks = [call.block for call in work.all]
+        pipeline = _build_layers(assignment, _hold_recomputed(options, blocks), waits, machine)
     step = simulate(pipeline)
     return SimulatedStep(
         name=f"{dict(layers.captured.modules)['']}, {assignment.config}",
@@ -44,6 +45,15 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
     )
 
 
+def _hold_recomputed(options: Sequence[StrategyCost], blocks: Sequence[str]) -> list[StrategyCost]:
+    """Return the costs of calls with what is computed again of their blocks, up to each, as its workspace."""
+    costs, size, before = [], 0.0, ""
+    for option, block in zip(options, blocks, strict=True):
+        size, before = (size if block == before else 0.0) + option.recomputed_bytes, block
+        costs.append(replace(option, workspace_bytes=option.workspace_bytes + size))
+    return costs
+
+
 def _build_layers(
     assignment: Assignment, options: Sequence[StrategyCost], waits: Sequence[StrategyCost], machine: MachineModel
 ) -> PipelineSpec:
@@ -53,7 +63,8 @@ def _build_layers(
         schedule=Schedule(kind="interleaved", virtual=len(stages)),
         ranks=1,
         stages=stages,
-        persistent_bytes=(sum(cost.persistent_bytes for cost in options),),
+        persistent_bytes=(sum(cost.persistent_bytes - cost.late_bytes for cost in options),),
+        update_bytes=max(cost.update_bytes for cost in options),
         optimizer=(sum(cost.update_s for cost in options),),
         contention=machine.contention,
         waits_contend=True,
@@ -112,5 +123,6 @@ def _work(options: Iterable[StrategyCost], waits: Iterable[StrategyCost]) -> Sta
         weights=PassWork(compute=weights),
         activation_bytes=sum(cost.activation_bytes for cost in options),
         workspace_bytes=max(cost.workspace_bytes for cost in options),
+        gradient_bytes=sum(cost.late_bytes for cost in options),
         buckets=tuple(cost.grad_sync_s for cost in reversed(options) if cost.grad_sync_s),
     )

@@ -113,7 +113,12 @@ def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, r
         call, decision = work_of_call.call, str(work_of_call.call.template)
         name = f"{position}:{call.path or call.kind}"
         nodes.append(
-            LayerNode(name=name, decision=decision, options=cost.options(work_of_call, sets.strategies[decision]))
+            LayerNode(
+                name=name,
+                decision=decision,
+                options=cost.options(work_of_call, sets.strategies[decision]),
+                block="" if config.recompute == "none" else work_of_call.block,
+            )
         )
     points, machine = work.layers.partition_points if config.stages > 1 else None, work.machine
     problem = StepProblem(

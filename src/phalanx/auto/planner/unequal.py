@@ -12,6 +12,7 @@ all devices were the weakest.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -171,14 +172,10 @@ class UnequalRanks:
         first, last = (self._price(kind, size, config, catalog) for size in (1, self._units))
         apart = max(1, self._units - 1)
         unit_s = max((last.seconds - first.seconds) / apart, 1e-12)
-        unit_bytes = max(0.0, last.memory_bytes - first.memory_bytes) / apart
-        room = self._kinds[kind].room - first.memory_bytes
-        if room < 0:
-            return RankSpeed(unit_s, first.seconds - unit_s, most=0)
-        most = 1 + int(min(self._units, room / unit_bytes)) if unit_bytes else self._units
-        most = min(most, self._units)
-        while most > 1 and self._price(kind, most, config, catalog).memory_bytes > self._kinds[kind].room:
-            most -= 1
+        room, most = self._kinds[kind].room, self._units
+        if last.memory_bytes > room:
+            sizes = range(1, self._units)
+            most = bisect_right(sizes, room, key=lambda size: self._price(kind, size, config, catalog).memory_bytes)
         return RankSpeed(unit_s, max(0.0, first.seconds - unit_s), most=most)
 
     def _price(self, kind: int, size: int, config: ParallelConfig, catalog: StrategyCatalog) -> _Price:

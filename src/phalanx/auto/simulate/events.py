@@ -110,6 +110,9 @@ class _PassSpec(NamedTuple):
     workspace_bytes: float
     """Bytes more while it runs."""
 
+    gradient_bytes: float
+    """Bytes more from its beginning on."""
+
 
 def _build_pass(pipeline: PipelineSpec, kind: Pass, stage: int) -> _PassSpec:
     own, forward = pipeline.stages[stage], kind is Pass.FORWARD
@@ -139,6 +142,7 @@ def _build_pass(pipeline: PipelineSpec, kind: Pass, stage: int) -> _PassSpec:
         target_stage=gives if gives in there else None,
         activation_bytes=activation.get(kind, -own.activation_bytes),
         workspace_bytes=own.workspace_bytes if kind in (Pass.BACKWARD, Pass.INPUTS) else 0.0,
+        gradient_bytes=own.gradient_bytes if kind in (Pass.BACKWARD, Pass.WEIGHTS) else 0.0,
     )
 
 
@@ -204,6 +208,8 @@ class _Step:
         self.exposed[rank] += end - start - computed
         if move.activation_bytes:
             self.changes[rank].append((start if move.activation_bytes > 0 else end, move.activation_bytes))
+        if move.gradient_bytes:
+            self.changes[rank].append((start, move.gradient_bytes))
         if move.workspace_bytes:
             self.changes[rank] += [(start, move.workspace_bytes), (end, -move.workspace_bytes)]
         self.free[rank] = end if move.target_stage is None else self._pass_on(rank, action, end)
@@ -264,6 +270,9 @@ class _Step:
             if self.pipeline.opening:
                 self.slices.append(Slice(rank, "collectives", "gather", -1, -1, 0.0, self.pipeline.opening))
             self.slices.append(Slice(rank, "compute", "optimizer", -1, -1, reduced, reduced + optimizer))
+            if self.pipeline.update_bytes:
+                size = self.pipeline.update_bytes
+                self.changes[rank] += [(reduced, size), (reduced + optimizer, -size)]
             self.busy[rank] += optimizer
             ends.append(reduced + optimizer)
         step = max(ends)

@@ -43,6 +43,9 @@ class StageWork:
     workspace_bytes: float = 0.0
     """Bytes more while a backward pass runs."""
 
+    gradient_bytes: float = 0.0
+    """Bytes of gradients of parameters that are there from the beginning of a backward pass on."""
+
     send: float = 0.0
     """Seconds to bring activations to the stage after this one, or their gradients back."""
 
@@ -66,6 +69,9 @@ class PipelineSpec:
 
     optimizer: tuple[float, ...]
     """Seconds of each rank's optimizer step."""
+
+    update_bytes: float = 0.0
+    """Bytes more on each rank while its optimizer runs."""
 
     opening: float = 0.0
     """Seconds of collectives before the first pass: the first gather of shards."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.auto.solver.dominance import reduce_problem
 from phalanx.auto.solver.in_flight import least_in_flight
-from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost
+from phalanx.auto.solver.problem import StepProblem, StrategyCost, TransitionCost
 from phalanx.auto.solver.step_program import build_program
 
 MemoryPart: TypeAlias = Literal["parameters, gradients and optimizer state", "activations", "what one layer needs"]
@@ -94,11 +94,15 @@ def find_min_memory(space: Sequence[StepProblem], time_limit: float) -> MinMemor
 def peak_lower_bound(problem: StepProblem) -> float:
     """Return bytes that every choice needs, without regard to what goes together."""
     if problem.stages == 1:
-        prefix = itertools.accumulate(min(o.activation_bytes for o in node.options) for node in problem.nodes)
-        workspace = (min(o.workspace_bytes for o in node.options) for node in problem.nodes)
-        return _least_sum(problem, "persistent_bytes") + max(
-            (k + w for k, w in zip(prefix, workspace, strict=True)), default=0.0
-        )
+        before, most = 0.0, max((min(o.update_bytes for o in node.options) for node in problem.nodes), default=0.0)
+        recomputed, block = 0.0, ""
+        for node in problem.nodes:
+            recomputed, block = recomputed if node.block == block else 0.0, node.block
+            own = min(o.activation_bytes + o.recomputed_bytes + o.workspace_bytes for o in node.options)
+            most = max(most, before + recomputed + own)
+            recomputed += min(o.recomputed_bytes for o in node.options)
+            before += min(o.activation_bytes - o.late_bytes for o in node.options)
+        return _least_sum(problem, "persistent_bytes") + most
     largest = max(
         min(o.persistent_bytes + o.activation_bytes + o.workspace_bytes for o in node.options) for node in problem.nodes
     )
@@ -154,12 +158,12 @@ def minimize_peak(
 
 def _without_times(problem: StepProblem) -> StepProblem:
     """Return the same choices of which all take the same time, with a room that leaves nothing out."""
-    nodes = tuple(
-        LayerNode(name=node.name, decision=node.decision, options=tuple(map(_without_time, node.options)))
-        for node in problem.nodes
-    )
+    nodes = tuple(replace(node, options=tuple(map(_without_time, node.options))) for node in problem.nodes)
     most = sum(
-        o.persistent_bytes + problem.micro_batches * (o.activation_bytes + o.deferred_bytes) + o.workspace_bytes
+        o.persistent_bytes
+        + problem.micro_batches * (o.activation_bytes + o.deferred_bytes)
+        + max(o.workspace_bytes, o.update_bytes)
+        + o.recomputed_bytes
         for n in nodes
         for o in n.options
     )
@@ -171,6 +175,9 @@ def _without_time(option: StrategyCost) -> StrategyCost:
     return StrategyCost(
         label=option.label,
         persistent_bytes=option.persistent_bytes,
+        late_bytes=option.late_bytes,
+        update_bytes=option.update_bytes,
+        recomputed_bytes=option.recomputed_bytes,
         activation_bytes=option.activation_bytes,
         deferred_bytes=option.deferred_bytes,
         workspace_bytes=option.workspace_bytes,

@@ -7,8 +7,8 @@ activations add up. With several, a pass of a stage counts as one.
 One stage. The synchronisation of a node's gradients starts once the node's backward pass and the exchanges before it
 are over, beside the backward passes that are left. Seconds in which both run cost `contention` more: 0 where
 communication is free beside computation, 1 where both share the same cores. Memory is held against the room at every
-node: what is held all through, what the nodes up to it keep for their backward passes, and what it needs itself while
-it runs.
+node: what is held all through, what the nodes up to it keep for their backward passes, the gradients of the nodes from
+it on, and what it needs itself while it runs. All gradients are there when the optimizer runs.
 
 Stages. What strategies cost is of one micro-batch. With m micro-batches, v stages a rank and w the seconds that a rank
 works on one, sends among them, a step takes
@@ -86,8 +86,18 @@ class StrategyCost:
     persistent_bytes: float = 0.0
     """All through the step: parameters, gradients, optimizer state."""
 
+    late_bytes: float = 0.0
+    """Of these, gradients that are there from its backward pass on only; of one stage."""
+
+    update_bytes: float = 0.0
+    """While the optimizer runs, beside what is persistent; of one stage."""
+
     activation_bytes: float = 0.0
     """From its forward to its backward pass."""
+
+    recomputed_bytes: float = 0.0
+    """Activations that are computed again, while its backward pass and those of later nodes of its block run; of one
+    stage."""
 
     deferred_bytes: float = 0.0
     """From gradients of inputs to those of weights, which are computed from it, where these are apart."""
@@ -133,6 +143,8 @@ class LayerNode:
     """Nodes of one decision take the option of the same place: repeated blocks are cut alike."""
 
     options: tuple[StrategyCost, ...]
+    block: str = ""
+    """The block that is computed again with it; empty if none is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,11 +333,7 @@ class StepProblem:
         """Return the bytes of each rank where it is fullest."""
         options = self.list_costs(pick)
         if self.stages == 1:
-            until = itertools.accumulate(cost.activation_bytes for cost in options)
-            at_node = zip(until, (cost.workspace_bytes for cost in options), strict=True)
-            return [
-                RankMemory(sum(cost.persistent_bytes for cost in options), *max(at_node, key=sum, default=(0.0, 0.0)))
-            ]
+            return [self._memory_of_layers(options)]
         persistent, owed, workspace = np.zeros((3, self.ranks))
         activation = np.zeros(self.stages)
         for cost, piece in zip(options, self.pieces, strict=True):
@@ -345,6 +353,18 @@ class StepProblem:
             activation: Bytes of one micro-batch, by cut and stage.
         """
         return np.asarray(np.maximum.reduce([self.by_rank(counts * activation) for counts in self.in_flight]))
+
+    def _memory_of_layers(self, options: Sequence[StrategyCost]) -> RankMemory:
+        """Return the bytes of the only stage where it is fullest: at a node, or while the optimizer runs."""
+        persistent, activation, recomputed, block = sum(cost.persistent_bytes for cost in options), 0.0, 0.0, ""
+        fullest = RankMemory(persistent, 0.0, max((cost.update_bytes for cost in options), default=0.0))
+        for node, cost in zip(self.nodes, options, strict=True):
+            activation += cost.activation_bytes
+            recomputed, block = (recomputed if node.block == block else 0.0) + cost.recomputed_bytes, node.block
+            at_node = RankMemory(persistent, activation, recomputed + cost.workspace_bytes)
+            fullest = max(fullest, at_node, key=lambda memory: memory.total)
+            persistent -= cost.late_bytes  # nodes before it come earlier in the forward pass, later in the backward one
+        return fullest
 
     def peak(self, pick: Mapping[str, int], stage_of: Sequence[int] = ()) -> float:
         """Return the most bytes that a rank holds at a time."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.auto.solver.milp import Program, Term
-from phalanx.auto.solver.problem import StepProblem, StrategyCost
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
 
 _ROUNDING = 1e-12
 """What differences of sums leave where they should be 0, in units near 1."""
@@ -74,28 +74,52 @@ class StepProgram(Program):
                 backward.add(self.option(node.decision, o), -option.backward_s / self.second)
 
     def add_memory(self, unit: float, most: int | None = None) -> None:
-        """Add rows that a rank never holds more than a unit, one for each node at which it may be fullest.
+        """Add rows that a rank never holds more than a unit: one for each node at which it may be fullest.
 
-        Of nodes of one decision that need the same while they run, that is the last: activations only grow.
+        Of nodes of one decision that need the same while they run, those are left out where others hold as much under
+        every option: activations grow from node to node, and gradients that are not there yet become fewer.
 
         Args:
             unit: Bytes.
             most: The column that no row is above, in units; one unit when None.
         """
-        nodes = self._problem.nodes
         limit, upper = ([], 1.0) if most is None else ([(most, -1.0)], 0.0)
-        needed = _Sums(len(self))
+        for (decision, sizes), alike in self._list_memory(unit).items():
+            own = [(self.option(decision, o), size) for o, size in enumerate(sizes)]
+            for total in alike:
+                self.add_row([*total.terms(1.0), *own, *limit], -math.inf, upper)
+
+    def _list_memory(self, unit: float) -> dict[tuple[str, tuple[float, ...]], list[_Sums]]:
+        """Return what a rank holds where it may be fullest, by a decision and what its options need there besides."""
+        nodes, total = self._problem.nodes, _Sums(len(self))
         for node in nodes:
-            for o, option in enumerate(node.options):
-                needed.add(self.option(node.decision, o), option.persistent_bytes / unit)
-        last = {(node.decision, tuple(o.workspace_bytes for o in node.options)): i for i, node in enumerate(nodes)}
+            for column, size in self._terms(node, lambda option: option.persistent_bytes):
+                total.add(column, size / unit)
+        rows: dict[tuple[str, tuple[float, ...]], list[_Sums]] = {}
+        for node in nodes:  # while the optimizer runs
+            rows[node.decision, tuple(option.update_bytes / unit for option in node.options)] = [total.copy()]
         for index, node in enumerate(nodes):
-            workspace = tuple(option.workspace_bytes for option in node.options)
-            for o, option in enumerate(node.options):
-                needed.add(self.option(node.decision, o), option.activation_bytes / unit)
-            if last[node.decision, workspace] == index:
-                own = [(self.option(node.decision, o), size / unit) for o, size in enumerate(workspace)]
-                self.add_row([*needed.terms(1.0), *own, *limit], -math.inf, upper)
+            for column, size in self._list_changes(index):
+                total.add(column, size / unit)
+            alike = rows.setdefault((node.decision, tuple(o.workspace_bytes / unit for o in node.options)), [])
+            if not any(total.is_within(other) for other in alike):
+                alike[:] = [*(other for other in alike if not other.is_within(total)), total.copy()]
+        return rows
+
+    def _list_changes(self, index: int) -> Iterator[Term]:
+        """Yield by how many bytes more is held at a node than at the one before, by column."""
+        nodes = self._problem.nodes
+        yield from self._terms(nodes[index], lambda option: option.activation_bytes + option.recomputed_bytes)
+        if not index:
+            return
+        before = nodes[index - 1]
+        yield from self._terms(before, lambda option: -option.late_bytes)
+        if nodes[index].block != before.block:
+            for node in itertools.takewhile(lambda node: node.block == before.block, reversed(nodes[:index])):
+                yield from self._terms(node, lambda option: -option.recomputed_bytes)
+
+    def _terms(self, node: LayerNode, size: Callable[[StrategyCost], float]) -> Iterator[Term]:
+        return ((self.option(node.decision, o), size(option)) for o, option in enumerate(node.options))
 
 
 class _Cell(NamedTuple):
@@ -270,8 +294,17 @@ class _Sums:
     def add(self, column: int, value: float) -> None:
         self._values[column] += value
 
+    def copy(self) -> _Sums:
+        other = _Sums(0)
+        other._values = self._values.copy()
+        return other
+
+    def is_within(self, other: _Sums) -> bool:
+        """Return whether no column has more than in another."""
+        return all(value <= most for value, most in zip(self._values, other._values, strict=True))
+
     def terms(self, factor: float) -> Iterator[Term]:
-        return ((column, factor * value) for column, value in enumerate(self._values) if value > _ROUNDING)
+        return ((column, factor * value) for column, value in enumerate(self._values) if abs(value) > _ROUNDING)
 
 
 def _time_unit(problem: StepProblem) -> float:

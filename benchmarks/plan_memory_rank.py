@@ -1,0 +1,176 @@
+"""One rank of `bench_plan_memory`: measure the peak memory of a step under a Plan, or train under a limit.
+
+What a C library keeps of freed memory is nobody's tensor, so every block of 128 KiB and more goes back to the system as
+soon as it is freed, as the memory guard does where memory is short.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+import phalanx as px
+from benchmarks.plans_rank import GPT, AlexNet, Loss, Transformer, of_tokens
+from phalanx.auto.capture.step import capture
+from phalanx.cluster.proc import process_memory, status, status_bytes
+from phalanx.parallel.distribute import use_strategy
+from phalanx.parallel.memory.failures import is_out_of_memory
+from phalanx.parallel.session import session
+from phalanx.plan.value import Plan
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+STEPS = 2
+"""The first makes the optimizer's state, and the memory that ranks exchange through."""
+
+_MMAP_THRESHOLD, _TIGHT_BYTES = -3, 1 << 17
+"""M_MMAP_THRESHOLD of glibc (man mallopt), and the smallest block that goes back at once."""
+
+Model = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Loss]
+
+
+def _ids(words: int, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(words, (rows, 64)), torch.randint(words, (rows, 64))
+
+
+LARGE: dict[str, Model] = {
+    "transformer": (lambda: Transformer(384), lambda: _ids(512, 32), of_tokens),
+    "gpt": (lambda: GPT(16384), lambda: _ids(16384, 16), of_tokens),
+    "alexnet": (
+        lambda: AlexNet(4096),
+        lambda: (torch.randn(128, 3, 64, 64), torch.randint(100, (128,))),
+        F.cross_entropy,
+    ),
+}
+"""The models of `bench_plans` with more words, width or rows, so that tensors are most of what a rank has."""
+
+
+class Training:
+    """A model, its optimizer and its batch under a Plan. Collective."""
+
+    def __init__(self, plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> None:
+        make, _, self._loss_fn = LARGE[name]
+        use_strategy(px.DistributedStrategy(out_of_memory="raise"))
+        torch.manual_seed(0)
+        model = make()
+        if plan.ops:
+            capture(model, data, self._loss_fn)  # which operators are placed is said of the captured step
+        rows = torch.utils.data.TensorDataset(*data)
+        self._model, self._optimizer, loader = px.distribute(
+            model, OPTIMIZERS[optimizer](model.parameters(), lr=1e-4), rows, global_batch=len(rows), shuffle=False,
+            plan=plan,
+        )  # fmt: skip
+        self._inputs, self._target = next(iter(loader))
+        gc.collect()  # the whole model that this rank has a part of now, and what was captured
+
+    def step(self) -> None:
+        """Train once on the batch."""
+        self._optimizer.zero_grad()
+        self._loss_fn(self._model(self._inputs), self._target).backward()
+        self._optimizer.step()
+
+
+def measure(plans: list[Plan], name: str, optimizer: str) -> list[tuple[float, float]]:
+    """Return the peak bytes of private memory and of tensors under each Plan, of the rank that has the most.
+
+    Collective. Each Plan is trained twice, as a profiler that sees every allocation takes memory itself.
+    """
+    data = _start(name)
+    private = [private_peak(plan, name, optimizer, data) for plan in plans]
+    tensors = [tensor_peak(plan, name, optimizer, data) for plan in plans]
+    peaks: list[list[float]] = px.comm.all_reduce(torch.tensor([private, tensors]), "max").tolist()
+    return list(zip(*peaks, strict=True))
+
+
+def private_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
+    """Return the most bytes that this process has to itself in the last step, beside those before the model."""
+    before = _resident("RssAnon")
+    training = Training(plan, name, optimizer, data)
+    for _ in range(STEPS - 1):
+        training.step()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # from here on VmHWM counts anew
+    training.step()
+    # What is shared is there from the first step on.
+    peak = _resident("VmHWM") - _resident("RssShmem") - _resident("RssFile") - before
+    del training
+    _end()
+    return float(peak)
+
+
+def tensor_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
+    """Return the most bytes of all tensors in the last step, the model's among them."""
+    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as made:
+        training = Training(plan, name, optimizer, data)
+        for _ in range(STEPS - 1):
+            training.step()
+    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as changed:
+        training.step()
+    del training
+    _end()
+    size = sum(_changes(made))
+    peak = size
+    for change in _changes(changed):
+        size += change
+        peak = max(peak, size)
+    return float(peak)
+
+
+def _changes(profiled: profile) -> list[int]:
+    """Return the bytes that were allocated, or freed if negative, one after the other."""
+    events = sorted(profiled.kineto_results.events(), key=lambda event: event.start_ns())
+    return [event.nbytes() for event in events if event.name() == "[memory]"]
+
+
+def train_limited(plan: Plan, name: str, optimizer: str, budget: float, folder: Path) -> None:
+    """Train with so many bytes beside what was there before the model; a file says so where memory runs out.
+
+    RLIMIT_DATA counts what a process may write to and has to itself: neither the shared memory of collectives nor
+    address space that is only reserved, which RLIMIT_AS counts. It is set before the first step: the whole model that
+    the user makes, of which `px.distribute` keeps a part, is no step.
+    """
+    data = _start(name)
+    before = process_memory().data
+    training = Training(plan, name, optimizer, data)
+    px.comm.barrier()
+    resource.setrlimit(resource.RLIMIT_DATA, (int(before + budget), resource.RLIM_INFINITY))
+    try:
+        for _ in range(STEPS):
+            training.step()
+    except Exception as error:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        if is_out_of_memory(error):
+            (folder / f"{px.current().rank}.txt").write_text(str(error), encoding="utf-8")
+        raise
+
+
+def _start(name: str) -> tuple[Tensor, Tensor]:
+    """Join the job, let libraries allocate what they keep for good, and return the user's data."""
+    logging.disable(logging.WARNING)
+    px.init()
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _TIGHT_BYTES)
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 64), nn.LayerNorm(64))
+    layers(torch.randn(64, 3, 8, 8)).square().sum().backward()
+    px.comm.all_reduce(torch.ones(1 << 20))
+    _end()
+    torch.manual_seed(0)
+    return LARGE[name][1]()
+
+
+def _end() -> None:
+    """Let go of the last Plan's model: the next is another job."""
+    session.reset()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(name: str) -> int:
+    return status_bytes(status(os.getpid()), name)

@@ -1,0 +1,24 @@
+"""A rank takes the memory that the planner says, and runs out of memory with half of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_plan_memory import count_answers
+
+pytestmark = pytest.mark.dist
+
+
+def test_plans_take_what_is_predicted_and_train_under_the_limits_that_they_fit() -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_plan_memory", "--json", "--quick", "--cases=gpt", "--ranks=2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 2
+    assert all(abs(row["error"]) < 0.06 for row in rows), [(row["plan"], row["error"]) for row in rows]
+    assert count_answers(rows) == {0.5: {(False, False): 2}, 1.5: {(True, True): 2}}

@@ -1,0 +1,130 @@
+"""The bytes that the planner says a rank has at its peak, counted by hand: what is there when, and how many of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import phalanx as px
+from phalanx.auto.capture.module_calls import list_module_calls
+from phalanx.auto.capture.step import capture
+from phalanx.auto.planner.report.result import PlanResult
+from phalanx.auto.planner.strategies import build_problem
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
+
+ROWS, WORDS = 64, 512
+FLOAT = 4
+
+
+class Head(nn.Module):
+    """Scores of many words: more bytes than everything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, WORDS, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.inner(x)))
+
+
+def answer_of(ranks: int, *limits: str, model: nn.Module | None = None, optimizer: str = "sgd") -> PlanResult:
+    sample = torch.zeros(ROWS, 8), torch.zeros(ROWS, dtype=torch.long)
+    return px.auto_parallel(
+        model or Head(), sample, F.cross_entropy, cluster=f"cpux{ranks}", optimizer=optimizer, limits=("pp=1", *limits)
+    )
+
+
+def test_the_gradient_of_scores_and_of_their_logarithms_are_there_together() -> None:
+    scores = ROWS * WORDS * FLOAT
+    calls = {call.path or call.kind: call for call in list_module_calls(capture(Head(), _sample(), F.cross_entropy))}
+    assert calls["loss"].saved_bytes == pytest.approx(scores, rel=0.01)  # logarithms of the softmax
+    assert calls["loss"].temporary_bytes == pytest.approx(2 * scores, rel=0.01)
+    assert calls["head"].temporary_bytes == pytest.approx(scores, rel=0.05)
+    parameters = 8 * (8 + WORDS) * FLOAT
+    kept = 2 * ROWS * 8 * FLOAT  # of the relu, and nothing of the input, which is the user's
+    assert answer_of(1).memory == pytest.approx(parameters + 3 * scores + kept, rel=0.02)
+
+
+def test_what_a_layer_keeps_for_the_next_alone_is_gone_in_its_own_backward_pass() -> None:
+    width = 128
+    model = nn.Sequential(nn.Linear(8, width, bias=False), nn.GELU(), nn.Linear(width, 1, bias=False))
+    calls = list_module_calls(capture(model, (torch.zeros(ROWS, 8), torch.zeros(ROWS, 1)), F.mse_loss))
+    hidden = ROWS * width * FLOAT
+    linear, gelu = calls[:2]
+    assert (linear.saved_bytes, gelu.saved_bytes) == (hidden, hidden)
+    # Gradients of its output and input stand beside the output of the layer before, in place of its own output.
+    assert gelu.temporary_bytes == hidden
+
+
+def test_gradients_come_with_the_backward_pass_but_for_those_in_buckets() -> None:
+    wide = nn.Sequential(nn.Linear(8, 4096, bias=False), nn.Linear(4096, 10, bias=False))
+    alone, copies = answer_of(1, model=wide), answer_of(2, "dp=2", "zero=0", *WHOLE, model=wide)
+    for answer, late in ((alone, 1.0), (copies, 0.0)):
+        config = answer.search.best.config
+        problem = build_problem(answer.work, config, answer.catalog.of(config)).problem
+        for node, weight in zip(problem.nodes, (8 * 4096, 4096 * 10), strict=False):
+            cost = node.options[0]
+            assert cost.persistent_bytes == pytest.approx(2 * weight * FLOAT, rel=0.02)  # and the batch
+            assert cost.late_bytes == late * weight * FLOAT
+
+
+WHOLE = ("0=whole", "1=whole")
+
+
+def test_adam_has_two_temporary_values_for_each_of_its_largest_parameter() -> None:
+    wide = nn.Sequential(nn.Linear(8, 4096, bias=False), nn.Linear(4096, 512, bias=False))
+    sizes = 8 * 4096 * FLOAT, 4096 * 512 * FLOAT
+    peaks = {name: answer_of(1, model=wide, optimizer=name).memory for name in ("sgd", "adam")}
+    assert peaks["adam"] == pytest.approx(4 * sum(sizes) + 2 * sizes[1], rel=0.001)  # and the batch
+    assert 2 * sum(sizes) <= peaks["sgd"] < 2.5 * sum(sizes)
+
+
+class Residual(nn.Module):
+    """Four times as wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def test_what_a_block_computes_again_is_there_while_it_does_and_results_of_products_once() -> None:
+    blocks, rows = nn.Sequential(*(Residual() for _ in range(4))), 4096
+    sample, unit = (torch.zeros(rows, 64), torch.zeros(rows, 64)), rows * 64 * FLOAT
+    none, selective, full = (
+        px.auto_parallel(
+            blocks, sample, F.mse_loss, cluster="cpux1", optimizer="sgd", limits=(f"recompute={how}",)
+        ).memory
+        for how in ("none", "selective", "full")
+    )
+    # All are fullest at the last block's GELU. Blocks keep 4 + 4 + 1 units, or their inputs with products of 4 + 1, or
+    # their inputs; the last one has its input besides if it is computed again.
+    assert none - selective == pytest.approx(3 * (9 - 6) * unit - unit, rel=0.01)
+    assert selective - full == pytest.approx(3 * 5 * unit, rel=0.01)
+
+
+def test_a_step_is_fullest_at_a_node_or_while_the_optimizer_runs() -> None:
+    nodes = tuple(
+        LayerNode(name=str(at), decision=str(at), options=(StrategyCost(label="", **costs),))
+        for at, costs in enumerate(
+            (
+                {"persistent_bytes": 10.0, "late_bytes": 4.0, "activation_bytes": 5.0, "workspace_bytes": 1.0},
+                {"persistent_bytes": 20.0, "late_bytes": 9.0, "activation_bytes": 7.0, "workspace_bytes": 2.0},
+            )
+        )
+    )
+    pick = {"0": 0, "1": 0}
+    first, second = 30.0 + 5 + 1, 30.0 - 4 + 5 + 7 + 2  # all gradients; those of the second node alone
+    assert StepProblem(nodes=nodes).peak(pick) == max(first, second) == 40
+    with_update = LayerNode(
+        name="1", decision="1", options=(StrategyCost(label="", persistent_bytes=20.0, update_bytes=15.0),)
+    )
+    assert StepProblem(nodes=(nodes[0], with_update)).peak(pick) == 30 + 15
+
+
+def _sample() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(ROWS, 8), torch.zeros(ROWS, dtype=torch.long)
