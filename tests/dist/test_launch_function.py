@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import phalanx as px
 from phalanx import accelerator
 from phalanx.cluster import proc
 from phalanx.errors import LaunchError
+from phalanx.launch import from_function
 
 pytestmark = pytest.mark.dist
 
@@ -42,7 +45,44 @@ def test_the_result_of_rank_0_comes_back_from_a_function_that_cannot_be_pickled(
 
 def test_no_rank_begins_before_all_are_copied() -> None:
     """One that connects to the store has a thread of this process take a lock, which further copies would inherit."""
-    assert px.launch(lambda: len(proc.children(os.getppid())), 6) == 6
+    before, (reads, writes) = len(proc.children(os.getpid())), os.pipe()
+
+    def count() -> int:
+        if os.environ["PHALANX_RANK"] != "0":
+            return len(os.read(reads, 1))  # until rank 0 has counted
+        number = len(proc.children(os.getppid()))
+        os.write(writes, bytes(5))
+        return number
+
+    assert px.launch(count, 6) == before + 6
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.mark.parametrize("end", ["kill", "interrupt"])
+def test_ranks_that_wait_for_others_to_be_copied_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, processes = from_function._start, list[ForkProcess]()
+
+    def start_and_end(*args: Any) -> Any:
+        rank = start(*args)
+        processes.append(rank.process)
+        if end == "interrupt" and len(processes) == 2:
+            raise KeyboardInterrupt
+        if end == "kill" and len(processes) == 1:
+            rank.process.kill()
+            rank.process.join()
+        return rank
+
+    monkeypatch.setattr(from_function, "_start", start_and_end)
+    if end == "kill":
+        with pytest.raises(LaunchError, match=r"rank 0 of px.launch failed: was ended by signal 9"):
+            px.launch(print_nothing, 3)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            px.launch(print_nothing, 3)
+    for process in processes:
+        process.join(10)
+        assert not process.is_alive()
 
 
 def test_the_error_of_a_rank_is_raised_with_its_rank_and_traceback() -> None:

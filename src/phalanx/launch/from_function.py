@@ -16,11 +16,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from multiprocessing.synchronize import Event
 from typing import Any, TypeVar
 
 from phalanx.errors import LaunchError, PeerLostError
@@ -65,17 +64,42 @@ def launch(fn: Callable[..., T], n: int, *args: Any) -> T:
     _check(fn, n)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder, ExitStack() as stack:
         endpoints = [stack.enter_context(machine.bind(_ADDRESS, 0, flag="px.launch")) for _ in range(n)]
-        store, are_copied = _store(), multiprocessing.get_context("fork").Event()
+        store, gate = _store(), stack.enter_context(closing(_Gate()))
         ranks: list[_Rank] = []
         try:
             for rank in range(n):
                 variables = _environment(rank, endpoints, store.port, folder)
-                ranks.append(_start(fn, args, rank, variables, are_copied))
-            are_copied.set()
+                ranks.append(_start(fn, args, rank, variables, gate))
+            gate.open(n)
             result: T = _collected(ranks)
             return result
         finally:
             _end(ranks)
+
+
+class _Gate:
+    """Where ranks wait until all are copied.
+
+    The store's thread looks up the address of each rank that connects, under a lock of the C library, and a copy made
+    just then would wait for that lock for ever. A pipe, as no rank that was killed can block the others there.
+    """
+
+    def __init__(self) -> None:
+        self._reads, self._writes = os.pipe()
+
+    def open(self, count: int) -> None:
+        """Let so many ranks pass."""
+        os.write(self._writes, bytes(count))
+
+    def is_opened(self) -> bool:
+        """Wait in a copy; return False if the original has closed its gate without opening it."""
+        os.close(self._writes)
+        return bool(os.read(self._reads, 1))
+
+    def close(self) -> None:
+        """Send those who wait away; of the original."""
+        os.close(self._reads)
+        os.close(self._writes)
 
 
 @dataclass(slots=True)
@@ -155,13 +179,13 @@ def _environment(rank: int, endpoints: Sequence[socket.socket], port: int, folde
 
 
 def _start(
-    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, variables: Mapping[str, str | None], are_copied: Event
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, variables: Mapping[str, str | None], gate: _Gate
 ) -> _Rank:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=_run,
-        args=(fn, args, rank, variables, theirs, os.getpid(), are_copied),
+        args=(fn, args, rank, variables, theirs, os.getpid(), gate),
         name=f"rank {rank}",
         daemon=False,
     )
@@ -179,19 +203,14 @@ def _run(
     variables: Mapping[str, str | None],
     pipe: Connection,
     parent: int,
-    are_copied: Event,
+    gate: _Gate,
 ) -> None:
-    """Be one rank.
-
-    It begins once all ranks are copied: the store's thread looks up the address of each rank that connects, under a
-    lock of the C library, and a copy made just then would wait for that lock for ever.
-    """
+    """Be one rank."""
     import torch
 
     from phalanx.comm.context import shutdown
 
     die_with_parent(parent)
-    are_copied.wait()
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -200,6 +219,8 @@ def _run(
     torch.set_num_threads(1)
     answer: tuple[str, Any]
     try:
+        if not gate.is_opened():
+            return
         value = fn(*args)
         shutdown()
         answer = ("value", pickle.dumps(value) if rank == 0 else None)

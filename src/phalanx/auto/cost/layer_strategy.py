@@ -261,12 +261,12 @@ class LayerCostModel:
                     forward + comm_s("all_gather", input_bytes, where), comm_s("all_to_all", input_bytes, where)
                 )
             return PassTimes(forward, 0.0 if work.is_first else comm_s("all_reduce", input_bytes, where))
-        bias_s = self._bias_s(work, output_bytes) if strategy.style == "row" else 0.0
-        if strategy.output_state == "tokens":
-            bias_s /= where.ranks
-            return PassTimes(
-                comm_s("all_to_all", output_bytes, where) + bias_s, comm_s("all_gather", output_bytes, where)
-            )
+        on_tokens = strategy.output_state == "tokens"
+        biased_bytes = output_bytes / (where.ranks if on_tokens else 1)
+        bias_s = self._bias_s(work, biased_bytes) if strategy.style == "row" else 0.0
+        if on_tokens:
+            forward = comm_s("all_to_all", output_bytes, where) + bias_s
+            return PassTimes(forward, comm_s("all_gather", output_bytes, where))
         forward = comm_s("all_reduce", output_bytes, where) + bias_s
         gathers_grad = strategy.style == "row" and not strategy.has_sharded_input and not work.is_first
         return PassTimes(forward, comm_s("all_gather", input_bytes, where) if gathers_grad else 0.0)
