@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from phalanx.auto.capture.step import capture
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
+from phalanx.plan.value import Average
 
 ROWS, WORDS = 64, 512
 FLOAT = 4
@@ -71,6 +74,15 @@ def test_gradients_come_with_the_backward_pass_but_for_those_in_buckets() -> Non
 
 
 WHOLE = ("0=whole", "1=whole")
+
+
+def test_gradients_of_parameters_that_are_averaged_are_in_no_bucket() -> None:
+    wide = nn.Sequential(nn.Linear(8, 4096, bias=False), nn.Linear(4096, 10, bias=False))
+    answer = answer_of(2, "dp=2", "zero=0", *WHOLE, model=wide)
+    config = replace(answer.search.best.config, update=Average(every=2))
+    problem = build_problem(answer.work, config, answer.catalog.of(config)).problem
+    late = [node.options[0].late_bytes for node in problem.nodes]
+    assert late == [8 * 4096 * FLOAT, 4096 * 10 * FLOAT, 0.0]  # the loss has none
 
 
 def test_adam_has_two_temporary_values_for_each_of_its_largest_parameter() -> None:
