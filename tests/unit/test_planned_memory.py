@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,29 @@ def test_what_a_layer_keeps_for_the_next_alone_is_gone_in_its_own_backward_pass(
     assert (linear.saved_bytes, gelu.saved_bytes) == (hidden, hidden)
     # Gradients of its output and input stand beside the output of the layer before, in place of its own output.
     assert gelu.temporary_bytes == hidden
+
+
+def test_a_result_dies_with_its_own_last_use_whatever_its_operator_keeps_besides() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+    sample = torch.zeros(2, 8, 16, 16), torch.zeros(2, 8, 16, 16)
+    captured = capture(nn.Sequential(*(block() for _ in range(4))), sample, F.mse_loss)
+    unit, statistics = sample[0].numel() * FLOAT, 2 * 8 * FLOAT
+    calls = [call for call in list_module_calls(captured) if call.kind != "loss"]
+    convolution, norm, relu = ([call for call in calls if call.kind == kind] for kind in KINDS)
+    # The norm keeps mean and deviation, and the convolution's output is kept for it. Its own output is not kept.
+    assert [call.saved_bytes for call in (convolution[1], norm[1], relu[1])] == [unit, statistics, unit]
+    # In their backward passes, two gradients: the convolution's output is gone in its own, and counts there.
+    assert [call.temporary_bytes for call in (convolution[1], norm[1], relu[1])] == [unit, 2 * unit, 2 * unit]
+    for alike in (convolution, norm, relu):
+        assert len({call.temporary_bytes for call in alike[1:-1]}) == 1
+    live = captured.list_live_bytes()
+    after = [live[max(call.operators)] for call in relu]
+    assert [later - earlier for earlier, later in itertools.pairwise(after)] == [2 * unit + statistics] * 3
+
+
+KINDS = ("Conv2d", "BatchNorm2d", "ReLU")
 
 
 def test_gradients_come_with_the_backward_pass_but_for_those_in_buckets() -> None:
