@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -115,6 +116,24 @@ def test_adam_has_two_temporary_values_for_each_of_its_largest_parameter() -> No
     peaks = {name: answer_of(1, model=wide, optimizer=name).memory for name in ("sgd", "adam")}
     assert peaks["adam"] == pytest.approx(4 * sum(sizes) + 2 * sizes[1], rel=0.001)  # and the batch
     assert 2 * sum(sizes) <= peaks["sgd"] < 2.5 * sum(sizes)
+
+
+class Table(nn.Module):
+    """Adds a buffer to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("x", torch.zeros(ROWS, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.x
+
+
+def test_a_buffer_is_no_part_of_the_batch_whatever_its_name() -> None:
+    layers = {"upsample": Table(), "linear": nn.Linear(8, 10)}
+    answer = answer_of(1, model=nn.Sequential(OrderedDict(layers)))
+    rows, targets = ROWS * 8 * FLOAT, ROWS * 8
+    assert sum(work.sample_bytes for work in answer.work.all) == rows + targets
 
 
 class Residual(nn.Module):
