@@ -48,8 +48,8 @@ def test_the_gradient_of_scores_and_of_their_logarithms_are_there_together() -> 
     assert calls["loss"].temporary_bytes == pytest.approx(2 * scores, rel=0.01)
     assert calls["head"].temporary_bytes == pytest.approx(scores, rel=0.05)
     parameters = 8 * (8 + WORDS) * FLOAT
-    kept = 2 * ROWS * 8 * FLOAT  # of the relu, and nothing of the input, which is the user's
-    assert answer_of(1).memory == pytest.approx(parameters + 3 * scores + kept, rel=0.02)
+    saved = 2 * ROWS * 8 * FLOAT  # of the relu, and nothing of the input, which is the user's
+    assert answer_of(1).memory == pytest.approx(parameters + 3 * scores + saved, rel=0.02)
 
 
 def test_what_a_layer_keeps_for_the_next_alone_is_gone_in_its_own_backward_pass() -> None:
