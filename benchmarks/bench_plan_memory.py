@@ -61,9 +61,9 @@ class PlanMemory:
     """Whether steps ended under a limit, by the part of the measured peak that it is."""
 
     @classmethod
-    def read(cls, kept: dict[str, Any]) -> PlanMemory:
+    def read(cls, entry: dict[str, Any]) -> PlanMemory:
         """Return one that was kept as JSON."""
-        return cls(**{**kept, "planned": Trained.read(kept["planned"])})
+        return cls(**{**entry, "planned": Trained.read(entry["planned"])})
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -102,8 +102,8 @@ def choose(name: str, ranks: int, most: int) -> list[Trained]:
 
 def measure_peaks(planned: list[Trained], name: str, optimizer: str, ranks: int) -> list[PlanMemory]:
     """Return Plans of a model with the peaks of each."""
-    peaks = px.launch(measure, ranks, [Plan.model_validate(one.plan) for one in planned], name, optimizer)
-    return [PlanMemory(optimizer, ranks, one, *both) for one, both in zip(planned, peaks, strict=True)]
+    peaks = px.launch(measure, ranks, [Plan.model_validate(trained.plan) for trained in planned], name, optimizer)
+    return [PlanMemory(optimizer, ranks, trained, *peak) for trained, peak in zip(planned, peaks, strict=True)]
 
 
 def ends_within(entry: PlanMemory, name: str, budget: float) -> bool:
@@ -130,22 +130,22 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few Plans and limits, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)  # ranks are copies of this process, and threads are not copied
     rows = []
-    for name, ranks in itertools.product(asked.cases.split(","), asked.ranks):
+    for name, ranks in itertools.product(options.cases.split(","), options.ranks):
         print(f"{name}, {ranks} ranks", file=sys.stderr, flush=True)
-        file = asked.keep and asked.keep / f"{name}_{ranks}.json"
+        file = options.keep and options.keep / f"{name}_{ranks}.json"
         if file and file.exists():
-            entries = [PlanMemory.read(kept) for kept in json.loads(file.read_text())]
+            entries = [PlanMemory.read(entry) for entry in json.loads(file.read_text())]
         else:
-            entries = list(_measure_case(name, ranks, 2 if asked.quick else asked.most, is_quick=asked.quick))
+            entries = list(_measure_case(name, ranks, 2 if options.quick else options.most, is_quick=options.quick))
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps([asdict(entry) for entry in entries]))
         answers = {optimizer: ask(name, optimizer, ranks) for optimizer in OPTIMIZERS}
         rows += [row_of(answers[entry.optimizer], name, entry) for entry in entries]
-    if asked.json:
+    if options.json:
         print(json.dumps({"bench": "bench_plan_memory", "machine": machine(), "rows": rows}))
     else:
         print_tables(rows)

@@ -108,17 +108,17 @@ def private_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tens
 
 def tensor_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
     """Return the most bytes of all tensors in the last step, the model's among them."""
-    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as made:
+    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as before:
         training = Training(plan, name, optimizer, data)
         for _ in range(STEPS - 1):
             training.step()
-    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as changed:
+    with profile(use_cpu=True, use_kineto=True, profile_memory=True) as last:
         training.step()
     del training
     _end()
-    size = sum(_changes(made))
+    size = sum(_changes(before))
     peak = size
-    for change in _changes(changed):
+    for change in _changes(last):
         size += change
         peak = max(peak, size)
     return float(peak)

@@ -396,7 +396,7 @@ def test_lower_levels_tell_the_same_sums() -> None:
     assert len({captured.flops for captured in levels}) == len({captured.saved_bytes for captured in levels}) == 1
     for captured in levels:
         for at, op in enumerate(captured.operators):
-            assert op.last_use >= at
+            assert op.last_use >= op.temporary_until >= at
             if op.origin is not None:
                 assert captured.operators[op.origin].module == op.module
                 assert captured.operators[op.origin].phase != "backward"

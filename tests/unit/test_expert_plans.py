@@ -183,6 +183,16 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_what_is_kept_for_them() -> 
     assert dealt.comm_s > 0
 
 
+@pytest.mark.parametrize(("experts", "in_buckets"), [(2, True), (4, False)])
+def test_gradients_of_experts_with_copies_are_in_buckets(experts: int, in_buckets: bool) -> None:
+    answer = planned(SLOW, 32, f"ep={experts}", "zero=0", "tp=1", "pp=1")
+    config = answer.search.best.config
+    nodes = build_problem(answer.work, config, answer.catalog.of(config)).problem.nodes
+    dealt = next(node.options[1] for node in nodes if node.name.endswith("1.experts"))
+    gradients = sum(param.count for param in shape_of(net()[1].experts).params) * 4 / experts
+    assert dealt.late_bytes == (0.0 if in_buckets else gradients)
+
+
 def test_ranks_that_hold_experts_together_are_neighbours() -> None:
     answer = planned(PAIRS, 8192, "tp=1", "pp=1", "zero=0")
     config = next(config for config in answer.search.configs if config.experts == 2)

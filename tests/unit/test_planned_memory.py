@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +17,7 @@ from phalanx.auto.capture.step import capture
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
+from phalanx.plan.value import Average
 
 ROWS, WORDS = 64, 512
 FLOAT = 4
@@ -43,8 +48,8 @@ def test_the_gradient_of_scores_and_of_their_logarithms_are_there_together() -> 
     assert calls["loss"].temporary_bytes == pytest.approx(2 * scores, rel=0.01)
     assert calls["head"].temporary_bytes == pytest.approx(scores, rel=0.05)
     parameters = 8 * (8 + WORDS) * FLOAT
-    kept = 2 * ROWS * 8 * FLOAT  # of the relu, and nothing of the input, which is the user's
-    assert answer_of(1).memory == pytest.approx(parameters + 3 * scores + kept, rel=0.02)
+    saved = 2 * ROWS * 8 * FLOAT  # of the relu, and nothing of the input, which is the user's
+    assert answer_of(1).memory == pytest.approx(parameters + 3 * scores + saved, rel=0.02)
 
 
 def test_what_a_layer_keeps_for_the_next_alone_is_gone_in_its_own_backward_pass() -> None:
@@ -56,6 +61,29 @@ def test_what_a_layer_keeps_for_the_next_alone_is_gone_in_its_own_backward_pass(
     assert (linear.saved_bytes, gelu.saved_bytes) == (hidden, hidden)
     # Gradients of its output and input stand beside the output of the layer before, in place of its own output.
     assert gelu.temporary_bytes == hidden
+
+
+def test_a_result_dies_with_its_own_last_use_whatever_its_operator_keeps_besides() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+    sample = torch.zeros(2, 8, 16, 16), torch.zeros(2, 8, 16, 16)
+    captured = capture(nn.Sequential(*(block() for _ in range(4))), sample, F.mse_loss)
+    unit, statistics = sample[0].numel() * FLOAT, 2 * 8 * FLOAT
+    calls = [call for call in list_module_calls(captured) if call.kind != "loss"]
+    convolution, norm, relu = ([call for call in calls if call.kind == kind] for kind in KINDS)
+    # The norm keeps mean and deviation, and the convolution's output is kept for it. Its own output is not kept.
+    assert [call.saved_bytes for call in (convolution[1], norm[1], relu[1])] == [unit, statistics, unit]
+    # In their backward passes, two gradients: the convolution's output is gone in its own, and counts there.
+    assert [call.temporary_bytes for call in (convolution[1], norm[1], relu[1])] == [unit, 2 * unit, 2 * unit]
+    for alike in (convolution, norm, relu):
+        assert len({call.temporary_bytes for call in alike[1:-1]}) == 1
+    live = captured.list_live_bytes()
+    after = [live[max(call.operators)] for call in relu]
+    assert [later - earlier for earlier, later in itertools.pairwise(after)] == [2 * unit + statistics] * 3
+
+
+KINDS = ("Conv2d", "BatchNorm2d", "ReLU")
 
 
 def test_gradients_come_with_the_backward_pass_but_for_those_in_buckets() -> None:
@@ -73,12 +101,39 @@ def test_gradients_come_with_the_backward_pass_but_for_those_in_buckets() -> Non
 WHOLE = ("0=whole", "1=whole")
 
 
+def test_gradients_of_parameters_that_are_averaged_are_in_no_bucket() -> None:
+    wide = nn.Sequential(nn.Linear(8, 4096, bias=False), nn.Linear(4096, 10, bias=False))
+    answer = answer_of(2, "dp=2", "zero=0", *WHOLE, model=wide)
+    config = replace(answer.search.best.config, update=Average(every=2))
+    problem = build_problem(answer.work, config, answer.catalog.of(config)).problem
+    late = [node.options[0].late_bytes for node in problem.nodes]
+    assert late == [8 * 4096 * FLOAT, 4096 * 10 * FLOAT, 0.0]  # the loss has none
+
+
 def test_adam_has_two_temporary_values_for_each_of_its_largest_parameter() -> None:
     wide = nn.Sequential(nn.Linear(8, 4096, bias=False), nn.Linear(4096, 512, bias=False))
     sizes = 8 * 4096 * FLOAT, 4096 * 512 * FLOAT
     peaks = {name: answer_of(1, model=wide, optimizer=name).memory for name in ("sgd", "adam")}
     assert peaks["adam"] == pytest.approx(4 * sum(sizes) + 2 * sizes[1], rel=0.001)  # and the batch
     assert 2 * sum(sizes) <= peaks["sgd"] < 2.5 * sum(sizes)
+
+
+class Table(nn.Module):
+    """Adds a buffer to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("x", torch.zeros(ROWS, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.x
+
+
+def test_a_buffer_is_no_part_of_the_batch_whatever_its_name() -> None:
+    layers = {"upsample": Table(), "linear": nn.Linear(8, 10)}
+    answer = answer_of(1, model=nn.Sequential(OrderedDict(layers)))
+    rows, targets = ROWS * 8 * FLOAT, ROWS * 8
+    assert sum(work.sample_bytes for work in answer.work.all) == rows + targets
 
 
 class Residual(nn.Module):

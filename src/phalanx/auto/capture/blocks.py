@@ -97,11 +97,19 @@ def merge_operators(
     def one(run: int, members: list[int]) -> Operator:
         ops = [operators[at] for at in members]
         first, last_use = ops[0], run_of[max(op.last_use for op in ops)]
+        temporary_until = run_of[max(op.temporary_until for op in ops)]
         origin = None if first.origin is None else run_of[first.origin]
         if keep(first):
             keywords = tuple((name, with_reads(value, renumber)) for name, value in first.keywords)
             arguments = tuple(with_reads(value, renumber) for value in first.arguments)
-            return replace(first, arguments=arguments, keywords=keywords, last_use=last_use, origin=origin)
+            return replace(
+                first,
+                arguments=arguments,
+                keywords=keywords,
+                temporary_until=temporary_until,
+                last_use=last_use,
+                origin=origin,
+            )
         outside = (r for op in ops for r in op.reads() if isinstance(r.source, str) or run_of[r.source] != run)
         return Operator(
             name=kinds.get(first.module, first.phase) if first.phase != "loss" else "loss",
@@ -116,7 +124,8 @@ def merge_operators(
             read_bytes=sum(op.read_bytes for op in ops),
             written_bytes=sum(op.written_bytes for op in ops),
             saved_bytes=sum(op.saved_bytes for op in ops),
-            temporary_bytes=sum(op.temporary_bytes for op in ops if run_of[op.last_use] != run),
+            temporary_bytes=sum(op.temporary_bytes for op in ops if run_of[op.temporary_until] != run),
+            temporary_until=temporary_until,
             last_use=last_use,
             returned=any(op.returned for op in ops),
         )

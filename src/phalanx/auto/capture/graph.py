@@ -104,8 +104,11 @@ class Operator:
     """Bytes it made that autograd keeps for the backward pass."""
 
     temporary_bytes: int
-    """Bytes it made that are there until `last_use` alone: neither kept for the backward pass nor the gradient of a
-    parameter."""
+    """Bytes it made that are there until `temporary_until` alone: neither kept for the backward pass nor the gradient
+    of a parameter. Of operators that were put together, without what no other one reads."""
+
+    temporary_until: int
+    """Position of the last operator that reads these; its own if none does."""
 
     last_use: int
     """Position of the last operator that reads memory it made; its own if none does."""
@@ -159,7 +162,8 @@ class CapturedStep:
         changes = [0] * (len(self.operators) + 1)
         for at, operator in enumerate(self.operators):
             changes[at] += operator.saved_bytes + operator.temporary_bytes
-            changes[operator.last_use + 1] -= operator.saved_bytes + operator.temporary_bytes
+            changes[operator.last_use + 1] -= operator.saved_bytes
+            changes[operator.temporary_until + 1] -= operator.temporary_bytes
         return list(itertools.accumulate(changes[:-1]))
 
     def within(self, path: str) -> tuple[Operator, ...]:

@@ -113,15 +113,23 @@ class Tracer(TorchDispatchMode):
     def operators(self) -> tuple[Operator, ...]:
         """Return what was recorded, in the order it ran."""
         saved, temporary = [0] * len(self._operators), [0] * len(self._operators)
-        last = list(range(len(self._operators)))
+        last, until = list(range(len(self._operators))), list(range(len(self._operators)))
         for memory in self._memory.values():
-            if isinstance(memory.owner, int):
-                saved[memory.owner] += memory.saved_bytes
+            owner = memory.owner
+            if isinstance(owner, int):
+                saved[owner] += memory.saved_bytes
+                last[owner] = max(last[owner], memory.last_use)
                 if not (memory.saved_bytes or memory.is_gradient):
-                    temporary[memory.owner] += memory.size
-                last[memory.owner] = max(last[memory.owner], memory.last_use)
+                    temporary[owner] += memory.size
+                    until[owner] = max(until[owner], memory.last_use)
         return tuple(
-            Operator(**fields, saved_bytes=saved[at], temporary_bytes=temporary[at], last_use=last[at])
+            Operator(
+                **fields,
+                saved_bytes=saved[at],
+                temporary_bytes=temporary[at],
+                temporary_until=until[at],
+                last_use=last[at],
+            )
             for at, fields in enumerate(self._operators)
         )
 

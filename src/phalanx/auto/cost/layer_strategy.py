@@ -11,12 +11,13 @@ from typing import NamedTuple
 from phalanx.auto.capture.layers import EXPERTS, WHOLE, LayerStrategy
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.auto.cost.collectives import GroupTopology
+from phalanx.auto.cost.layer_memory import layer_memory
 from phalanx.auto.cost.layer_work import CallWork, LayerWork
 from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.cost.operators import PassTimes, ShardFraction
 from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.cost.parameters import ParameterCostModel
-from phalanx.auto.cost.shared_sequence import exchange_keys, kept_bytes, mask_bytes, traveling_bytes
+from phalanx.auto.cost.shared_sequence import exchange_keys
 from phalanx.auto.solver.problem import StrategyCost
 from phalanx.cluster.calibration.figures import Kind
 from phalanx.plan.styles import weight_dim
@@ -55,7 +56,7 @@ class LayerCostModel:
         shard_fraction = _largest_part(work.call, strategy, ranks)
         shares = config.context > 1 and work.sequence is not None
         tokens = config.context if shares else 1
-        parts, fraction = config.batch_parts * tokens, self._fraction(strategy, ranks, shard_fraction, tokens)
+        fraction = self._fraction(strategy, ranks, shard_fraction, tokens)
         times = self._work.shared_times(work, config) if shares else self._work.times(work, fraction)
         comm = self._comm_over_data(work, strategy) if gathers_samples else self._comm_times(work, strategy)
         comm = self._comm_of_sequence(work) if shares else comm
@@ -64,45 +65,18 @@ class LayerCostModel:
         param_cost = self._parameters.of(
             new_params, 1 / shard_fraction if weight_dim(strategy.style) is not None else 1, strategy, on_tokens=shares
         )
-        activation_bytes = (
-            work.call.saved_bytes
-            / parts
-            / (ranks if strategy.output_state != "whole" or strategy.style == "row" else 1)
+        memory = layer_memory(
+            work, strategy, ranks, config, self._work.layers.sequence, gathers_samples=gathers_samples
         )
-        activation_bytes += work.input_bytes if gathers_samples else 0.0
-        activation_bytes *= config.load if strategy == EXPERTS else 1.0
-        if strategy.style == "column" and strategy.input_state == "tokens":
-            activation_bytes += (
-                work.input_bytes / config.batch_parts
-            )  # put together, and kept for the gradient of the weight
-        temporary_bytes, recompute_s, selective_s = _temporary_bytes(work, strategy, ranks) / parts, 0.0, 0.0
-        workspace_bytes = (
-            _gathered_rows_bytes(work, strategy, ranks, temporary_bytes) if gathers_samples else temporary_bytes
-        )
-        workspace_bytes += self._traveling_bytes(work) if strategy == EXPERTS else 0.0
-        activation_bytes += self._kept_of_sequence(work) if shares else 0.0
-        workspace_bytes += self._traveling_keys(work) if shares else 0.0
-        recomputed_bytes = 0.0
-        if config.recompute == "selective" and work.in_block:
-            count = len(work.operators) + collective_operators(strategy, ranks, gathers_samples=gathers_samples)
-            selective_s = count * self._machine.host.selective_op_s
-        if config.recompute != "none" and work.in_block:
-            recompute_s = comm.forward + self._work.recompute_s(work, fraction, config) + selective_s
-            recompute_s += self._machine.host.checkpoint_s if work.starts_block else 0.0
-            products = self._work.product_bytes(work, fraction, config) if config.recompute == "selective" else 0.0
-            recomputed_bytes = activation_bytes - products
-            activation_bytes = products + (work.input_bytes / parts if work.starts_block else 0.0)
-            if config.stages > 1:  # as if nothing were sharded
-                products = work.block_product_bytes if config.recompute == "selective" else 0.0
-                workspace_bytes += (work.block_saved_bytes - products) / parts
-                recomputed_bytes = 0.0
+        again = self._recompute(work, strategy, fraction, memory.activation_bytes, comm.forward)
         deferred = self._defer_weights(work, fraction, times) if config.zero_bubble else _DeferredWeights(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
+        added_s = regather_s + param_cost.copy_s + deferred.added_s
         return StrategyCost(
             label=str(strategy),
-            forward_s=times.forward + comm.forward + selective_s + gather_s,
-            backward_s=times.backward + comm.backward + recompute_s + regather_s + param_cost.copy_s + deferred.added_s,
+            forward_s=times.forward + comm.forward + again.forward_s + gather_s,
+            backward_s=times.backward + comm.backward + again.backward_s + added_s,
             weight_grad_s=deferred.weight_grad_s,
             comm_s=comm.forward + comm.backward + gather_s + regather_s,
             grad_sync_s=param_cost.grad_sync_s + (param_cost.gather_s if config.stages > 1 else 0.0),
@@ -110,11 +84,42 @@ class LayerCostModel:
             persistent_bytes=param_cost.bytes + work.sample_bytes * config.micro_batches / config.batch_parts,
             late_bytes=param_cost.late_bytes,
             update_bytes=param_cost.update_bytes,
-            activation_bytes=activation_bytes,
-            recomputed_bytes=recomputed_bytes,
+            activation_bytes=again.activation_bytes,
+            recomputed_bytes=again.recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
-            workspace_bytes=workspace_bytes + param_cost.working_bytes,
+            workspace_bytes=memory.workspace_bytes + again.workspace_bytes + param_cost.working_bytes,
         )
+
+    def _recompute(
+        self, work: CallWork, strategy: LayerStrategy, fraction: ShardFraction, saved_bytes: float, comm_s: float
+    ) -> _Recomputation:
+        """Return what computing a call again takes and keeps.
+
+        Args:
+            work: Of the call.
+            strategy: How the layer is computed.
+            fraction: What part of it a rank computes.
+            saved_bytes: What is kept if nothing is computed again.
+            comm_s: Of its collectives in the forward pass.
+        """
+        config, host = self._config, self._machine.host
+        is_selective = config.recompute == "selective"
+        if config.recompute == "none" or not work.in_block:
+            return _Recomputation(0.0, 0.0, saved_bytes, 0.0, 0.0)
+        parts = config.batch_parts * (config.context if work.sequence is not None else 1)
+        selective_s = products = 0.0
+        if is_selective:
+            gathers_samples = self._gathers_samples(strategy)
+            count = collective_operators(strategy, self._ranks(strategy), gathers_samples=gathers_samples)
+            selective_s = (len(work.operators) + count) * host.selective_op_s
+            products = self._work.product_bytes(work, fraction, config)
+        again_s = comm_s + self._work.recompute_s(work, fraction, config) + selective_s
+        again_s += host.checkpoint_s if work.starts_block else 0.0
+        left_bytes = products + (work.input_bytes / parts if work.starts_block else 0.0)
+        if config.stages == 1:
+            return _Recomputation(selective_s, again_s, left_bytes, saved_bytes - products, 0.0)
+        block_bytes = work.block_saved_bytes - (work.block_product_bytes if is_selective else 0.0)
+        return _Recomputation(selective_s, again_s, left_bytes, 0.0, block_bytes / parts)  # as if nothing were sharded
 
     def _comm_of_sequence(self, work: CallWork) -> PassTimes:
         """Return what ranks that share a sequence exchange in a call, and at the borders of the blocks."""
@@ -128,22 +133,6 @@ class LayerCostModel:
             cut = work.call.inputs[0].value.bytes / config.batch_parts
             backward += comm_s("all_gather", cut, config.over_context)
         return PassTimes(forward, 0.0 if work.is_first else backward)
-
-    def _kept_of_sequence(self, work: CallWork) -> float:
-        """Return the bytes that ranks that share a sequence keep of a call beside their parts."""
-        config, shared, blocks = self._config, work.sequence, self._work.layers.sequence
-        assert shared is not None
-        assert blocks is not None
-        extra_bytes = sum(kept_bytes(call, config) for call in shared.attention)
-        if shared.is_first:
-            first = next(iter(blocks.attention.values()))[0]
-            extra_bytes += work.call.inputs[0].value.bytes / config.batch_parts / config.context
-            extra_bytes += mask_bytes(first, blocks.tokens, config)
-        return extra_bytes
-
-    def _traveling_keys(self, work: CallWork) -> float:
-        assert work.sequence is not None
-        return sum(traveling_bytes(call, self._config) for call in work.sequence.attention)
 
     def _ranks(self, strategy: LayerStrategy) -> int:
         """Return how many ranks compute a layer together."""
@@ -285,12 +274,6 @@ class LayerCostModel:
         forward = counts_s + self._machine.host.collective_call_s + weights_s + 2 * tokens_s
         return PassTimes(forward, weights_s + (1 if work.is_first else 2) * tokens_s)
 
-    def _traveling_bytes(self, work: CallWork) -> float:
-        """Return the bytes of the tokens that a rank sends to experts, and of those that arrive."""
-        call = work.call.experts
-        assert call is not None
-        return call.copies * call.token_bytes * (1 + self._config.load) / self._config.batch_parts
-
     def _comm_around_parts(self, work: CallWork) -> PassTimes:
         """Return the collectives that put together what is computed in parts: outputs, and gradients of inputs.
 
@@ -333,35 +316,6 @@ def _meetings(work: CallWork, strategy: LayerStrategy, *, gathers_samples: bool)
     return 2 if gathers_first and not strategy.has_sharded_output else 1, 1
 
 
-def _temporary_bytes(work: CallWork, strategy: LayerStrategy, ranks: int) -> float:
-    """Return the bytes of temporary tensors of the global batch while a rank computes its part of a call.
-
-    Gradients of inputs and outputs are among them, of which a rank has a part where it has one of the values.
-    """
-    away = 1 - 1 / ranks
-    inputs = work.input_bytes * away if strategy.input_state != "whole" else 0.0
-    outputs = work.output_bytes * away if strategy.output_state != "whole" else 0.0
-    return max(work.call.temporary_bytes - inputs - outputs, work.output_bytes - outputs)
-
-
-def _gathered_rows_bytes(work: CallWork, strategy: LayerStrategy, ranks: int, own_bytes: float) -> float:
-    """Return the bytes of temporary tensors of a layer that gathers the samples of all ranks.
-
-    An exchange has what it sends, as cut along features and then one after the other, and what arrives. Terms for all
-    samples are not cut: there are these, one after the other, and those that arrive. Gathered gradients arrive apart
-    and are put together.
-
-    Args:
-        work: Of the call.
-        strategy: How the layer is cut.
-        ranks: That hold it.
-        own_bytes: Of temporary tensors of a rank's own rows.
-    """
-    if strategy.style == "column":
-        return max(own_bytes + 3 * work.output_bytes / ranks, 3 * work.input_bytes)
-    return max(3 * work.output_bytes, own_bytes + max(2 * work.output_bytes, 3 * work.input_bytes / ranks))
-
-
 def _waiting_share(step_s: float, machine: MachineModel, where: GroupTopology) -> float:
     """Return what ranks wait for the slowest of them, as a part of their work, if they meet once a step."""
     waiting_s = machine.host.waiting_s
@@ -376,6 +330,16 @@ def _largest_part(call: ModuleCall, strategy: LayerStrategy, ranks: int) -> floa
         return 1 / ranks
     size = weight.shape[dim]
     return -(-size // ranks) / size
+
+
+class _Recomputation(NamedTuple):
+    forward_s: float
+    """Of the host, which watches operators."""
+
+    backward_s: float
+    activation_bytes: float
+    recomputed_bytes: float
+    workspace_bytes: float
 
 
 class _DeferredWeights(NamedTuple):

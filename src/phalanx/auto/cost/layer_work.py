@@ -190,7 +190,7 @@ class LayerWork:
         return written_bytes * fraction.samples * fraction.outer + rings_bytes
 
     def alike(self, work: CallWork) -> tuple[object, ...]:
-        """Return what prices know of a call, but for what was met before it: those with the same cost the same."""
+        """Return what prices know of a call, but for what came before it: those with the same cost the same."""
         units = (self.unit_of[param.name] for param in work.call.parameters)
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
@@ -265,12 +265,12 @@ def _first(calls: tuple[ModuleCall, ...], trains: list[bool]) -> list[bool]:
 
 def _list_sample_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
     """Return for every call the bytes of tensors of the batch that no call before reads."""
-    met: set[str] = set()
+    seen: set[str] = set()
     sizes = []
     for call in calls:
-        read = {s.source: s.value.bytes for s in call.inputs if isinstance(s.source, str) and "sample" in s.source}
-        sizes.append(float(sum(size for source, size in read.items() if source not in met)))
-        met |= read.keys()
+        read = {source: s.value.bytes for s in call.inputs if (source := str(s.source)).startswith("sample:")}
+        sizes.append(float(sum(size for source, size in read.items() if source not in seen)))
+        seen |= read.keys()
     return sizes
 
 

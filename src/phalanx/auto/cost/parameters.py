@@ -115,24 +115,32 @@ class ParameterCostModel:
     def _bucket_bytes(
         self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy, on_tokens: bool
     ) -> float:
-        """Return the bytes of gradients that are averaged in buckets, which stay from step to step."""
-        config = self._config
-        if config.zero:
+        """Return the bytes of gradients that are averaged in buckets, which stay from step to step.
+
+        Parameters that are averaged need none. Entries of gradients that travel count as if they did: they are put
+        together beside the gradients.
+        """
+        if self._config.zero:
             return 0.0
-        copies = config.data // config.experts if strategy.style == "expert" else config.data
-        if copies > 1 and (config.model > 1 or parts == 1):
+        if self._copies(strategy, parts) > 1 and not isinstance(self._config.update, Average):
             return size
         partial = trained if on_tokens else _list_partial_gradients(trained, strategy)
         return float(sum(param.bytes for param in partial))
+
+    def _copies(self, strategy: LayerStrategy, parts: float) -> int:
+        """Return how many ranks have the same part of a layer, and average its gradients."""
+        config = self._config
+        if strategy.style == "expert":
+            return config.data // config.experts
+        return config.data if config.model > 1 or parts == 1 else 1
 
     def _grad_sync(
         self, trained: Sequence[ParamShape], size: float, parts: float, strategy: LayerStrategy, on_tokens: bool
     ) -> tuple[float, float]:
         """Return the seconds of exchanging gradients of so many bytes, and of moving them to where they are sent."""
         config, host = self._config, self._machine.host
-        is_dealt = strategy.style == "expert"
-        copies = config.data if config.model > 1 or parts == 1 else 1
-        copies, where = (config.data // config.experts, config.over_copies) if is_dealt else (copies, config.over_data)
+        copies = self._copies(strategy, parts)
+        where = config.over_copies if strategy.style == "expert" else config.over_data
         partial = list(trained) if on_tokens else _list_partial_gradients(trained, strategy)
         partial_bytes, sync_s, copy_s = sum(param.bytes for param in partial), 0.0, 0.0
         if partial_bytes and config.zero:

@@ -33,7 +33,7 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
         pipeline = _build_stages(assignment, layers, options, waits, machine)
     else:
         blocks = [call.block for call in work.all]
-        pipeline = _build_layers(assignment, _hold_recomputed(options, blocks), waits, machine)
+        pipeline = _build_layers(assignment, _with_recomputed(options, blocks), waits, machine)
     step = simulate(pipeline)
     return SimulatedStep(
         name=f"{dict(layers.captured.modules)['']}, {assignment.config}",
@@ -45,7 +45,7 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
     )
 
 
-def _hold_recomputed(options: Sequence[StrategyCost], blocks: Sequence[str]) -> list[StrategyCost]:
+def _with_recomputed(options: Sequence[StrategyCost], blocks: Sequence[str]) -> list[StrategyCost]:
     """Return the costs of calls with what is computed again of their blocks, up to each, as its workspace."""
     costs, size, before = [], 0.0, ""
     for option, block in zip(options, blocks, strict=True):

@@ -111,7 +111,7 @@ class _PassSpec(NamedTuple):
     """Bytes more while it runs."""
 
     gradient_bytes: float
-    """Bytes more from its beginning on."""
+    """Bytes more from its beginning on, of each micro-batch."""
 
 
 def _build_pass(pipeline: PipelineSpec, kind: Pass, stage: int) -> _PassSpec:

@@ -44,7 +44,8 @@ class StageWork:
     """Bytes more while a backward pass runs."""
 
     gradient_bytes: float = 0.0
-    """Bytes of gradients of parameters that are there from the beginning of a backward pass on."""
+    """Bytes of gradients of parameters that are there from the beginning of a backward pass on. Each micro-batch
+    adds them: they are of stages that have one, such as layers."""
 
     send: float = 0.0
     """Seconds to bring activations to the stage after this one, or their gradients back."""

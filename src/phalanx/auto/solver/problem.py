@@ -96,8 +96,8 @@ class StrategyCost:
     """From its forward to its backward pass."""
 
     recomputed_bytes: float = 0.0
-    """Activations that are computed again, while its backward pass and those of later nodes of its block run; of one
-    stage."""
+    """Activations that are computed again, while its backward pass and those of later nodes of its block run, less
+    results of products, which are let go; may be negative. Of one stage."""
 
     deferred_bytes: float = 0.0
     """From gradients of inputs to those of weights, which are computed from it, where these are apart."""

@@ -97,7 +97,8 @@ class StepProgram(Program):
                 total.add(column, size / unit)
         rows: dict[tuple[str, tuple[float, ...]], list[_Sums]] = {}
         for node in nodes:  # while the optimizer runs
-            rows[node.decision, tuple(option.update_bytes / unit for option in node.options)] = [total.copy()]
+            if any(option.update_bytes for option in node.options):
+                rows[node.decision, tuple(option.update_bytes / unit for option in node.options)] = [total.copy()]
         for index, node in enumerate(nodes):
             for column, size in self._list_changes(index):
                 total.add(column, size / unit)
@@ -270,11 +271,11 @@ class _PipelineProgram(StepProgram):
             for cell, columns in zip(self._cells, self._products, strict=True):
                 terms = groups.setdefault((cell.piece, cell.decision), [])
                 terms += [(columns[stage], cell.workspace_bytes / unit) for stage in mine]
-            held = [self._list_held(dict(zip(mine, in_flight, strict=True)), unit) for in_flight in moments]
-            for always, terms in itertools.product(held, groups.values()):
+            by_moment = [self._list_bytes(dict(zip(mine, in_flight, strict=True)), unit) for in_flight in moments]
+            for always, terms in itertools.product(by_moment, groups.values()):
                 self.add_row([*always, *terms, *limit], -math.inf, upper)
 
-    def _list_held(self, in_flight: Mapping[int, int], unit: float) -> list[Term]:
+    def _list_bytes(self, in_flight: Mapping[int, int], unit: float) -> list[Term]:
         """Return what stages hold while they have so many micro-batches in flight, in units."""
         in_debt = {stage: self._problem.in_debt(stage) for stage in in_flight}
         return [
