@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2 import Environment, FileSystemLoader
 
@@ -110,6 +110,8 @@ def test_a_job_comes_back_from_its_form(nodes, env, secrets, backend, readonly):
 
 
 @given(st.text(alphabet=["\n", "\\", "n", '"', "=", " "], max_size=8))
+@example('"\\n"')
+@example('"\\"\\\\n\\""')
 def test_a_variable_of_any_value_comes_back_from_the_form(value):
     job = TrainingJob(name="a", command="c", code={"git": "u"}, env={"A": value, "B": "b"})
     again, errors = form.collect(SCHEMA, form.filled_from(SCHEMA, job.model_dump(mode="json")))

@@ -210,21 +210,27 @@ def _pair(line: str) -> tuple[str, str]:
     name, sign, value = line.partition("=")
     if not sign:
         raise ValueError(f"Write NAME=value on each line, not {line.strip()!r}")
-    return name.strip(), _several_lines(value) or value
+    return name.strip(), _unquote(value) or value
 
 
-def _several_lines(value: str) -> str:
-    """Return the text of several lines that a JSON string in quotes stands for; empty if it is none."""
+def _unquote(value: str) -> str:
+    """Return the text that a JSON string stands for, if `_quote` would write it so; empty if not."""
+    if not value.startswith('"'):
+        return ""
     try:
-        text = json.loads(value) if value.startswith('"') else ""
+        text: str = json.loads(value)
     except ValueError:
         return ""
-    return text if isinstance(text, str) and "\n" in text else ""
+    return text if _needs_quotes(text) else ""
 
 
-def _quote_lines(text: str) -> str:
-    """Return a value on one line: one of several lines as a JSON string, which `_several_lines` reads back."""
-    return json.dumps(text, ensure_ascii=False) if "\n" in text or _several_lines(text) else text
+def _quote(text: str) -> str:
+    """Return a value on one line: one of several lines, or that would be taken for such a one, as a JSON string."""
+    return json.dumps(text, ensure_ascii=False) if _needs_quotes(text) else text
+
+
+def _needs_quotes(text: str) -> bool:
+    return "\n" in text or bool(_unquote(text))
 
 
 def _set_value(job: dict[str, Any], path: str, value: Any) -> None:
@@ -253,7 +259,7 @@ def _format_value(kind: Kind, value: Any) -> str | None:
     if kind == "lines":
         return "\n".join(value)
     if kind == "pairs":
-        return "\n".join(f"{name}={_quote_lines(part)}" for name, part in value.items())
+        return "\n".join(f"{name}={_quote(part)}" for name, part in value.items())
     if kind == "yaml":
         return (
             str(yaml.safe_dump(value if isinstance(value, Mapping) else list(value), sort_keys=False)) if value else ""

@@ -260,8 +260,8 @@ class _PartitionSearch:
             workspace = self._most_by_rank(
                 np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
             )
-            held = problem.by_rank(persistent + in_debt * deferred) + problem.most_in_flight(activation)
-            seconds[(held + workspace).max(axis=1) > problem.room * (1 + ROUNDING)] = math.inf
+            resident = problem.by_rank(persistent + in_debt * deferred) + problem.most_in_flight(activation)
+            seconds[(resident + workspace).max(axis=1) > problem.room * (1 + ROUNDING)] = math.inf
         if problem.virtual > 1:
             seconds = self._interleaved_s(seconds, times, below - problem.transition_s(pick))
         chosen = int(seconds.argmin())
