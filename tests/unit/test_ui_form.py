@@ -109,7 +109,7 @@ def test_a_job_comes_back_from_its_form(nodes, env, secrets, backend, readonly):
     assert TrainingJob.model_validate(again) == job
 
 
-@given(st.text(alphabet=["\n", "\\", "n", '"', "=", " "], max_size=8))
+@given(st.text(alphabet=["\n", "\r", "\f", "\u2028", "\\", "n", '"', "=", " "], max_size=8))
 @example('"\\n"')
 @example('"\\"\\\\n\\""')
 def test_a_variable_of_any_value_comes_back_from_the_form(value):

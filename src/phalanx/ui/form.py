@@ -195,7 +195,8 @@ def _read(kind: Kind, text: str) -> Any:
     if kind == "lines":
         return [line.strip() for line in text.splitlines() if line.strip()]
     if kind == "pairs":
-        return dict(_pair(line) for line in text.splitlines() if line.strip())
+        # Values may have other characters that end lines elsewhere.
+        return dict(_pair(line) for line in text.replace("\r\n", "\n").split("\n") if line.strip())
     if kind == "yaml":
         try:
             return yaml.safe_load(text)
@@ -230,7 +231,7 @@ def _quote(text: str) -> str:
 
 
 def _needs_quotes(text: str) -> bool:
-    return "\n" in text or bool(_unquote(text))
+    return "\n" in text or "\r" in text or bool(_unquote(text))
 
 
 def _set_value(job: dict[str, Any], path: str, value: Any) -> None:
