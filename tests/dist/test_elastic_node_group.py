@@ -168,6 +168,23 @@ def test_most_nodes_go_on_without_one_that_is_silent_and_it_cannot_go_on_alone(
     assert len(three.views[0]) == 1
 
 
+def test_a_node_outside_the_view_gives_up_once_all_nodes_of_it_are_silent(nodes: Callable[..., Nodes]) -> None:
+    three = nodes()
+    three.start()
+    three.groups[0].record("lose", "n0.0", "rank 0 was killed")
+    three.run_until(lambda: all(len(views) == 2 for views in three.views.values()))
+    alone = three.groups[0]  # its next rank would join
+    alone.mesh.drop(1, "silence")
+    alone.update(time.monotonic())
+    assert not alone.membership.refusal
+    alone.mesh.drop(2, "silence")
+    alone.update(time.monotonic())
+    assert alone.membership.refusal == (
+        "host1 (node 1) is gone or cut off: silence; host2 (node 2) is gone or cut off: silence: nobody is left whom "
+        "node 0 could join"
+    )
+
+
 def test_a_node_that_does_not_vote_is_left_out(nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_group, "BALLOT_S", 0.3)
     four = nodes(4)

@@ -137,6 +137,7 @@ class NodeGroup:
         """Lose members of nodes that are lost, and see to the next view."""
         if self.membership.view is None or self.membership.refusal or not self.is_coordinator:
             self._ballot = None
+            self._refuse_without_voters()
             return
         self._lose_nodes()
         if self._ballot is not None:
@@ -144,6 +145,15 @@ class NodeGroup:
                 self._drop_silent_voters()
         elif view := self.membership.next_view(self._stores):
             self._propose(view, now)
+
+    def _refuse_without_voters(self) -> None:
+        """Give up where all nodes of the last view are lost and this is none of them: nobody can let its ranks join."""
+        voters = self._voters
+        if not voters or self.node in voters or self.membership.refusal or self.membership.has_finished:
+            return
+        reasons = [f"{self.names[node]} (node {node}) {self.mesh.why(node)}" for node in sorted(voters)]
+        if all(map(self.mesh.why, voters)):
+            self.membership.refusal = f"{'; '.join(reasons)}: nobody is left whom node {self.node} could join"
 
     def _lose_nodes(self) -> None:
         """Count the members of lost nodes as gone."""
