@@ -108,16 +108,18 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
     return found
 
 
-def find_pick(answer: PlanResult, one: Trained) -> tuple[StepProblem, dict[str, int]]:
+def find_pick(answer: PlanResult, planned: Trained) -> tuple[StepProblem, dict[str, int]]:
     """Return the problem of a Plan's parallel config, and the place of the Plan's option by decision."""
-    found = build_problem(answer.work, one.config, answer.catalog.of(one.config))
-    segments = zip(answer.layers.calls, one.call_strategies, strict=True)
-    return found.problem, {str(it.template): found.strategies[str(it.template)].index(way) for it, way in segments}
+    config_problem, pick = build_problem(answer.work, planned.config, answer.catalog.of(planned.config)), {}
+    for call, strategy in zip(answer.layers.calls, planned.call_strategies, strict=True):
+        decision = str(call.template)
+        pick[decision] = config_problem.strategies[decision].index(strategy)
+    return config_problem.problem, pick
 
 
-def predicted_s(answer: PlanResult, one: Trained) -> float:
+def predicted_s(answer: PlanResult, planned: Trained) -> float:
     """Return what the planner says a step takes."""
-    problem, pick = find_pick(answer, one)
+    problem, pick = find_pick(answer, planned)
     return problem.seconds(pick)
 
 

@@ -243,8 +243,8 @@ def test_of_options_whose_bound_alone_is_below_the_mark_the_fastest_is_returned(
         random = Random(seed)
         problem = uneven_options(random)
         alone = [only_option(problem, place) for place in range(4)]
-        found = [solve(each) for each in alone]
-        fastest, least = min(each.seconds for each in found if each), min(each.bound for each in found if each)
+        solutions = [solution for solution in map(solve, alone) if solution]
+        fastest, least = (min(getattr(each, name) for each in solutions) for name in ("seconds", "bound"))
         mark = (fastest + least) / 2
         slower = [each.seconds for each in (solve(one, below=mark) for one in alone) if each]
         together = solve(problem, below=mark)

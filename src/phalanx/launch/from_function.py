@@ -91,13 +91,13 @@ class _Gate:
         """Let so many ranks pass."""
         os.write(self._writes, bytes(count))
 
-    def is_opened(self) -> bool:
-        """Wait in a copy; return False if the original has closed its gate without opening it."""
+    def wait(self) -> bool:
+        """Wait in a rank; return False if its parent has closed the gate without opening it."""
         os.close(self._writes)
         return bool(os.read(self._reads, 1))
 
     def close(self) -> None:
-        """Send those who wait away; of the original."""
+        """Close the parent's ends: ranks that still wait leave."""
         os.close(self._reads)
         os.close(self._writes)
 
@@ -219,7 +219,7 @@ def _run(
     torch.set_num_threads(1)
     answer: tuple[str, Any]
     try:
-        if not gate.is_opened():
+        if not gate.wait():
             return
         value = fn(*args)
         shutdown()

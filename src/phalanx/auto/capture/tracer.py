@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):
                     self._operators[read.source]["returned"] = True
 
     def mark_gradients(self) -> None:
-        """Take down which memory the gradients of parameters are in."""
+        """Mark the memory of the gradients of parameters."""
         for param in self._model.parameters():
             if param.is_leaf and param.grad is not None:
                 self._find(param.grad).is_gradient = True

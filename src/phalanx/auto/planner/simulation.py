@@ -11,7 +11,7 @@ from phalanx.auto.cost.machine_model import MachineModel
 from phalanx.auto.planner.assignment import Assignment, list_border_bytes, list_call_costs, list_comm_costs, list_stages
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
-from phalanx.auto.solver.problem import StrategyCost
+from phalanx.auto.solver.problem import StrategyCost, sum_in_blocks
 from phalanx.plan.value import Schedule
 
 
@@ -47,11 +47,11 @@ def simulate_assignment(assignment: Assignment, work: LayerWork, usd_per_hour: f
 
 def _with_recomputed(options: Sequence[StrategyCost], blocks: Sequence[str]) -> list[StrategyCost]:
     """Return the costs of calls with what is computed again of their blocks, up to each, as its workspace."""
-    costs, size, before = [], 0.0, ""
-    for option, block in zip(options, blocks, strict=True):
-        size, before = (size if block == before else 0.0) + option.recomputed_bytes, block
-        costs.append(replace(option, workspace_bytes=option.workspace_bytes + size))
-    return costs
+    sizes = sum_in_blocks([option.recomputed_bytes for option in options], blocks)
+    return [
+        replace(option, workspace_bytes=option.workspace_bytes + size)
+        for option, size in zip(options, sizes, strict=True)
+    ]
 
 
 def _build_layers(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.auto.solver.dominance import reduce_problem
 from phalanx.auto.solver.in_flight import least_in_flight
-from phalanx.auto.solver.problem import StepProblem, StrategyCost, TransitionCost
+from phalanx.auto.solver.problem import StepProblem, StrategyCost, TransitionCost, sum_in_blocks
 from phalanx.auto.solver.step_program import build_program
 
 MemoryPart: TypeAlias = Literal["parameters, gradients and optimizer state", "activations", "what one layer needs"]
@@ -95,12 +95,11 @@ def peak_lower_bound(problem: StepProblem) -> float:
     """Return bytes that every choice needs, without regard to what goes together."""
     if problem.stages == 1:
         before, most = 0.0, max((min(o.update_bytes for o in node.options) for node in problem.nodes), default=0.0)
-        recomputed, block = 0.0, ""
-        for node in problem.nodes:
-            recomputed, block = recomputed if node.block == block else 0.0, node.block
+        again = [min(o.recomputed_bytes for o in node.options) for node in problem.nodes]
+        until = sum_in_blocks(again, [node.block for node in problem.nodes])
+        for node, size, recomputed in zip(problem.nodes, again, until, strict=True):
             own = min(o.activation_bytes + o.recomputed_bytes + o.workspace_bytes for o in node.options)
-            most = max(most, before + recomputed + own)
-            recomputed += min(o.recomputed_bytes for o in node.options)
+            most = max(most, before + recomputed - size + own)
             before += min(o.activation_bytes - o.late_bytes for o in node.options)
         return _least_sum(problem, "persistent_bytes") + most
     largest = max(

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -356,11 +356,11 @@ class StepProblem:
 
     def _memory_of_layers(self, options: Sequence[StrategyCost]) -> RankMemory:
         """Return the bytes of the only stage where it is fullest: at a node, or while the optimizer runs."""
-        persistent, activation, recomputed, block = sum(cost.persistent_bytes for cost in options), 0.0, 0.0, ""
+        persistent, activation = sum(cost.persistent_bytes for cost in options), 0.0
         fullest = RankMemory(persistent, 0.0, max((cost.update_bytes for cost in options), default=0.0))
-        for node, cost in zip(self.nodes, options, strict=True):
+        sizes = sum_in_blocks([cost.recomputed_bytes for cost in options], [node.block for node in self.nodes])
+        for cost, recomputed in zip(options, sizes, strict=True):
             activation += cost.activation_bytes
-            recomputed, block = (recomputed if node.block == block else 0.0) + cost.recomputed_bytes, node.block
             at_node = RankMemory(persistent, activation, recomputed + cost.workspace_bytes)
             fullest = max(fullest, at_node, key=lambda memory: memory.total)
             persistent -= cost.late_bytes  # nodes before it come earlier in the forward pass, later in the backward one
@@ -388,3 +388,11 @@ class Solution:
 
     stage_of: tuple[int, ...] = ()
     """Stage of every piece; empty with one stage."""
+
+
+def sum_in_blocks(sizes: Sequence[float], blocks: Sequence[str]) -> Iterator[float]:
+    """Yield for each node the sum over the nodes of its block up to it, which follow each other."""
+    total, before = 0.0, ""
+    for size, block in zip(sizes, blocks, strict=True):
+        total, before = (total if block == before else 0.0) + size, block
+        yield total
