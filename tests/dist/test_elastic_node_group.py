@@ -181,7 +181,7 @@ def test_a_node_outside_the_view_gives_up_once_all_nodes_of_it_are_silent(nodes:
     alone.update(time.monotonic())
     assert alone.membership.refusal == (
         "host1 (node 1) is gone or cut off: silence; host2 (node 2) is gone or cut off: silence: nobody is left whom "
-        "node 0 could join"
+        "node 0 could join. If the job runs on without it, start this node again once it reaches the others"
     )
 
 

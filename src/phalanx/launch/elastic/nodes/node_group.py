@@ -153,7 +153,10 @@ class NodeGroup:
             return
         reasons = [f"{self.names[node]} (node {node}) {self.mesh.why(node)}" for node in sorted(voters)]
         if all(map(self.mesh.why, voters)):
-            self.membership.refusal = f"{'; '.join(reasons)}: nobody is left whom node {self.node} could join"
+            self.membership.refusal = (
+                f"{'; '.join(reasons)}: nobody is left whom node {self.node} could join. If the job runs on without "
+                "it, start this node again once it reaches the others"
+            )
 
     def _lose_nodes(self) -> None:
         """Count the members of lost nodes as gone."""
