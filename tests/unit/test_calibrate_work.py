@@ -6,14 +6,16 @@ import time
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
+import torch
 from torch.overrides import TorchFunctionMode
 
 from phalanx.cluster.calibration.figures import FULL_INNER
 from phalanx.diagnose.calibrate.operators import (
     LONG_S,
     SAMPLES,
+    Benchmark,
     BenchmarkTimer,
+    matmul,
     median_grid,
     narrow_matmul,
     points,
@@ -56,7 +58,7 @@ def test_gradients_of_weights_from_few_rows_are_measured_apart() -> None:
 
     class ShapeRecorder(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is F.linear:
+            if func is torch.mm:
                 shapes.append((*args[0].shape, *args[1].shape))
             return func(*args, **(kwargs or {}))
 
@@ -66,9 +68,27 @@ def test_gradients_of_weights_from_few_rows_are_measured_apart() -> None:
     assert measured.axes == (sides, sides)
     # Each product has both sides as they are in the axes, and an inner dimension that the table is read for.
     inner = {k for _, k, _, _ in shapes}
-    assert set(shapes) == {(m, k, n, k) for m in sides for n in sides for k in inner}
+    assert set(shapes) == {(m, k, k, n) for m in sides for n in sides for k in inner}
     assert all(1 < k < FULL_INNER for k in inner)
     assert len(measured.seconds) == len(sides) ** 2
+
+
+def test_gradients_of_the_widest_weights_are_among_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The rows of such a product are the features of the output: those of (2048, 16) by (16, 1024) and of (1024, 16) by
+    # (16, 2048) take the same, which lines from 512 rows on would not say.
+    written: set[int] = set()
+
+    def seconds(run: Benchmark) -> float:
+        output = run()
+        assert isinstance(output, torch.Tensor)
+        written.add(output.data_ptr())
+        return 1.0
+
+    clock = BenchmarkTimer(lambda: None, quick=False)
+    monkeypatch.setattr(clock, "seconds", seconds)
+    rows, features, inner = matmul(clock, "fp32", quick=False).axes
+    assert rows[-1] == features[-1] == inner[-1]
+    assert len(written) == 1, "memory that was used before, as a step does not touch new pages"
 
 
 def test_ranks_that_share_cores_count_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:

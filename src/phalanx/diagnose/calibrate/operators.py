@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -113,8 +112,11 @@ def median_grid(rounds: Sequence[Points]) -> Grid:
 
 
 def matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
-    """Time linear layers over a grid of shapes."""
-    rows: tuple[int, ...] = (1, 8, 64, 512)
+    """Time linear layers over a grid of shapes.
+
+    Up to as many rows as features: the gradient of a weight is a product of which the features of the output are rows.
+    """
+    rows: tuple[int, ...] = (1, 8, 64, 512, 2048)
     widths: tuple[int, ...] = (16, 64, 256, 1024, 2048)
     if quick:
         rows, widths = (1, 512), (64, 512)
@@ -132,15 +134,14 @@ def narrow_matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Po
 
 
 def _time_products(clock: BenchmarkTimer, dtype: Precision, sizes: Iterable[tuple[int, int, int]]) -> list[float]:
-    """Time linear layers of (n, k) on (m, k)."""
+    """Time linear layers of (n, k) on (m, k), whose outputs lie in memory that was used before, as in a step."""
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    memory = torch.ones(COLD_BYTES // kind.itemsize, dtype=kind)
+    memory, output_memory = (torch.ones(COLD_BYTES // kind.itemsize, dtype=kind) for _ in range(2))
 
     def time_point(m: int, n: int, k: int) -> float:
         x, weights = torch.ones(m, k, dtype=kind), itertools.cycle(in_turn(memory, n, k))
-        outputs: deque[Tensor] = deque(maxlen=_in_a_row(m * n * kind.itemsize))
-        with torch.no_grad():
-            return clock.seconds(lambda: outputs.append(F.linear(x, next(weights))))
+        outputs = itertools.cycle(in_turn(output_memory, m, n))
+        return clock.seconds(lambda: torch.mm(x, next(weights).t(), out=next(outputs)))
 
     return [time_point(*size) for size in sizes]
 
