@@ -65,15 +65,22 @@ class Trained:
     first time in a step."""
 
     @classmethod
-    def of(cls, found: Candidate, answer: PlanResult) -> Trained:
+    def of(cls, candidate: Candidate, answer: PlanResult) -> Trained:
         """Return a Plan that was not measured yet."""
-        return cls(found.config, found.call_strategies, build_plan(found, answer.layers).model_dump(mode="json"))
+        return cls(
+            candidate.config, candidate.call_strategies, build_plan(candidate, answer.layers).model_dump(mode="json")
+        )
 
     @classmethod
-    def read(cls, kept: dict[str, Any]) -> Trained:
+    def read(cls, entry: dict[str, Any]) -> Trained:
         """Return one that was kept as JSON."""
-        picked = tuple(LayerStrategy(*way) for way in kept["call_strategies"])
-        return cls(ParallelConfig(**kept["config"]), picked, kept["plan"], [tuple(one) for one in kept["rounds"]])
+        strategies = tuple(LayerStrategy(*fields) for fields in entry["call_strategies"])
+        return cls(
+            ParallelConfig(**entry["config"]),
+            strategies,
+            entry["plan"],
+            [tuple(figures) for figures in entry["rounds"]],
+        )
 
     def seconds(self, usual: float, first: int = 0, step: int = 1) -> float:
         """Return the median over rounds, all of them or every `step`th, where the yardstick takes its usual time."""
@@ -82,19 +89,19 @@ class Trained:
 
 def train(chosen: list[Trained], name: str, ranks: int, *, steps: int, rounds: int) -> None:
     """Train all Plans for some more rounds, a few of them in each job."""
-    before = max(len(one.rounds) for one in chosen)
+    before = max(len(trained.rounds) for trained in chosen)
     numbers = range(before, before + rounds)
     for first in numbers[::ROUNDS_A_JOB]:
-        told = _job(chosen, name, ranks, steps, numbers[first - before :][:ROUNDS_A_JOB])
-        for one, found in zip(chosen, told, strict=True):
-            one.rounds.extend(tuple(taken) for taken in found)
+        figures = _job(chosen, name, ranks, steps, numbers[first - before :][:ROUNDS_A_JOB])
+        for trained, of_plan in zip(chosen, figures, strict=True):
+            trained.rounds.extend(tuple(of_round) for of_round in of_plan)
 
 
 def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: range) -> list[list[list[float]]]:
     """Return what one job measured of every Plan, round after round."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plans.json"
-        path.write_text(json.dumps([one.plan for one in chosen]))
+        path.write_text(json.dumps([trained.plan for trained in chosen]))
         launch = [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log-dir", folder]
         work = [RANK_SCRIPT, "--plans", path, "--model", name, "--steps", steps]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -104,8 +111,8 @@ def _job(chosen: list[Trained], name: str, ranks: int, steps: int, numbers: rang
     if done.returncode:
         raise RuntimeError(f"{name} on {ranks} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     line = next(line for line in done.stdout.splitlines() if "STEPS " in line)
-    found: list[list[list[float]]] = json.loads(line.partition("STEPS ")[2])
-    return found
+    figures: list[list[list[float]]] = json.loads(line.partition("STEPS ")[2])
+    return figures
 
 
 def find_pick(answer: PlanResult, planned: Trained) -> tuple[StepProblem, dict[str, int]]:
@@ -140,10 +147,10 @@ def calibrate(ranks: int, folder: Path | None, *, quick: bool) -> None:
         subprocess.run(command, check=True, stdout=sys.stderr)
 
 
-def spearman(one: list[float], other: list[float]) -> float:
+def spearman(first: list[float], second: list[float]) -> float:
     """Return the rank correlation (C. Spearman, 1904), without ties."""
-    places = [{value: place for place, value in enumerate(sorted(values))} for values in (one, other)]
-    return statistics.correlation([places[0][v] for v in one], [places[1][v] for v in other])
+    places = [{value: place for place, value in enumerate(sorted(values))} for values in (first, second)]
+    return statistics.correlation([places[0][v] for v in first], [places[1][v] for v in second])
 
 
 def main() -> None:
@@ -167,40 +174,40 @@ def main() -> None:
         type=int,
         default=1,
         metavar="N",
-        help="with --keep: hold what is measured against N calibrations, which are kept too",
+        help="with --keep: compare what is measured with the predictions of N calibrations, which are kept too",
     )
     parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
-    asked = parser.parse_args()
-    if asked.calibrations > 1 and not asked.keep:
+    options = parser.parse_args()
+    if options.calibrations > 1 and not options.keep:
         parser.error("--calibrations needs --keep, for what they measure")
     folders: list[Path | None] = [None]
-    if asked.calibrations > 1:
-        folders = [asked.keep / f"calibration_{number}" for number in range(asked.calibrations)]
-    told = []
-    cases = list(itertools.product(asked.cases.split(","), asked.ranks))
+    if options.calibrations > 1:
+        folders = [options.keep / f"calibration_{number}" for number in range(options.calibrations)]
+    rows = []
+    cases = list(itertools.product(options.cases.split(","), options.ranks))
     for name, ranks in track(cases, "measuring Plans", console=Console(stderr=True)):
-        answers = list(_list_answers(name, ranks, folders, most_ranks=max(asked.ranks), quick=asked.quick))
-        file = asked.keep and asked.keep / f"{name}_{ranks}.json"
+        answers = list(_list_answers(name, ranks, folders, most_ranks=max(options.ranks), quick=options.quick))
+        file = options.keep and options.keep / f"{name}_{ranks}.json"
         if file and file.exists():
             kept = json.loads(file.read_text())
-            count, found = kept["plans"], [Trained.read(one) for one in kept["trained"]]
+            count, plans = kept["plans"], [Trained.read(entry) for entry in kept["trained"]]
         else:
-            everything = list(every_candidate(answers[0], name, ranks))
-            chosen = chosen_of(everything, 4 if asked.quick else asked.most)
-            count, found = len(everything), [Trained.of(one, answers[0]) for one in chosen]
-        if asked.rounds:
-            again = _fastest(found, asked.nearest) if asked.nearest and found[0].rounds else found
-            train(again, name, ranks, steps=3 if asked.quick else 5, rounds=1 if asked.quick else asked.rounds)
+            candidates = list(every_candidate(answers[0], name, ranks))
+            chosen = chosen_of(candidates, 4 if options.quick else options.most)
+            count, plans = len(candidates), [Trained.of(candidate, answers[0]) for candidate in chosen]
+        if options.rounds:
+            again = _fastest(plans, options.nearest) if options.nearest and plans[0].rounds else plans
+            train(again, name, ranks, steps=3 if options.quick else 5, rounds=1 if options.quick else options.rounds)
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
-        if found[0].rounds:
-            told.append(_is_reported(answers, f"{name} {ranks} ranks", count, found))
-    if asked.json:
-        print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": told}))
+            file.write_text(json.dumps({"plans": count, "trained": [asdict(plan) for plan in plans]}))
+        if plans[0].rounds:
+            rows.append(_case_row(answers, f"{name} {ranks} ranks", count, plans))
+    if options.json:
+        print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": rows}))
     else:
-        _print_error(told)
+        _print_table(rows)
 
 
 def _list_answers(
@@ -214,64 +221,64 @@ def _list_answers(
         yield auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
 
 
-def _usual(found: list[Trained]) -> float:
+def _usual(plans: list[Trained]) -> float:
     """Return what the yardstick takes in the median over all rounds."""
-    return statistics.median(beside for one in found for _, beside, _ in one.rounds)
+    return statistics.median(beside for plan in plans for _, beside, _ in plan.rounds)
 
 
-def _fastest(found: list[Trained], count: int) -> list[Trained]:
+def _fastest(plans: list[Trained], count: int) -> list[Trained]:
     """Return the fastest so far: which of them is the fastest is what few rounds cannot tell."""
-    usual = _usual(found)
-    return sorted(found, key=lambda one: one.seconds(usual))[:count]
+    usual = _usual(plans)
+    return sorted(plans, key=lambda plan: plan.seconds(usual))[:count]
 
 
-def _is_reported(answers: list[PlanResult], case: str, count: int, found: list[Trained]) -> dict[str, Any]:
-    """Return the figures of a case: a list where there is one for each calibration; Plans are told under the first."""
-    usual = _usual(found)
-    seconds = [one.seconds(usual) for one in found]
-    halves = [[one.seconds(usual, first, 2) for one in found] for first in (0, 1)] if len(found[0].rounds) > 1 else []
-    predictions = [[predicted_s(answer, one) for one in found] for answer in answers]
+def _case_row(answers: list[PlanResult], case: str, count: int, plans: list[Trained]) -> dict[str, Any]:
+    """Return the figures of a case: a list where each calibration has its own; Plans by the first."""
+    usual = _usual(plans)
+    seconds = [plan.seconds(usual) for plan in plans]
+    halves = [[plan.seconds(usual, first, 2) for plan in plans] for first in (0, 1)] if len(plans[0].rounds) > 1 else []
+    predictions = [[predicted_s(answer, plan) for plan in plans] for answer in answers]
     paired = [list(zip(predicted, seconds, strict=True)) for predicted in predictions]
     return {
         "case": case,
         "plans": count,
-        "measured": len(found),
-        "rounds": min(len(one.rounds) for one in found),
+        "measured": len(plans),
+        "rounds": min(len(plan.rounds) for plan in plans),
         "spearman": [spearman(predicted, seconds) for predicted in predictions],
         "halves": spearman(*halves) if halves else None,
         "regret": [min(pairs)[1] / min(seconds) - 1 for pairs in paired],
         "median_error": [statistics.median(abs(p / s - 1) for p, s in pairs) for pairs in paired],
         "all": [
             {
-                "plan": str(one.config),
+                "plan": str(plan.config),
                 "layers": {
-                    segment.path: str(way)
-                    for segment, way in zip(answers[0].layers.calls, one.call_strategies, strict=True)
-                    if way.style is not None
+                    call.path: str(strategy)
+                    for call, strategy in zip(answers[0].layers.calls, plan.call_strategies, strict=True)
+                    if strategy.style is not None
                 },
                 "predicted_ms": p * 1e3,
-                "measured_ms": one.seconds(usual) * 1e3,
-                "faults": statistics.median(faults for _, _, faults in one.rounds),
+                "measured_ms": plan.seconds(usual) * 1e3,
+                "faults": statistics.median(faults for _, _, faults in plan.rounds),
             }
-            for one, p in zip(found, predictions[0], strict=True)
+            for plan, p in zip(plans, predictions[0], strict=True)
         ],
     }
 
 
-def _print_error(told: list[dict[str, Any]]) -> None:
+def _print_table(rows: list[dict[str, Any]]) -> None:
     grid = Table()
     for name in ("case", "plans", "measured", "rounds", "spearman", "halves", "regret", "median_error"):
         grid.add_column(name)
-    for one in told:
+    for row in rows:
         grid.add_row(
-            str(one["case"]),
-            str(one["plans"]),
-            str(one["measured"]),
-            str(one["rounds"]),
-            ", ".join(f"{value:.3f}" for value in one["spearman"]),
-            "" if one["halves"] is None else f"{one['halves']:.3f}",
-            ", ".join(f"{value:.1%}" for value in one["regret"]),
-            ", ".join(f"{value:.1%}" for value in one["median_error"]),
+            str(row["case"]),
+            str(row["plans"]),
+            str(row["measured"]),
+            str(row["rounds"]),
+            ", ".join(f"{value:.3f}" for value in row["spearman"]),
+            "" if row["halves"] is None else f"{row['halves']:.3f}",
+            ", ".join(f"{value:.1%}" for value in row["regret"]),
+            ", ".join(f"{value:.1%}" for value in row["median_error"]),
         )
     Console().print(grid)
 

@@ -30,28 +30,28 @@ GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
 
 def every_candidate(answer: PlanResult, name: str, ranks: int) -> Iterator[Candidate]:
     """Yield the best Plan of every arrangement and every combination of styles in the grid, each once."""
-    met = set()
+    seen = set()
     grid = GRID[name]
-    for at in list_configs(ranks, has_blocks=bool(answer.layers.blocks)):
-        where = (f"dp={at.data}", f"tp={at.model}", f"zero={at.zero}", f"recompute={at.recompute}")
+    for config in list_configs(ranks, has_blocks=bool(answer.layers.blocks)):
+        degrees = (f"dp={config.data}", f"tp={config.model}", f"zero={config.zero}", f"recompute={config.recompute}")
         for styles in itertools.product(*grid.values()):
-            said = [
+            chosen = [
                 f"{layer}={style}"
                 for layers, group in zip(grid, styles, strict=True)
                 for layer, style in zip(layers, group, strict=True)
             ]
             try:
-                found = answer.search_again((*where, *said)).best
+                candidate = answer.search_again((*degrees, *chosen)).best
             except PlanError:
                 continue  # no such styles under this arrangement
-            key = str(at), tuple(found.strategies.items())
-            if key not in met:
-                met.add(key)
-                yield found
+            key = str(config), tuple(candidate.strategies.items())
+            if key not in seen:
+                seen.add(key)
+                yield candidate
 
 
-def chosen_of(found: list[Candidate], most: int) -> list[Candidate]:
+def chosen_of(candidates: list[Candidate], most: int) -> list[Candidate]:
     """Return at most so many of all Plans, the fastest and the slowest among them, evenly over the order."""
-    ordered = sorted(found, key=lambda one: one.step_time_s)
+    ordered = sorted(candidates, key=lambda candidate: candidate.step_time_s)
     step = max(1.0, (len(ordered) - 1) / (most - 1))
     return [ordered[round(place * step)] for place in range(min(most, len(ordered)))]

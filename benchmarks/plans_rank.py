@@ -186,17 +186,17 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rounds", type=int, nargs="+", required=True, help="numbers of the rounds")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     px.init()
-    plans = [Plan.model_validate(one) for one in json.loads(asked.plans.read_text())]
-    found: list[list[tuple[float, ...]]] = [[] for _ in plans]
+    plans = [Plan.model_validate(fields) for fields in json.loads(options.plans.read_text())]
+    figures: list[list[tuple[float, ...]]] = [[] for _ in plans]
     yardstick = Yardstick()
-    for number in asked.rounds:
+    for number in options.rounds:
         for place in random.Random(number).sample(range(len(plans)), len(plans)):
-            seconds, *beside = step_of(plans[place], asked.model, asked.steps, yardstick)
-            found[place].append((px.comm.all_reduce(torch.tensor(seconds), "max").item(), *beside))
+            seconds, *beside = step_of(plans[place], options.model, options.steps, yardstick)
+            figures[place].append((px.comm.all_reduce(torch.tensor(seconds), "max").item(), *beside))
     if px.current().rank == 0:
-        print("STEPS " + json.dumps(found))
+        print("STEPS " + json.dumps(figures))
 
 
 if __name__ == "__main__":
