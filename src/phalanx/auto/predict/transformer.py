@@ -22,6 +22,9 @@ class KernelWork:
     attention: float = 0.0
     """The attention's part of `forward`."""
 
+    attention_backward: float = 0.0
+    """The attention's part of `backward`."""
+
     attention_launches: float = 0.0
     weights: float = 0.0
     """The gradients of weights' part of `backward`."""
@@ -46,6 +49,11 @@ def tokens(run: RunSpec) -> float:
     return run.micro * run.model.seq / run.parallel.cp
 
 
+def routed_rows(run: RunSpec) -> float:
+    """Return the rows that experts of a rank compute for a micro-batch: each token once for each of its choices."""
+    return run.expert_load * tokens(run) * run.model.top_k * run.expert_tp / run.parallel.tp
+
+
 def boundary_bytes(run: RunSpec) -> float:
     """Return the bytes of the activations between two blocks, before they are cut over ranks."""
     return HALF * tokens(run) * run.model.hidden
@@ -62,6 +70,7 @@ def block(run: RunSpec, kernels: Kernels) -> KernelWork:
         forward_launches=attention.forward_launches + plain.forward_launches + 4,
         backward_launches=attention.backward_launches + plain.backward_launches + 8,
         attention=attention.forward,
+        attention_backward=attention.backward,
         attention_launches=attention.forward_launches,
         weights=products_b / 2,  # as many FLOP as the gradients of inputs
         plain=plain.forward,
@@ -91,10 +100,10 @@ def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
     wide = (2 if model.gated else 1) * model.inner
     if model.experts:
         own_experts = model.experts / run.parallel.ep
-        each = run.expert_load * token_count * model.top_k / own_experts
+        each, cut = routed_rows(run) / own_experts, run.expert_tp
         layers += [
-            (each, wide / tp, h, own_experts),
-            (each, h, model.inner / tp, own_experts),
+            (each, wide / cut, h, own_experts),
+            (each, h, model.inner / cut, own_experts),
             (token_count, model.experts, h, 1.0),
         ]
     else:
@@ -165,6 +174,9 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     else:  # norms and rotations in float32, an operator each: 13 and 10 reads and writes
         forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
         launches = 40
+    if model.experts:  # scores, their choice, and tokens put in order and back
+        sent = _ordering_bytes(run)
+        forward, backward, launches = forward + sent, backward + sent, launches + 8
     gap = kernels.constants.kernel_gap_s
     return KernelWork(
         forward=kernels.streamed(forward) + launches / 2 * gap,
@@ -172,6 +184,16 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
         forward_launches=launches,
         backward_launches=2 * launches,
     )
+
+
+def _ordering_bytes(run: RunSpec) -> float:
+    """Return the bytes that a pass moves to copy tokens in the order of experts, once a choice, and to add them up.
+
+    Both ways a row is read and written; those that other ranks sent are put in the order of this rank's experts too.
+    """
+    model, par = run.model, run.parallel
+    own = run.expert_load * tokens(run) * model.top_k / (par.tp if par.sequence_parallel else 1)
+    return 4 * HALF * model.hidden * (own + (routed_rows(run) if par.ep > 1 else 0.0))
 
 
 def head(run: RunSpec, kernels: Kernels) -> KernelWork:

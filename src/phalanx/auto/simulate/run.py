@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
 from phalanx.auto.predict.memory_model import block_bytes, compute_stage_footprint, count_parameters, logits_bytes
+from phalanx.auto.predict.rank_groups import hold_vocabulary, list_block_parameters
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.step_seconds import StepSeconds
@@ -63,7 +64,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
-        opening=seconds.shard_step if par.zero >= 2 else 0.0,
+        opening=seconds.opening if par.zero >= 2 else 0.0,
         contention=constants.contention,
         overlaps_sends=run.overlap.pp,
         overlaps_gradients=run.overlap.dp,
@@ -112,7 +113,7 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
         ),
         weights=PassWork(compute=apart),
         activation_bytes=own * block_bytes(run),
-        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"}))
+        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
         if run.recompute == "full" and own
         else 0.0,
         send=seconds.send_once,
@@ -122,14 +123,14 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
 
 def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
-    par, replicas = run.parallel, seconds.replicas
-    if replicas.ranks == 1:
+    par, sent = run.parallel, seconds.sent
+    if par.dp * par.cp == 1:
         return ()
     if par.zero >= 2 and par.pp > 1:  # stages gather and scatter once a step
-        return (seconds.shard_step + seconds.scatter_step,) * blocks
+        return (sent.gather + sent.scatter,) * blocks
     if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
-        return (seconds.scatter_step,) if stage < par.pp else ()
-    block = seconds.links.all_reduce(run.reduced_bytes * seconds.parameters / seconds.layers, replicas)
-    edge = seconds.links.all_reduce(run.reduced_bytes * run.model.vocab * run.model.hidden / par.tp, replicas)
+        return (seconds.closing,) if stage < par.pp else ()
+    block = sum(sent.reduce_of(held) for held in list_block_parameters(run))
+    edge = sent.reduce_of(hold_vocabulary(run))
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

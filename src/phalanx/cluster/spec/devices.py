@@ -258,7 +258,7 @@ def find_preset(name: str) -> Device:
     Raises:
         ConfigError: If no device has that name; names those of its family, or the nearest.
     """
-    words = re.split(r"[-_ ]+", name.lower())
+    words = re.split(r"[-_ ]+", re.sub(r"(\d)[-_ ]?gi?b?\b", r"\1gb", name.lower()))
     parts = {_FORMS.get(word, word) for word in words if word and word not in _MAKERS}
     families = [device for device in _PRESETS if device.name.lower().split("-")[0] in parts]
     for device in families:
