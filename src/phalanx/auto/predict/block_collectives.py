@@ -11,6 +11,7 @@ from phalanx.auto.predict.rank_groups import (
     expert_ranks,
     expert_tensor_ranks,
     group_topology,
+    hold_vocabulary,
     list_block_parameters,
 )
 from phalanx.auto.predict.run_spec import RunSpec
@@ -74,14 +75,24 @@ class BlockCollectives:
         return self._beside(2 * self._ring, self.block.attention_backward) + again
 
     @cached_property
+    def parameters(self) -> list[HeldParameters]:
+        """The parameters of the block on this rank."""
+        return list_block_parameters(self.run)
+
+    @cached_property
+    def table(self) -> HeldParameters:
+        """The rows of a table of the vocabulary on this rank."""
+        return hold_vocabulary(self.run)
+
+    @cached_property
     def gather(self) -> float:
         """Seconds to gather the parameters of the block from their shards."""
-        return sum(self.gather_of(held) for held in list_block_parameters(self.run))
+        return sum(self.gather_of(held) for held in self.parameters)
 
     @cached_property
     def scatter(self) -> float:
         """Seconds to add up its gradients and leave each rank its shard."""
-        return sum(self.scatter_of(held) for held in list_block_parameters(self.run))
+        return sum(self.scatter_of(held) for held in self.parameters)
 
     def gather_of(self, held: HeldParameters) -> float:
         """Return the seconds to gather parameters from their shards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from phalanx.auto.predict.rank_groups import count_tables, hold_vocabulary, list_block_parameters
+from phalanx.auto.predict.rank_groups import HeldParameters, count_tables, hold_vocabulary, list_block_parameters
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import HALF, keeps_every_second_product, routed_rows, tokens
 
@@ -57,7 +57,9 @@ def compute_footprint(run: RunSpec) -> Footprint:
 
 def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
     """Return what a rank of the first or of the last stage holds."""
-    whole, sharded = count_parameters(run, last=last), _count_sharded(run, last=last)
+    held = _list_held(run, last=last)
+    whole = sum(times * one.count for times, one in held)
+    sharded = sum(times * one.count / one.shards.ranks for times, one in held)
     par, mixed = run.parallel, run.precision != "fp32"
     if par.zero >= 2:
         # FSDP keeps float32 parameters and gradients, and casts what it gathers.
@@ -65,10 +67,9 @@ def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
         gradients, optimizer = FLOAT * sharded, 2 * FLOAT * sharded
         largest = max(run.block_parameters, run.model.vocab * run.model.hidden / par.tp)
         gathered = largest * (2 * HALF + FLOAT)
-        if (
-            par.pp > 1 and sharded < whole
-        ):  # stages gather and scatter once a step: all parameters and gradients between
-            gathered += whole * ((HALF if par.zero == 3 else 0) + FLOAT)
+        if par.pp > 1:  # stages gather and scatter once a step: all that is sharded in between
+            cut = sum(times * one.count for times, one in held if one.shards.ranks > 1)
+            gathered += cut * ((HALF if par.zero == 3 else 0) + FLOAT)
     else:
         parameters, gathered = whole * (HALF if mixed else FLOAT), 0.0
         gradients = whole * run.accumulated_bytes
@@ -97,14 +98,13 @@ def _workspace_bytes(run: RunSpec, moving: float) -> float:
 
 def count_parameters(run: RunSpec, *, last: bool = False) -> float:
     """Return the parameters of a rank of the first stage, or of the last."""
-    return _stage_layers(run, last=last) * run.block_parameters + count_tables(run) * hold_vocabulary(run).count
+    return sum(times * one.count for times, one in _list_held(run, last=last))
 
 
-def _count_sharded(run: RunSpec, *, last: bool) -> float:
-    """Return the parameters of a rank of the first stage, or of the last, if replicas shard them."""
-    table = hold_vocabulary(run)
-    block = sum(held.count / held.shards.ranks for held in list_block_parameters(run))
-    return _stage_layers(run, last=last) * block + count_tables(run) * table.count / table.shards.ranks
+def _list_held(run: RunSpec, *, last: bool) -> list[tuple[int, HeldParameters]]:
+    """Return how often a rank of a stage has which parameters."""
+    blocks = [(_stage_layers(run, last=last), held) for held in list_block_parameters(run)]
+    return [*blocks, (count_tables(run), hold_vocabulary(run))]
 
 
 def _stage_layers(run: RunSpec, *, last: bool) -> int:

@@ -11,12 +11,20 @@ from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.memory_model import FLOAT
-from phalanx.auto.predict.rank_groups import count_tables, hold_vocabulary, list_block_parameters
+from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import KernelWork, block, boundary_bytes, head, keeps_every_second_product
+from phalanx.auto.predict.transformer import (
+    KernelWork,
+    block,
+    boundary_bytes,
+    head,
+    keeps_every_second_product,
+    shard_copy_bytes,
+)
 
-_WHOLE_ROUNDS = 8
-"""Micro-batches over ranks whose passes are computed one by one; all rounds that follow take as long as the last."""
+_WHOLE_ROUNDS, _MOST_PASSES = 8, 4096
+"""Rounds of as many micro-batches as ranks that are computed pass by pass: so many, and more until all have so many
+passes. All that follow take as long as the last one, or as the work of the busiest rank."""
 
 
 class StepSeconds:
@@ -95,11 +103,13 @@ class StepSeconds:
             forward, backward, delays = forward + sends[0], backward + sends[1], np.zeros_like(sends)
         ways = PassTimes(forward, delays[0]), PassTimes(backward, delays[1])
         ranks, rounds = run.parallel.pp, int(run.micro_batches) // run.parallel.pp
-        whole = min(rounds, _WHOLE_ROUNDS)
+        whole = min(rounds, max(_WHOLE_ROUNDS, _MOST_PASSES // len(blocks)))
         last = float(find_rank_ends(*ways, ranks, ranks * whole).max())
         if rounds == whole:
             return last
-        return last + (rounds - whole) * (last - float(find_rank_ends(*ways, ranks, ranks * (whole - 1)).max()))
+        later = last - float(find_rank_ends(*ways, ranks, ranks * (whole - 1)).max())
+        busiest = ranks * float((forward + backward).reshape(-1, ranks).sum(axis=0).max())
+        return last + (rounds - whole) * max(later, busiest)
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -143,8 +153,10 @@ class StepSeconds:
     @cached_property
     def forward(self) -> float:
         """Seconds of a block's forward pass."""
-        device = self._beside(self.block.forward + self.waits_forward, self._gathers)
-        return max(device, self._issue_forward)
+        return self._forward_beside(self._gathers)
+
+    def _forward_beside(self, gathers: float) -> float:
+        return max(self._beside(self.block.forward + self.waits_forward, gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
@@ -193,15 +205,15 @@ class StepSeconds:
 
         ZeRO 2 frees none until the step ends, and gathers the rest beside its first forward pass.
         """
-        first = self.sent.gather + self.sent.gather_of(hold_vocabulary(self.run))
+        first = self.sent.gather + self.sent.gather_of(self.sent.table)
         if self.run.parallel.zero == 2 and self.run.parallel.pp == 1:
-            first += (self.layers - 1) * (self._beside(self.forward, self.sent.gather) - self.forward)
+            first += (self.layers - 1) * (self._forward_beside(self.sent.gather) - self.forward)
         return first
 
     @cached_property
     def closing(self) -> float:
         """Seconds to scatter the gradients of the block whose backward pass is last, with nothing to run beside."""
-        return self.sent.scatter + self.sent.scatter_of(hold_vocabulary(self.run))
+        return self.sent.scatter + self.sent.scatter_of(self.sent.table)
 
     @cached_property
     def _gathers(self) -> float:
@@ -274,8 +286,8 @@ class StepSeconds:
         if par.zero >= 2:  # stages gather and scatter once a step
             whole = self.opening + self.closing + (self.layers - 1) * (sent.gather + sent.scatter)
         else:
-            dense, *experts = list_block_parameters(run)
-            tables = count_tables(run) * hold_vocabulary(run).count
+            dense, *experts = sent.parameters
+            tables = count_tables(run) * sent.table.count
             stage = replace(dense, count=self.layers * dense.count + tables)
             whole = sent.reduce_of(stage) + sum(sent.reduce_of(held, self.layers) for held in experts)
         if not self.run.overlap.dp:
@@ -285,10 +297,11 @@ class StepSeconds:
 
     @cached_property
     def optimizer(self) -> float:
-        """Seconds of Adam on what this rank updates."""
+        """Seconds of Adam on what this rank updates, and of what copies gradients of stages into shards before."""
         run = self.run
-        stage = [(self.layers, held) for held in list_block_parameters(run)]
-        stage.append((count_tables(run), hold_vocabulary(run)))
+        stage = [(self.layers, held) for held in self.sent.parameters]
+        stage.append((count_tables(run), self.sent.table))
         updated = sum(times * held.count / (held.shards.ranks if run.parallel.zero else 1) for times, held in stage)
         moved = self.constants.optimizer_bytes if run.precision != "fp32" else 7 * FLOAT
-        return self.kernels.streamed(moved * updated)
+        copied = shard_copy_bytes(run) * self.layers if run.parallel.pp > 1 else 0.0
+        return self.kernels.streamed(moved * updated + copied)

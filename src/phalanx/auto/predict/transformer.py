@@ -81,15 +81,23 @@ def block(run: RunSpec, kernels: Kernels) -> KernelWork:
 def _gradient_copy_bytes(run: RunSpec) -> float:
     """Return the bytes that one micro-batch moves to join a block's gradients, or to add them to those before.
 
-    Shards cost two copies in half precision: PyTorch's first FSDP lays gradients side by side and divides them, its
-    second copies the parameters out of each of two gathers. Stages do so once a step. Without shards each gradient is
-    read, and read and written. Later Megatron adds within products.
+    Without shards each gradient is read, and read and written. Later Megatron adds within products. Stages copy what
+    they shard once a step (`StepSeconds.optimizer`).
     """
     if run.parallel.zero >= 2:
-        return 4 * HALF * run.block_parameters / (1 if run.parallel.pp == 1 else run.micro_batches)
+        return shard_copy_bytes(run) if run.parallel.pp == 1 else 0.0
     if run.habits.adds_in_products:
         return 0.0
     return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
+
+
+def shard_copy_bytes(run: RunSpec) -> float:
+    """Return the bytes that shards move for each gather and scatter of a block: two copies in half precision.
+
+    PyTorch's first FSDP lays gradients side by side and divides them, its second copies the parameters out of each of
+    two gathers.
+    """
+    return 4 * HALF * run.block_parameters if run.parallel.zero >= 2 else 0.0
 
 
 def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:

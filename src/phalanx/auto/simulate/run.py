@@ -8,7 +8,6 @@ from typing import Any
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
 from phalanx.auto.predict.memory_model import block_bytes, compute_stage_footprint, count_parameters, logits_bytes
-from phalanx.auto.predict.rank_groups import hold_vocabulary, list_block_parameters
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.step_seconds import StepSeconds
@@ -130,7 +129,7 @@ def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_las
         return (sent.gather + sent.scatter,) * blocks
     if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
         return (seconds.closing,) if stage < par.pp else ()
-    block = sum(sent.reduce_of(held) for held in list_block_parameters(run))
-    edge = sent.reduce_of(hold_vocabulary(run))
+    block = sum(sent.reduce_of(held) for held in sent.parameters)
+    edge = sent.reduce_of(sent.table)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from phalanx.cluster.calibration.figures import Rates
 from phalanx.cluster.calibration.interpolation import at_speed
@@ -250,6 +251,7 @@ _FORMS = {"sxm2": "sxm", "sxm3": "sxm", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "s
 _MAKERS = ("nvidia", "tesla", "amd", "instinct", "gpu", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6")
 
 
+@cache
 def find_preset(name: str) -> Device:
     """Return the device of a name: a family, such as `h100`, alone or with memory, form or power, in any order.
 
