@@ -122,6 +122,11 @@ def test_experts_take_and_keep_more_than_a_dense_layer_of_the_same_flop(ep: int)
     assert footprint(run).activations > footprint(dense).activations
 
 
+def test_experts_of_one_shape_share_what_autograd_gets() -> None:
+    few, many = (describe(parallel={"dp": 8}, model={"experts": count, "top_k": 1}) for count in (2, 16))
+    assert footprint(few).gathered == footprint(many).gathered
+
+
 def test_tokens_of_experts_travel_beside_nothing_in_a_backward_pass_too() -> None:
     sent = step(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8})).sent
     assert sent.experts_backward == sent.experts_forward > 0

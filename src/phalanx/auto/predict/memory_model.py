@@ -75,7 +75,8 @@ def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
         gradients = whole * run.accumulated_bytes
         optimizer = (sharded if par.zero == 1 else whole) * (3 if mixed else 2) * FLOAT
     if run.habits.attention == "native":  # products that add to gradients in place leave autograd an empty one a shape
-        gathered += HALF * run.block_parameters
+        own_experts = max(1, run.model.experts / par.ep)  # of one shape
+        gathered += HALF * (run.dense_parameters + run.expert_parameters / own_experts)
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * HALF * tokens(run) * run.model.hidden
     is_end = last or par.pp == 1
