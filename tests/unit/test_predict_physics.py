@@ -166,6 +166,17 @@ def test_sharding_more_sends_no_less(count: int) -> None:
     assert sent(1) < 1.05 * sent(2) < 1.05 * sent(3)
 
 
+def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:
+    """Of one block and no stages, as of many; and where the projection hides behind blocks, the embedding does not."""
+    run = describe(node_gbps=1, nodes=8, per_node=1, parallel={"tp": 8}, model={"layers": 8}, batch={"global": 1})
+    passes = step(run)
+    alone = passes.layers * (passes.compute_forward + passes.compute_backward)
+    waits = passes.layers * (passes.forward + passes.backward) - alone
+    assert predict(run).step_time_s > alone + waits + 2 * passes.sent.vocabulary > 1.05 * (alone + waits)
+    stages = alter(run, parallel={"tp": 4, "pp": 2}, model={"layers": 9}, batch={"global": 64})
+    assert seconds(stages) == pytest.approx(simulate_run(stages).simulation.step_time_s, rel=0.05)
+
+
 # -- sequences and stages ------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,11 @@ class BlockCollectives:
         return forward * self._passes_back - hidden
 
     @cached_property
+    def vocabulary(self) -> float:
+        """Seconds of the sum over ranks that each have some rows of the embedding, and of the projection's gradient."""
+        return self.links.all_reduce(boundary_bytes(self.run), group_topology(self.run, "tp"))
+
+    @cached_property
     def experts_forward(self) -> float:
         """Seconds of sending tokens to the experts and back in a forward pass."""
         run, par = self.run, self.run.parallel

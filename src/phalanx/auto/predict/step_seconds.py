@@ -64,9 +64,12 @@ class StepSeconds:
 
     @property
     def _head_on_top(self) -> float:
-        """Seconds by which the projection to the vocabulary makes its stage slower than the fullest of the others."""
+        """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        return max(0.0, self.head.forward + self.head.backward - fewer * (self.forward + self.backward))
+        last = self.head.forward + self.head.backward + self.sent.vocabulary
+        if self.run.parallel.pp == 1:
+            return last + self.sent.vocabulary
+        return max(self.sent.vocabulary, last - fewer * (self.forward + self.backward))
 
     @property
     def stage_blocks(self) -> list[int]:
@@ -91,8 +94,9 @@ class StepSeconds:
         run, blocks = self.run, np.array(self.stage_blocks)[:, None]
         forward = blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp
         backward = blocks * self.backward
+        forward[0] += self.sent.vocabulary
         forward[-1] += self.head.forward
-        backward[-1] += self.head.backward
+        backward[-1] += self.head.backward + self.sent.vocabulary
         sends = np.full((2, *blocks.shape), self.send_once)
         sends[0, -1] = sends[1, 0] = 0.0
         if run.overlap.pp:
@@ -255,7 +259,7 @@ class StepSeconds:
         sends, before the first stage goes on.
         """
         run, block = self.run, self.forward + self.backward
-        whole = run.model.layers * block + self.head.forward + self.head.backward
+        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary
         return self.layers * block + self._head_on_top - whole / run.parallel.pp
 
     @cached_property
