@@ -30,8 +30,8 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import DEFAULT
 from phalanx.auto.predict.interval import estimate_interval
 from phalanx.auto.predict.prediction import predict
+from phalanx.auto.predict.rank_groups import group_topology
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.step_seconds import group_topology
 from phalanx.auto.predict.transformer import HALF, boundary_bytes
 
 Row = dict[str, float | str | int]

@@ -76,10 +76,15 @@ PRIORS: Mapping[str, Prior] = {
 """Constants of `auto/cost/constants` by name, and the share of its peak that a kind of device sustains."""
 
 
+UNSEEN_SPREAD = 0.12
+"""Standard deviation of the logarithm of the share of its peak that a device of no kind in `PRIORS` sustains: that of
+B200 in 8 bit, which is estimated from other devices too."""
+
+
 def kind_of(device: Device) -> str:
-    """Return the kind of a device, as `PRIORS` has it: H200 and H800 compute as H100 do."""
+    """Return the kind of a device, as `PRIORS` has it: an H200 and an H800 compute as an H100 does, and so on."""
     kind = device.name.split("-")[0]
-    return "H100" if kind in ("H200", "H800") else kind
+    return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200"}.get(kind, kind)
 
 
 def move(name: str, ratio: float, device: Device, constants: Constants) -> tuple[Device, Constants]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from phalanx.auto.cost.constants import Constants
-from phalanx.auto.cost.priors import PRIORS, move
-from phalanx.auto.predict.run_spec import RunSpec, find_shape_conflict
+from phalanx.auto.cost.priors import PRIORS, UNSEEN_SPREAD, kind_of, move
+from phalanx.auto.predict.run_parts import find_shape_conflict
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.stack import StackName
 from phalanx.auto.predict.step_seconds import StepSeconds
 
@@ -54,6 +56,10 @@ def _changes_by_constants(run: RunSpec, constants: Constants, centre: float) -> 
         moved, other = move(name, math.exp(prior.spread), device, constants)
         if moved is not device or other is not constants:
             yield math.log(_seconds(_on_device(run, moved), other) / centre)
+    if kind_of(device) not in PRIORS:
+        more = math.exp(UNSEEN_SPREAD)
+        moved = replace(device, sustained=device.sustained * more, sustained_fp8=device.sustained_fp8 * more)
+        yield math.log(_seconds(_on_device(run, moved), constants) / centre)
 
 
 def _on_device(run: RunSpec, device: object) -> RunSpec:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from phalanx.auto.predict.rank_groups import HeldParameters, count_tables, hold_vocabulary, list_block_parameters
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF, keeps_every_second_product, tokens
+from phalanx.auto.predict.transformer import HALF, keeps_every_second_product, routed_rows, tokens
 
 FLOAT = 4
 WORKSPACE = 1.0 * 2**30
@@ -56,23 +57,26 @@ def compute_footprint(run: RunSpec) -> Footprint:
 
 def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
     """Return what a rank of the first or of the last stage holds."""
-    parameters_here, par = count_parameters(run, last=last), run.parallel
-    shards = par.dp * par.cp // par.hsdp
-    mixed = run.precision != "fp32"
+    held = _list_held(run, last=last)
+    whole = sum(times * one.count for times, one in held)
+    sharded = sum(times * one.count / one.shards.ranks for times, one in held)
+    par, mixed = run.parallel, run.precision != "fp32"
     if par.zero >= 2:
         # FSDP keeps float32 parameters and gradients, and casts what it gathers.
-        parameters = parameters_here * (FLOAT / shards if par.zero == 3 else HALF + FLOAT / shards)
-        gradients, optimizer = parameters_here * FLOAT / shards, parameters_here * 2 * FLOAT / shards
-        largest = max(run.model.parameters / run.model.layers / par.tp, run.model.vocab * run.model.hidden / par.tp)
+        parameters = FLOAT * sharded + (0 if par.zero == 3 else HALF * whole)
+        gradients, optimizer = FLOAT * sharded, 2 * FLOAT * sharded
+        largest = max(run.block_parameters, run.model.vocab * run.model.hidden / par.tp)
         gathered = largest * (2 * HALF + FLOAT)
-        if par.pp > 1 and shards > 1:  # stages gather and scatter once a step: full parameters and gradients between
-            gathered += parameters_here * ((HALF if par.zero == 3 else 0) + FLOAT)
+        if par.pp > 1:  # stages gather and scatter once a step: all that is sharded in between
+            cut = sum(times * one.count for times, one in held if one.shards.ranks > 1)
+            gathered += cut * ((HALF if par.zero == 3 else 0) + FLOAT)
     else:
-        parameters, gathered = parameters_here * (HALF if mixed else FLOAT), 0.0
-        gradients = parameters_here * run.accumulated_bytes
-        optimizer = parameters_here * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
+        parameters, gathered = whole * (HALF if mixed else FLOAT), 0.0
+        gradients = whole * run.accumulated_bytes
+        optimizer = (sharded if par.zero == 1 else whole) * (3 if mixed else 2) * FLOAT
     if run.habits.attention == "native":  # products that add to gradients in place leave autograd an empty one a shape
-        gathered += HALF * run.block_parameters
+        own_experts = max(1, run.model.experts / par.ep)  # of one shape
+        gathered += HALF * (run.dense_parameters + run.expert_parameters / own_experts)
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * HALF * tokens(run) * run.model.hidden
     is_end = last or par.pp == 1
@@ -95,10 +99,18 @@ def _workspace_bytes(run: RunSpec, moving: float) -> float:
 
 def count_parameters(run: RunSpec, *, last: bool = False) -> float:
     """Return the parameters of a rank of the first stage, or of the last."""
-    model, par = run.model, run.parallel
-    layers = model.layers // par.pp if last else math.ceil(model.layers / par.pp)
-    edges = 2 if par.pp == 1 and not model.tied else 1
-    return layers * run.block_parameters + edges * model.vocab * model.hidden / par.tp
+    return sum(times * one.count for times, one in _list_held(run, last=last))
+
+
+def _list_held(run: RunSpec, *, last: bool) -> list[tuple[int, HeldParameters]]:
+    """Return how often a rank of a stage has which parameters."""
+    blocks = [(_stage_layers(run, last=last), held) for held in list_block_parameters(run)]
+    return [*blocks, (count_tables(run), hold_vocabulary(run))]
+
+
+def _stage_layers(run: RunSpec, *, last: bool) -> int:
+    layers, stages = run.model.layers, run.parallel.pp
+    return layers // stages if last else math.ceil(layers / stages)
 
 
 def block_bytes(run: RunSpec) -> float:
@@ -114,6 +126,8 @@ def block_bytes(run: RunSpec) -> float:
     size = 10 * rest if not model.flash else 8 * rest  # norms' inputs and outputs; with dropout, two masks
     size += HALF * token_count * (model.qkv + model.hidden) / tp  # queries, keys, values and the attention's output
     size += HALF * inner * (3 if model.gated else 2)
+    if run.model.experts:  # each choice of a token is an input of its own
+        size += HALF * routed_rows(run) * model.hidden
     if keeps_every_second_product(run):
         return size / 2
     if not model.flash and run.recompute == "none":
@@ -124,13 +138,14 @@ def block_bytes(run: RunSpec) -> float:
 def _activations(run: RunSpec, *, last: bool) -> float:
     """Return what micro-batches on their way keep, and the block that is recomputed, which is there in full."""
     par, count = run.parallel, run.micro_batches
-    layers = run.model.layers // par.pp if last else math.ceil(run.model.layers / par.pp)
     stages_on_their_way = 1 if last else par.pp
     in_flight = float(min(stages_on_their_way, max(1, round(count)))) if run.schedule != "gpipe" else count
     if par.vpp > 1:
         in_flight = min(max(1.0, count), in_flight * (1 + (par.pp - 1) / (par.pp * par.vpp)))
-    again = block_bytes(run.model_copy(update={"recompute": "none"})) if run.recompute == "full" else 0.0
-    return layers * in_flight * block_bytes(run) + again
+    again = 0.0
+    if run.recompute == "full":  # its input is kept already
+        again = block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
+    return _stage_layers(run, last=last) * in_flight * block_bytes(run) + again
 
 
 def logits_bytes(run: RunSpec) -> float:

@@ -2,259 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-from math import prod
+from math import gcd, inf
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
+from pydantic import Field, model_validator
 
+from phalanx.auto.predict.run_parts import (
+    BatchOf,
+    ClusterOf,
+    ModelOf,
+    OverlapOf,
+    ParallelOf,
+    Part,
+    find_shape_conflict,
+)
 from phalanx.auto.predict.stack import STACKS, Stack, StackName, recognise
-from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.cluster.spec.devices import Device, find_preset
 from phalanx.i18n import tr
 
-logger = logging.getLogger("phalanx.auto")
 
-Axis = Literal["tp", "cp", "dp", "pp"]
-Order = Literal["tp-dp-pp", "tp-pp-dp", "dp-tp-pp"]
-ORDERS: tuple[Order, ...] = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp")
-"""Orders of the ranks: those of the first axis are neighbours, those of the last are furthest apart."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelOf(_Part):
-    """A transformer: attention and feed-forward blocks between an embedding and a projection to the vocabulary."""
-
-    kind: Literal["gpt"] = "gpt"
-    layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    kv_heads: int | None = Field(default=None, gt=0)
-    ffn: int | None = Field(default=None, gt=0)
-    gated: bool = False
-    seq: int = Field(gt=0)
-    vocab: int = Field(gt=0)
-    tied: bool = True
-    experts: int = Field(default=0, ge=0)
-    top_k: int = Field(default=0, ge=0)
-    moe_ffn: int | None = Field(default=None, gt=0)
-    expert_load: float = Field(default=1.0, ge=1)
-    """Tokens that come to the experts of the busiest rank, over an even share of them."""
-    flash: bool = True
-
-    @model_validator(mode="after")
-    def _fits(self) -> ModelOf:
-        if self.hidden < self.heads:
-            raise ValueError(
-                tr("hidden ({hidden}) must be heads ({heads}) or more", hidden=self.hidden, heads=self.heads)
-            )
-        if self.heads % self.keys_heads:
-            raise ValueError(
-                tr(
-                    "heads ({heads}) must be a multiple of kv_heads ({groups})",
-                    heads=self.heads,
-                    groups=self.keys_heads,
-                )
-            )
-        if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
-            raise ValueError(
-                tr(
-                    "experts ({experts}) and top_k ({chosen}) belong together, top_k the smaller",
-                    experts=self.experts,
-                    chosen=self.top_k,
-                )
-            )
-        if self.expert_load > 1 and not self.experts:
-            raise ValueError(tr("expert_load ({load:g}) is of experts, and there are none", load=self.expert_load))
-        return self
-
-    @property
-    def keys_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.kv_heads or self.heads
-
-    @property
-    def inner(self) -> int:
-        """Width of the feed-forward layer, or of one expert."""
-        return (self.moe_ffn if self.experts else None) or self.ffn or 4 * self.hidden
-
-    @property
-    def qkv(self) -> int:
-        """Width of queries, keys and values side by side."""
-        return self.hidden + 2 * self.hidden * self.keys_heads // self.heads
-
-    @property
-    def attention_parameters(self) -> int:
-        """Weights of one block's attention."""
-        return self.hidden * self.qkv + self.hidden * self.hidden
-
-    @property
-    def expert_parameters(self) -> int:
-        """Weights of one feed-forward layer, or of one expert."""
-        return (3 if self.gated else 2) * self.hidden * self.inner
-
-    @property
-    def parameters(self) -> int:
-        """Weights of the model; biases and norms, below a thousandth, are left out."""
-        block = self.attention_parameters + max(1, self.experts) * self.expert_parameters + self.experts * self.hidden
-        return self.layers * block + (1 if self.tied else 2) * self.vocab * self.hidden
-
-    def flops_per_token(self) -> float:
-        """Return the FLOP of forward and backward that the model needs a token.
-
-        As usual in reports, attention counts as if no score were masked, and recomputation does not count.
-        """
-        block = self.attention_parameters + max(1, self.top_k) * self.expert_parameters
-        return 6 * (self.layers * (block + 2 * self.seq * self.hidden) + self.vocab * self.hidden)
-
-
-class ClusterOf(_Part):
-    """Nodes of equal devices; words, files and clusters of other nodes come to these."""
-
-    device: str
-    per_node: int = Field(gt=0)
-    nodes: int = Field(gt=0)
-    node_gbps: float = Field(gt=0)
-    strided: float = Field(default=1.0, gt=0, le=1)
-    figures: InstanceOf[Device] | None = Field(default=None, exclude=True)
-    """The device, where it is none of the presets."""
-    usd_per_device_hour: float | None = Field(default=None, gt=0)
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """Price of all devices; None if it is not known."""
-        device = self.usd_per_device_hour
-        return None if device is None else device * self.per_node * self.nodes
-
-    @model_validator(mode="before")
-    @classmethod
-    def _worded(cls, value: Any) -> Any:
-        if not isinstance(value, str | Cluster):
-            return value
-        cluster = read_cluster(value)
-        if cluster.assumed:
-            logger.warning("%s", tr("assumed of the cluster: {what}", what="; ".join(cluster.assumed)))
-        equal = cluster.weakest()
-        node = equal.nodes[0]
-        if not cluster.is_uniform:
-            reckoned = f"{len(equal.nodes)} x ({node.devices} {node.device.name})"
-            logger.warning(
-                "%s",
-                tr(
-                    "The nodes differ ({cluster}), and every rank waits for the slowest: counted as {reckoned}. "
-                    "Describe some of the nodes alone to see what they would do without the others.",
-                    cluster=cluster,
-                    reckoned=reckoned,
-                ),
-            )
-        return {
-            "device": node.device.name,
-            "per_node": node.devices,
-            "nodes": len(cluster.nodes),
-            "node_gbps": node.gbps,
-            "strided": node.strided,
-            "figures": node.device,
-            "usd_per_device_hour": equal.usd_per_device_hour,
-        }
-
-
-class ParallelOf(_Part):
-    """Degree of each kind of parallelism."""
-
-    tp: int = Field(default=1, gt=0)
-    pp: int = Field(default=1, gt=0)
-    dp: int = Field(default=1, gt=0)
-    cp: int = Field(default=1, gt=0)
-    ep: int = Field(default=1, gt=0)
-    vpp: int = Field(default=1, gt=0)
-    zero: Literal[0, 1, 2, 3] = 0
-    hsdp: int = Field(default=1, gt=0)
-    sequence_parallel: bool = False
-    order: Order = "tp-dp-pp"
-
-    @property
-    def ranks(self) -> int:
-        """Devices the run needs; experts are dealt to ranks of the other axes."""
-        return self.tp * self.pp * self.dp * self.cp
-
-    def stride(self, axis: Axis) -> int:
-        """Return how many ranks apart two neighbours along an axis are: `cp` lies between `tp` and what follows it."""
-        axes = self.order.replace("tp", "tp-cp").split("-")
-        return prod(getattr(self, inner) for inner in axes[: axes.index(axis)])
-
-
-def find_shape_conflict(model: ModelOf, par: ParallelOf) -> str | None:
-    """Return why a model does not support these degrees; None if it does."""
-    if model.layers < par.pp * par.vpp:
-        return tr(
-            "{layers} layers do not make {stages} x {virtual} stages",
-            layers=model.layers,
-            stages=par.pp,
-            virtual=par.vpp,
-        )
-    if model.heads % par.tp:
-        return tr(
-            "model.heads ({heads}) must be a multiple of parallel.tp ({ranks}): each rank computes whole heads",
-            heads=model.heads,
-            ranks=par.tp,
-        )
-    if model.keys_heads % par.tp and par.tp % model.keys_heads:
-        return tr(
-            "one of model.kv_heads ({groups}) and parallel.tp ({ranks}) must divide the other: each rank holds whole "
-            "heads of keys and values, copies where there are fewer than ranks",
-            groups=model.keys_heads,
-            ranks=par.tp,
-        )
-    if model.inner % par.tp:
-        return tr(
-            "the feed-forward width ({columns}) must be a multiple of parallel.tp ({ranks}): each rank computes as "
-            "much",
-            columns=model.inner,
-            ranks=par.tp,
-        )
-    if model.seq % (par.cp * (par.tp if par.sequence_parallel else 1)):
-        return tr(
-            "model.seq ({tokens}) must be a multiple of parallel.cp ({ranks}), and with sequence_parallel of tp times "
-            "that",
-            tokens=model.seq,
-            ranks=par.cp,
-        )
-    if par.ep > 1 and (not model.experts or model.experts % par.ep):
-        return tr(
-            "model.experts ({experts}) must be a multiple of parallel.ep ({ranks}), and above 0 where ep is above 1",
-            experts=model.experts,
-            ranks=par.ep,
-        )
-    if (par.tp * par.cp * par.dp) % par.ep:
-        return tr(
-            "parallel.ep ({experts}) must divide tp x cp x dp ({ranks}): experts are dealt to the ranks of one stage",
-            experts=par.ep,
-            ranks=par.tp * par.cp * par.dp,
-        )
-    return None
-
-
-class BatchOf(_Part):
-    """Sequences of a step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-    whole: int = Field(gt=0, alias="global")
-    micro: int = Field(gt=0)
-
-
-class OverlapOf(_Part):
-    """Which communication runs beside computation."""
-
-    dp: bool = True
-    tp: bool = False
-    pp: bool = True
-
-
-class RunSpec(_Part):
+class RunSpec(Part):
     """One run spec; the format is that of docs/predict.md."""
 
     name: str
@@ -311,6 +78,17 @@ class RunSpec(_Part):
             raise ValueError(why)
         return self
 
+    @model_validator(mode="after")
+    def _has_numbers_measured(self) -> RunSpec:
+        for name in ("step_time_s", "tokens_per_s_per_device", "memory_gib"):
+            value = self.measured.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+            if value is not None and not is_number:
+                raise ValueError(
+                    tr("measured.{name} must be a number above 0, found {value!r}", name=name, value=value)
+                )
+        return self
+
     @property
     def device(self) -> Device:
         """The accelerator it runs on."""
@@ -343,11 +121,32 @@ class RunSpec(_Part):
         return self.model if self.model.keys_heads >= ranks else self.model.model_copy(update={"kv_heads": ranks})
 
     @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage: experts are dealt to them."""
+        par = self.parallel
+        return par.tp * par.cp * par.dp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that one expert is cut over: those of `tp`, or fewer if experts are dealt to ranks of `tp` too."""
+        return gcd(self.parallel.tp, self.stage_ranks // self.parallel.ep)
+
+    @property
+    def dense_parameters(self) -> float:
+        """Parameters of one block on one rank, experts left out."""
+        model = self.sharded_model
+        return (model.attention_parameters + (0 if model.experts else model.expert_parameters)) / self.parallel.tp
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of the experts of one block on one rank."""
+        model = self.model
+        return model.experts / self.parallel.ep * model.expert_parameters / self.expert_tp
+
+    @property
     def block_parameters(self) -> float:
         """Parameters of one block on one rank."""
-        model, par = self.sharded_model, self.parallel
-        experts = max(1, model.experts) / (par.ep if model.experts else 1)
-        return (model.attention_parameters + experts * model.expert_parameters) / par.tp
+        return self.dense_parameters + self.expert_parameters
 
     @property
     def stack_name(self) -> StackName | None:
@@ -391,9 +190,8 @@ class RunSpec(_Part):
     @property
     def measured_step_time_s(self) -> float | None:
         """Seconds of a step as measured, if something is stated that gives them."""
-        if "step_time_s" in self.measured:
-            return float(self.measured["step_time_s"])
-        if "tokens_per_s_per_device" in self.measured:
-            tokens = self.batch.whole * self.model.seq / self.parallel.ranks
-            return tokens / float(self.measured["tokens_per_s_per_device"])
+        if (seconds := self.measured.get("step_time_s")) is not None:
+            return float(seconds)
+        if (rate := self.measured.get("tokens_per_s_per_device")) is not None:
+            return self.batch.whole * self.model.seq / self.parallel.ranks / float(rate)
         return None

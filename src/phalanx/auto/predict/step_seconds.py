@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 
-from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
+from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
+from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.memory_model import FLOAT
-from phalanx.auto.predict.run_spec import Axis, RunSpec
-from phalanx.auto.predict.transformer import HALF, KernelWork, block, boundary_bytes, head, keeps_every_second_product
+from phalanx.auto.predict.rank_groups import count_tables
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.transformer import (
+    KernelWork,
+    block,
+    boundary_bytes,
+    head,
+    keeps_every_second_product,
+    shard_copy_bytes,
+)
 
-
-def group_topology(run: RunSpec, axis: Axis) -> GroupTopology:
-    """Return where the ranks of one axis lie, by the order of the ranks."""
-    ranks, stride = getattr(run.parallel, axis), run.parallel.stride(axis)
-    per_node = run.cluster.per_node
-    return GroupTopology(ranks, max(1, min(ranks, per_node // stride)), min(stride, per_node))
+_WHOLE_ROUNDS, _MOST_PASSES = 8, 4096
+"""Rounds of as many micro-batches as ranks that are computed pass by pass: so many, and more until all have so many
+passes. All that follow take as long as the last one, or as the work of the busiest rank."""
 
 
 class StepSeconds:
@@ -29,6 +36,7 @@ class StepSeconds:
         self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.habits.attention == "native")
         self.links = ClusterLinks(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
+        self.sent = BlockCollectives(run, self.links, self.block)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
     def breakdown(self) -> dict[str, float]:
@@ -37,9 +45,10 @@ class StepSeconds:
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
         # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
-        each = self._send + self.constants.micro_batch_s
-        others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * each
-        send, bubble = count * self._send, self._idle_share * others / run.parallel.vpp
+        hops, virtual = run.parallel.pp - 1, run.parallel.vpp
+        others = (run.model.layers - self.layers) / self.layers * passes + hops * self.constants.micro_batch_s
+        # Nothing else is there to run beside its sends.
+        send, bubble = count * self._send, self._idle_share * others / virtual + 2 * hops * self.send_once
         if self._is_unevenly_interleaved:
             waits = self._schedule_s - count * (passes + self._head_on_top + self.constants.micro_batch_s)
             send = min(send, waits)
@@ -55,9 +64,12 @@ class StepSeconds:
 
     @property
     def _head_on_top(self) -> float:
-        """Seconds by which the projection to the vocabulary makes its stage slower than the fullest of the others."""
+        """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        return max(0.0, self.head.forward + self.head.backward - fewer * (self.forward + self.backward))
+        last = self.head.forward + self.head.backward + self.sent.vocabulary
+        if self.run.parallel.pp == 1:
+            return last + self.sent.vocabulary
+        return max(self.sent.vocabulary, last - fewer * (self.forward + self.backward))
 
     @property
     def stage_blocks(self) -> list[int]:
@@ -82,8 +94,9 @@ class StepSeconds:
         run, blocks = self.run, np.array(self.stage_blocks)[:, None]
         forward = blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp
         backward = blocks * self.backward
+        forward[0] += self.sent.vocabulary
         forward[-1] += self.head.forward
-        backward[-1] += self.head.backward
+        backward[-1] += self.head.backward + self.sent.vocabulary
         sends = np.full((2, *blocks.shape), self.send_once)
         sends[0, -1] = sends[1, 0] = 0.0
         if run.overlap.pp:
@@ -93,7 +106,14 @@ class StepSeconds:
         else:
             forward, backward, delays = forward + sends[0], backward + sends[1], np.zeros_like(sends)
         ways = PassTimes(forward, delays[0]), PassTimes(backward, delays[1])
-        return float(find_rank_ends(*ways, run.parallel.pp, int(run.micro_batches)).max())
+        ranks, rounds = run.parallel.pp, int(run.micro_batches) // run.parallel.pp
+        whole = min(rounds, max(_WHOLE_ROUNDS, _MOST_PASSES // len(blocks)))
+        last = float(find_rank_ends(*ways, ranks, ranks * whole).max())
+        if rounds == whole:
+            return last
+        later = last - float(find_rank_ends(*ways, ranks, ranks * (whole - 1)).max())
+        busiest = ranks * float((forward + backward).reshape(-1, ranks).sum(axis=0).max())
+        return last + (rounds - whole) * max(later, busiest)
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -137,13 +157,15 @@ class StepSeconds:
     @cached_property
     def forward(self) -> float:
         """Seconds of a block's forward pass."""
-        device = self._beside(self.block.forward + self.tensor_parallel_forward, self._gathers)
-        return max(device, self._issue_forward)
+        return self._forward_beside(self._gathers)
+
+    def _forward_beside(self, gathers: float) -> float:
+        return max(self._beside(self.block.forward + self.waits_forward, gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included."""
-        compute = self.block.backward + self.recompute.forward + self.tensor_parallel_backward
+        compute = self.block.backward + self.recompute.forward + self.waits_backward
         device = self._beside(compute, self._gathers + self._scatters)
         return max(device, self._issue_backward)
 
@@ -151,8 +173,8 @@ class StepSeconds:
     def collectives(self) -> tuple[float, float]:
         """Seconds of a block's collectives in its forward and its backward pass, hidden ones included."""
         return (
-            self.tensor_parallel_forward + self._gathers,
-            self.tensor_parallel_backward + self._gathers + self._scatters,
+            self.waits_forward + self._gathers,
+            self.waits_backward + self._gathers + self._scatters,
         )
 
     def _beside(self, device: float, communication: float) -> float:
@@ -165,40 +187,16 @@ class StepSeconds:
     # -- communication ---------------------------------------------------------------------------------------
 
     @cached_property
-    def tensor_parallel_forward(self) -> float:
-        """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
-        run, par = self.run, self.run.parallel
-        layout = group_topology(run, "tp")
-        # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
-        share = 0.75 if run.precision == "fp8" and par.sequence_parallel else 1.0
-        seconds = 2 * self.links.all_reduce(share * boundary_bytes(run), layout)  # or all-gather and reduce-scatter
-        if run.overlap.tp:
-            beside = min(seconds, self.block.forward)
-            seconds -= (1 - self.constants.contention) * beside
-        if run.model.experts and par.ep > 1:
-            experts = GroupTopology(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
-            own = boundary_bytes(run) / (par.tp if par.sequence_parallel else 1)
-            # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
-            seconds += 2 * self.links.all_to_all(run.expert_load * own * run.model.top_k, experts)
-        if par.cp > 1:
-            kv = 2 * boundary_bytes(run) * run.sharded_model.keys_heads / run.model.heads / par.tp
-            ring = group_topology(run, "cp")
-            # The ring runs beside attention, and shows where it is the longer.
-            seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)
-        return seconds
+    def waits_forward(self) -> float:
+        """Seconds that a block's forward pass waits for collectives of sharded layers, experts and sequences."""
+        sent = self.sent
+        return sent.tensor_parallel_forward + sent.experts_forward + sent.context_forward
 
     @cached_property
-    def tensor_parallel_backward(self) -> float:
-        """Seconds of the same collectives in a backward pass, those of recomputation included."""
-        hidden = min(self.tensor_parallel_forward / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
-        return self.tensor_parallel_forward * (2 if self.run.recompute == "full" else 1) - hidden
-
-    @cached_property
-    def replicas(self) -> GroupTopology:
-        """The ranks that hold the same part of the model: all copies of it, and all parts of their sequences."""
-        par = self.run.parallel
-        in_node = group_topology(self.run, "dp").in_node * group_topology(self.run, "cp").in_node
-        return GroupTopology(par.dp * par.cp, in_node, max(1, self.run.cluster.per_node // in_node))
+    def waits_backward(self) -> float:
+        """Seconds of the same in a backward pass."""
+        sent = self.sent
+        return sent.tensor_parallel_backward + sent.experts_backward + sent.context_backward
 
     @cached_property
     def parameters(self) -> float:
@@ -206,25 +204,28 @@ class StepSeconds:
         return self.run.block_parameters * self.layers
 
     @cached_property
-    def shard_step(self) -> float:
-        """Seconds to gather the parameters of one block from their shards, or to scatter its gradients."""
-        replicas = self.replicas
-        shards = replicas.ranks // self.run.parallel.hsdp
-        layout = GroupTopology(shards, min(replicas.in_node, shards), replicas.sharing)
-        return self.links.all_gather(HALF * self.parameters / self.layers, layout)
+    def opening(self) -> float:
+        """Seconds that a step waits for parameters which no pass gathers: first of all with nothing to run beside.
+
+        ZeRO 2 frees none until the step ends, and gathers the rest beside its first forward pass.
+        """
+        first = self.sent.gather + self.sent.gather_of(self.sent.table)
+        if self.run.parallel.zero == 2 and self.run.parallel.pp == 1:
+            first += (self.layers - 1) * (self._forward_beside(self.sent.gather) - self.forward)
+        return first
 
     @cached_property
-    def scatter_step(self) -> float:
-        """Seconds to add up the gradients of one block and leave each rank its shard."""
-        return self.shard_step * self.run.gradient_bytes / HALF
+    def closing(self) -> float:
+        """Seconds to scatter the gradients of the block whose backward pass is last, with nothing to run beside."""
+        return self.sent.scatter + self.sent.scatter_of(self.sent.table)
 
     @cached_property
     def _gathers(self) -> float:
-        return self.shard_step if self.run.parallel.zero == 3 and self.run.parallel.pp == 1 else 0.0
+        return self.sent.gather if self.run.parallel.zero == 3 and self.run.parallel.pp == 1 else 0.0
 
     @cached_property
     def _scatters(self) -> float:
-        return self.scatter_step if self.run.parallel.zero >= 2 and self.run.parallel.pp == 1 else 0.0
+        return self.sent.scatter if self.run.parallel.zero >= 2 and self.run.parallel.pp == 1 else 0.0
 
     @cached_property
     def send_once(self) -> float:
@@ -241,10 +242,25 @@ class StepSeconds:
     def _send(self) -> float:
         """Seconds a micro-batch spends between stages, both ways."""
         once, par = self.send_once, self.run.parallel
-        if self.run.overlap.pp:
+        if not self.run.overlap.pp:
+            return 2 * par.vpp * once
+        if par.vpp > 1 or self.run.schedule in ("gpipe", "zero-bubble"):
             chunk = self.layers / par.vpp * self.forward
-            once = max(0.0, once - chunk) + self.constants.contention * min(once, chunk)
-        return 2 * par.vpp * once
+            shown = 2 * par.vpp * max(0.0, once - chunk)
+        else:
+            shown = max(0.0, 2 * once * (par.pp - 1) / par.pp - self._slack)
+        return shown + self.constants.contention * (2 * par.vpp * once - shown)
+
+    @cached_property
+    def _slack(self) -> float:
+        """Seconds of a micro-batch for which a stage waits on average for the slowest; 1F1B hides no more of its sends.
+
+        It has as many micro-batches on their way as stages: each comes back to the first stage, over all stages and
+        sends, before the first stage goes on.
+        """
+        run, block = self.run, self.forward + self.backward
+        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary
+        return self.layers * block + self._head_on_top - whole / run.parallel.pp
 
     @cached_property
     def weights(self) -> float:
@@ -256,26 +272,28 @@ class StepSeconds:
         """What a stage waits, of the passes of all others: with zero bubble less what gradients of weights fill.
 
         That is forward + inputs - weights for each of the others, and no less than either pass for which others wait
-        (`auto/solver/problem`).
+        (`auto/solver/problem`). Only the micro-batches before the last one have gradients of weights to fill with.
         """
-        if self.run.schedule != "zero-bubble":
+        if self.run.schedule != "zero-bubble" or self.run.parallel.pp == 1:
             return 1.0
         inputs = self.backward - self.weights
-        idle = max(self.forward + inputs - self.weights, self.forward, inputs)
+        filled = self.weights * min(1.0, (self.run.micro_batches - 1) / (self.run.parallel.pp - 1))
+        idle = max(self.forward + inputs - filled, self.forward, inputs)
         return idle / (self.forward + self.backward)
 
     @cached_property
     def _gradients(self) -> float:
         """Seconds of the gradients' collectives that nothing hides."""
-        par, model = self.run.parallel, self.run.model
-        first_and_last = self.shard_step + self.scatter_step
+        run, par, sent = self.run, self.run.parallel, self.sent
         if par.zero >= 2 and par.pp == 1:
-            return first_and_last  # have nothing beside them
-        edges = model.vocab * model.hidden / par.tp
+            return self.opening + self.closing
         if par.zero >= 2:  # stages gather and scatter once a step
-            whole = self.layers * first_and_last
+            whole = self.opening + self.closing + (self.layers - 1) * (sent.gather + sent.scatter)
         else:
-            whole = self.links.all_reduce(self.run.reduced_bytes * (self.parameters + edges), self.replicas)
+            dense, *experts = sent.parameters
+            tables = count_tables(run) * sent.table.count
+            stage = replace(dense, count=self.layers * dense.count + tables)
+            whole = sent.reduce_of(stage) + sum(sent.reduce_of(held, self.layers) for held in experts)
         if not self.run.overlap.dp:
             return whole
         beside = min(whole, self.layers * self.backward)
@@ -283,9 +301,11 @@ class StepSeconds:
 
     @cached_property
     def optimizer(self) -> float:
-        """Seconds of Adam on what this rank updates."""
-        par = self.run.parallel
-        updated = self.parameters + self.run.model.vocab * self.run.model.hidden / par.tp
-        shards = par.dp * par.cp // par.hsdp if par.zero else 1
-        moved = self.constants.optimizer_bytes if self.run.precision != "fp32" else 7 * FLOAT
-        return self.kernels.streamed(moved * updated / shards)
+        """Seconds of Adam on what this rank updates, and of what copies gradients of stages into shards before."""
+        run = self.run
+        stage = [(self.layers, held) for held in self.sent.parameters]
+        stage.append((count_tables(run), self.sent.table))
+        updated = sum(times * held.count / (held.shards.ranks if run.parallel.zero else 1) for times, held in stage)
+        moved = self.constants.optimizer_bytes if run.precision != "fp32" else 7 * FLOAT
+        copied = shard_copy_bytes(run) * self.layers if run.parallel.pp > 1 else 0.0
+        return self.kernels.streamed(moved * updated + copied)

@@ -22,6 +22,9 @@ class KernelWork:
     attention: float = 0.0
     """The attention's part of `forward`."""
 
+    attention_backward: float = 0.0
+    """The attention's part of `backward`."""
+
     attention_launches: float = 0.0
     weights: float = 0.0
     """The gradients of weights' part of `backward`."""
@@ -46,6 +49,11 @@ def tokens(run: RunSpec) -> float:
     return run.micro * run.model.seq / run.parallel.cp
 
 
+def routed_rows(run: RunSpec) -> float:
+    """Return the rows that experts of a rank compute for a micro-batch: each token once for each of its choices."""
+    return run.expert_load * tokens(run) * run.model.top_k * run.expert_tp / run.parallel.tp
+
+
 def boundary_bytes(run: RunSpec) -> float:
     """Return the bytes of the activations between two blocks, before they are cut over ranks."""
     return HALF * tokens(run) * run.model.hidden
@@ -62,6 +70,7 @@ def block(run: RunSpec, kernels: Kernels) -> KernelWork:
         forward_launches=attention.forward_launches + plain.forward_launches + 4,
         backward_launches=attention.backward_launches + plain.backward_launches + 8,
         attention=attention.forward,
+        attention_backward=attention.backward,
         attention_launches=attention.forward_launches,
         weights=products_b / 2,  # as many FLOP as the gradients of inputs
         plain=plain.forward,
@@ -72,15 +81,23 @@ def block(run: RunSpec, kernels: Kernels) -> KernelWork:
 def _gradient_copy_bytes(run: RunSpec) -> float:
     """Return the bytes that one micro-batch moves to join a block's gradients, or to add them to those before.
 
-    Shards cost two copies in half precision: PyTorch's first FSDP lays gradients side by side and divides them, its
-    second copies the parameters out of each of two gathers. Stages do so once a step. Without shards each gradient is
-    read, and read and written. Later Megatron adds within products.
+    Without shards each gradient is read, and read and written. Later Megatron adds within products. Stages copy what
+    they shard once a step (`StepSeconds.optimizer`).
     """
     if run.parallel.zero >= 2:
-        return 4 * HALF * run.block_parameters / (1 if run.parallel.pp == 1 else run.micro_batches)
+        return shard_copy_bytes(run) if run.parallel.pp == 1 else 0.0
     if run.habits.adds_in_products:
         return 0.0
     return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
+
+
+def shard_copy_bytes(run: RunSpec) -> float:
+    """Return the bytes that shards move for each gather and scatter of a block: two copies in half precision.
+
+    PyTorch's first FSDP lays gradients side by side and divides them, its second copies the parameters out of each of
+    two gathers.
+    """
+    return 4 * HALF * run.block_parameters if run.parallel.zero >= 2 else 0.0
 
 
 def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
@@ -91,10 +108,10 @@ def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
     wide = (2 if model.gated else 1) * model.inner
     if model.experts:
         own_experts = model.experts / run.parallel.ep
-        each = run.expert_load * token_count * model.top_k / own_experts
+        each, cut = routed_rows(run) / own_experts, run.expert_tp
         layers += [
-            (each, wide / tp, h, own_experts),
-            (each, h, model.inner / tp, own_experts),
+            (each, wide / cut, h, own_experts),
+            (each, h, model.inner / cut, own_experts),
             (token_count, model.experts, h, 1.0),
         ]
     else:
@@ -165,6 +182,9 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     else:  # norms and rotations in float32, an operator each: 13 and 10 reads and writes
         forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
         launches = 40
+    if model.experts:  # scores, their choice, and tokens put in order and back
+        sent = _ordering_bytes(run)
+        forward, backward, launches = forward + sent, backward + sent, launches + 8
     gap = kernels.constants.kernel_gap_s
     return KernelWork(
         forward=kernels.streamed(forward) + launches / 2 * gap,
@@ -172,6 +192,16 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
         forward_launches=launches,
         backward_launches=2 * launches,
     )
+
+
+def _ordering_bytes(run: RunSpec) -> float:
+    """Return the bytes that a pass moves to copy tokens in the order of experts, once a choice, and to add them up.
+
+    Both ways a row is read and written; those that other ranks sent are put in the order of this rank's experts too.
+    """
+    model, par = run.model, run.parallel
+    own = run.expert_load * tokens(run) * model.top_k / (par.tp if par.sequence_parallel else 1)
+    return 4 * HALF * model.hidden * (own + (routed_rows(run) if par.ep > 1 else 0.0))
 
 
 def head(run: RunSpec, kernels: Kernels) -> KernelWork:

@@ -11,7 +11,8 @@ from typing import Any
 
 from phalanx.auto.cost.parallel_config import ATTENTION, RECOMPUTE, SCHEDULES
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.predict.run_spec import ORDERS, RunSpec
+from phalanx.auto.predict.run_parts import ORDERS
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError
 from phalanx.i18n import Labels, suggest, tr

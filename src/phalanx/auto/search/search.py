@@ -315,7 +315,7 @@ def estimate_tensor_parallel(run: RunSpec, constants: Constants = DEFAULT) -> fl
     if run.parallel.tp == 1 or run.overlap.tp:
         return 0.0
     seconds = StepSeconds(run, constants)
-    return seconds.tensor_parallel_forward + seconds.tensor_parallel_backward
+    return seconds.waits_forward + seconds.waits_backward
 
 
 def lower_bound(run: RunSpec, tensor_parallel_s: float = 0.0) -> float:

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from phalanx.auto.cost.parallel_config import RECOMPUTE, divisors
-from phalanx.auto.predict.run_spec import ORDERS, Order, RunSpec, find_shape_conflict
-from phalanx.auto.predict.step_seconds import group_topology
+from phalanx.auto.predict.rank_groups import group_topology
+from phalanx.auto.predict.run_parts import ORDERS, Order, find_shape_conflict
+from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.search.request import SearchRequest
 
 MOST_VIRTUAL = 12

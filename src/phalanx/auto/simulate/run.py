@@ -63,7 +63,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
-        opening=seconds.shard_step if par.zero >= 2 else 0.0,
+        opening=seconds.opening if par.zero >= 2 else 0.0,
         contention=constants.contention,
         overlaps_sends=run.overlap.pp,
         overlaps_gradients=run.overlap.dp,
@@ -102,17 +102,17 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
             compute=own * seconds.compute_forward
             + (head.forward if head else 0.0)
             + seconds.constants.micro_batch_s / run.parallel.vpp,
-            exposed=own * exposed_forward,
+            exposed=own * exposed_forward + (seconds.sent.vocabulary if stage == 0 else 0.0),
             beside=own * max(0.0, collectives_forward - exposed_forward),
         ),
         inputs=PassWork(
             compute=backward - apart,
-            exposed=own * exposed_backward,
+            exposed=own * exposed_backward + (seconds.sent.vocabulary if is_last else 0.0),
             beside=own * max(0.0, collectives_backward - exposed_backward),
         ),
         weights=PassWork(compute=apart),
         activation_bytes=own * block_bytes(run),
-        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"}))
+        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
         if run.recompute == "full" and own
         else 0.0,
         send=seconds.send_once,
@@ -122,14 +122,14 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
 
 def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
-    par, replicas = run.parallel, seconds.replicas
-    if replicas.ranks == 1:
+    par, sent = run.parallel, seconds.sent
+    if par.dp * par.cp == 1:
         return ()
     if par.zero >= 2 and par.pp > 1:  # stages gather and scatter once a step
-        return (seconds.shard_step + seconds.scatter_step,) * blocks
+        return (sent.gather + sent.scatter,) * blocks
     if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
-        return (seconds.scatter_step,) if stage < par.pp else ()
-    block = seconds.links.all_reduce(run.reduced_bytes * seconds.parameters / seconds.layers, replicas)
-    edge = seconds.links.all_reduce(run.reduced_bytes * run.model.vocab * run.model.hidden / par.tp, replicas)
+        return (seconds.closing,) if stage < par.pp else ()
+    block = sum(sent.reduce_of(held) for held in sent.parameters)
+    edge = sent.reduce_of(sent.table)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

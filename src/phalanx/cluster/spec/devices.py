@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from phalanx.cluster.calibration.figures import Rates
 from phalanx.cluster.calibration.interpolation import at_speed
@@ -250,6 +251,7 @@ _FORMS = {"sxm2": "sxm", "sxm3": "sxm", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "s
 _MAKERS = ("nvidia", "tesla", "amd", "instinct", "gpu", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6")
 
 
+@cache
 def find_preset(name: str) -> Device:
     """Return the device of a name: a family, such as `h100`, alone or with memory, form or power, in any order.
 
@@ -258,7 +260,7 @@ def find_preset(name: str) -> Device:
     Raises:
         ConfigError: If no device has that name; names those of its family, or the nearest.
     """
-    words = re.split(r"[-_ ]+", name.lower())
+    words = re.split(r"[-_ ]+", re.sub(r"(\d)[-_ ]?gi?b?\b", r"\1gb", name.lower()))
     parts = {_FORMS.get(word, word) for word in words if word and word not in _MAKERS}
     families = [device for device in _PRESETS if device.name.lower().split("-")[0] in parts]
     for device in families:

@@ -1,0 +1,137 @@
+"""`BlockCollectives`: seconds of the collectives that a block's passes wait for or hide (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.auto.cost.collectives import ClusterLinks
+from phalanx.auto.predict.rank_groups import (
+    HeldParameters,
+    expert_ranks,
+    expert_tensor_ranks,
+    group_topology,
+    hold_vocabulary,
+    list_block_parameters,
+)
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows
+
+
+@dataclass(frozen=True)
+class BlockCollectives:
+    """Collectives of one block on one rank, per micro-batch."""
+
+    run: RunSpec
+    links: ClusterLinks
+    block: KernelWork
+    """What they run beside."""
+
+    @cached_property
+    def tensor_parallel_forward(self) -> float:
+        """Seconds of the sums over tensor-parallel ranks in a forward pass: of attention, and of the feed-forward."""
+        run, size = self.run, boundary_bytes(self.run)
+        # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
+        share = 0.75 if run.precision == "fp8" and run.parallel.sequence_parallel else 1.0
+        layout = group_topology(run, "tp")
+        each = self.links.all_reduce(share * size, layout)  # or all-gather and reduce-scatter
+        if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
+            return self._beside_products(2 * each)
+        # The ranks that share an expert gather the tokens that were sent to any of them.
+        routed = HALF * routed_rows(run) * run.model.hidden
+        return self._beside_products(each + self.links.all_reduce(share * routed, expert_tensor_ranks(run)))
+
+    @cached_property
+    def tensor_parallel_backward(self) -> float:
+        """Seconds of the same in a backward pass, those of recomputation included."""
+        forward = self.tensor_parallel_forward
+        hidden = min(forward / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
+        return forward * self._passes_back - hidden
+
+    @cached_property
+    def vocabulary(self) -> float:
+        """Seconds of the sum over ranks that each have some rows of the embedding, and of the projection's gradient."""
+        return self.links.all_reduce(boundary_bytes(self.run), group_topology(self.run, "tp"))
+
+    @cached_property
+    def experts_forward(self) -> float:
+        """Seconds of sending tokens to the experts and back in a forward pass."""
+        run, par = self.run, self.run.parallel
+        if not run.model.experts or par.ep == 1:
+            return 0.0
+        own = boundary_bytes(run) / (par.tp if par.sequence_parallel else 1)
+        # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
+        return 2 * self.links.all_to_all(run.expert_load * own * run.model.top_k, expert_ranks(run))
+
+    @cached_property
+    def experts_backward(self) -> float:
+        """Seconds of the same in a backward pass, those of recomputation included."""
+        return self.experts_forward * self._passes_back
+
+    @cached_property
+    def context_forward(self) -> float:
+        """Seconds by which keys and values, which go round a ring beside attention, make a forward pass longer."""
+        return self._beside(self._ring, self.block.attention)
+
+    @cached_property
+    def context_backward(self) -> float:
+        """Seconds of the same in a backward pass: their gradients go round too. Those of recomputation included."""
+        again = self.context_forward if self.run.recompute == "full" else 0.0
+        return self._beside(2 * self._ring, self.block.attention_backward) + again
+
+    @cached_property
+    def parameters(self) -> list[HeldParameters]:
+        """The parameters of the block on this rank."""
+        return list_block_parameters(self.run)
+
+    @cached_property
+    def table(self) -> HeldParameters:
+        """The rows of a table of the vocabulary on this rank."""
+        return hold_vocabulary(self.run)
+
+    @cached_property
+    def gather(self) -> float:
+        """Seconds to gather the parameters of the block from their shards."""
+        return sum(self.gather_of(held) for held in self.parameters)
+
+    @cached_property
+    def scatter(self) -> float:
+        """Seconds to add up its gradients and leave each rank its shard."""
+        return sum(self.scatter_of(held) for held in self.parameters)
+
+    def gather_of(self, held: HeldParameters) -> float:
+        """Return the seconds to gather parameters from their shards."""
+        return self.links.all_gather(HALF * held.count, held.shards)
+
+    def scatter_of(self, held: HeldParameters) -> float:
+        """Return the seconds to add up their gradients, and those of shards over all ranks with the same shard."""
+        size = self.run.gradient_bytes * held.count
+        copies = self.links.all_reduce(size / held.shards.ranks, held.shard_replicas)
+        return self.links.all_gather(size, held.shards) + copies
+
+    def reduce_of(self, held: HeldParameters, times: float = 1.0) -> float:
+        """Return the seconds to add up gradients that replicas hold whole, of so many times the parameters."""
+        return self.links.all_reduce(self.run.reduced_bytes * times * held.count, held.replicas)
+
+    @cached_property
+    def _ring(self) -> float:
+        run, par = self.run, self.run.parallel
+        if par.cp == 1:
+            return 0.0
+        own = 2 * boundary_bytes(run) * run.sharded_model.keys_heads / run.model.heads / par.tp
+        return self.links.all_gather(own * par.cp, group_topology(run, "cp"))
+
+    @property
+    def _passes_back(self) -> int:
+        """How often a backward pass sends what a forward pass sends."""
+        return 2 if self.run.recompute == "full" else 1
+
+    def _beside_products(self, seconds: float) -> float:
+        if not self.run.overlap.tp:
+            return seconds
+        return seconds - (1 - self.links.constants.contention) * min(seconds, self.block.forward)
+
+    def _beside(self, communication: float, computation: float) -> float:
+        """Return the seconds that communication adds to computation that it runs beside."""
+        shared = min(communication, computation)
+        return communication - shared + self.links.constants.contention * shared

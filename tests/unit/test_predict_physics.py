@@ -1,0 +1,348 @@
+"""What holds of any predicted run, whatever its figures: more work or less of a machine is never faster."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.auto.cost.constants import DEFAULT
+from phalanx.auto.predict.memory_model import Footprint, compute_footprint
+from phalanx.auto.predict.prediction import Prediction, predict
+from phalanx.auto.predict.rank_groups import expert_ranks, expert_replicas, list_block_parameters, replicas
+from phalanx.auto.predict.run_file import read_run
+from phalanx.auto.predict.step_seconds import StepSeconds
+from phalanx.auto.simulate.run import simulate_run
+from phalanx.cli.group import phalanx
+
+DENSE = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": True, "seq": 4096}
+EXPERTS = {"experts": 8, "top_k": 2}
+
+
+def describe(nodes: int = 1, per_node: int = 8, node_gbps: float = 3200, **changes: Any) -> dict[str, Any]:
+    """Return an 8B model on H100 in the kernels of Megatron; `model` and `parallel` are changed key by key."""
+    cluster = {"device": "H100-80GB-SXM", "per_node": per_node, "nodes": nodes, "node_gbps": node_gbps}
+    run: dict[str, Any] = {
+        "name": "8B",
+        "model": {**DENSE, "vocab": 128256, "tied": False},
+        "cluster": cluster,
+        "parallel": {},
+        "batch": {"global": 8 * nodes, "micro": 1},
+        "precision": "bf16",
+        "recompute": "none",
+        "stack": "megatron-core",
+        "overlap": {"dp": True},
+    }
+    return alter(run, **changes)
+
+
+def alter(run: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a run with parts replaced; of an object, its keys."""
+    run = copy.deepcopy(run)
+    for name, value in changes.items():
+        run[name] = {**run[name], **value} if isinstance(value, dict) else value
+    return run
+
+
+def step(run: dict[str, Any]) -> StepSeconds:
+    return StepSeconds(read_run(run), DEFAULT)
+
+
+def footprint(run: dict[str, Any]) -> Footprint:
+    return compute_footprint(read_run(run))
+
+
+def seconds(run: dict[str, Any]) -> float:
+    return predict(run, interval=False).step_time_s
+
+
+def states(run: dict[str, Any]) -> float:
+    """Return the bytes of parameters, gradients and optimizer states of all ranks."""
+    parts, ranks = footprint(run), read_run(run).parallel.ranks
+    return ranks * (parts.parameters + parts.gradients + parts.optimizer)
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 8), (1, 64), (2, 8), (2, 64), (8, 8), (8, 64)])
+def test_ranks_together_hold_all_experts_and_their_states(zero: int, tp: int, ep: int) -> None:
+    model = {"experts": 64, "top_k": 2, "moe_ffn": 2048}
+    run = describe(nodes=8, model=model, parallel={"tp": tp, "dp": 64 // tp, "ep": ep, "zero": zero})
+    assert states(run) >= 0.98 * 14 * read_run(run).model.parameters
+    assert step(run).optimizer * 64 >= 0.98 * step(run).kernels.streamed(
+        DEFAULT.optimizer_bytes * read_run(run).model.parameters
+    )
+
+
+def test_experts_that_fill_the_ranks_have_no_gradients_to_exchange() -> None:
+    run = describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8})
+    alone = alter(run, model={"experts": 64}, parallel={"ep": 64})
+    assert expert_replicas(read_run(run)).ranks == 8
+    assert expert_replicas(read_run(alone)).ranks == 1
+    dense, experts = list_block_parameters(read_run(alone))
+    assert step(alone).sent.reduce_of(experts) == 0 < step(alone).sent.reduce_of(dense)
+
+
+def test_experts_lie_beyond_the_ranks_that_share_one() -> None:
+    run = read_run(describe(nodes=8, model=EXPERTS, parallel={"tp": 8, "dp": 8, "ep": 8}))
+    layout = expert_ranks(run)
+    assert (layout.ranks, layout.in_node, layout.sharing) == (8, 1, 8), "a rank of each node"
+    beside = read_run(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8}))
+    assert expert_ranks(beside).in_node == 8
+    slow, fast = (
+        step(describe(8, 8, gbps, model=EXPERTS, parallel={"tp": 8, "dp": 8, "ep": 8})).sent.experts_forward
+        for gbps in (400, 3200)
+    )
+    assert slow > 4 * fast
+
+
+def test_no_node_holds_more_ranks_of_groups_than_it_has() -> None:
+    for tp, cp, ep in itertools.product((1, 2, 8, 16), (1, 2), (1, 4, 16, 64)):
+        model = {"experts": 64, "top_k": 2, "heads": 32, "kv_heads": 32}
+        parallel = {"tp": tp, "cp": cp, "dp": 128 // tp // cp, "ep": ep}
+        run = read_run(describe(nodes=16, model=model, parallel=parallel, batch={"global": 128}))
+        for layout in (replicas(run), expert_ranks(run), expert_replicas(run)):
+            assert layout.in_node * layout.sharing <= 8
+        assert run.expert_tp * ep * expert_replicas(run).ranks == 128
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_experts_take_and_keep_more_than_a_dense_layer_of_the_same_flop(ep: int) -> None:
+    run = describe(nodes=2, model=EXPERTS, parallel={"dp": 16, "ep": ep}, batch={"global": 16})
+    dense = alter(run, model={"experts": 0, "top_k": 0, "ffn": 2 * DENSE["ffn"]}, parallel={"ep": 1})
+    assert step(run).compute_forward > step(dense).compute_forward
+    assert footprint(run).activations > footprint(dense).activations
+
+
+def test_experts_of_one_shape_share_what_autograd_gets() -> None:
+    few, many = (describe(parallel={"dp": 8}, model={"experts": count, "top_k": 1}) for count in (2, 16))
+    assert footprint(few).gathered == footprint(many).gathered
+
+
+def test_tokens_of_experts_travel_beside_nothing_in_a_backward_pass_too() -> None:
+    sent = step(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8})).sent
+    assert sent.experts_backward == sent.experts_forward > 0
+
+
+# -- shards --------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_shards_add_up_their_gradients() -> None:
+    whole, half, none = (
+        step(describe(nodes=2, parallel={"dp": 16, "zero": 3, "hsdp": copies})).sent for copies in (1, 2, 16)
+    )
+    assert half.gather < whole.gather, "inside a node"
+    assert half.scatter > half.gather * 2, "and then between nodes"
+    assert none.gather == 0 < none.scatter
+
+
+def test_shards_of_the_vocabulary_are_gathered_too() -> None:
+    small, large = (step(describe(model={"vocab": vocab}, parallel={"dp": 8, "zero": 3})) for vocab in (32000, 256000))
+    assert large.opening > 1.5 * small.opening
+    assert large.closing > 1.5 * small.closing
+
+
+def test_a_vocabulary_of_its_own_for_the_projection_is_updated_and_sent_too() -> None:
+    tied, untied = (predict(describe(model={"tied": tied}, parallel={"dp": 8})).breakdown for tied in (True, False))
+    assert untied["optimizer_s"] > tied["optimizer_s"]
+    assert untied["gradients_s"] > tied["gradients_s"]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_sharding_more_sends_no_less(count: int) -> None:
+    def sent(zero: int) -> float:
+        run = describe(nodes=2, parallel={"dp": 16, "zero": zero}, overlap={"dp": False}, batch={"global": 16 * count})
+        parts = predict(run, interval=False).breakdown
+        return parts["gradients_s"] + parts["exposed_communication_s"]
+
+    assert sent(1) < 1.05 * sent(2) < 1.05 * sent(3)
+
+
+def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:
+    """Of one block and no stages, as of many; and where the projection hides behind blocks, the embedding does not."""
+    run = describe(node_gbps=1, nodes=8, per_node=1, parallel={"tp": 8}, model={"layers": 8}, batch={"global": 1})
+    passes = step(run)
+    alone = passes.layers * (passes.compute_forward + passes.compute_backward)
+    waits = passes.layers * (passes.forward + passes.backward) - alone
+    assert predict(run).step_time_s > alone + waits + 2 * passes.sent.vocabulary > 1.05 * (alone + waits)
+    stages = alter(run, parallel={"tp": 4, "pp": 2}, model={"layers": 9}, batch={"global": 64})
+    assert seconds(stages) == pytest.approx(simulate_run(stages).simulation.step_time_s, rel=0.05)
+
+
+# -- sequences and stages ------------------------------------------------------------------------------------
+
+
+def test_gradients_of_keys_and_values_go_round_the_ring_too() -> None:
+    run = describe(nodes=8, node_gbps=10, parallel={"cp": 64}, batch={"global": 1})
+    sent = step(run).sent
+    assert sent.context_backward == pytest.approx(2 * sent.context_forward, rel=0.05)
+    assert step(alter(run, recompute="full")).sent.context_backward > 2.9 * sent.context_forward
+
+
+def test_a_ring_that_is_hidden_costs_what_it_takes_from_attention() -> None:
+    hidden = step(describe(model={"seq": 65536}, parallel={"cp": 8}, batch={"global": 1})).sent
+    assert 0 < hidden.context_forward < 0.5 * hidden.block.attention
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"), [("1f1b", 1), ("1f1b", 8), ("1f1b", 64), ("gpipe", 8), ("zero-bubble", 1)]
+)
+def test_sends_of_a_slow_network_show_where_nothing_hides_them(schedule: str, count: int) -> None:
+    """The formula is the simulated step: of the first micro-batch through all stages, and of every one in 1F1B."""
+    parallel, batch = {"tp": 1, "pp": 8}, {"global": count, "micro": 1}
+    run = describe(per_node=1, nodes=8, node_gbps=100, parallel=parallel, batch=batch, schedule=schedule)
+    run = alter(run, model={"vocab": 1024})
+    assert step(run).send_once > 0.2 * step(run).layers * step(run).forward
+    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("layers", "pp", "vpp"), [(32, 4, 3), (105, 2, 3), (43, 8, 4)])
+def test_many_rounds_of_uneven_stages_take_as_long_as_one_by_one(
+    layers: int, pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel, batch = {"pp": pp, "vpp": vpp}, {"global": pp * 60, "micro": 1}
+    run = describe(parallel=parallel, batch=batch, schedule="interleaved", model={"layers": layers})
+    exact = predict(run, interval=False)
+    assert min(exact.breakdown["pipeline_send_s"], exact.breakdown["pipeline_bubble_s"]) >= 0
+    monkeypatch.setattr("phalanx.auto.predict.step_seconds._MOST_PASSES", 1)
+    assert seconds(run) == pytest.approx(exact.step_time_s, rel=0.02)
+
+
+def test_a_long_schedule_of_many_stages_is_predicted_in_seconds() -> None:
+    parallel, batch = {"pp": 100, "vpp": 3}, {"global": 10**6, "micro": 1}
+    run = describe(nodes=13, parallel=parallel, batch=batch, schedule="interleaved", model={"layers": 301})
+    assert seconds(run) > 10**6 * 4 * step(run).forward
+
+
+def test_stages_copy_shards_once_a_step_each_by_itself() -> None:
+    parallel, model = {"pp": 8, "dp": 2, "zero": 3}, {**EXPERTS, "experts": 64}
+    run = describe(nodes=2, parallel=parallel, model=model, batch={"global": 2, "micro": 1})
+    assert seconds(alter(run, batch={"global": 4})) >= seconds(run)
+
+
+def test_experts_that_are_not_sharded_are_not_gathered() -> None:
+    parallel = {"pp": 2, "dp": 8, "ep": 8, "zero": 3}
+    run = describe(nodes=2, parallel=parallel, model=EXPERTS, batch={"global": 16, "micro": 1})
+    assert footprint(run).gathered < 0.5 * footprint(alter(run, parallel={"ep": 4})).gathered
+
+
+def test_a_block_that_is_computed_again_does_not_hold_its_input_twice() -> None:
+    one = describe(model={"layers": 1, "seq": 65536}, parallel={"tp": 8, "sequence_parallel": False})
+    assert footprint(alter(one, recompute="full")).activations <= footprint(one).activations
+
+
+# -- what is known of devices, and of descriptions -----------------------------------------------------------
+
+
+def width(run: dict[str, Any]) -> float:
+    low, high = predict(run).step_time_interval_s or (0.0, 0.0)
+    return high / low
+
+
+def test_less_is_known_of_devices_without_a_published_step() -> None:
+    known, unknown = (
+        describe(cluster={"device": device}, model={"seq": 512}, batch={"global": 64, "micro": 64})
+        for device in ("H100", "MI300X")
+    )
+    assert width(unknown) > width(known)
+    assert width(alter(known, cluster={"device": "GB200"})) == pytest.approx(
+        width(alter(known, cluster={"device": "B200"})), rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": {"hidden": 10**400}}, "model.hidden: Input should be less than or equal to 1e+09"),
+        ({"cluster": {"node_gbps": math.inf}}, "cluster.node_gbps: Input should be a finite number"),
+        ({"cluster": {"node_gbps": 5e-324}}, "cluster.node_gbps: Input should be greater than or equal to 1e-06"),
+        ({"measured": {"step_time_s": "fast"}}, "measured.step_time_s must be a number above 0, found 'fast'"),
+        ({"measured": {"tokens_per_s_per_device": 0}}, "measured.tokens_per_s_per_device must be a number above 0"),
+    ],
+)
+def test_a_value_that_no_run_has_is_an_error_of_its_row(changes: dict[str, Any], reason: str) -> None:
+    run = {**describe(), "measured": {"step_time_s": None}}
+    lines = "\n".join(json.dumps(one) for one in (alter(run, **changes), run))
+    shown = CliRunner().invoke(phalanx, ["predict", "-", "--json"], input=lines)
+    wrong, right = map(json.loads, shown.stdout.splitlines())
+    assert reason in wrong["error"]
+    assert right["step_time_s"] > 0
+
+
+# -- any run -------------------------------------------------------------------------------------------------
+
+
+def draw(numbers: random.Random) -> dict[str, Any]:
+    """Return a run of plausible figures."""
+    choose = numbers.choice
+    tp, cp, dp, pp = choose([1, 2, 4, 8]), choose([1, 1, 2]), choose([1, 2, 8, 64]), choose([1, 1, 2, 8])
+    ranks, heads = tp * cp * dp * pp, 8 * choose([1, 4, 8])
+    model = {"layers": choose([8, 24, 61]), "hidden": 128 * heads, "heads": heads, "kv_heads": choose([8, heads])}
+    model |= {"seq": choose([1024, 4096, 32768]), "gated": choose([True, False]), "vocab": choose([32000, 256000])}
+    model |= {"ffn": 256 * heads, "tied": choose([True, False])}
+    ep = 1
+    if choose([True, False]):
+        model |= {"experts": 16, "top_k": choose([1, 4])}
+        ep = choose([e for e in (1, 2, 16) if tp * cp * dp % e == 0])
+    parallel = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "zero": choose([0, 1, 2, 3])}
+    parallel |= {"sequence_parallel": choose([True, False]), "hsdp": choose([1, min(dp, 8)])}
+    micro = choose([1, 4])
+    return describe(
+        nodes=math.ceil(ranks / 8),
+        node_gbps=choose([100, 400, 3200]),
+        model=model,
+        cluster={"device": choose(["A100", "H100", "B200", "MI300X"])},
+        parallel=parallel,
+        batch={"global": dp * micro * pp * choose([1, 8]), "micro": micro},
+        recompute=choose(["none", "selective", "full"]),
+        stack=choose(["megatron-core", "pytorch", "generic"]),
+        overlap={name: choose([True, False]) for name in ("dp", "tp", "pp")},
+    )
+
+
+def per_device(run: dict[str, Any]) -> Prediction:
+    return predict(run, interval=False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_run_obeys_physics(seed: int) -> None:
+    numbers = random.Random(seed)
+    for _ in range(25):
+        described = draw(numbers)
+        run, predicted = read_run(described), per_device(described)
+        model, par, rows = run.model, run.parallel, run.batch.whole
+        assert all(math.isfinite(value) and value >= 0 for value in predicted.breakdown.values())
+        masked = 6 * model.layers * model.seq * model.hidden  # FLOP of scores that no kernel has to compute
+        flops = (model.flops_per_token() - masked) * rows * model.seq / par.ranks
+        assert predicted.step_time_s > flops / run.device.flops["bf16"]
+        assert states(described) >= 0.98 * 14 * model.parameters
+        assert predicted.memory_gib * 2**30 * par.ranks > states(described)
+
+        def change(run: dict[str, Any] = described, **changes: Any) -> float:
+            return seconds(alter(run, **changes))
+
+        base = predicted.step_time_s
+        assert change(cluster={"node_gbps": 2 * run.cluster.node_gbps}) <= base
+        assert change(batch={"global": 2 * rows}) >= base
+        assert per_device(alter(described, batch={"global": 2 * rows})).tokens_per_s_per_device > (
+            0.995 * predicted.tokens_per_s_per_device
+        )
+        ways = [change(recompute=how) for how in ("none", "selective", "full")]
+        assert ways == sorted(ways)
+        assert ways[2] < 1.51 * ways[0]
+        near = change(model={"vocab": model.vocab + 1}), change(cluster={"node_gbps": 1.01 * run.cluster.node_gbps})
+        assert max(near) / base < 1.02
+        assert base / min(near) < 1.02
+        if par.pp == 1:
+            assert change(batch={"micro": 2 * run.batch.micro}) <= 1.02 * base
+        zero = [footprint(alter(described, parallel={"zero": zero, "hsdp": 1})) for zero in (0, 1, 3)]
+        held = [parts.parameters + parts.gradients + parts.optimizer for parts in zero]
+        assert held == sorted(held, reverse=True)
