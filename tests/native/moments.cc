@@ -184,10 +184,12 @@ void test_moments() {
   const std::uint64_t few = 3000 * 24;
   for (const EntryKind entry : {EntryKind::kAny, EntryKind::kCount, EntryKind::kProbability, EntryKind::kShowClick}) {
     for (const std::uint64_t max_bytes : {std::uint64_t{0}, few * 2}) {
-      keep(spec_of(entry, entry == EntryKind::kAny, max_bytes), max_bytes + static_cast<std::uint64_t>(entry), 100);
       keep_among_threads(entry, max_bytes);
+      if constexpr (kFindsRaces) continue;
+      keep(spec_of(entry, entry == EntryKind::kAny, max_bytes), max_bytes + static_cast<std::uint64_t>(entry), 100);
     }
   }
+  if constexpr (kFindsRaces) return;
   keep(spec_of(EntryKind::kCount, false, 0), 9, EmbeddingTable::kRenumberAt - 250);
   let_go();
 }
