@@ -60,6 +60,9 @@ class Trained:
     plan: dict[str, Any]
     """As ranks read it."""
 
+    stages: tuple[str, ...] = ()
+    """The units that stages 1, 2, ... begin with."""
+
     rounds: list[tuple[float, float, float]] = field(default_factory=list)
     """Of every round: seconds of a step, seconds of the yardstick beside it, and pages that a rank touches for the
     first time in a step."""
@@ -67,13 +70,15 @@ class Trained:
     @classmethod
     def of(cls, found: Candidate, answer: PlanResult) -> Trained:
         """Return a Plan that was not measured yet."""
-        return cls(found.config, found.call_strategies, build_plan(found, answer.layers).model_dump(mode="json"))
+        plan = build_plan(found, answer.layers).model_dump(mode="json")
+        return cls(found.config, found.call_strategies, plan, found.stages)
 
     @classmethod
     def read(cls, kept: dict[str, Any]) -> Trained:
         """Return one that was kept as JSON."""
         picked = tuple(LayerStrategy(*way) for way in kept["call_strategies"])
-        return cls(ParallelConfig(**kept["config"]), picked, kept["plan"], [tuple(one) for one in kept["rounds"]])
+        rounds = [tuple(one) for one in kept["rounds"]]
+        return cls(ParallelConfig(**kept["config"]), picked, kept["plan"], tuple(kept.get("stages", ())), rounds)
 
     def seconds(self, usual: float, first: int = 0, step: int = 1) -> float:
         """Return the median over rounds, all of them or every `step`th, where the yardstick takes its usual time."""
