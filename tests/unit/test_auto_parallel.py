@@ -622,7 +622,7 @@ def test_sharding_holds_what_it_gathers():
     assert bytes_of(0, 1) == [(3, 1), (1, 0)]  # a gradient lies beside its bucket until that is full
     assert bytes_of(1, 1) == bytes_of(2, 1) == [(1.75, 1), (1.25, 0)]  # slices of all, and parameters gathered
     assert bytes_of(3, 1) == [(0.75, 2), (0.25, 1)]
-    assert bytes_of(3, 2) == bytes_of(1, 2) == [(3.5, 0), (1.5, 0)]  # both are whole for all of a step
+    assert bytes_of(3, 2) == bytes_of(1, 2) == [(3, 0), (1.5, 0)]  # both are whole for all of a step
 
 
 def test_what_cuts_the_loss_is_said_not_to_be_searched_and_a_way_of_another_kind_is_refused_by_name() -> None:

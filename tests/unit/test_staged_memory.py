@@ -38,10 +38,14 @@ def test_gradients_of_a_micro_batch_are_new_beside_the_sum_of_others_and_that_be
     one = answer_of("micro=1", "vpp=1")
     copies = answer_of("micro=2", "dp=2", "zero=0", ranks=4)
     costs = {name: problem_of(answer).nodes[0].options[0] for name, answer in (("one", one), ("two", two))}
+    sharded = answer_of("micro=2", "dp=2", "zero=2", ranks=4)
     costs["copies"] = problem_of(copies).nodes[0].options[0]
+    costs["sharded"] = problem_of(sharded).nodes[0].options[0]
     batch = ROWS * 32 * FLOAT
     assert costs["one"].persistent_bytes == costs["two"].persistent_bytes == 2 * first + batch
     assert costs["copies"].persistent_bytes == 3 * first + batch / 2
+    # A slice of the parameters beside what is gathered of them; of gradients, slices come when the passes are over.
+    assert costs["sharded"].persistent_bytes == first / 2 + 2 * first + batch / 2
     # The gradient of a layer's outputs, of a micro-batch.
     grad = ROWS * WIDTH * FLOAT
     assert costs["one"].workspace_bytes == grad

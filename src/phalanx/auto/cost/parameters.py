@@ -90,9 +90,9 @@ class ParameterCostModel:
         value_bytes = (size + frozen) / shards + (size + frozen if keeps_full else 0.0)
         grad_bytes, bucket_bytes = size / shards, self._bucket_bytes(trained, size, parts, strategy, on_tokens)
         if config.stages > 1:
-            # Gradients of micro-batches add up beside slices and buckets, until all are there; each is new at first.
+            # Gradients of micro-batches add up until all are there, beside buckets, before slices; each is new first.
             late_bytes, working_bytes = 0.0, size if config.micro_batches > 1 else 0.0
-            grad_bytes += size if config.zero else bucket_bytes
+            grad_bytes = size + bucket_bytes
         else:
             late_bytes = grad_bytes - bucket_bytes
             gathered_bytes = size + (size + frozen if config.zero == 3 else 0.0) if config.zero else 0.0
