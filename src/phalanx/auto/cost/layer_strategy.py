@@ -73,7 +73,7 @@ class LayerCostModel:
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
         added_s = regather_s + param_cost.copy_s + deferred.added_s
-        kept = self._kept(work, again.activation_bytes)
+        lifetimes = self._lifetimes(work, again.activation_bytes)
         return StrategyCost(
             label=str(strategy),
             forward_s=times.forward + comm.forward + again.forward_s + gather_s,
@@ -84,20 +84,20 @@ class LayerCostModel:
             update_s=param_cost.update_s,
             persistent_bytes=param_cost.bytes
             + work.sample_bytes * config.micro_batches / config.batch_parts
-            + kept.persistent_bytes,
+            + lifetimes.persistent_bytes,
             late_bytes=param_cost.late_bytes,
             update_bytes=param_cost.update_bytes,
-            activation_bytes=kept.activation_bytes,
+            activation_bytes=lifetimes.activation_bytes,
             recomputed_bytes=again.recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
             workspace_bytes=memory.workspace_bytes
             + again.workspace_bytes
             + param_cost.working_bytes
             + work.shared_grad_bytes
-            + kept.workspace_bytes,
+            + lifetimes.workspace_bytes,
         )
 
-    def _kept(self, work: CallWork, activation_bytes: float) -> _Kept:
+    def _lifetimes(self, work: CallWork, activation_bytes: float) -> _Lifetimes:
         """Return how long a rank has what a call keeps for its backward pass, and what it returns.
 
         A loop has an output until the next one takes its place. Stages let it go with its micro-batch: if gradients of
@@ -105,11 +105,11 @@ class LayerCostModel:
         """
         returned_bytes = work.call.returned_bytes / self._config.batch_parts
         if self._config.stages == 1:
-            return _Kept(returned_bytes, activation_bytes, 0.0)
+            return _Lifetimes(returned_bytes, activation_bytes, 0.0)
         behind_bytes = work.behind_weights_bytes / self._config.batch_parts
         if self._config.zero_bubble and behind_bytes:
-            return _Kept(0.0, activation_bytes if work.trains else 0.0, behind_bytes)
-        return _Kept(0.0, activation_bytes + returned_bytes, 0.0)
+            return _Lifetimes(0.0, activation_bytes if work.trains else 0.0, behind_bytes)
+        return _Lifetimes(0.0, activation_bytes + returned_bytes, 0.0)
 
     def _recompute(
         self, work: CallWork, strategy: LayerStrategy, fraction: ShardFraction, saved_bytes: float, comm_s: float
@@ -363,7 +363,9 @@ class _Recomputation(NamedTuple):
     workspace_bytes: float
 
 
-class _Kept(NamedTuple):
+class _Lifetimes(NamedTuple):
+    """Of what a call keeps for its backward pass, and of what it returns."""
+
     persistent_bytes: float
     activation_bytes: float
     workspace_bytes: float

@@ -205,8 +205,8 @@ class LayerWork:
         units = (self.unit_of[param.name] for param in work.call.parameters)
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
-        kept = work.call.saved_bytes, work.call.returned_bytes
-        saved = *kept, work.in_block, work.starts_block, work.block_saved_bytes
+        activations = work.call.saved_bytes, work.call.returned_bytes
+        saved = *activations, work.in_block, work.starts_block, work.block_saved_bytes
         others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes
         temporary = work.call.temporary_bytes, work.block_product_bytes, *others
         borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)

@@ -343,8 +343,8 @@ class StepProblem:
                 persistent[[stage % self.ranks, after_it % self.ranks]] += size
         passing = self.most_in_flight(activation[None])[0] + owed
         return [
-            max(RankMemory(held, kept, working), RankMemory(held, 0.0, updating), key=lambda memory: memory.total)
-            for held, kept, working, updating in np.stack([persistent, passing, workspace, update], axis=1).tolist()
+            max(RankMemory(*in_passes), RankMemory(in_passes[0], 0.0, in_update), key=lambda memory: memory.total)
+            for *in_passes, in_update in np.stack([persistent, passing, workspace, update], axis=1).tolist()
         ]
 
     def most_in_flight(self, activation: Floats) -> Floats:

@@ -194,12 +194,12 @@ class UniformChain:
         most = np.where(self._least > 0, len(equal), 0)
         if self._problem.room < math.inf:
             room = self._problem.room * (1 + 0.9 * ROUNDING)  # a margin for sums in another order
-            for (kept, each), largest in zip(
+            for (passing, each), largest in zip(
                 (self._passing_bytes(costs), (0.0, 0.0)), costs.largest_bytes, strict=True
             ):
                 needs = np.max(np.where(self._outside, largest[others], 0.0), axis=2, initial=0.0)
                 needs = np.maximum(needs, np.where(self._least > 0, largest[equal.start], 0.0))
-                fixed, by_piece = kept + outside[2] + self._arriving + needs, each + piece_cost[2]
+                fixed, by_piece = passing + outside[2] + self._arriving + needs, each + piece_cost[2]
                 most = np.minimum(
                     most, _count_fitting(fixed[..., None] + np.asarray(by_piece)[..., None] * numbers, room)
                 )
