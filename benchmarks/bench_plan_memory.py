@@ -143,8 +143,8 @@ def choose_staged(name: str, ranks: int) -> list[Trained]:
 
 def measure_peaks(planned: list[Trained], name: str, optimizer: str, ranks: int) -> Iterator[PlanMemory]:
     """Yield Plans of a model with the peaks of each."""
-    peaks = px.launch(measure, ranks, [Plan.model_validate(trained.plan) for trained in planned], name, optimizer)
-    for trained, by_rank in zip(planned, peaks, strict=True):
+    for trained in planned:
+        by_rank = px.launch(measure, ranks, Plan.model_validate(trained.plan), name, optimizer)
         places = list_places(trained.config)
         at_places = [
             [peak for peak, at in zip(by_rank, places, strict=True) if at == place]

@@ -96,17 +96,16 @@ class Training:
         self._optimizer.step()
 
 
-def measure(plans: list[Plan], name: str, optimizer: str) -> list[list[tuple[float, float]]]:
-    """Return the peak bytes of private memory and of tensors under each Plan, by rank.
+def measure(plan: Plan, name: str, optimizer: str) -> list[tuple[float, float]]:
+    """Return the peak bytes of private memory and of tensors under a Plan, by rank.
 
-    Collective. Each Plan is trained twice, as a profiler that sees every allocation takes memory itself.
+    Collective, and of fresh processes: what another Plan left would be missing. The Plan is trained twice, as a
+    profiler that sees every allocation takes memory itself.
     """
     data = _start(name)
-    private = [private_peak(plan, name, optimizer, data) for plan in plans]
-    tensors = [tensor_peak(plan, name, optimizer, data) for plan in plans]
-    mine = torch.tensor([private, tensors], dtype=torch.float64).T.contiguous()
-    by_plan = px.comm.all_gather(mine[None]).transpose(0, 1)
-    return [[(own[0], own[1]) for own in ranks] for ranks in by_plan.tolist()]
+    mine = [private_peak(plan, name, optimizer, data), tensor_peak(plan, name, optimizer, data)]
+    by_rank = px.comm.all_gather(torch.tensor([mine], dtype=torch.float64))
+    return [(private, tensors) for private, tensors in by_rank.tolist()]
 
 
 def private_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
