@@ -5,15 +5,18 @@
 Plans of the small models of `bench_plans` are trained for two steps: what a rank has to itself at most beside what it
 had before the model was made, and what its tensors take at most. Then each is trained again in fresh processes, with
 limits on a rank's memory (RLIMIT_DATA) around the measured peak: steps either end, or an allocation fails. The planner
-calls a Plan feasible under a limit if it predicts no more; every other answer than what happened is named. What was
-measured can be kept, and predicted again.
+calls a Plan feasible under a limit if it predicts no more; every other answer than what happened is named. Plans with
+stages are measured without limits, the ranks of each stage by themselves. What was measured can be kept, and predicted
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -34,9 +37,26 @@ from benchmarks.plan_memory_rank import LARGE, OPTIMIZERS, measure, train_limite
 from benchmarks.plans_grid import chosen_of, every_candidate
 from benchmarks.report import machine
 from phalanx.auto.auto_parallel import auto_parallel
+from phalanx.auto.cost.parallel_config import ParallelConfig
 from phalanx.auto.planner.report.result import PlanResult
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, PlanError
 from phalanx.plan.value import Plan
+
+STAGED: dict[int, tuple[tuple[str, ...], ...]] = {
+    2: (
+        ("pp=2", "micro=1"),
+        ("pp=2", "micro=4", "schedule=1f1b"),
+        ("pp=2", "micro=4", "schedule=interleaved"),
+        ("pp=2", "micro=4", "schedule=zero_bubble"),
+    ),
+    4: (
+        ("pp=4", "micro=8", "schedule=1f1b"),
+        ("pp=2", "micro=4", "schedule=1f1b", "dp=2", "zero=0"),
+        ("pp=2", "micro=4", "schedule=1f1b", "dp=2", "zero=2"),
+        ("pp=2", "micro=4", "schedule=1f1b", "tp=2"),
+    ),
+}
+"""Limits of a search for each Plan with stages, by ranks."""
 
 BUDGETS = (0.7, 0.85, 1.0, 1.15, 1.3)
 """Limits, as parts of the measured peak."""
@@ -51,11 +71,11 @@ class PlanMemory:
     optimizer: str
     ranks: int
     planned: Trained
-    private: float
-    """Bytes that a rank has to itself at the peak."""
+    private: tuple[float, ...]
+    """Bytes that a rank has to itself at the peak: the most of the ranks at each place along the stages."""
 
-    tensors: float
-    """Bytes of its tensors at the peak."""
+    tensors: tuple[float, ...]
+    """Bytes of its tensors at the peak, likewise."""
 
     trained: dict[str, bool] = field(default_factory=dict)
     """Whether steps ended under a limit, by the part of the measured peak that it is."""
@@ -63,7 +83,14 @@ class PlanMemory:
     @classmethod
     def read(cls, entry: dict[str, Any]) -> PlanMemory:
         """Return one that was kept as JSON."""
-        return cls(**{**entry, "planned": Trained.read(entry["planned"])})
+        return cls(
+            **{
+                **entry,
+                "planned": Trained.read(entry["planned"]),
+                "private": tuple(entry["private"]),
+                "tensors": tuple(entry["tensors"]),
+            }
+        )
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -74,6 +101,7 @@ class PlanMemory:
             "optimizer": self.optimizer,
             "sharding": f"zero={config.zero}" if config.data > 1 else "one copy",
             "recompute": config.recompute,
+            "stages": config.schedule,
             "tensor parallel": f"model={config.model}" if config.model > 1 else self._cut_by_rows(),
         }
 
@@ -81,10 +109,13 @@ class PlanMemory:
         return "rows gathered" if any(way.style for way in self.planned.call_strategies) else "none"
 
 
-def predicted_bytes(answer: PlanResult, planned: Trained) -> float:
-    """Return what the planner says the fullest rank has at its peak."""
+def predicted_bytes(answer: PlanResult, planned: Trained) -> list[float]:
+    """Return what the planner says a rank has at its peak, by place along the stages."""
     problem, pick = find_pick(answer, planned)
-    return problem.peak(pick)
+    starts = () if answer.layers.partition_points is None else answer.layers.partition_points.starts
+    begins = [starts.index(unit) for unit in planned.stages]
+    stage_of = [sum(begin <= piece for begin in begins) for piece in range(problem.piece_count)]
+    return [rank.total for rank in problem.memory(pick, stage_of)]
 
 
 def ask(name: str, optimizer: str, ranks: int) -> PlanResult:
@@ -95,15 +126,39 @@ def ask(name: str, optimizer: str, ranks: int) -> PlanResult:
 
 
 def choose(name: str, ranks: int, most: int) -> list[Trained]:
-    """Return some Plans of a model."""
+    """Return some Plans of a model without stages."""
     answer = ask(name, "sgd", ranks)
     return [Trained.of(chosen, answer) for chosen in chosen_of(list(every_candidate(answer, name, ranks)), most)]
 
 
-def measure_peaks(planned: list[Trained], name: str, optimizer: str, ranks: int) -> list[PlanMemory]:
-    """Return Plans of a model with the peaks of each."""
-    peaks = px.launch(measure, ranks, [Plan.model_validate(trained.plan) for trained in planned], name, optimizer)
-    return [PlanMemory(optimizer, ranks, trained, *peak) for trained, peak in zip(planned, peaks, strict=True)]
+def choose_staged(name: str, ranks: int) -> list[Trained]:
+    """Return the Plans of a model with stages that there are of `STAGED`."""
+    answer, chosen = ask(name, "sgd", ranks), []
+    for limits in STAGED.get(ranks, ()):
+        for recompute in ("none", "full")[: 2 if answer.layers.blocks else 1]:
+            with contextlib.suppress(PlanError):
+                chosen.append(answer.search_again((*limits, f"recompute={recompute}")).best)
+    return [Trained.of(candidate, answer) for candidate in chosen]
+
+
+def measure_peaks(planned: list[Trained], name: str, optimizer: str, ranks: int) -> Iterator[PlanMemory]:
+    """Yield Plans of a model with the peaks of each."""
+    for trained in planned:
+        by_rank = px.launch(measure, ranks, Plan.model_validate(trained.plan), name, optimizer)
+        places = list_places(trained.config)
+        at_places = [
+            [peak for peak, at in zip(by_rank, places, strict=True) if at == place]
+            for place in range(trained.config.stages)
+        ]
+        private, tensors = (tuple(max(peak[what] for peak in at) for at in at_places) for what in (0, 1))
+        yield PlanMemory(optimizer, ranks, trained, private, tensors)
+
+
+def list_places(config: ParallelConfig) -> list[int]:
+    """Return the place of each rank along the stages."""
+    inner = list(config.sizes)[list(config.sizes).index("pp") + 1 :]
+    together = math.prod(config.sizes[kind] for kind in inner)
+    return [rank // together % config.stages for rank in range(config.ranks)]
 
 
 def ends_within(entry: PlanMemory, name: str, budget: float) -> bool:
@@ -124,7 +179,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(LARGE), help="which models, separated by commas")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--most", type=int, default=3, help="Plans of a model, optimizer and number of ranks")
+    parser.add_argument(
+        "--most", type=int, default=3, help="Plans of a model, optimizer and number of ranks, without stages"
+    )
+    parser.add_argument("--only", choices=("layers", "stages"), help="only Plans without stages, or with them")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep what is measured, a file a case; what is there is not again"
     )
@@ -133,13 +191,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # ranks are copies of this process, and threads are not copied
     rows = []
-    for name, ranks in itertools.product(options.cases.split(","), options.ranks):
-        print(f"{name}, {ranks} ranks", file=sys.stderr, flush=True)
-        file = options.keep and options.keep / f"{name}_{ranks}.json"
+    kinds = [options.only] if options.only else ["layers"] if options.quick else ["layers", "stages"]
+    for name, ranks, kind in itertools.product(options.cases.split(","), options.ranks, kinds):
+        if kind == "stages" and ranks not in STAGED:
+            continue
+        print(f"{name}, {ranks} ranks, {kind}", file=sys.stderr, flush=True)
+        file = options.keep and options.keep / f"{name}_{ranks}_{kind}.json"
         if file and file.exists():
             entries = [PlanMemory.read(entry) for entry in json.loads(file.read_text())]
         else:
-            entries = list(_measure_case(name, ranks, 2 if options.quick else options.most, is_quick=options.quick))
+            most = 2 if options.quick else options.most
+            entries = list(_measure_case(name, ranks, most, kind == "stages", is_quick=options.quick))
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps([asdict(entry) for entry in entries]))
@@ -151,19 +213,21 @@ def main() -> None:
         print_tables(rows)
 
 
-def _measure_case(name: str, ranks: int, most: int, *, is_quick: bool) -> Iterator[PlanMemory]:
+def _measure_case(name: str, ranks: int, most: int, in_stages: bool, *, is_quick: bool) -> Iterator[PlanMemory]:
     """Yield some Plans of a model, measured with each optimizer."""
-    planned, budgets = choose(name, ranks, most), (0.5, 1.5) if is_quick else BUDGETS
+    planned = choose_staged(name, ranks) if in_stages else choose(name, ranks, most)
+    budgets: tuple[float, ...] = () if in_stages else (0.5, 1.5) if is_quick else BUDGETS
     for optimizer in ("adam",) if is_quick else OPTIMIZERS:
         for entry in measure_peaks(planned, name, optimizer, ranks):
             for budget in budgets:
-                entry.trained[str(budget)] = ends_within(entry, name, budget * entry.private)
+                entry.trained[str(budget)] = ends_within(entry, name, budget * max(entry.private))
             yield entry
 
 
 def row_of(answer: PlanResult, name: str, entry: PlanMemory) -> dict[str, Any]:
     """Return the figures of a Plan."""
-    predicted = predicted_bytes(answer, entry.planned)
+    by_place = predicted_bytes(answer, entry.planned)
+    predicted, private = max(by_place), max(entry.private)
     layers = zip(answer.layers.calls, entry.planned.call_strategies, strict=True)
     return {
         "model": name,
@@ -171,11 +235,15 @@ def row_of(answer: PlanResult, name: str, entry: PlanMemory) -> dict[str, Any]:
         "layers": {call.path: str(way) for call, way in layers if way.style is not None},
         "kinds": entry.kinds,
         "predicted": predicted,
-        "private": entry.private,
-        "tensors": entry.tensors,
-        "error": predicted / entry.private - 1,
+        "private": private,
+        "tensors": max(entry.tensors),
+        "error": predicted / private - 1,
+        "stages": [
+            {"predicted": place, "private": measured, "tensors": tensors, "error": place / measured - 1}
+            for place, measured, tensors in zip(by_place, entry.private, entry.tensors, strict=True)
+        ],
         "limits": [
-            {"part": float(part), "trained": trained, "feasible": predicted <= float(part) * entry.private}
+            {"part": float(part), "trained": trained, "feasible": predicted <= float(part) * private}
             for part, trained in entry.trained.items()
         ],
     }
@@ -201,13 +269,16 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
         order = ((True, True), (True, False), (False, False), (False, True))
         answers.add_row(f"{part}", *(str(count[answer]) for answer in order))
     console.print(answers)
-    plans = Table("model", "optimizer", "Plan", "layers", "predicted MiB", "private", "tensors", "error", "doubt at")
+    columns = ("predicted MiB", "private", "tensors", "error", "of each stage", "doubt at")
+    plans = Table("model", "optimizer", "Plan", "layers", *columns)
     for row in sorted(rows, key=lambda row: -abs(row["error"])):
         layers = ", ".join(f"{path} {way}" for path, way in row["layers"].items()) or "whole"
         doubt = [f"{limit['part']}" for limit in row["limits"] if limit["trained"] != limit["feasible"]]
         sizes = (f"{row[name] / MIB:.1f}" for name in ("predicted", "private", "tensors"))
         optimizer = row["kinds"]["optimizer"]
-        plans.add_row(row["model"], optimizer, row["plan"], layers, *sizes, f"{row['error']:+.1%}", " ".join(doubt))
+        stages = " ".join(f"{stage['error']:+.1%}" for stage in row["stages"]) if len(row["stages"]) > 1 else ""
+        error = f"{row['error']:+.1%}"
+        plans.add_row(row["model"], optimizer, row["plan"], layers, *sizes, error, stages, " ".join(doubt))
     console.print(plans)
 
 

@@ -60,6 +60,9 @@ class Trained:
     plan: dict[str, Any]
     """As ranks read it."""
 
+    stages: tuple[str, ...] = ()
+    """The units that stages 1, 2, ... begin with."""
+
     rounds: list[tuple[float, float, float]] = field(default_factory=list)
     """Of every round: seconds of a step, seconds of the yardstick beside it, and pages that a rank touches for the
     first time in a step."""
@@ -67,20 +70,15 @@ class Trained:
     @classmethod
     def of(cls, candidate: Candidate, answer: PlanResult) -> Trained:
         """Return a Plan that was not measured yet."""
-        return cls(
-            candidate.config, candidate.call_strategies, build_plan(candidate, answer.layers).model_dump(mode="json")
-        )
+        plan = build_plan(candidate, answer.layers).model_dump(mode="json")
+        return cls(candidate.config, candidate.call_strategies, plan, candidate.stages)
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Trained:
         """Return one that was kept as JSON."""
         strategies = tuple(LayerStrategy(*fields) for fields in entry["call_strategies"])
-        return cls(
-            ParallelConfig(**entry["config"]),
-            strategies,
-            entry["plan"],
-            [tuple(figures) for figures in entry["rounds"]],
-        )
+        rounds = [tuple(figures) for figures in entry["rounds"]]
+        return cls(ParallelConfig(**entry["config"]), strategies, entry["plan"], tuple(entry.get("stages", ())), rounds)
 
     def seconds(self, usual: float, first: int = 0, step: int = 1) -> float:
         """Return the median over rounds, all of them or every `step`th, where the yardstick takes its usual time."""

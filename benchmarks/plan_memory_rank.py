@@ -1,7 +1,8 @@
 """One rank of `bench_plan_memory`: measure the peak memory of a step under a Plan, or train under a limit.
 
 What a C library keeps of freed memory is nobody's tensor, so every block of 128 KiB and more goes back to the system as
-soon as it is freed, as the memory guard does where memory is short.
+soon as it is freed, as the memory guard does where memory is short. Nor does any lie in the heap that a rank has of the
+process that it is a copy of: memory that is mapped already counts under no limit.
 """
 
 from __future__ import annotations
@@ -35,23 +36,32 @@ STEPS = 2
 _MMAP_THRESHOLD, _TIGHT_BYTES = -3, 1 << 17
 """M_MMAP_THRESHOLD of glibc (man mallopt), and the smallest block that goes back at once."""
 
+
+class _HeapUse(ctypes.Structure):
+    """What `mallinfo2` of glibc returns: ten numbers, the fourth is that of blocks that are mapped by themselves."""
+
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+
 Model = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Loss]
 
 
-def _ids(words: int, rows: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(words, (rows, 64)), torch.randint(words, (rows, 64))
+def _ids(words: int, rows: int, places: int = 64) -> tuple[Tensor, Tensor]:
+    return torch.randint(words, (rows, places)), torch.randint(words, (rows, places))
 
 
 LARGE: dict[str, Model] = {
     "transformer": (lambda: Transformer(384), lambda: _ids(512, 32), of_tokens),
     "gpt": (lambda: GPT(16384), lambda: _ids(16384, 16), of_tokens),
+    "tied_gpt": (lambda: GPT(65536, tied=True), lambda: _ids(65536, 16, places=4), of_tokens),
     "alexnet": (
         lambda: AlexNet(4096),
         lambda: (torch.randn(128, 3, 64, 64), torch.randint(100, (128,))),
         F.cross_entropy,
     ),
 }
-"""The models of `bench_plans` with more words, width or rows, so that tensors are most of what a rank has."""
+"""The models of `bench_plans` with more words, width or rows, so that tensors are most of what a rank has. The tied GPT
+has few rows beside its table of words, so that it is fullest where both gradients of the table meet."""
 
 
 class Training:
@@ -70,25 +80,32 @@ class Training:
             plan=plan,
         )  # fmt: skip
         self._inputs, self._target = next(iter(loader))
+        self._staged = None
+        if plan.schedule.kind != "none":  # such a Plan trains in no loop
+            self._staged = px.train_step(self._model, self._loss_fn, self._optimizer)
         gc.collect()  # the whole model that this rank has a part of now, and what was captured
 
     def step(self) -> None:
-        """Train once on the batch."""
+        """Train once on the batch. What the model returns stays, as in a loop that has a name for it."""
+        if self._staged is not None:
+            self._staged(self._inputs, self._target)
+            return
         self._optimizer.zero_grad()
-        self._loss_fn(self._model(self._inputs), self._target).backward()
+        self._output = self._model(self._inputs)
+        self._loss_fn(self._output, self._target).backward()
         self._optimizer.step()
 
 
-def measure(plans: list[Plan], name: str, optimizer: str) -> list[tuple[float, float]]:
-    """Return the peak bytes of private memory and of tensors under each Plan, of the rank that has the most.
+def measure(plan: Plan, name: str, optimizer: str) -> list[tuple[float, float]]:
+    """Return the peak bytes of private memory and of tensors under a Plan, by rank.
 
-    Collective. Each Plan is trained twice, as a profiler that sees every allocation takes memory itself.
+    Collective, and of fresh processes: what another Plan left would be missing. The Plan is trained twice, as a
+    profiler that sees every allocation takes memory itself.
     """
     data = _start(name)
-    private = [private_peak(plan, name, optimizer, data) for plan in plans]
-    tensors = [tensor_peak(plan, name, optimizer, data) for plan in plans]
-    peaks: list[list[float]] = px.comm.all_reduce(torch.tensor([private, tensors]), "max").tolist()
-    return list(zip(*peaks, strict=True))
+    mine = [private_peak(plan, name, optimizer, data), tensor_peak(plan, name, optimizer, data)]
+    by_rank = px.comm.all_gather(torch.tensor([mine], dtype=torch.float64))
+    return [(private, tensors) for private, tensors in by_rank.tolist()]
 
 
 def private_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
@@ -157,12 +174,22 @@ def _start(name: str) -> tuple[Tensor, Tensor]:
     logging.disable(logging.WARNING)
     px.init()
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _TIGHT_BYTES)
+    _fill_heap()
     layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 64), nn.LayerNorm(64))
     layers(torch.randn(64, 3, 8, 8)).square().sum().backward()
     px.comm.all_reduce(torch.ones(1 << 20))
     _end()
     torch.manual_seed(0)
     return LARGE[name][1]()
+
+
+def _fill_heap() -> None:
+    """Leave no free block in the heap that holds a tensor: the next one is mapped."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _HeapUse
+    mapped = libc.mallinfo2().sizes[3]
+    while libc.mallinfo2().sizes[3] == mapped:
+        libc.malloc(_TIGHT_BYTES)
 
 
 def _end() -> None:

@@ -23,6 +23,11 @@ GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
         ("blocks.*.mlp.0", "blocks.*.mlp.2"): (("whole", "whole"), ("column", "row"), ("row", "row")),
         ("head",): (("whole",), ("column",), ("row",)),
     },
+    "tied_gpt": {
+        ("places",): (("whole",), ("vocab",)),
+        ("blocks.*.qkv", "blocks.*.o"): (("whole", "whole"), ("column", "row"), ("row", "row")),
+        ("blocks.*.mlp.0", "blocks.*.mlp.2"): (("whole", "whole"), ("column", "row"), ("row", "row")),
+    },
     "alexnet": {(f"classifier.{place}",): (("whole",), ("column",), ("row",)) for place in (0, 2, 4)},
 }
 """Layers that are styled together, and in which styles."""

@@ -59,13 +59,20 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores of the next of some tokens, from fused queries, keys and values: most parameters are of the words."""
+    """Scores of the next of some tokens, from fused queries, keys and values: most parameters are of the words.
 
-    def __init__(self, words: int = 4096) -> None:
+    Args:
+        words: Number of them.
+        tied: Whether scores come from the words' own table.
+    """
+
+    def __init__(self, words: int = 4096, *, tied: bool = False) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(words, 192), nn.Embedding(64, 192)
         self.blocks = nn.ModuleList(FusedBlock(192, 6) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(192), nn.Linear(192, words)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return scores of shape (rows, places, words)."""

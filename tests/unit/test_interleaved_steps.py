@@ -17,8 +17,8 @@ import phalanx as px
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, StageWork
 from phalanx.auto.solver.cut_moves import even_cut, list_neighbours
-from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
-from phalanx.auto.solver.problem import LayerNode, StageTimes, StepProblem, StrategyCost
+from phalanx.auto.solver.interleaved import PassTimes, StageTimes, find_rank_ends
+from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
 from phalanx.auto.solver.solve import solve
 from phalanx.plan.value import Schedule
 

@@ -25,7 +25,7 @@ def option(random: Random, longer: float = 1.0) -> StrategyCost:
         label="", forward_s=drawn[0], backward_s=drawn[1], weight_grad_s=random.random() * drawn[1],
         grad_sync_s=drawn[2], update_s=drawn[3] / 4, persistent_bytes=drawn[4],
         activation_bytes=drawn[5] / 4, deferred_bytes=drawn[7] / 4,
-        workspace_bytes=drawn[6],
+        workspace_bytes=drawn[6], update_bytes=4 * drawn[3],
     )  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def random_choices(random: Random) -> StepProblem:
         nodes=tuple(nodes),
         pieces=tuple(places),
         sends=tuple(random.random() for _ in range(pieces - 1)),
+        border_bytes=tuple(random.random() for _ in range(pieces - 1)),
         ranks=ranks,
         virtual=virtual,
         micro_batches=random.choice((2, 4, 8)) if virtual > 1 else random.choice((1, 2, 4, 8)),
@@ -118,6 +119,7 @@ def repeated_choices(random: Random) -> StepProblem:
         nodes=tuple(LayerNode(name=f"{piece}{name}", decision=name, options=found) for piece, name, found in nodes),
         pieces=tuple(piece for piece, _, _ in nodes),
         sends=tuple(borders),
+        border_bytes=tuple(borders),
         ranks=ranks,
         virtual=virtual,
         micro_batches=random.choice((2, 4, 8)) if virtual > 1 else random.choice((1, 2, 4)),

@@ -58,6 +58,7 @@ def count_chosen_tokens(
             read_bytes=round(operator.read_bytes / times),
             written_bytes=round(operator.written_bytes / times),
             saved_bytes=round(operator.saved_bytes / times),
+            returned_bytes=round(operator.returned_bytes / times),
             temporary_bytes=round(operator.temporary_bytes / times),
             experts=call if operator.phase == "forward" else None,
         )

@@ -101,11 +101,14 @@ class Operator:
     read_bytes: int
     written_bytes: int
     saved_bytes: int
-    """Bytes it made that autograd keeps for the backward pass."""
+    """Bytes it made that autograd keeps for the backward pass, but for those that the model returns."""
+
+    returned_bytes: int
+    """Bytes it made that the model returns, whether autograd keeps them or not."""
 
     temporary_bytes: int
-    """Bytes it made that are there until `temporary_until` alone: neither kept for the backward pass nor the gradient
-    of a parameter. Of operators that were put together, without what no other one reads."""
+    """Bytes it made that are there until `temporary_until` alone: neither kept for the backward pass nor returned, nor
+    the gradient of a parameter. Of operators that were put together, without what no other one reads."""
 
     temporary_until: int
     """Position of the last operator that reads these; its own if none does."""
@@ -158,7 +161,10 @@ class CapturedStep:
         return sum(operator.saved_bytes for operator in self.operators)
 
     def list_live_bytes(self) -> list[int]:
-        """Return the bytes that operators made and that are there while each runs, gradients of parameters left out."""
+        """Return the bytes that operators made and that are there while each runs.
+
+        Neither gradients of parameters nor what the model returns: how long these stay, the script decides.
+        """
         changes = [0] * (len(self.operators) + 1)
         for at, operator in enumerate(self.operators):
             changes[at] += operator.saved_bytes + operator.temporary_bytes

@@ -47,11 +47,14 @@ class ModuleCall:
     """What later calls read or, of the last ones, what the last operator makes."""
 
     saved_bytes: int
-    """Of the activations it makes, those that autograd keeps for the backward pass."""
+    """Of the activations it makes, those that autograd keeps for the backward pass, but for those returned."""
+
+    returned_bytes: int
+    """Of the activations it makes, those that the model returns."""
 
     temporary_bytes: int
     """Bytes that are there while it runs, in the pass that has more, beside what it and the calls before it keep for
-    the backward pass: gradients of activations, and results that nothing keeps."""
+    the backward pass, and what the model returns: gradients of activations, and results that nothing keeps."""
 
     last_dim_parts: int
     """Cutting the last dimension of the inputs that follow into a number of parts that divides this cuts the last one
@@ -123,6 +126,7 @@ class _CallReader:
                     inputs=tuple(self._input(read, follow(read)) for read in self._outside(run)),
                     outputs=tuple(self._ops[n].outputs[output] for n, output in self._outputs(run)),
                     saved_bytes=sum(op.saved_bytes for op in ops),
+                    returned_bytes=sum(op.returned_bytes for op in ops),
                     temporary_bytes=self._temporary[at],
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),

@@ -24,6 +24,7 @@ from phalanx.errors import ConfigError
 from phalanx.i18n import tr
 
 _aten = torch.ops.aten
+_SUM = str(_aten.add.Tensor)
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default}
 _MAKES_SPACE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _MOST_QUESTIONS = 10_000
@@ -64,7 +65,10 @@ class _Memory:
     size: int
     saved_bytes: int = 0
     is_gradient: bool = False
-    """Whether it is the gradient of a parameter."""
+    """Whether it is the gradient of a parameter, or of one of its uses."""
+
+    is_returned: bool = False
+    """Whether the model returns it."""
 
     last_use: int = 0
     written_by: int = -1
@@ -112,20 +116,24 @@ class Tracer(TorchDispatchMode):
 
     def operators(self) -> tuple[Operator, ...]:
         """Return what was recorded, in the order it ran."""
-        saved, temporary = [0] * len(self._operators), [0] * len(self._operators)
+        saved, returned, temporary = ([0] * len(self._operators) for _ in range(3))
         last, until = list(range(len(self._operators))), list(range(len(self._operators)))
         for memory in self._memory.values():
             owner = memory.owner
             if isinstance(owner, int):
-                saved[owner] += memory.saved_bytes
                 last[owner] = max(last[owner], memory.last_use)
-                if not (memory.saved_bytes or memory.is_gradient):
+                if memory.is_returned:
+                    returned[owner] += memory.size
+                elif memory.saved_bytes:
+                    saved[owner] += memory.saved_bytes
+                elif not memory.is_gradient:
                     temporary[owner] += memory.size
                     until[owner] = max(until[owner], memory.last_use)
         return tuple(
             Operator(
                 **fields,
                 saved_bytes=saved[at],
+                returned_bytes=returned[at],
                 temporary_bytes=temporary[at],
                 temporary_until=until[at],
                 last_use=last[at],
@@ -137,16 +145,22 @@ class Tracer(TorchDispatchMode):
         """Take down what the model returns."""
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor):
+                self._find(tensor).is_returned = True
                 read = self._argument(tensor)
                 assert isinstance(read, Read)
                 if isinstance(read.source, int):
                     self._operators[read.source]["returned"] = True
 
     def mark_gradients(self) -> None:
-        """Mark the memory of the gradients of parameters."""
-        for param in self._model.parameters():
-            if param.is_leaf and param.grad is not None:
-                self._find(param.grad).is_gradient = True
+        """Mark the memory of the gradients of parameters, and of those of each of several uses, which are added up."""
+        of = {output: memory for memory in self._memory.values() for output in memory.views.values()}
+        grads = [param.grad for param in self._model.parameters() if param.is_leaf and param.grad is not None]
+        memories = [self._find(grad) for grad in grads]
+        for memory in memories:
+            memory.is_gradient = True
+            if isinstance(memory.owner, int) and (sum_of_uses := self._operators[memory.owner])["name"] == _SUM:
+                reads = (read for read in sum_of_uses["arguments"] if isinstance(read, Read))
+                memories += [of[read.source, read.output] for read in reads if isinstance(read.source, int)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

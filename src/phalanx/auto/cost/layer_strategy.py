@@ -73,6 +73,7 @@ class LayerCostModel:
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
         added_s = regather_s + param_cost.copy_s + deferred.added_s
+        lifetimes = self._lifetimes(work, again.activation_bytes)
         return StrategyCost(
             label=str(strategy),
             forward_s=times.forward + comm.forward + again.forward_s + gather_s,
@@ -81,14 +82,34 @@ class LayerCostModel:
             comm_s=comm.forward + comm.backward + gather_s + regather_s,
             grad_sync_s=param_cost.grad_sync_s + (param_cost.gather_s if config.stages > 1 else 0.0),
             update_s=param_cost.update_s,
-            persistent_bytes=param_cost.bytes + work.sample_bytes * config.micro_batches / config.batch_parts,
+            persistent_bytes=param_cost.bytes
+            + work.sample_bytes * config.micro_batches / config.batch_parts
+            + lifetimes.persistent_bytes,
             late_bytes=param_cost.late_bytes,
             update_bytes=param_cost.update_bytes,
-            activation_bytes=again.activation_bytes,
+            activation_bytes=lifetimes.activation_bytes,
             recomputed_bytes=again.recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
-            workspace_bytes=memory.workspace_bytes + again.workspace_bytes + param_cost.working_bytes,
+            workspace_bytes=memory.workspace_bytes
+            + again.workspace_bytes
+            + param_cost.working_bytes
+            + work.shared_grad_bytes
+            + lifetimes.workspace_bytes,
         )
+
+    def _lifetimes(self, work: CallWork, activation_bytes: float) -> _Lifetimes:
+        """Return how long a rank has what a call keeps for its backward pass, and what it returns.
+
+        A loop has an output until the next one takes its place. Stages let it go with its micro-batch: if gradients of
+        weights are apart, with those of inputs, as all behind the last weights, and of one micro-batch at a time.
+        """
+        returned_bytes = work.call.returned_bytes / self._config.batch_parts
+        if self._config.stages == 1:
+            return _Lifetimes(returned_bytes, activation_bytes, 0.0)
+        behind_bytes = work.behind_weights_bytes / self._config.batch_parts
+        if self._config.zero_bubble and behind_bytes:
+            return _Lifetimes(0.0, activation_bytes if work.trains else 0.0, behind_bytes)
+        return _Lifetimes(0.0, activation_bytes + returned_bytes, 0.0)
 
     def _recompute(
         self, work: CallWork, strategy: LayerStrategy, fraction: ShardFraction, saved_bytes: float, comm_s: float
@@ -339,6 +360,14 @@ class _Recomputation(NamedTuple):
     backward_s: float
     activation_bytes: float
     recomputed_bytes: float
+    workspace_bytes: float
+
+
+class _Lifetimes(NamedTuple):
+    """Of what a call keeps for its backward pass, and of what it returns."""
+
+    persistent_bytes: float
+    activation_bytes: float
     workspace_bytes: float
 
 

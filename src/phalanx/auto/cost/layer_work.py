@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,6 +45,13 @@ class CallWork:
 
     sample_bytes: float
     """Bytes of tensors of the batch that no call before reads."""
+
+    shared_grad_bytes: float
+    """Bytes of gradients of parameters that several calls use, while it runs, beside those of all parameters: of later
+    uses, up to the first; and in such a use its own and a new sum of both."""
+
+    behind_weights_bytes: float
+    """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before."""
 
     block: str
     """The repeated block that it is in, which may be recomputed; empty if it is in none."""
@@ -97,7 +105,8 @@ class LayerWork:
                 products += sum(op.written_bytes for op in ops if op.flops)
                 saved[block] = size, products
             block_saved.append((size, products))
-        sample_bytes = _list_sample_bytes(calls)
+        behind_weights = _list_behind_weights(calls, trains)
+        sample_bytes, shared_grad_bytes = _list_sample_bytes(calls), _list_shared_grad_bytes(calls)
         self.all = tuple(
             CallWork(
                 call=call,
@@ -107,6 +116,8 @@ class LayerWork:
                 input_bytes=_bytes(source.value for source in call.inputs),
                 output_bytes=_bytes(call.outputs),
                 sample_bytes=sample_bytes[position],
+                shared_grad_bytes=shared_grad_bytes[position],
+                behind_weights_bytes=behind_weights[position],
                 block=block or "",
                 starts_block=block is not None and first[block] == position,
                 sequence=_place(layers.sequence, position),
@@ -194,8 +205,10 @@ class LayerWork:
         units = (self.unit_of[param.name] for param in work.call.parameters)
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
-        saved = work.call.saved_bytes, work.in_block, work.starts_block, work.block_saved_bytes
-        temporary = work.call.temporary_bytes, work.block_product_bytes, work.sample_bytes
+        activations = work.call.saved_bytes, work.call.returned_bytes
+        saved = *activations, work.in_block, work.starts_block, work.block_saved_bytes
+        others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes
+        temporary = work.call.temporary_bytes, work.block_product_bytes, *others
         borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)
         return work.call.template, work.is_first, work.trains, *saved, *temporary, borders, sizes
 
@@ -272,6 +285,32 @@ def _list_sample_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
         sizes.append(float(sum(size for source, size in read.items() if source not in seen)))
         seen |= read.keys()
     return sizes
+
+
+def _list_shared_grad_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
+    """Return `CallWork.shared_grad_bytes` of every call."""
+    uses: dict[ParamShape, list[int]] = {}
+    for position, call in enumerate(calls):
+        for param in call.parameters:
+            uses.setdefault(param, []).append(position)
+    sizes = [0.0] * len(calls)
+    for param, positions in uses.items():
+        if param.trainable:
+            for position in positions[:-1]:  # its own, which torch adds up to a new sum
+                sizes[position] += 2 * param.bytes
+            for position in range(positions[0] + 1, positions[-1] + 1):
+                sizes[position] += param.bytes
+    return sizes
+
+
+def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool]) -> list[float]:
+    """Return `CallWork.behind_weights_bytes` of every call."""
+    last = max((position for position, is_trained in enumerate(trains) if is_trained), default=len(calls))
+    sizes = [
+        float(call.returned_bytes + (call.saved_bytes if position > last else 0)) if position >= last else 0.0
+        for position, call in enumerate(calls)
+    ]
+    return list(itertools.accumulate(sizes))
 
 
 def _may_be_sharded(call: ModuleCall) -> bool:

@@ -33,7 +33,8 @@ class ParameterCost(NamedTuple):
     """Of these, gradients that no bucket has: they are there from the layer's backward pass on."""
 
     working_bytes: float
-    """While the layer runs: parameters and gradients that are gathered, gradients on their way into a bucket."""
+    """While the layer runs: parameters and gradients that are gathered, gradients on their way into a bucket, or of a
+    micro-batch alone."""
 
     update_bytes: float
     """While the optimizer updates its largest parameter."""
@@ -84,18 +85,20 @@ class ParameterCostModel:
             gather_again_s = gather_s if config.zero == 3 else 0.0
         shards = config.data if config.zero else 1
         optimizer_bytes = OPTIMIZER_STATES[self._optimizer] * size / shards
-        # A rank's slices stand beside what is gathered; stages keep that, and full gradients, for a whole step.
+        # A rank's slices stand beside what is gathered, which stages keep for a whole step.
         keeps_full = config.zero in (1, 2) or (config.zero > 0 and config.stages > 1)
         value_bytes = (size + frozen) / shards + (size + frozen if keeps_full else 0.0)
-        grad_bytes = size / shards + (size if config.zero and config.stages > 1 else 0.0)
-        working_bytes = late_bytes = update_bytes = 0.0
-        if config.stages == 1:
-            bucket_bytes = self._bucket_bytes(trained, size, parts, strategy, on_tokens)
+        grad_bytes, bucket_bytes = size / shards, self._bucket_bytes(trained, size, parts, strategy, on_tokens)
+        if config.stages > 1:
+            # Gradients of micro-batches add up until all are there, beside buckets, before slices; each is new first.
+            late_bytes, working_bytes = 0.0, size if config.micro_batches > 1 else 0.0
+            grad_bytes = size + bucket_bytes
+        else:
             late_bytes = grad_bytes - bucket_bytes
             gathered_bytes = size + (size + frozen if config.zero == 3 else 0.0) if config.zero else 0.0
             working_bytes = gathered_bytes + bucket_bytes
-            largest = max((param.bytes for param in trained), default=0.0) / parts / shards
-            update_bytes = UPDATE_TEMPORARIES[self._optimizer] * largest
+        largest = max((param.bytes for param in trained), default=0.0) / parts / shards
+        update_bytes = UPDATE_TEMPORARIES[self._optimizer] * largest
         update_s = (
             self._machine.operators.optimizer_s(self._optimizer, count / shards, len(trained)) if trained else 0.0
         )

@@ -64,7 +64,7 @@ def _build_layers(
         ranks=1,
         stages=stages,
         persistent_bytes=(sum(cost.persistent_bytes - cost.late_bytes for cost in options),),
-        update_bytes=max(cost.update_bytes for cost in options),
+        update_bytes=(max(cost.update_bytes for cost in options),),
         optimizer=(sum(cost.update_s for cost in options),),
         contention=machine.contention,
         waits_contend=True,
@@ -84,16 +84,19 @@ def _build_stages(
     count = config.stages * config.virtual
     mine = [[i for i, stage in enumerate(stage_of) if stage == number] for number in range(count)]
     works = [_work([options[i] for i in those], [waits[i] for i in those]) for those in mine]
-    borders = [
-        *(machine.collective_s("send", size, config.over_stages) for size in list_border_bytes(assignment, layers)),
-        0.0,
-    ]
+    crossing = list_border_bytes(assignment, layers)
+    borders = [*(machine.collective_s("send", size, config.over_stages) for size in crossing), 0.0]
     # The first has no gradients of inputs to compute before others.
     deferred = [sum(options[i].deferred_bytes for i in those) if stage else 0.0 for stage, those in enumerate(mine)]
-    persistent, update_s = [0.0] * config.stages, [0.0] * config.stages
+    persistent, update_s, update_bytes = ([0.0] * config.stages for _ in range(3))
     for option, stage in zip(options, stage_of, strict=True):
-        persistent[schedule.holder(stage, config.stages)] += option.persistent_bytes
-        update_s[schedule.holder(stage, config.stages)] += option.update_s
+        rank = schedule.holder(stage, config.stages)
+        persistent[rank] += option.persistent_bytes
+        update_s[rank] += option.update_s
+        update_bytes[rank] = max(update_bytes[rank], option.update_bytes)
+    for stage, size in enumerate(crossing):
+        for end in (stage, stage + 1):
+            persistent[schedule.holder(end, config.stages)] += config.micro_batches * size
     return PipelineSpec(
         schedule=schedule,
         ranks=config.stages,
@@ -102,6 +105,7 @@ def _build_stages(
             for work, send, due in zip(works, borders, deferred, strict=True)
         ),
         persistent_bytes=tuple(persistent),
+        update_bytes=tuple(update_bytes),
         optimizer=tuple(update_s),
         overlaps_sends=False,
         holds_receivers=True,

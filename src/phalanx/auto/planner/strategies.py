@@ -121,13 +121,12 @@ def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, r
             )
         )
     points, machine = work.layers.partition_points if config.stages > 1 else None, work.machine
+    crossing = () if points is None else tuple(size / config.batch_parts for size in points.crossing)
     problem = StepProblem(
         nodes=tuple(nodes),
         pieces=() if points is None else points.of,
-        sends=tuple(
-            2 * machine.collective_s("send", size / config.batch_parts, config.over_stages)
-            for size in (() if points is None else points.crossing)
-        ),
+        sends=tuple(2 * machine.collective_s("send", size, config.over_stages) for size in crossing),
+        border_bytes=tuple(config.micro_batches * size for size in crossing),
         ranks=config.stages,
         virtual=config.virtual,
         micro_batches=config.micro_batches,

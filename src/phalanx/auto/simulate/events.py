@@ -271,7 +271,7 @@ class _Step:
                 self.slices.append(Slice(rank, "collectives", "gather", -1, -1, 0.0, self.pipeline.opening))
             self.slices.append(Slice(rank, "compute", "optimizer", -1, -1, reduced, reduced + optimizer))
             if self.pipeline.update_bytes:
-                size = self.pipeline.update_bytes
+                size = self.pipeline.update_bytes[rank]
                 self.changes[rank] += [(reduced, size), (reduced + optimizer, -size)]
             self.busy[rank] += optimizer
             ends.append(reduced + optimizer)

@@ -71,8 +71,8 @@ class PipelineSpec:
     optimizer: tuple[float, ...]
     """Seconds of each rank's optimizer step."""
 
-    update_bytes: float = 0.0
-    """Bytes more on each rank while its optimizer runs."""
+    update_bytes: tuple[float, ...] = ()
+    """Bytes more on each rank while its optimizer runs; none when empty."""
 
     opening: float = 0.0
     """Seconds of collectives before the first pass: the first gather of shards."""

@@ -92,8 +92,8 @@ class _PartialPick:
     """By piece: seconds of forward passes, of backward passes, of gradients of weights in these, of gradient
     synchronisation and update; persistent, activation and deferred bytes."""
 
-    workspace_bytes: Floats
-    """By piece."""
+    largest_bytes: Floats
+    """What its largest node needs while it runs, and while the optimizer does; by kind and piece."""
 
     linked: float
     has_needed: bool
@@ -106,7 +106,7 @@ class _Group:
         self.name = names[0]
         self._problem, self._pieces, self.names = problem, pieces, names
         self._index_of = {piece: index for index, piece in enumerate(pieces)}
-        first = _PartialPick({}, np.zeros((len(pieces), len(_SUMS))), np.zeros(len(pieces)), 0.0, False)
+        first = _PartialPick({}, np.zeros((len(pieces), len(_SUMS))), np.zeros((2, len(pieces))), 0.0, False)
         self.picks: list[_PartialPick] = [first]
 
     def fill(self) -> bool:
@@ -127,18 +127,19 @@ class _Group:
             options = []
             for pick in self.picks:
                 sums = dict(zip(_SUMS, map(float, pick.sums[index]), strict=True))
-                options.append(StrategyCost(label="", **sums, workspace_bytes=float(pick.workspace_bytes[index])))
+                workspace, update = map(float, pick.largest_bytes[:, index])
+                options.append(StrategyCost(label="", **sums, workspace_bytes=workspace, update_bytes=update))
             yield piece, LayerNode(name=f"{piece}:{self.name}", decision=self.name, options=tuple(options))
 
     def _costs(self) -> dict[str, list[tuple[Floats, Floats]]]:
         counts = self._problem.decisions
         shape = len(self._pieces), len(_SUMS)
-        costs = {name: [(np.zeros(shape), np.zeros(shape[0])) for _ in range(counts[name])] for name in self.names}
+        costs = {name: [(np.zeros(shape), np.zeros((2, shape[0]))) for _ in range(counts[name])] for name in self.names}
         for node, piece in zip(self._problem.nodes, self._problem.pieces, strict=True):
             index = self._index_of.get(piece)
             if index is None or node.decision not in costs:
                 continue
-            for (sums, working), o in zip(costs[node.decision], node.options, strict=True):
+            for (sums, largest), o in zip(costs[node.decision], node.options, strict=True):
                 after = o.grad_sync_s + o.update_s
                 sums[index] += (
                     o.forward_s,
@@ -149,11 +150,11 @@ class _Group:
                     o.activation_bytes,
                     o.deferred_bytes,
                 )
-                working[index] = max(working[index], o.workspace_bytes)
+                largest[:, index] = np.maximum(largest[:, index], (o.workspace_bytes, o.update_bytes))
         return costs
 
     def _extend(self, pick: _PartialPick, name: str, costs: list[tuple[Floats, Floats]]) -> Iterable[_PartialPick]:
-        for o, (sums, working) in enumerate(costs):
+        for o, (sums, largest) in enumerate(costs):
             options = {**pick.options, name: o}
             linked = pick.linked + sum(
                 _seconds(transition, options) for transition in self._problem.transitions if name in _ends(transition)
@@ -163,7 +164,7 @@ class _Group:
             ):
                 continue
             has_needed = pick.has_needed or (name, o) in self._problem.needed
-            yield _PartialPick(options, pick.sums + sums, np.maximum(pick.workspace_bytes, working), linked, has_needed)
+            yield _PartialPick(options, pick.sums + sums, np.maximum(pick.largest_bytes, largest), linked, has_needed)
 
     def _is_forbidden(self, combination: frozenset[tuple[str, int]], name: str, options: Mapping[str, int]) -> bool:
         return name in dict(combination) and combination <= options.items()
@@ -202,7 +203,7 @@ class _Group:
         seconds = [*passes, after, [pick.linked]]
         if self._problem.zero_bubble:
             seconds.append(-np.array(fills_s(forward.sum(), backward.sum(), weights.sum())))
-        memory = [pick.sums[:, 4:].ravel(), pick.workspace_bytes] if self._problem.room < math.inf else []
+        memory = [pick.sums[:, 4:].ravel(), pick.largest_bytes.ravel()] if self._problem.room < math.inf else []
         return np.concatenate([*seconds, *memory])
 
 

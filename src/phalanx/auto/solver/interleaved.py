@@ -38,6 +38,18 @@ class PassTimes(NamedTuple):
     all sends of passes before it, of both ways. Negative where the next stage can begin before the pass ends."""
 
 
+class StageTimes(NamedTuple):
+    """Seconds of the stages of several cuts, by cut and stage; passes and sends of one micro-batch."""
+
+    forward: Floats
+    backward: Floats
+    sends: Floats
+    """By cut and border: what each of two ranks sends and receives, there and back."""
+
+    after: Floats
+    """Gradient synchronisation and update."""
+
+
 def find_rank_ends(forward: PassTimes, backward: PassTimes, ranks: int, micro_batches: int) -> Floats:
     """Return the seconds after which ranks are through, by rank and cut.
 

@@ -165,7 +165,7 @@ def _without_times(problem: StepProblem) -> StepProblem:
         + o.recomputed_bytes
         for n in nodes
         for o in n.options
-    )
+    ) + 2 * sum(problem.border_bytes)
     transitions = _forbidden_pairs(problem.transitions)
     return replace(problem, nodes=nodes, transitions=transitions, sends=(0.0,) * len(problem.sends), room=most or 1.0)
 
@@ -221,30 +221,32 @@ def _by_trying(problem: StepProblem, below: float, time_limit: float | None) -> 
 
 
 def _costs(problem: StepProblem) -> dict[tuple[str, int], Floats]:
-    """Return what each option holds, keeps, owes and needs while it runs, by piece."""
+    """Return what each option holds, keeps, owes, and needs while it runs and while the optimizer does, by piece."""
     count = problem.piece_count
-    costs = {(name, o): np.zeros((4, count)) for name, size in problem.decisions.items() for o in range(size)}
+    costs = {(name, o): np.zeros((5, count)) for name, size in problem.decisions.items() for o in range(size)}
     for node, piece in zip(problem.nodes, problem.pieces, strict=True):
         for o, option in enumerate(node.options):
             cost = costs[node.decision, o]
             cost[:3, piece] += option.persistent_bytes, option.activation_bytes, option.deferred_bytes
-            cost[3, piece] = max(cost[3, piece], option.workspace_bytes)
+            cost[3:, piece] = np.maximum(cost[3:, piece], (option.workspace_bytes, option.update_bytes))
     return costs
 
 
 def _best_partition(problem: StepProblem, option_costs: list[Floats], below: float) -> tuple[float, tuple[int, ...]]:
     """Return the least peak over cuts of one pick, one stage a rank, and the stage of every piece."""
     sums = np.sum([costs[:3] for costs in option_costs], axis=0)
-    workspace = _most_between(np.max([costs[3] for costs in option_costs], axis=0))
+    workspace, update = map(_most_between, np.max([costs[3:] for costs in option_costs], axis=0))
     prefix = np.concatenate([np.zeros((3, 1)), np.cumsum(sums, axis=1)], axis=1)
     sums_between = prefix[:, None, :] - prefix[:, :, None]  # by what, first piece and end
     count = sums.shape[1]
+    arriving = np.array([0.0, *problem.border_bytes, 0.0])
+    workspace, update = (most + arriving[:, None] + arriving for most in (workspace, update))
     best, starts_by_stage = np.full(count + 1, math.inf), list[NDArray[np.int64]]()
     best[0] = 0.0
     for stage in range(problem.stages):
         persistent, activation, deferred = sums_between
         passing = problem.in_flight[0, stage] * activation + problem.in_debt(stage) * deferred
-        peaks = persistent + passing + workspace
+        peaks = persistent + np.maximum(passing + workspace, update)
         reached = np.maximum(best[:, None], peaks)
         starts_by_stage.append(reached.argmin(axis=0))
         best = reached.min(axis=0)

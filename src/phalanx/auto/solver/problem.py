@@ -22,7 +22,8 @@ takes what the formula says or what the schedule takes pass by pass (`auto/solve
 What bounds the formula from below bounds that too.
 
 A rank keeps the activations of as many micro-batches as the schedule has in flight on it, of each of its stages at the
-moment when they are most together (`auto/solver/in_flight`).
+moment when they are most together (`auto/solver/in_flight`), and buffers at its borders. It is fullest then or while
+its optimizer runs.
 
 With zero bubble (ZB-H1; P. Qi et al., ICLR 2024) a backward pass is gradients of inputs b, for which others wait, and
 of weights g, for which nobody does. Of p ranks with equal stages, whose forward passes take f, each is idle for
@@ -52,7 +53,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.auto.solver.in_flight import list_in_flight
-from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
+from phalanx.auto.solver.interleaved import PassTimes, StageTimes, find_rank_ends
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -90,7 +91,7 @@ class StrategyCost:
     """Of these, gradients that are there from its backward pass on only; of one stage."""
 
     update_bytes: float = 0.0
-    """While the optimizer runs, beside what is persistent; of one stage."""
+    """While the optimizer runs, beside what is persistent."""
 
     activation_bytes: float = 0.0
     """From its forward to its backward pass."""
@@ -120,18 +121,6 @@ def fills_s(forward_s: float, backward_s: float, weights_s: float) -> Fills:
         weights_s: Of it, those that are computed apart.
     """
     return 2 * weights_s, weights_s + forward_s, backward_s
-
-
-class StageTimes(NamedTuple):
-    """Seconds of the stages of several cuts, by cut and stage; passes and sends of one micro-batch."""
-
-    forward: Floats
-    backward: Floats
-    sends: Floats
-    """By cut and border: what each of two ranks sends and receives, there and back."""
-
-    after: Floats
-    """Gradient synchronisation and update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +172,10 @@ class StepProblem:
     sends: tuple[float, ...] = ()
     """Seconds that a stage's border after a piece costs each of its two ranks, one micro-batch there and back."""
 
+    border_bytes: tuple[float, ...] = ()
+    """Bytes that a stage's border after a piece takes of each of its two ranks: what arrives there, of all
+    micro-batches. None where empty."""
+
     ranks: int = 1
     """Ranks along the stages."""
 
@@ -217,6 +210,7 @@ class StepProblem:
         if self.virtual > 1 and self.micro_batches % self.ranks:
             raise ValueError(f"{self.ranks} ranks do not take turns at {self.micro_batches} micro-batches")
         object.__setattr__(self, "decisions", decisions)
+        object.__setattr__(self, "border_bytes", self.border_bytes or (0.0,) * len(self.sends))
         object.__setattr__(self, "pieces", self.pieces or (0,) * len(self.nodes))
 
     @property
@@ -334,7 +328,7 @@ class StepProblem:
         options = self.list_costs(pick)
         if self.stages == 1:
             return [self._memory_of_layers(options)]
-        persistent, owed, workspace = np.zeros((3, self.ranks))
+        persistent, owed, workspace, update = np.zeros((4, self.ranks))
         activation = np.zeros(self.stages)
         for cost, piece in zip(options, self.pieces, strict=True):
             stage = stage_of[piece]
@@ -343,8 +337,15 @@ class StepProblem:
             activation[stage] += cost.activation_bytes
             owed[rank] += self.in_debt(stage) * cost.deferred_bytes
             workspace[rank] = max(workspace[rank], cost.workspace_bytes)
+            update[rank] = max(update[rank], cost.update_bytes)
+        for size, (stage, after_it) in zip(self.border_bytes, itertools.pairwise(stage_of), strict=True):
+            if stage != after_it:
+                persistent[[stage % self.ranks, after_it % self.ranks]] += size
         passing = self.most_in_flight(activation[None])[0] + owed
-        return list(map(RankMemory, persistent.tolist(), passing.tolist(), workspace.tolist()))
+        return [
+            max(RankMemory(*in_passes), RankMemory(in_passes[0], 0.0, in_update), key=lambda memory: memory.total)
+            for *in_passes, in_update in np.stack([persistent, passing, workspace, update], axis=1).tolist()
+        ]
 
     def most_in_flight(self, activation: Floats) -> Floats:
         """Return the bytes of activations that ranks keep at most, by cut and rank.

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from phalanx.auto.solver.cut_moves import even_cut, list_neighbours
 from phalanx.auto.solver.in_flight import least_in_flight
-from phalanx.auto.solver.problem import ROUNDING, Solution, StageTimes, StepProblem, StrategyCost
+from phalanx.auto.solver.interleaved import StageTimes
+from phalanx.auto.solver.problem import ROUNDING, Solution, StepProblem, StrategyCost
 from phalanx.auto.solver.uniform_chain import ChainCosts, Stages, UniformChain, find_equal_pieces
 
 _MOST_PICKS = 100_000
@@ -111,14 +112,16 @@ class _PartitionSearch:
         self._fills = {name: np.zeros((3, size)) for name, size in problem.decisions.items()}
         for node, piece in zip(problem.nodes, problem.pieces, strict=True):
             for o, option in enumerate(node.options):
-                new = ChainCosts(np.zeros((6, count)), np.zeros(count))
-                sums, working = self._costs.setdefault((node.decision, o), new)
+                new = ChainCosts(np.zeros((6, count)), np.zeros((2, count)))
+                sums, largest = self._costs.setdefault((node.decision, o), new)
                 sums[:, piece] += _sums(option)
                 self._fills[node.decision][:, o] += option.fills_s
-                working[piece] = max(working[piece], option.workspace_bytes)
+                largest[:, piece] = np.maximum(largest[:, piece], (option.workspace_bytes, option.update_bytes))
         self._sends = np.array(problem.sends, dtype=np.float64)
+        self._border_bytes = np.array(problem.border_bytes, dtype=np.float64)
         self._passes = problem.micro_batches - 1 / problem.virtual
-        equal = find_equal_pieces(list(self._costs.values()), problem.sends)
+        borders = list(zip(problem.sends, problem.border_bytes, strict=True))
+        equal = find_equal_pieces(list(self._costs.values()), borders)
         are_few = math.comb(count - 1, problem.stages - 1) <= _ALL_CUTS
         # With several stages a rank it matters which of them has a piece.
         is_counted = UniformChain.is_for(problem, equal) and not (are_few and problem.virtual > 1)
@@ -183,9 +186,8 @@ class _PartitionSearch:
                 none was found that fits.
         """
         sums = np.asarray(sum(self._costs[entry].sums for entry in pick.items()))
-        workspace = np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
         if self._chains:
-            return self._best_of_chain(pick, ChainCosts(sums, workspace), least, below)
+            return self._best_of_chain(pick, ChainCosts(sums, self._largest_bytes(pick)), least, below)
         if self._all is not None:
             seconds, stages = self._best_among(self._all, pick, sums, below)
             return seconds, stages, min(seconds, below)
@@ -256,12 +258,14 @@ class _PartitionSearch:
         times = StageTimes(forward, work - forward, self._sends[self._starts[:, 1:] - 1], after)
         seconds = problem.formula_s(times, problem.saved(pick))
         if problem.room < math.inf:
+            arriving = self._border_bytes[self._starts[:, 1:] - 1]
+            persistent[:, :-1] += arriving
+            persistent[:, 1:] += arriving
             in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)])
-            workspace = self._most_by_rank(
-                np.maximum.reduce([self._costs[entry].workspace_bytes for entry in pick.items()])
-            )
-            resident = problem.by_rank(persistent + in_debt * deferred) + problem.most_in_flight(activation)
-            seconds[(resident + workspace).max(axis=1) > problem.room * (1 + ROUNDING)] = math.inf
+            workspace, update = map(self._most_by_rank, self._largest_bytes(pick))
+            passing = problem.by_rank(in_debt * deferred) + problem.most_in_flight(activation)
+            peaks = problem.by_rank(persistent) + np.maximum(passing + workspace, update)
+            seconds[peaks.max(axis=1) > problem.room * (1 + ROUNDING)] = math.inf
         if problem.virtual > 1:
             seconds = self._interleaved_s(seconds, times, below - problem.transition_s(pick))
         chosen = int(seconds.argmin())
@@ -270,6 +274,10 @@ class _PartitionSearch:
         starts = self._starts[chosen]
         stages = tuple(int((starts <= piece).sum()) - 1 for piece in range(self._count))
         return self._check_seconds(pick, stages), stages
+
+    def _largest_bytes(self, pick: Mapping[str, int]) -> Floats:
+        """Return `ChainCosts.largest_bytes` of a pick."""
+        return np.asarray(np.maximum.reduce([self._costs[entry].largest_bytes for entry in pick.items()]))
 
     def _best_of_chain(
         self, pick: Mapping[str, int], costs: ChainCosts, least: float, below: float

@@ -135,6 +135,7 @@ class _Cell(NamedTuple):
     activation_bytes: float
     deferred_bytes: float
     workspace_bytes: float
+    update_bytes: float
 
 
 class _PipelineProgram(StepProgram):
@@ -147,6 +148,7 @@ class _PipelineProgram(StepProgram):
         self._products = [[self.add_column() for _ in range(problem.stages)] for _ in self._cells]
         self._add_stages()
         self._add_products()
+        self._borders = self._add_borders()
 
     def stage_of(self, values: Sequence[float]) -> tuple[int, ...]:
         """Return the stage of every piece."""
@@ -160,7 +162,7 @@ class _PipelineProgram(StepProgram):
 
     def add_times(self) -> None:
         """Add the work of the busiest rank, what comes after the passes, and what ranks are idle."""
-        problem, borders = self._problem, self._add_borders()
+        problem = self._problem
         rest = 1.0 / problem.virtual
         most, last = self.add_column(problem.micro_batches), self.add_column(1.0)
         total: list[Term] = [(most, -rest)]
@@ -171,7 +173,7 @@ class _PipelineProgram(StepProgram):
                 total.append((column, rest * cell.work))
                 work[stage % problem.ranks].append((column, -cell.work))
                 after[stage % problem.ranks].append((column, -cell.after))
-        for piece, row in enumerate(borders):
+        for piece, row in enumerate(self._borders):
             send = problem.sends[piece] / self.second
             for stage, border in enumerate(row):
                 total.append((border, 2 * rest * send))
@@ -198,6 +200,7 @@ class _PipelineProgram(StepProgram):
                 activation_bytes=sum(cost.activation_bytes for cost in options),
                 deferred_bytes=sum(cost.deferred_bytes for cost in options),
                 workspace_bytes=max(cost.workspace_bytes for cost in options),
+                update_bytes=max(cost.update_bytes for cost in options),
             )
 
     def _add_stages(self) -> None:
@@ -267,13 +270,30 @@ class _PipelineProgram(StepProgram):
         for rank in range(problem.ranks):
             mine = range(rank, problem.stages, problem.ranks)
             moments = sorted(set(map(tuple, problem.in_flight[:, rank :: problem.ranks].tolist())))
-            groups: dict[tuple[int, str], list[Term]] = {}
+            working, updating = (dict[tuple[int, str], list[Term]]() for _ in range(2))
             for cell, columns in zip(self._cells, self._products, strict=True):
-                terms = groups.setdefault((cell.piece, cell.decision), [])
-                terms += [(columns[stage], cell.workspace_bytes / unit) for stage in mine]
+                for groups, size in ((working, cell.workspace_bytes), (updating, cell.update_bytes)):
+                    terms = groups.setdefault((cell.piece, cell.decision), [])
+                    terms += [(columns[stage], size / unit) for stage in mine]
             by_moment = [self._list_bytes(dict(zip(mine, in_flight, strict=True)), unit) for in_flight in moments]
-            for always, terms in itertools.product(by_moment, groups.values()):
-                self.add_row([*always, *terms, *limit], -math.inf, upper)
+            arriving = [
+                (border, self._problem.border_bytes[piece] / unit)
+                for piece, row in enumerate(self._borders)
+                for stage, border in enumerate(row)
+                for end in (stage, stage + 1)
+                if end % problem.ranks == rank
+            ]
+            in_update = [
+                (columns[stage], cell.persistent_bytes / unit)
+                for cell, columns in zip(self._cells, self._products, strict=True)
+                for stage in mine
+            ]
+            rows = [
+                *itertools.product(by_moment, working.values()),
+                *((in_update, terms) for terms in updating.values()),
+            ]
+            for always, terms in rows:
+                self.add_row([*always, *arriving, *terms, *limit], -math.inf, upper)
 
     def _list_bytes(self, in_flight: Mapping[int, int], unit: float) -> list[Term]:
         """Return what stages hold while they have so many micro-batches in flight, in units."""

@@ -37,8 +37,8 @@ class ChainCosts(NamedTuple):
     """By kind and piece: seconds of passes, of gradient synchronisation and update; persistent, activation and deferred
     bytes; seconds of forward passes alone."""
 
-    workspace_bytes: Floats
-    """By piece."""
+    largest_bytes: Floats
+    """What the largest node of a piece needs while it runs, and while the optimizer does; by kind and piece."""
 
 
 class _OuterPartition(NamedTuple):
@@ -53,13 +53,13 @@ class _OuterPartition(NamedTuple):
     last: int
 
 
-def find_equal_pieces(costs: Sequence[ChainCosts], sends: Sequence[float]) -> range:
+def find_equal_pieces(costs: Sequence[ChainCosts], borders: Sequence[tuple[float, ...]]) -> range:
     """Return the longest run of pieces that cost the same in every option, as do the borders between them."""
-    every = np.concatenate([np.concatenate([cost.sums, cost.workspace_bytes[None]]) for cost in costs])
+    every = np.concatenate([values for cost in costs for values in cost])
     same = (every[:, 1:] == every[:, :-1]).all(axis=0)
     longest, start = range(1), 0
-    for (is_same, _), borders in itertools.groupby(zip(same.tolist(), sends, strict=True)):
-        count = len(list(borders))
+    for (is_same, _), alike in itertools.groupby(zip(same.tolist(), borders, strict=True)):
+        count = len(list(alike))
         if is_same and count >= len(longest):
             longest = range(start, start + count + 1)
         start += count
@@ -85,6 +85,9 @@ class UniformChain:
         self._outside: NDArray[np.bool_] = np.zeros((partitions, ranks, len(self._others)), dtype=bool)
         self._least: Ints = np.zeros((partitions, ranks), dtype=np.int64)
         self._sent: Floats = np.zeros((partitions, ranks))
+        self._arriving: Floats = np.zeros((partitions, ranks))
+        """Bytes at borders."""
+
         self._outer: Ints = np.zeros((partitions, len(self._others)), dtype=np.int64)
         self._inside: NDArray[np.bool_] = np.zeros((partitions, problem.stages), dtype=bool)
         for number, partition in enumerate(self._partitions):
@@ -94,9 +97,10 @@ class UniformChain:
             self._inside[number, partition.first : partition.last + 1] = True
             for stage in range(partition.first, partition.last + 1):
                 self._least[number, stage % ranks] += 1
-            for stage, send in enumerate(self._borders(partition)):
-                self._sent[number, stage % ranks] += send
-                self._sent[number, (stage + 1) % ranks] += send
+            for stage, piece in enumerate(self._borders(partition)):
+                for rank in (stage % ranks, (stage + 1) % ranks):
+                    self._sent[number, rank] += problem.sends[piece]
+                    self._arriving[number, rank] += problem.border_bytes[piece]
         self._in_flight = in_flight
         self._in_debt = np.array([problem.in_debt(stage) for stage in range(problem.stages)], dtype=np.float64)
 
@@ -189,12 +193,16 @@ class UniformChain:
         after = outside[1][..., None] + piece_cost[1] * numbers
         most = np.where(self._least > 0, len(equal), 0)
         if self._problem.room < math.inf:
-            workspace = np.max(np.where(self._outside, costs.workspace_bytes[others], 0.0), axis=2, initial=0.0)
-            workspace = np.maximum(workspace, np.where(self._least > 0, costs.workspace_bytes[equal.start], 0.0))
-            fixed, each = self._passing_bytes(costs)
-            fixed, each = fixed + outside[2] + workspace, each + piece_cost[2]
             room = self._problem.room * (1 + 0.9 * ROUNDING)  # a margin for sums in another order
-            most = np.minimum(most, _count_fitting(fixed[..., None] + each[..., None] * numbers, room))
+            for (passing, each), largest in zip(
+                (self._passing_bytes(costs), (0.0, 0.0)), costs.largest_bytes, strict=True
+            ):
+                needs = np.max(np.where(self._outside, largest[others], 0.0), axis=2, initial=0.0)
+                needs = np.maximum(needs, np.where(self._least > 0, largest[equal.start], 0.0))
+                fixed, by_piece = passing + outside[2] + self._arriving + needs, each + piece_cost[2]
+                most = np.minimum(
+                    most, _count_fitting(fixed[..., None] + np.asarray(by_piece)[..., None] * numbers, room)
+                )
         return work, after, most
 
     def _passing_bytes(self, costs: ChainCosts) -> tuple[Floats, Floats]:
@@ -223,8 +231,8 @@ class UniformChain:
                 tail = [last + sum(borders[before : before + index + 1]) for index in range(behind)]
                 yield _OuterPartition((*head, *tail), first, last)
 
-    def _borders(self, partition: _OuterPartition) -> Iterator[float]:
-        """Yield the seconds of the border after each stage but the last."""
+    def _borders(self, partition: _OuterPartition) -> Iterator[int]:
+        """Yield the piece after which the border of each stage but the last costs as much."""
         before = self._equal.start
         ends = {stage: piece for stage, piece in zip(partition.stages, self._others, strict=True) if piece < before}
         ends |= {partition.last: self._equal[-1]}
@@ -232,7 +240,7 @@ class UniformChain:
         for stage in range(self._problem.stages - 1):
             # Borders among the equal pieces cost the same, wherever they are.
             among = partition.first <= stage < partition.last
-            yield self._problem.sends[self._equal.start if among else ends[stage]]
+            yield self._equal.start if among else ends[stage]
 
     def _list_cuts(self, number: int, numbers: Ints) -> list[Stages]:
         """Return cuts by the stage of every piece; a rank's stages get as many pieces each, those outside among them.

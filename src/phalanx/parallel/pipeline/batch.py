@@ -23,15 +23,23 @@ class Batch:
         targets: What the loss compares with, for each.
         loss_fn: The mean over the rows it is given.
         weight: Of each micro-batch's loss in that of the job.
+        keeps_outputs: Whether outputs are wanted after the step (`full_output`), and stay until then.
     """
 
     def __init__(
-        self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any], loss_fn: LossFunction, weight: float
+        self,
+        inputs: Sequence[tuple[Any, ...]],
+        targets: Sequence[Any],
+        loss_fn: LossFunction,
+        weight: float,
+        *,
+        keeps_outputs: bool,
     ) -> None:
         self.inputs = inputs
         self._targets = targets
         self._loss_fn = loss_fn
         self._weight = weight
+        self._keeps_outputs = keeps_outputs
         self.losses: list[Tensor] = []
         self._outputs: list[tuple[Tensor, ...]] = []
 
@@ -45,7 +53,8 @@ class Batch:
         """Return the weighted loss of one micro-batch."""
         loss = self._loss_fn(unpack(form, tensors), self._targets[number])
         self.losses.append(loss.detach())
-        self._outputs.append(tuple(tensor.detach() for tensor in tensors))
+        if self._keeps_outputs:
+            self._outputs.append(tuple(tensor.detach() for tensor in tensors))
         return loss * self._weight
 
     def full_output(self, form: Any) -> Any:

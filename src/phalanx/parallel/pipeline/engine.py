@@ -185,7 +185,11 @@ class PipelineEngine:
         shares, readers = self._context.passes.enter((inputs, target)), self._context.readers.shares
         weight = row_weight_of(shares, readers, is_sum=self._is_sum) / count * float(scaled(torch.ones(())))
         batch = self._batch = Batch(
-            split(self.in_order(inputs), rows, count), split(target, rows, count), loss_fn, weight
+            split(self.in_order(inputs), rows, count),
+            split(target, rows, count),
+            loss_fn,
+            weight,
+            keeps_outputs=bool(fetch),
         )
         if self.sharded is not None:
             self.sharded.gather()
@@ -212,7 +216,7 @@ class PipelineEngine:
     def forward(self, *inputs: Any) -> Any:
         """Return the model's output, on every rank. Collective along the stage axis; runs without gradients."""
         self._require_whole()
-        self._batch = Batch([inputs], [], _no_loss, 1.0)
+        self._batch = Batch([inputs], [], _no_loss, 1.0, keeps_outputs=False)
         stages, last = self._make_stages(), self.route.count - 1
         with torch.no_grad(), self._together("a pipeline's forward pass"):
             ends = infer_stage_shapes(stages, self.route)
@@ -371,4 +375,4 @@ def _no_loss(_output: Any, _target: Any) -> Tensor:
     raise AssertionError("no step is running")
 
 
-_NO_BATCH = Batch([], [], _no_loss, 1.0)
+_NO_BATCH = Batch([], [], _no_loss, 1.0, keeps_outputs=False)
