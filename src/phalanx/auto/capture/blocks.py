@@ -120,6 +120,7 @@ def merge_operators(
             arguments=tuple(dict.fromkeys(renumber(read) for read in outside)),
             outputs=tuple(operators[at].outputs[number] for at, number in leaves[run]) or ops[-1].outputs,
             parameters=tuple(dict.fromkeys(name for op in ops for name in op.parameters)),
+            trained=tuple(name for op in ops for name in op.trained),
             flops=sum(op.flops for op in ops),
             read_bytes=sum(op.read_bytes for op in ops),
             written_bytes=sum(op.written_bytes for op in ops),

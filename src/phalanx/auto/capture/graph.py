@@ -95,6 +95,10 @@ class Operator:
     parameters: tuple[str, ...]
     """Parameters it reads, also through views."""
 
+    trained: tuple[str, ...] = ()
+    """Of these, in forward, those that get a gradient through it; of operators that were put together, as often as they
+    do."""
+
     flops: int
     """Two per multiplication and addition, by the formulas of `torch.utils.flop_counter`; 0 where it has none."""
 

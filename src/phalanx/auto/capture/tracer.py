@@ -107,6 +107,9 @@ class Tracer(TorchDispatchMode):
 
         self._last_origin: int | None = None
         self._operators: list[dict[str, Any]] = []
+        self._read_memory: list[list[_Memory]] = []
+        """What each operator reads."""
+
         self._memory: dict[int, _Memory] = {}
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
@@ -152,15 +155,28 @@ class Tracer(TorchDispatchMode):
                     self._operators[read.source]["returned"] = True
 
     def mark_gradients(self) -> None:
-        """Mark the memory of the gradients of parameters, and of those of each of several uses, which are added up."""
-        of = {output: memory for memory in self._memory.values() for output in memory.views.values()}
-        grads = [param.grad for param in self._model.parameters() if param.is_leaf and param.grad is not None]
-        memories = [self._find(grad) for grad in grads]
-        for memory in memories:
-            memory.is_gradient = True
-            if isinstance(memory.owner, int) and (sum_of_uses := self._operators[memory.owner])["name"] == _SUM:
-                reads = (read for read in sum_of_uses["arguments"] if isinstance(read, Read))
-                memories += [of[read.source, read.output] for read in reads if isinstance(read.source, int)]
+        """Note which operators train parameters, and the memory of their gradients.
+
+        Each use of a parameter makes a gradient, and torch adds them up two at a time: gradients of uses, and sums of
+        some of them, are marked too.
+        """
+        for at in {fields["origin"] for fields in self._operators} - {None}:
+            fields = self._operators[at]
+            if fields["phase"] == "forward" and fields["written_bytes"]:
+                fields["trained"] = fields["parameters"]
+        uses = Counter(name for fields in self._operators for name in fields.get("trained", ()))
+        for name, param in self._model.named_parameters():
+            if param.is_leaf and param.grad is not None:
+                self._mark_gradient(self._find(param.grad), sums=uses[name] - 1)
+
+    def _mark_gradient(self, memory: _Memory, sums: int) -> None:
+        """Mark memory as a gradient and, if it comes from up to so many sums, what is added up."""
+        marked = [memory]
+        for addend in marked:
+            addend.is_gradient = True
+            if sums > 0 and isinstance(addend.owner, int) and self._operators[addend.owner]["name"] == _SUM:
+                sums -= 1
+                marked += [read for read in self._read_memory[addend.owner] if isinstance(read.owner, int)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -230,6 +246,7 @@ class Tracer(TorchDispatchMode):
         memories = [self._find(tensor) for tensor in inputs]
         arguments = tuple(self._argument(value) for value in args)
         keywords = tuple((name, self._argument(value)) for name, value in sorted(kwargs.items()))
+        self._read_memory.append(memories)
         for memory in memories:
             memory.last_use = at
         fresh = [tensor for tensor in outputs if _key(tensor) not in self._memory]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,7 +106,7 @@ class LayerWork:
                 saved[block] = size, products
             block_saved.append((size, products))
         behind_weights = _list_behind_weights(calls, trains)
-        sample_bytes, shared_grad_bytes = _list_sample_bytes(calls), _list_shared_grad_bytes(calls)
+        sample_bytes, shared_grad_bytes = _list_sample_bytes(calls), _list_shared_grad_bytes(calls, captured.operators)
         self.all = tuple(
             CallWork(
                 call=call,
@@ -287,19 +287,21 @@ def _list_sample_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
     return sizes
 
 
-def _list_shared_grad_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
+def _list_shared_grad_bytes(calls: tuple[ModuleCall, ...], operators: Sequence[Operator]) -> list[float]:
     """Return `CallWork.shared_grad_bytes` of every call."""
-    uses: dict[ParamShape, list[int]] = {}
+    uses: dict[str, list[int]] = {}
     for position, call in enumerate(calls):
-        for param in call.parameters:
-            uses.setdefault(param, []).append(position)
+        for name in itertools.chain.from_iterable(operators[at].trained for at in call.operators):
+            uses.setdefault(name, []).append(position)
     sizes = [0.0] * len(calls)
-    for param, positions in uses.items():
-        if param.trainable:
-            for position in positions[:-1]:  # its own, which torch adds up to a new sum
+    for param in {param.name: param for call in calls for param in call.parameters if param.trainable}.values():
+        counts = Counter(uses.get(param.name, ()))
+        first, last = min(counts, default=0), max(counts, default=0)
+        for position, count in counts.items():
+            if position < last or count > 1:  # its own, which torch adds up to a new sum
                 sizes[position] += 2 * param.bytes
-            for position in range(positions[0] + 1, positions[-1] + 1):
-                sizes[position] += param.bytes
+        for position in range(first + 1, last + 1):
+            sizes[position] += param.bytes
     return sizes
 
 
