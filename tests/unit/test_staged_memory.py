@@ -72,6 +72,22 @@ def test_with_zero_bubble_one_micro_batch_has_what_is_behind_the_last_weights() 
     assert late_inner.activation_bytes == inner.activation_bytes == ROWS * WIDTH * FLOAT / 4
 
 
+def test_with_zero_bubble_stages_without_weights_have_activations_of_all_micro_batches_in_flight() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
+    for frozen in layers[2:]:
+        frozen.requires_grad_(False)
+    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    sample = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    limits = "pp=4", "micro=4", "schedule=zero_bubble"
+    answer = px.auto_parallel(model, sample, F.mse_loss, cluster="cpux4", optimizer="sgd", limits=limits, top_k=1)
+    problem, unit = problem_of(answer), ROWS * WIDTH * FLOAT / 4
+    costs = [node.options[0] for node in problem.nodes]
+    assert [cost.activation_bytes for cost in costs[1::2]] == [unit] * 4  # of each Tanh; the last one's is returned
+    ranks = problem.memory(dict.fromkeys(problem.decisions, 0), (0, 1, 2, 3))
+    assert all(rank.activation >= 4 * unit for rank in ranks)
+    assert answer.simulate().simulation.peaks == pytest.approx([rank.total for rank in ranks])
+
+
 @pytest.mark.parametrize("micro", [1, 4])
 def test_both_ranks_of_a_border_have_buffers_for_all_micro_batches(micro: int) -> None:
     problem = problem_of(answer_of(f"micro={micro}"))

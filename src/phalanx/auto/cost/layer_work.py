@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ class CallWork:
     uses, up to the first; and in such a use its own and a new sum of both."""
 
     behind_weights_bytes: float
-    """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before."""
+    """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before,
+    and for all if a stage may be without weights behind it."""
 
     block: str
     """The repeated block that it is in, which may be recomputed; empty if it is in none."""
@@ -105,7 +106,8 @@ class LayerWork:
                 products += sum(op.written_bytes for op in ops if op.flops)
                 saved[block] = size, products
             block_saved.append((size, products))
-        behind_weights = _list_behind_weights(calls, trains)
+        points = layers.partition_points
+        behind_weights = _list_behind_weights(calls, trains, points.of if points else (0,) * len(calls))
         sample_bytes, shared_grad_bytes = _list_sample_bytes(calls), _list_shared_grad_bytes(calls)
         self.all = tuple(
             CallWork(
@@ -303,14 +305,13 @@ def _list_shared_grad_bytes(calls: tuple[ModuleCall, ...]) -> list[float]:
     return sizes
 
 
-def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool]) -> list[float]:
+def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool], pieces: Sequence[int]) -> list[float]:
     """Return `CallWork.behind_weights_bytes` of every call."""
-    last = max((position for position, is_trained in enumerate(trains) if is_trained), default=len(calls))
-    sizes = [
-        float(call.returned_bytes + (call.saved_bytes if position > last else 0)) if position >= last else 0.0
-        for position, call in enumerate(calls)
-    ]
-    return list(itertools.accumulate(sizes))
+    last = max((position for position, is_trained in enumerate(trains) if is_trained), default=None)
+    if last is None or pieces[last] != pieces[-1]:
+        return [0.0] * len(calls)
+    sizes = [float(call.returned_bytes + (call.saved_bytes if at > last else 0)) for at, call in enumerate(calls)]
+    return [0.0] * last + list(itertools.accumulate(sizes[last:]))
 
 
 def _may_be_sharded(call: ModuleCall) -> bool:
