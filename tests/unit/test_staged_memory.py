@@ -99,6 +99,12 @@ def test_both_ranks_of_a_border_have_buffers_for_all_micro_batches(micro: int) -
     assert [peak - less for peak, less in zip(peaks, fewer, strict=True)] == [hidden, hidden]
 
 
+def test_a_rank_that_has_both_stages_of_a_border_has_both_buffers() -> None:
+    nodes = tuple(LayerNode(name=at, decision=at, options=(StrategyCost(label=""),)) for at in "ab")
+    problem = StepProblem(nodes=nodes, pieces=(0, 1), sends=(0.0,), border_bytes=(3.0,), virtual=2, micro_batches=2)
+    assert [rank.total for rank in problem.memory({"a": 0, "b": 0}, (0, 1))] == [6.0]
+
+
 def test_a_rank_of_stages_is_fullest_in_its_passes_or_while_its_optimizer_runs() -> None:
     sizes = ((10.0, 3.0, 2.0, 9.0), (20.0, 1.0, 1.0, 1.0))
     nodes = tuple(

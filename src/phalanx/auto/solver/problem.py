@@ -340,7 +340,8 @@ class StepProblem:
             update[rank] = max(update[rank], cost.update_bytes)
         for size, (stage, after_it) in zip(self.border_bytes, itertools.pairwise(stage_of), strict=True):
             if stage != after_it:
-                persistent[[stage % self.ranks, after_it % self.ranks]] += size
+                # A single rank has both sides of the border: += would add one of them.
+                np.add.at(persistent, [stage % self.ranks, after_it % self.ranks], size)
         passing = self.most_in_flight(activation[None])[0] + owed
         return [
             max(RankMemory(*in_passes), RankMemory(in_passes[0], 0.0, in_update), key=lambda memory: memory.total)
