@@ -74,6 +74,7 @@ class LayerCostModel:
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
         added_s = regather_s + param_cost.copy_s + deferred.added_s
         lifetimes = self._lifetimes(work, again.activation_bytes)
+        batch_bytes = work.sample_bytes * config.micro_batches / config.batch_parts + lifetimes.persistent_bytes
         return StrategyCost(
             label=str(strategy),
             forward_s=times.forward + comm.forward + again.forward_s + gather_s,
@@ -82,9 +83,8 @@ class LayerCostModel:
             comm_s=comm.forward + comm.backward + gather_s + regather_s,
             grad_sync_s=param_cost.grad_sync_s + (param_cost.gather_s if config.stages > 1 else 0.0),
             update_s=param_cost.update_s,
-            persistent_bytes=param_cost.bytes
-            + work.sample_bytes * config.micro_batches / config.batch_parts
-            + lifetimes.persistent_bytes,
+            persistent_bytes=param_cost.bytes + batch_bytes,
+            batch_bytes=batch_bytes,
             late_bytes=param_cost.late_bytes,
             update_bytes=param_cost.update_bytes,
             activation_bytes=lifetimes.activation_bytes,
