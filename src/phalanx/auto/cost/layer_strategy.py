@@ -136,7 +136,7 @@ class LayerCostModel:
             products = self._work.product_bytes(work, fraction, config)
         again_s = comm_s + self._work.recompute_s(work, fraction, config) + selective_s
         again_s += host.checkpoint_s if work.starts_block else 0.0
-        left_bytes = products + (work.input_bytes / parts if work.starts_block else 0.0)
+        left_bytes = products + (work.checkpoint_bytes / parts if work.starts_block else 0.0)
         if config.stages == 1:
             return _Recomputation(selective_s, again_s, left_bytes, saved_bytes - products, 0.0)
         block_bytes = work.block_saved_bytes - (work.block_product_bytes if is_selective else 0.0)

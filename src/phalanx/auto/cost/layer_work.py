@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.auto.capture.blocks import is_inside
 from phalanx.auto.capture.graph import Operator, TensorShape
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.capture.module_calls import CallInput, ModuleCall
 from phalanx.auto.capture.partition_points import unit_of
 from phalanx.auto.capture.sequence_blocks import AttentionCall, SequenceBlocks
 from phalanx.auto.cost.machine_model import MachineModel
@@ -39,6 +39,10 @@ class CallWork:
 
     input_bytes: float
     """Bytes of its inputs."""
+
+    checkpoint_bytes: float
+    """Bytes of its inputs that nothing holds but a block that is computed again from them: neither of the batch nor
+    returned."""
 
     output_bytes: float
     """Bytes of its outputs."""
@@ -116,6 +120,7 @@ class LayerWork:
                 is_first=is_first[position],
                 trains=trains[position],
                 input_bytes=_bytes(source.value for source in call.inputs),
+                checkpoint_bytes=_bytes(source.value for source in call.inputs if not _is_held(source)),
                 output_bytes=_bytes(call.outputs),
                 sample_bytes=sample_bytes[position],
                 shared_grad_bytes=shared_grad_bytes[position],
@@ -208,7 +213,7 @@ class LayerWork:
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
         activations = work.call.saved_bytes, work.call.returned_bytes
-        saved = *activations, work.in_block, work.starts_block, work.block_saved_bytes
+        saved = *activations, work.in_block, work.starts_block, work.checkpoint_bytes, work.block_saved_bytes
         others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes
         temporary = work.call.temporary_bytes, work.block_product_bytes, *others
         borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)
@@ -312,6 +317,11 @@ def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool], piec
         return [0.0] * len(calls)
     sizes = [float(call.returned_bytes + (call.saved_bytes if at > last else 0)) for at, call in enumerate(calls)]
     return [0.0] * last + list(itertools.accumulate(sizes[last:]))
+
+
+def _is_held(source: CallInput) -> bool:
+    """Return whether an input is there all through a step, or with its micro-batch, whoever reads it."""
+    return source.is_returned or str(source.source).startswith("sample:")
 
 
 def _may_be_sharded(call: ModuleCall) -> bool:
