@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import phalanx as px
+from phalanx.auto.capture.module_calls import list_module_calls
+from phalanx.auto.capture.partition_points import find_partition_points
+from phalanx.auto.capture.step import capture
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
 from phalanx.parallel.pipeline.batch import Batch
+from phalanx.parallel.pipeline.partition import record
 
 ROWS, WIDTH, OUTPUTS = 64, 128, 512
 FLOAT = 4
@@ -97,6 +101,33 @@ def test_both_ranks_of_a_border_have_buffers_for_all_micro_batches(micro: int) -
     pick, stage_of = dict.fromkeys(problem.decisions, 0), (0, 1)
     peaks, fewer = ([rank.total for rank in p.memory(pick, stage_of)] for p in (problem, without))
     assert [peak - less for peak, less in zip(peaks, fewer, strict=True)] == [hidden, hidden]
+
+
+class Hidden(nn.Module):
+    """Returns what its layers make: the first as it is, the second as a view, and half of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.layers[0](x)
+        second = self.layers[1](first)
+        view = second.view(-1, 2, 4)
+        third = self.layers[2](second)
+        half = third[:, :4]
+        return self.layers[4](self.layers[3](third)), first, view, half
+
+
+def test_what_the_model_returns_travels_to_the_last_stage_as_the_engine_sends_it() -> None:
+    model, sample, unit = Hidden(), (torch.zeros(ROWS, 8), torch.zeros(ROWS, 8)), ROWS * 8 * FLOAT
+    captured = capture(model, sample, lambda outputs, target: F.mse_loss(outputs[0], target))
+    points = find_partition_points(model, captured, list_module_calls(captured))
+    assert points.starts == tuple(f"layers.{at}" for at in range(5))
+    # The second layer's output goes to the third as it is, the view beside it to the end.
+    assert points.crossing == (unit, 3 * unit, 3.5 * unit, 3.5 * unit)
+    engine = record(model, {start: at for at, start in enumerate(points.starts)}, 5)
+    assert [len(engine.crossing(stage)) for stage in range(4)] == [1, 3, 4, 4]
 
 
 def test_a_rank_that_has_both_stages_of_a_border_has_both_buffers() -> None:
