@@ -244,6 +244,38 @@ class Hidden(nn.Module):
         return (self.head(x), *hidden) if self.returns else (self.head(x),)
 
 
+class Many(nn.Module):
+    """Returns 16 tensors that nothing keeps, and the sum of one of them where there is no loss function."""
+
+    def __init__(self, sums: bool) -> None:
+        super().__init__()
+        self.inner, self.sums = nn.Linear(8, 8, bias=False), sums
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.inner(x)
+        outputs = {str(number): hidden + number for number in range(16)}
+        return outputs | ({"loss": outputs["0"].exp().sum()} if self.sums else {})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_the_model_returned_in_the_step_before_is_there_until_it_returns_anew(sums: bool, ranks: int) -> None:
+    inputs, rows = torch.zeros(4096, 8), 4096 // ranks
+    unit, weights = rows * 8 * FLOAT, 8 * 8 * FLOAT
+    answer = px.auto_parallel(
+        Many(sums),
+        inputs if sums else (inputs, torch.zeros(4096)),
+        None if sums else lambda outputs, target: (outputs["0"].exp().sum(dim=1) * target).sum(),
+        cluster=f"cpux{ranks}",
+        optimizer="sgd",
+        limits=("pp=1", f"dp={ranks}", "zero=0"),
+    )
+    kept = unit if sums else 0  # of exp, which the model computes or the loss
+    target = 0 if sums else rows * FLOAT
+    assert answer.memory == pytest.approx(unit + target + 2 * 16 * unit + kept, abs=8 * weights)
+    assert max(answer.simulate().simulation.peaks) == pytest.approx(answer.memory)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_a_block_is_computed_again_from_counts_once_if_it_is_of_the_batch_or_returned(stages: int) -> None:
     rows, micro = 64, 1 if stages == 1 else 2

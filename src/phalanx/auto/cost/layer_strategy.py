@@ -90,22 +90,28 @@ class LayerCostModel:
             activation_bytes=lifetimes.activation_bytes,
             recomputed_bytes=again.recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
-            workspace_bytes=memory.workspace_bytes
-            + again.workspace_bytes
-            + param_cost.working_bytes
-            + work.shared_grad_bytes
-            + lifetimes.workspace_bytes,
+            workspace_bytes=max(
+                memory.workspace_bytes
+                + again.workspace_bytes
+                + param_cost.working_bytes
+                + work.shared_grad_bytes
+                + lifetimes.workspace_bytes,
+                lifetimes.former_bytes - param_cost.late_bytes,
+            ),
         )
 
     def _lifetimes(self, work: CallWork, activation_bytes: float) -> _Lifetimes:
         """Return how long a rank has what a call keeps for its backward pass, and what it returns.
 
-        A loop has an output until the next one takes its place. Stages let it go with its micro-batch: if gradients of
+        A loop has an output until the next one takes its place: at the end of a forward pass, before the loss keeps
+        anything, there are two. Stages let it go with its micro-batch: if gradients of
         weights are apart, with those of inputs, as all behind the last weights, and of one micro-batch at a time.
         """
         returned_bytes = work.call.returned_bytes / self._config.batch_parts
         if self._config.stages == 1:
-            return _Lifetimes(returned_bytes, activation_bytes, 0.0)
+            kept_later = activation_bytes if work.call.kind == "loss" else 0.0
+            former_bytes = work.former_bytes / self._config.batch_parts - kept_later
+            return _Lifetimes(returned_bytes, activation_bytes, 0.0, former_bytes)
         behind_bytes = work.behind_weights_bytes / self._config.batch_parts
         if self._config.zero_bubble and behind_bytes:
             return _Lifetimes(0.0, activation_bytes if work.trains else 0.0, behind_bytes)
@@ -369,6 +375,8 @@ class _Lifetimes(NamedTuple):
     persistent_bytes: float
     activation_bytes: float
     workspace_bytes: float
+    former_bytes: float = 0.0
+    """Bytes at the end of the forward pass without gradients, beside what is there at the call anyway."""
 
 
 class _DeferredWeights(NamedTuple):

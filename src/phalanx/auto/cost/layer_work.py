@@ -58,6 +58,10 @@ class CallWork:
     """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before,
     and for all if a stage may be without weights behind it."""
 
+    former_bytes: float
+    """Of the loss where it begins, or of the last call if there is none: all bytes that the model returns, as a loop
+    has those of the step before too until it has new ones. 0 of others."""
+
     block: str
     """The repeated block that it is in, which may be recomputed; empty if it is in none."""
 
@@ -112,6 +116,8 @@ class LayerWork:
             block_saved.append((size, products))
         points = layers.partition_points
         behind_weights = _list_behind_weights(calls, trains, points.of if points else (0,) * len(calls))
+        returned_bytes = float(sum(call.returned_bytes for call in calls))
+        loss_start = next((position for position, call in enumerate(calls) if call.kind == "loss"), len(calls) - 1)
         sample_bytes, shared_grad_bytes = _list_sample_bytes(calls), _list_shared_grad_bytes(calls)
         self.all = tuple(
             CallWork(
@@ -125,6 +131,7 @@ class LayerWork:
                 sample_bytes=sample_bytes[position],
                 shared_grad_bytes=shared_grad_bytes[position],
                 behind_weights_bytes=behind_weights[position],
+                former_bytes=returned_bytes if position == loss_start else 0.0,
                 block=block or "",
                 starts_block=block is not None and first[block] == position,
                 sequence=_place(layers.sequence, position),
@@ -214,7 +221,7 @@ class LayerWork:
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
         activations = work.call.saved_bytes, work.call.returned_bytes
         saved = *activations, work.in_block, work.starts_block, work.checkpoint_bytes, work.block_saved_bytes
-        others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes
+        others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes, work.former_bytes
         temporary = work.call.temporary_bytes, work.block_product_bytes, *others
         borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)
         return work.call.template, work.is_first, work.trains, *saved, *temporary, borders, sizes
