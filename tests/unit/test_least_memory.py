@@ -112,6 +112,29 @@ def test_the_least_that_an_error_names_is_enough_and_less_is_not(limits: tuple[s
         perceptron(*limits, memory=0.999 * least)
 
 
+def test_an_error_tells_inputs_outputs_and_borders_from_parameters() -> None:
+    """Of narrow layers and many rows, of which few are in flight and all have room at the borders."""
+
+    def part_of(model: nn.Module, *limits: str, rows: int = 16384) -> str:
+        sample = torch.zeros(rows, 16), torch.zeros(rows, 16)
+        with pytest.raises(PlanError) as error:
+            px.auto_parallel(
+                model, sample, nn.functional.mse_loss, cluster=f"cpux{limits[0][-1]}", optimizer="sgd", limits=limits,
+                memory=2**10,
+            )  # fmt: skip
+        return re.findall("most of it (.*), and there are", str(error.value))[0]
+
+    def blocks(count: int) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(count)))
+
+    inputs = "inputs and outputs of the model and its stages"
+    assert part_of(blocks(4), "pp=4", "micro=64", "schedule=1f1b", "recompute=full") == inputs
+    assert part_of(nn.Linear(16, 16), "pp=1", "dp=1") == inputs  # the batch and what is returned
+    assert part_of(blocks(4), "pp=1", "dp=1", "recompute=none") == "activations"
+    wide = nn.Sequential(nn.Linear(16, 65536), nn.Linear(65536, 16))
+    assert part_of(wide, "pp=2", "micro=1", rows=4) == "parameters, gradients and optimizer state"
+
+
 def test_the_least_is_of_a_plan_that_the_models_code_runs() -> None:
     """Of code that names its heads, which a rank with some of them does not run."""
     sample, target = torch.zeros(64, 16, 64), torch.zeros(64)

@@ -222,10 +222,86 @@ def test_what_a_block_computes_again_is_there_while_it_does_and_results_of_produ
         ).memory
         for how in ("none", "selective", "full")
     )
-    # All are fullest at the last block's GELU. Blocks keep 4 + 4 + 1 units, or their inputs with products of 4 + 1, or
-    # their inputs; the last one has its input besides if it is computed again.
-    assert none - selective == pytest.approx(3 * (9 - 6) * unit - unit, rel=0.01)
+    # All are fullest at the last block's GELU. Blocks before it keep 4 + 4 units and their output, or products of 4 + 1
+    # and their output, which the next is computed again from, or that alone.
+    assert none - selective == pytest.approx(3 * (9 - 6) * unit, rel=0.01)
     assert selective - full == pytest.approx(3 * 5 * unit, rel=0.01)
+
+
+class Hidden(nn.Module):
+    """Blocks whose outputs it may return, some as views of them."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.head, self.returns = nn.Linear(64, 8), returns
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x.view(-1, 8, 8) if len(hidden) == 1 else x)
+        return (self.head(x), *hidden) if self.returns else (self.head(x),)
+
+
+class Many(nn.Module):
+    """Returns 16 tensors that nothing keeps, and the sum of one of them where there is no loss function."""
+
+    def __init__(self, sums: bool) -> None:
+        super().__init__()
+        self.inner, self.sums = nn.Linear(8, 8, bias=False), sums
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.inner(x)
+        outputs = {str(number): hidden + number for number in range(16)}
+        return outputs | ({"loss": outputs["0"].exp().sum()} if self.sums else {})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_the_model_returned_in_the_step_before_is_there_until_it_returns_anew(sums: bool, ranks: int) -> None:
+    inputs, rows = torch.zeros(4096, 8), 4096 // ranks
+    unit, weights = rows * 8 * FLOAT, 8 * 8 * FLOAT
+    answer = px.auto_parallel(
+        Many(sums),
+        inputs if sums else (inputs, torch.zeros(4096)),
+        None if sums else lambda outputs, target: (outputs["0"].exp().sum(dim=1) * target).sum(),
+        cluster=f"cpux{ranks}",
+        optimizer="sgd",
+        limits=("pp=1", f"dp={ranks}", "zero=0"),
+    )
+    kept = unit if sums else 0  # of exp, which the model computes or the loss
+    target = 0 if sums else rows * FLOAT
+    assert answer.memory == pytest.approx(unit + target + 2 * 16 * unit + kept, abs=8 * weights)
+    assert max(answer.simulate().simulation.peaks) == pytest.approx(answer.memory)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_a_block_is_computed_again_from_counts_once_if_it_is_of_the_batch_or_returned(stages: int) -> None:
+    rows, micro = 64, 1 if stages == 1 else 2
+    sample, unit = (torch.zeros(rows, 64), torch.zeros(rows, 8)), rows * 64 * FLOAT / micro
+    limits = f"pp={stages}", "recompute=full", *(() if stages == 1 else ("schedule=1f1b", f"micro={micro}"))
+
+    def checkpoints(returns: bool) -> list[float]:
+        answer = px.auto_parallel(
+            Hidden(returns), sample, _of_first, cluster=f"cpux{stages}", optimizer="sgd", limits=limits, top_k=1
+        )
+        config = answer.search.best.config
+        nodes = build_problem(answer.work, config, answer.catalog.of(config)).problem.nodes
+        works = zip(answer.work.all, nodes, strict=True)
+        returned = 0 if stages == 1 else 1 / micro  # with its micro-batch, where it counts as an activation
+        return [
+            node.options[0].activation_bytes - returned * work.call.returned_bytes
+            for work, node in works
+            if work.starts_block
+        ]
+
+    assert checkpoints(returns=False) == [0, unit, unit, unit]
+    assert checkpoints(returns=True) == [0, 0, 0, 0]
+
+
+def _of_first(outputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs[0], target)
 
 
 def test_a_step_is_fullest_at_a_node_or_while_the_optimizer_runs() -> None:

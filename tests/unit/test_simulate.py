@@ -258,8 +258,9 @@ def test_gradients_beside_computation_cost_both() -> None:
 
 
 def test_what_does_not_make_a_pipeline_is_an_error() -> None:
-    with pytest.raises(PlanError, match="4 ranks of 1 stages need 4 stages and 4 values of held"):
-        replace(even("1f1b", 4, 4), persistent_bytes=(0.0,))
+    for name, found in (("persistent_bytes", "4, 1, 4 and 4"), ("update_bytes", "4, 4, 4 and 1")):
+        with pytest.raises(PlanError, match=f"4 ranks of 1 stages need 4 stages and 4 values of .*, found {found}"):
+            replace(even("1f1b", 4, 4), **{name: (0.0,)})
     with pytest.raises(PlanError, match="9 do not make 2"):
         simulate(even("interleaved", 4, 9, 2))
 

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from statistics import median
 
+import numpy as np
 import pytest
 
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, StageWork
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost, TransitionCost
 from phalanx.auto.solver.solve import solve
+from phalanx.auto.solver.step_program import build_program
 from phalanx.plan.pipeline_order import Pass, order_of
 from phalanx.plan.value import Schedule
 
@@ -166,6 +168,26 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
             other = solve(choices, below=best)
             assert other is None or (not is_exact and other.bound < best)
     assert 1 < none < 0.8 * times
+
+
+def test_a_program_has_rows_of_updates_only_for_what_needs_bytes_then():
+    def model(*updates: float):
+        nodes = tuple(
+            LayerNode(
+                name=str(piece),
+                decision=str(piece),
+                options=(
+                    StrategyCost(label="plain", persistent_bytes=2.0, update_bytes=size),
+                    StrategyCost(label="other", persistent_bytes=1.0, activation_bytes=1.0, workspace_bytes=1.0),
+                ),
+            )
+            for piece, size in enumerate(updates)
+        )
+        return build_program(StepProblem(nodes=nodes, pieces=(0, 1, 2), sends=(0.0, 0.0), ranks=2, room=9.0))._model()
+
+    none, one, both = model(0, 0, 0), model(0, 3, 0), model(1, 3, 0)
+    assert one.num_row_ - none.num_row_ == both.num_row_ - one.num_row_ == 2  # one for each rank
+    assert all(np.all(lp.a_matrix_.value_) for lp in (none, one, both))  # HiGHS is given no zeros
 
 
 def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeypatch):

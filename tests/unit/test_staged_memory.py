@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import phalanx as px
+from phalanx.auto.capture.module_calls import list_module_calls
+from phalanx.auto.capture.partition_points import find_partition_points
+from phalanx.auto.capture.step import capture
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
 from phalanx.parallel.pipeline.batch import Batch
+from phalanx.parallel.pipeline.partition import record
 
 ROWS, WIDTH, OUTPUTS = 64, 128, 512
 FLOAT = 4
@@ -72,6 +76,22 @@ def test_with_zero_bubble_one_micro_batch_has_what_is_behind_the_last_weights() 
     assert late_inner.activation_bytes == inner.activation_bytes == ROWS * WIDTH * FLOAT / 4
 
 
+def test_with_zero_bubble_stages_without_weights_have_activations_of_all_micro_batches_in_flight() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
+    for frozen in layers[2:]:
+        frozen.requires_grad_(False)
+    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    sample = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    limits = "pp=4", "micro=4", "schedule=zero_bubble"
+    answer = px.auto_parallel(model, sample, F.mse_loss, cluster="cpux4", optimizer="sgd", limits=limits, top_k=1)
+    problem, unit = problem_of(answer), ROWS * WIDTH * FLOAT / 4
+    costs = [node.options[0] for node in problem.nodes]
+    assert [cost.activation_bytes for cost in costs[1::2]] == [unit] * 4  # of each Tanh; the last one's is returned
+    ranks = problem.memory(dict.fromkeys(problem.decisions, 0), (0, 1, 2, 3))
+    assert all(rank.activation >= 4 * unit for rank in ranks)
+    assert answer.simulate().simulation.peaks == pytest.approx([rank.total for rank in ranks])
+
+
 @pytest.mark.parametrize("micro", [1, 4])
 def test_both_ranks_of_a_border_have_buffers_for_all_micro_batches(micro: int) -> None:
     problem = problem_of(answer_of(f"micro={micro}"))
@@ -81,6 +101,39 @@ def test_both_ranks_of_a_border_have_buffers_for_all_micro_batches(micro: int) -
     pick, stage_of = dict.fromkeys(problem.decisions, 0), (0, 1)
     peaks, fewer = ([rank.total for rank in p.memory(pick, stage_of)] for p in (problem, without))
     assert [peak - less for peak, less in zip(peaks, fewer, strict=True)] == [hidden, hidden]
+
+
+class Hidden(nn.Module):
+    """Returns what its layers make: the first as it is, the second as a view, and half of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.layers[0](x)
+        second = self.layers[1](first)
+        view = second.view(-1, 2, 4)
+        third = self.layers[2](second)
+        half = third[:, :4]
+        return self.layers[4](self.layers[3](third)), first, view, half
+
+
+def test_what_the_model_returns_travels_to_the_last_stage_as_the_engine_sends_it() -> None:
+    model, sample, unit = Hidden(), (torch.zeros(ROWS, 8), torch.zeros(ROWS, 8)), ROWS * 8 * FLOAT
+    captured = capture(model, sample, lambda outputs, target: F.mse_loss(outputs[0], target))
+    points = find_partition_points(model, captured, list_module_calls(captured))
+    assert points.starts == tuple(f"layers.{at}" for at in range(5))
+    # The second layer's output goes to the third as it is, the view beside it to the end.
+    assert points.crossing == (unit, 3 * unit, 3.5 * unit, 3.5 * unit)
+    engine = record(model, {start: at for at, start in enumerate(points.starts)}, 5)
+    assert [len(engine.crossing(stage)) for stage in range(4)] == [1, 3, 4, 4]
+
+
+def test_a_rank_that_has_both_stages_of_a_border_has_both_buffers() -> None:
+    nodes = tuple(LayerNode(name=at, decision=at, options=(StrategyCost(label=""),)) for at in "ab")
+    problem = StepProblem(nodes=nodes, pieces=(0, 1), sends=(0.0,), border_bytes=(3.0,), virtual=2, micro_batches=2)
+    assert [rank.total for rank in problem.memory({"a": 0, "b": 0}, (0, 1))] == [6.0]
 
 
 def test_a_rank_of_stages_is_fullest_in_its_passes_or_while_its_optimizer_runs() -> None:

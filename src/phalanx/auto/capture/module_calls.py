@@ -25,6 +25,9 @@ class CallInput:
     follows: bool
     """Whether a cut of the last dimension that passes the call cuts this too; see `ModuleCall.last_dim_parts`."""
 
+    is_returned: bool = False
+    """Whether the model returns it, or all of the memory that it is in."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCall:
@@ -249,8 +252,12 @@ class _CallReader:
         return dict.fromkeys(r for r in reads if r.source not in members and not str(r.source).startswith("parameter:"))
 
     def _input(self, read: Read, follows: bool) -> CallInput:
-        source = self._run_of[read.source] if isinstance(read.source, int) else read.source
-        return CallInput(source, read.value, follows)
+        if isinstance(read.source, str):
+            return CallInput(read.source, read.value, follows)
+        maker = self._ops[read.source]
+        is_view = maker.returned and not maker.written_bytes
+        is_returned = is_view or 0 < read.value.bytes <= maker.returned_bytes
+        return CallInput(self._run_of[read.source], read.value, follows, is_returned)
 
     def _alike(self) -> dict[int, int]:
         paths = [self._ops[run[0]].module for run in self._runs]

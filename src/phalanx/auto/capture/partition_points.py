@@ -6,13 +6,13 @@ one piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from phalanx.auto.capture.blocks import is_inside
-from phalanx.auto.capture.graph import CapturedStep
+from phalanx.auto.capture.graph import CapturedStep, Operator
 from phalanx.auto.capture.module_calls import ModuleCall
 from phalanx.errors import PlanError
 from phalanx.i18n import tr
@@ -56,7 +56,8 @@ def find_partition_points(model: nn.Module, captured: CapturedStep, calls: tuple
     for visit in visits:
         now = now if visit is None else max(now, piece_of[visit])
         of.append(now)
-    return PartitionPoints(starts=starts, of=tuple(of), crossing=tuple(_border_bytes(calls, of, len(starts))))
+    crossing = _border_bytes(captured.operators, calls, of, len(starts))
+    return PartitionPoints(starts=starts, of=tuple(of), crossing=tuple(crossing))
 
 
 def find_parameter_outside_units(captured: CapturedStep) -> str | None:
@@ -88,18 +89,25 @@ def _joined_with_next(visits: list[int | None], calls: tuple[ModuleCall, ...], c
     return [any(first <= unit_before < last for first, last in runs) for unit_before in range(count - 1)]
 
 
-def _border_bytes(calls: tuple[ModuleCall, ...], of: list[int], count: int) -> Iterable[float]:
-    """Yield the bytes that are made up to a piece and read after it; the loss reads its target where it is."""
-    last_use: dict[int | str, int] = {}
-    sizes: dict[int | str, tuple[int, float]] = {}
-    for position, call in enumerate(calls):
-        sizes[position] = of[position], float(sum(output.bytes for output in call.outputs))
-        for source in call.inputs:
-            if isinstance(source.source, str) and (call.kind == "loss" or not source.source.startswith("sample")):
-                continue
-            sizes.setdefault(source.source, (0, float(source.value.bytes)))
-            last_use[source.source] = max(last_use.get(source.source, 0), of[position])
+def _border_bytes(
+    operators: Sequence[Operator], calls: tuple[ModuleCall, ...], of: list[int], count: int
+) -> Iterable[float]:
+    """Yield the bytes that are made up to a piece and read after it, or returned by the last.
+
+    The loss reads its target where it is.
+    """
+    home: dict[int | str, int] = {at: piece for call, piece in zip(calls, of, strict=True) for at in call.operators}
+    sizes: dict[tuple[int | str, int], int] = {}
+    last_use: dict[tuple[int | str, int], int] = {}
+    for call, piece in zip(calls, of, strict=True):
+        for at in call.operators:
+            for read in operators[at].reads():
+                tensor = read.source, read.output
+                if read.source in home or (call.kind != "loss" and str(read.source).startswith("sample")):
+                    sizes[tensor], last_use[tensor] = read.value.bytes, max(last_use.get(tensor, 0), piece)
+            if operators[at].returned:
+                for number, output in enumerate(operators[at].outputs):
+                    sizes[at, number], last_use[at, number] = output.bytes, count - 1
+    spans = [(home.get(tensor[0], 0), last_use[tensor], size) for tensor, size in sizes.items()]
     for border in range(count - 1):
-        yield sum(
-            size for source_name, (piece, size) in sizes.items() if piece <= border < last_use.get(source_name, 0)
-        )
+        yield float(sum(size for piece, last, size in spans if piece <= border < last))

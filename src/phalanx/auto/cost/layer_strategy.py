@@ -74,6 +74,7 @@ class LayerCostModel:
         gather_s, regather_s = (0.0, 0.0) if config.stages > 1 else (param_cost.gather_s, param_cost.gather_again_s)
         added_s = regather_s + param_cost.copy_s + deferred.added_s
         lifetimes = self._lifetimes(work, again.activation_bytes)
+        batch_bytes = work.sample_bytes * config.micro_batches / config.batch_parts + lifetimes.persistent_bytes
         return StrategyCost(
             label=str(strategy),
             forward_s=times.forward + comm.forward + again.forward_s + gather_s,
@@ -82,30 +83,35 @@ class LayerCostModel:
             comm_s=comm.forward + comm.backward + gather_s + regather_s,
             grad_sync_s=param_cost.grad_sync_s + (param_cost.gather_s if config.stages > 1 else 0.0),
             update_s=param_cost.update_s,
-            persistent_bytes=param_cost.bytes
-            + work.sample_bytes * config.micro_batches / config.batch_parts
-            + lifetimes.persistent_bytes,
+            persistent_bytes=param_cost.bytes + batch_bytes,
+            batch_bytes=batch_bytes,
             late_bytes=param_cost.late_bytes,
             update_bytes=param_cost.update_bytes,
             activation_bytes=lifetimes.activation_bytes,
             recomputed_bytes=again.recomputed_bytes,
             deferred_bytes=deferred.deferred_bytes,
-            workspace_bytes=memory.workspace_bytes
-            + again.workspace_bytes
-            + param_cost.working_bytes
-            + work.shared_grad_bytes
-            + lifetimes.workspace_bytes,
+            workspace_bytes=max(
+                memory.workspace_bytes
+                + again.workspace_bytes
+                + param_cost.working_bytes
+                + work.shared_grad_bytes
+                + lifetimes.workspace_bytes,
+                lifetimes.former_bytes - param_cost.late_bytes,
+            ),
         )
 
     def _lifetimes(self, work: CallWork, activation_bytes: float) -> _Lifetimes:
         """Return how long a rank has what a call keeps for its backward pass, and what it returns.
 
-        A loop has an output until the next one takes its place. Stages let it go with its micro-batch: if gradients of
+        A loop has an output until the next one takes its place: at the end of a forward pass, before the loss keeps
+        anything, there are two. Stages let it go with its micro-batch: if gradients of
         weights are apart, with those of inputs, as all behind the last weights, and of one micro-batch at a time.
         """
         returned_bytes = work.call.returned_bytes / self._config.batch_parts
         if self._config.stages == 1:
-            return _Lifetimes(returned_bytes, activation_bytes, 0.0)
+            kept_later = activation_bytes if work.call.kind == "loss" else 0.0
+            former_bytes = work.former_bytes / self._config.batch_parts - kept_later
+            return _Lifetimes(returned_bytes, activation_bytes, 0.0, former_bytes)
         behind_bytes = work.behind_weights_bytes / self._config.batch_parts
         if self._config.zero_bubble and behind_bytes:
             return _Lifetimes(0.0, activation_bytes if work.trains else 0.0, behind_bytes)
@@ -136,7 +142,7 @@ class LayerCostModel:
             products = self._work.product_bytes(work, fraction, config)
         again_s = comm_s + self._work.recompute_s(work, fraction, config) + selective_s
         again_s += host.checkpoint_s if work.starts_block else 0.0
-        left_bytes = products + (work.input_bytes / parts if work.starts_block else 0.0)
+        left_bytes = products + (work.checkpoint_bytes / parts if work.starts_block else 0.0)
         if config.stages == 1:
             return _Recomputation(selective_s, again_s, left_bytes, saved_bytes - products, 0.0)
         block_bytes = work.block_saved_bytes - (work.block_product_bytes if is_selective else 0.0)
@@ -369,6 +375,8 @@ class _Lifetimes(NamedTuple):
     persistent_bytes: float
     activation_bytes: float
     workspace_bytes: float
+    former_bytes: float = 0.0
+    """Bytes at the end of the forward pass without gradients, beside what is there at the call anyway."""
 
 
 class _DeferredWeights(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.auto.capture.blocks import is_inside
 from phalanx.auto.capture.graph import Operator, TensorShape
 from phalanx.auto.capture.layers import Layers
-from phalanx.auto.capture.module_calls import ModuleCall
+from phalanx.auto.capture.module_calls import CallInput, ModuleCall
 from phalanx.auto.capture.partition_points import unit_of
 from phalanx.auto.capture.sequence_blocks import AttentionCall, SequenceBlocks
 from phalanx.auto.cost.machine_model import MachineModel
@@ -40,6 +40,10 @@ class CallWork:
     input_bytes: float
     """Bytes of its inputs."""
 
+    checkpoint_bytes: float
+    """Bytes of its inputs that nothing holds but a block that is computed again from them: neither of the batch nor
+    returned."""
+
     output_bytes: float
     """Bytes of its outputs."""
 
@@ -51,7 +55,12 @@ class CallWork:
     uses, up to the first; and in such a use its own and a new sum of both."""
 
     behind_weights_bytes: float
-    """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before."""
+    """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before,
+    and for all if a stage may be without weights behind it."""
+
+    former_bytes: float
+    """Of the loss where it begins, or of the last call if there is none: all bytes that the model returns, as a loop
+    has those of the step before too until it has new ones. 0 of others."""
 
     block: str
     """The repeated block that it is in, which may be recomputed; empty if it is in none."""
@@ -105,7 +114,10 @@ class LayerWork:
                 products += sum(op.written_bytes for op in ops if op.flops)
                 saved[block] = size, products
             block_saved.append((size, products))
-        behind_weights = _list_behind_weights(calls, trains)
+        points = layers.partition_points
+        behind_weights = _list_behind_weights(calls, trains, points.of if points else (0,) * len(calls))
+        returned_bytes = float(sum(call.returned_bytes for call in calls))
+        loss_start = next((position for position, call in enumerate(calls) if call.kind == "loss"), len(calls) - 1)
         sample_bytes, shared_grad_bytes = _list_sample_bytes(calls), _list_shared_grad_bytes(calls, captured.operators)
         self.all = tuple(
             CallWork(
@@ -114,10 +126,12 @@ class LayerWork:
                 is_first=is_first[position],
                 trains=trains[position],
                 input_bytes=_bytes(source.value for source in call.inputs),
+                checkpoint_bytes=_bytes(source.value for source in call.inputs if not _is_held(source)),
                 output_bytes=_bytes(call.outputs),
                 sample_bytes=sample_bytes[position],
                 shared_grad_bytes=shared_grad_bytes[position],
                 behind_weights_bytes=behind_weights[position],
+                former_bytes=returned_bytes if position == loss_start else 0.0,
                 block=block or "",
                 starts_block=block is not None and first[block] == position,
                 sequence=_place(layers.sequence, position),
@@ -206,8 +220,8 @@ class LayerWork:
         # What sharding adds is a part of what a whole unit takes.
         sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
         activations = work.call.saved_bytes, work.call.returned_bytes
-        saved = *activations, work.in_block, work.starts_block, work.block_saved_bytes
-        others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes
+        saved = *activations, work.in_block, work.starts_block, work.checkpoint_bytes, work.block_saved_bytes
+        others = work.sample_bytes, work.shared_grad_bytes, work.behind_weights_bytes, work.former_bytes
         temporary = work.call.temporary_bytes, work.block_product_bytes, *others
         borders = work.sequence and (work.sequence.is_first, work.sequence.is_last)
         return work.call.template, work.is_first, work.trains, *saved, *temporary, borders, sizes
@@ -305,14 +319,18 @@ def _list_shared_grad_bytes(calls: tuple[ModuleCall, ...], operators: Sequence[O
     return sizes
 
 
-def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool]) -> list[float]:
+def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool], pieces: Sequence[int]) -> list[float]:
     """Return `CallWork.behind_weights_bytes` of every call."""
-    last = max((position for position, is_trained in enumerate(trains) if is_trained), default=len(calls))
-    sizes = [
-        float(call.returned_bytes + (call.saved_bytes if position > last else 0)) if position >= last else 0.0
-        for position, call in enumerate(calls)
-    ]
-    return list(itertools.accumulate(sizes))
+    last = max((position for position, is_trained in enumerate(trains) if is_trained), default=None)
+    if last is None or pieces[last] != pieces[-1]:
+        return [0.0] * len(calls)
+    sizes = [float(call.returned_bytes + (call.saved_bytes if at > last else 0)) for at, call in enumerate(calls)]
+    return [0.0] * last + list(itertools.accumulate(sizes[last:]))
+
+
+def _is_held(source: CallInput) -> bool:
+    """Return whether an input is there all through a step, or with its micro-batch, whoever reads it."""
+    return source.is_returned or str(source.source).startswith("sample:")
 
 
 def _may_be_sharded(call: ModuleCall) -> bool:

@@ -30,6 +30,7 @@ from phalanx.units import format_bytes
 
 _MEMORY: Labels = {
     "parameters, gradients and optimizer state": "parameters, gradients and optimizer state",
+    "inputs, outputs and borders": "inputs and outputs of the model and its stages",
     "activations": "activations",
     "what one layer needs": "what one layer needs while it runs",
 }

@@ -99,10 +99,12 @@ class PipelineSpec:
 
     def __post_init__(self) -> None:
         stages = self.ranks * self.schedule.virtual
-        if len(self.stages) != stages or len(self.persistent_bytes) != self.ranks or len(self.optimizer) != self.ranks:
+        lengths = [len(self.persistent_bytes), len(self.optimizer), len(self.update_bytes) or self.ranks]
+        if len(self.stages) != stages or set(lengths) != {self.ranks}:
             raise PlanError(
                 f"{self.ranks} ranks of {self.schedule.virtual} stages need {stages} stages and {self.ranks} values of "
-                f"held and optimizer, found {len(self.stages)}, {len(self.persistent_bytes)} and {len(self.optimizer)}."
+                f"persistent_bytes, optimizer and update_bytes, found {len(self.stages)}, {lengths[0]}, {lengths[1]} "
+                f"and {lengths[2]}. Give one of each for every rank; update_bytes may be empty."
             )
 
 

@@ -93,10 +93,11 @@ class Program:
         self._cost[column] += cost
 
     def add_row(self, terms: Iterable[Term], lower: float, upper: float) -> None:
-        """Add a row; terms of one column are added up."""
+        """Add a row; terms of one column are added up, and those of 0 left out."""
         summed: dict[int, float] = {}
         for column, value in terms:
-            summed[column] = summed.get(column, 0.0) + value
+            if value:
+                summed[column] = summed.get(column, 0.0) + value
         self._columns += summed
         self._values += summed.values()
         self._starts.append(len(self._columns))

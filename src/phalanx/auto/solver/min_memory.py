@@ -22,7 +22,9 @@ from phalanx.auto.solver.in_flight import least_in_flight
 from phalanx.auto.solver.problem import StepProblem, StrategyCost, TransitionCost, sum_in_blocks
 from phalanx.auto.solver.step_program import build_program
 
-MemoryPart: TypeAlias = Literal["parameters, gradients and optimizer state", "activations", "what one layer needs"]
+MemoryPart: TypeAlias = Literal[
+    "parameters, gradients and optimizer state", "inputs, outputs and borders", "activations", "what one layer needs"
+]
 Floats = NDArray[np.float64]
 
 _MOST_PICKS = 20_000
@@ -276,6 +278,13 @@ def _stages(starts_by_stage: list[NDArray[np.int64]], count: int) -> tuple[int, 
 
 def largest_part(problem: StepProblem, least: MinMemory) -> MemoryPart:
     """Return what the peak rank holds most of, where it is fullest."""
-    fullest = max(problem.memory(least.pick, least.stage_of), key=lambda rank: rank.total)
-    parts = dict(zip(get_args(MemoryPart), fullest, strict=True))
+    memory, ranks = problem.memory(least.pick, least.stage_of), problem.ranks
+    rank = max(range(ranks), key=lambda rank: memory[rank].total)
+    stage_of, batch = least.stage_of or (0,) * problem.piece_count, 0.0
+    for cost, piece in zip(problem.list_costs(least.pick), problem.pieces, strict=True):
+        batch += cost.batch_bytes if stage_of[piece] % ranks == rank else 0.0
+    for size, ends in zip(problem.border_bytes, itertools.pairwise(stage_of), strict=True):
+        batch += size * sum(end % ranks == rank for end in ends) if ends[0] != ends[1] else 0.0
+    persistent, *others = memory[rank]
+    parts = dict(zip(get_args(MemoryPart), (persistent - batch, batch, *others), strict=True))
     return max(parts, key=lambda name: parts[name])

@@ -36,9 +36,8 @@ sum w - max w, down to 0: nothing is sooner than the rank that works the most. O
 times as long as others, this says from 5 % less to 8 % more than event by event; up to 10 times as long, from 8 % less
 to 15 % more.
 
-A rank keeps activations until the gradients of weights, which gives each as many as 1F1B keeps on the first. The
-gradients that these are computed from are there for one micro-batch and, on rank r, r more whose turn has not come;
-the first has no inputs to be early for.
+A rank keeps activations until the gradients of weights, which gives each as many as 1F1B keeps on the first. What these
+are computed from is there for one micro-batch and, on rank r but the first, for r more whose turn has not come.
 """
 
 from __future__ import annotations
@@ -85,10 +84,13 @@ class StrategyCost:
     """After all gradients are there: the optimizer, and collectives that wait for it."""
 
     persistent_bytes: float = 0.0
-    """All through the step: parameters, gradients, optimizer state."""
+    """All through the step: parameters, gradients, optimizer state, the batch, what the model returns."""
+
+    batch_bytes: float = 0.0
+    """Of these, the batch and what the model returns."""
 
     late_bytes: float = 0.0
-    """Of these, gradients that are there from its backward pass on only; of one stage."""
+    """Of what is persistent, gradients that are there from its backward pass on only; of one stage."""
 
     update_bytes: float = 0.0
     """While the optimizer runs, beside what is persistent."""
@@ -150,7 +152,7 @@ class RankMemory(NamedTuple):
     """Bytes of a rank where it is fullest."""
 
     persistent: float
-    """All through the step: parameters, gradients, optimizer state."""
+    """All through the step, buffers at borders too."""
 
     activation: float
     workspace: float
@@ -265,8 +267,7 @@ class StepProblem:
             forward[stage_of[piece]] += cost.forward_s
             backward[stage_of[piece]] += cost.backward_s
             after[stage_of[piece]] += cost.grad_sync_s + cost.update_s
-        borders = itertools.pairwise(stage_of)
-        sends = [send for send, (stage, after_it) in zip(self.sends, borders, strict=True) if stage != after_it]
+        sends = [send for send, (a, b) in zip(self.sends, itertools.pairwise(stage_of), strict=True) if a != b]
         stages = StageTimes(forward[None], backward[None], np.array(sends).reshape(1, -1), after[None])
         seconds = self.formula_s(stages, self.saved(pick))
         if self.virtual > 1:
@@ -330,8 +331,7 @@ class StepProblem:
             return [self._memory_of_layers(options)]
         persistent, owed, workspace, update = np.zeros((4, self.ranks))
         activation = np.zeros(self.stages)
-        for cost, piece in zip(options, self.pieces, strict=True):
-            stage = stage_of[piece]
+        for cost, stage in zip(options, (stage_of[piece] for piece in self.pieces), strict=True):
             rank = stage % self.ranks
             persistent[rank] += cost.persistent_bytes
             activation[stage] += cost.activation_bytes
@@ -340,7 +340,8 @@ class StepProblem:
             update[rank] = max(update[rank], cost.update_bytes)
         for size, (stage, after_it) in zip(self.border_bytes, itertools.pairwise(stage_of), strict=True):
             if stage != after_it:
-                persistent[[stage % self.ranks, after_it % self.ranks]] += size
+                for end in (stage, after_it):  # the same rank may have both
+                    persistent[end % self.ranks] += size
         passing = self.most_in_flight(activation[None])[0] + owed
         return [
             max(RankMemory(*in_passes), RankMemory(in_passes[0], 0.0, in_update), key=lambda memory: memory.total)

@@ -273,8 +273,9 @@ class _PipelineProgram(StepProgram):
             working, updating = (dict[tuple[int, str], list[Term]]() for _ in range(2))
             for cell, columns in zip(self._cells, self._products, strict=True):
                 for groups, size in ((working, cell.workspace_bytes), (updating, cell.update_bytes)):
-                    terms = groups.setdefault((cell.piece, cell.decision), [])
-                    terms += [(columns[stage], size / unit) for stage in mine]
+                    if size or groups is working:  # an update that needs nothing is no fuller than the passes
+                        terms = groups.setdefault((cell.piece, cell.decision), [])
+                        terms += [(columns[stage], size / unit) for stage in mine]
             by_moment = [self._list_bytes(dict(zip(mine, in_flight, strict=True)), unit) for in_flight in moments]
             arriving = [
                 (border, self._problem.border_bytes[piece] / unit)
