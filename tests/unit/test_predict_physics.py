@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +128,22 @@ def test_experts_of_one_shape_share_what_autograd_gets() -> None:
     assert footprint(few).gathered == footprint(many).gathered
 
 
+@pytest.mark.parametrize("ep", [1, 8])
+def test_only_sums_of_dense_layers_run_beside_the_gradients_of_their_weights(ep: int) -> None:
+    parallel = {"tp": 8, "dp": 8, "ep": ep, "sequence_parallel": True}
+    sent = step(describe(nodes=8, model={**EXPERTS, "top_k": 4}, parallel=parallel)).sent
+    assert sent.tensor_parallel_backward >= sent.tensor_parallel_forward - sent.dense_sum / 2
+    assert sent.tensor_parallel_backward < sent.tensor_parallel_forward
+
+
+def test_copies_of_tokens_are_sent_to_the_experts_once() -> None:
+    """Without sequence parallel all tensor-parallel ranks have a token, and each expert is on fewer of them."""
+    run = describe(nodes=8, model={**EXPERTS, "experts": 64}, parallel={"tp": 8, "dp": 8, "ep": 64})
+    copies, parts = (step(alter(run, parallel={"sequence_parallel": on})) for on in (False, True))
+    assert copies.run.expert_tp == 1
+    assert copies.sent.experts_forward == parts.sent.experts_forward > 0
+
+
 def test_tokens_of_experts_travel_beside_nothing_in_a_backward_pass_too() -> None:
     sent = step(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8})).sent
     assert sent.experts_backward == sent.experts_forward > 0
@@ -172,7 +189,7 @@ def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:
     passes = step(run)
     alone = passes.layers * (passes.compute_forward + passes.compute_backward)
     waits = passes.layers * (passes.forward + passes.backward) - alone
-    assert predict(run).step_time_s > alone + waits + 2 * passes.sent.vocabulary > 1.05 * (alone + waits)
+    assert predict(run).step_time_s > alone + waits + 2 * passes.sent.vocabulary_sum > 1.05 * (alone + waits)
     stages = alter(run, parallel={"tp": 4, "pp": 2}, model={"layers": 9}, batch={"global": 64})
     assert seconds(stages) == pytest.approx(simulate_run(stages).simulation.step_time_s, rel=0.05)
 
@@ -202,6 +219,41 @@ def test_sends_of_a_slow_network_show_where_nothing_hides_them(schedule: str, co
     run = alter(run, model={"vocab": 1024})
     assert step(run).send_once > 0.2 * step(run).layers * step(run).forward
     assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "count", "gbps"),
+    [
+        ("1f1b", 8, 1, 4, 100),
+        ("1f1b", 8, 1, 8, 20),
+        ("1f1b", 2, 1, 8, 10),
+        ("gpipe", 8, 1, 8, 10),
+        ("gpipe", 8, 1, 64, 10),
+        ("zero-bubble", 8, 1, 8, 100),
+        ("zero-bubble", 8, 1, 16, 20),
+        ("zero-bubble", 8, 1, 64, 20),
+        ("interleaved", 4, 2, 4, 50),
+        ("interleaved", 4, 2, 32, 10),
+        ("interleaved", 8, 4, 64, 20),
+    ],
+)
+def test_sends_are_hidden_as_they_are_in_the_simulation(
+    schedule: str, pp: int, vpp: int, count: int, gbps: float
+) -> None:
+    """Where sends and passes do not slow each other; the simulation lets ranks that wait be slowed too."""
+    parallel, batch = {"pp": pp, "vpp": vpp}, {"global": count, "micro": 1}
+    run = describe(per_node=1, nodes=8, node_gbps=gbps, parallel=parallel, batch=batch, schedule=schedule)
+    run, constants = alter(run, model={"vocab": 1024}), replace(DEFAULT, contention=0.0)
+    predicted = predict(run, constants, interval=False).step_time_s
+    assert predicted == pytest.approx(simulate_run(run, constants).simulation.step_time_s, rel=0.02)
+
+
+@pytest.mark.parametrize("gbps", [200, 50])
+def test_equal_stages_are_no_slower_than_stages_with_a_block_more(gbps: float) -> None:
+    parallel, batch = {"pp": 4, "vpp": 2}, {"global": 8, "micro": 1}
+    run = describe(per_node=1, nodes=4, node_gbps=gbps, parallel=parallel, batch=batch, schedule="interleaved")
+    times = [seconds(alter(run, model={"layers": layers, "vocab": 1024})) for layers in (63, 64, 65)]
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(("layers", "pp", "vpp"), [(32, 4, 3), (105, 2, 3), (43, 8, 4)])

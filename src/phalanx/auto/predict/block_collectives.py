@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx.auto.cost.collectives import ClusterLinks
+from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.predict.rank_groups import (
     HeldParameters,
     expert_ranks,
@@ -30,26 +30,42 @@ class BlockCollectives:
     @cached_property
     def tensor_parallel_forward(self) -> float:
         """Seconds of the sums over tensor-parallel ranks in a forward pass: of attention, and of the feed-forward."""
-        run, size = self.run, boundary_bytes(self.run)
+        return self.dense_sum + self._routed_sum
+
+    @cached_property
+    def dense_sum(self) -> float:
+        """Seconds of those of dense layers: all but experts."""
+        return self._beside_products((1 if self.run.model.experts else 2) * self._sum_of(boundary_bytes(self.run)))
+
+    @cached_property
+    def _routed_sum(self) -> float:
+        """Seconds of those of experts' tokens, which no product runs beside."""
+        run = self.run
+        if not run.model.experts:
+            return 0.0
+        if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
+            return self._sum_of(boundary_bytes(run))
+        # The ranks that share an expert gather the tokens that were sent to any of them.
+        return self._sum_of(HALF * routed_rows(run) * run.model.hidden, expert_tensor_ranks(run))
+
+    def _sum_of(self, size: float, layout: GroupTopology | None = None) -> float:
+        """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter."""
+        run = self.run
         # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
         share = 0.75 if run.precision == "fp8" and run.parallel.sequence_parallel else 1.0
-        layout = group_topology(run, "tp")
-        each = self.links.all_reduce(share * size, layout)  # or all-gather and reduce-scatter
-        if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
-            return self._beside_products(2 * each)
-        # The ranks that share an expert gather the tokens that were sent to any of them.
-        routed = HALF * routed_rows(run) * run.model.hidden
-        return self._beside_products(each + self.links.all_reduce(share * routed, expert_tensor_ranks(run)))
+        return self.links.all_reduce(share * size, layout or group_topology(run, "tp"))
 
     @cached_property
     def tensor_parallel_backward(self) -> float:
-        """Seconds of the same in a backward pass, those of recomputation included."""
-        forward = self.tensor_parallel_forward
-        hidden = min(forward / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
-        return forward * self._passes_back - hidden
+        """Seconds of the same in a backward pass, those of recomputation included.
+
+        One of the two of a dense layer runs beside the gradients of its weights; those of routed tokens do not.
+        """
+        hidden = min(self.dense_sum / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
+        return self.tensor_parallel_forward * self._passes_back - hidden
 
     @cached_property
-    def vocabulary(self) -> float:
+    def vocabulary_sum(self) -> float:
         """Seconds of the sum over ranks that each have some rows of the embedding, and of the projection's gradient."""
         return self.links.all_reduce(boundary_bytes(self.run), group_topology(self.run, "tp"))
 
@@ -59,7 +75,8 @@ class BlockCollectives:
         run, par = self.run, self.run.parallel
         if not run.model.experts or par.ep == 1:
             return 0.0
-        own = boundary_bytes(run) / (par.tp if par.sequence_parallel else 1)
+        # Of tokens that all tensor-parallel ranks have, each sends what belongs to its own part of an expert.
+        own = boundary_bytes(run) * (1 if par.sequence_parallel else run.expert_tp) / par.tp
         # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
         return 2 * self.links.all_to_all(run.expert_load * own * run.model.top_k, expert_ranks(run))
 

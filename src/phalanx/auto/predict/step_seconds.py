@@ -47,8 +47,7 @@ class StepSeconds:
         # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
         hops, virtual = run.parallel.pp - 1, run.parallel.vpp
         others = (run.model.layers - self.layers) / self.layers * passes + hops * self.constants.micro_batch_s
-        # Nothing else is there to run beside its sends.
-        send, bubble = count * self._send, self._idle_share * others / virtual + 2 * hops * self.send_once
+        send, bubble = self._send, self._idle_share * others / virtual + self._first_sends
         if self._is_unevenly_interleaved:
             waits = self._schedule_s - count * (passes + self._head_on_top + self.constants.micro_batch_s)
             send = min(send, waits)
@@ -66,10 +65,10 @@ class StepSeconds:
     def _head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        last = self.head.forward + self.head.backward + self.sent.vocabulary
+        last = self.head.forward + self.head.backward + self.sent.vocabulary_sum
         if self.run.parallel.pp == 1:
-            return last + self.sent.vocabulary
-        return max(self.sent.vocabulary, last - fewer * (self.forward + self.backward))
+            return last + self.sent.vocabulary_sum
+        return max(self.sent.vocabulary_sum, last - fewer * (self.forward + self.backward))
 
     @property
     def stage_blocks(self) -> list[int]:
@@ -94,9 +93,9 @@ class StepSeconds:
         run, blocks = self.run, np.array(self.stage_blocks)[:, None]
         forward = blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp
         backward = blocks * self.backward
-        forward[0] += self.sent.vocabulary
+        forward[0] += self.sent.vocabulary_sum
         forward[-1] += self.head.forward
-        backward[-1] += self.head.backward + self.sent.vocabulary
+        backward[-1] += self.head.backward + self.sent.vocabulary_sum
         sends = np.full((2, *blocks.shape), self.send_once)
         sends[0, -1] = sends[1, 0] = 0.0
         if run.overlap.pp:
@@ -238,28 +237,52 @@ class StepSeconds:
         size = boundary_bytes(run) / par.tp
         return self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
 
+    @property
+    def _first_sends(self) -> float:
+        """Seconds of the sends of the first micro-batch through all stages and back: nothing runs beside them."""
+        par, overlaps = self.run.parallel, self.run.overlap.pp
+        return 2 * (par.pp * (par.vpp if overlaps else 1) - 1) * self.send_once
+
     @cached_property
     def _send(self) -> float:
-        """Seconds a micro-batch spends between stages, both ways."""
-        once, par = self.send_once, self.run.parallel
+        """Seconds a step spends between stages besides `_first_sends`."""
+        seconds = 2 * self.run.micro_batches * self.run.parallel.vpp * self.send_once
         if not self.run.overlap.pp:
-            return 2 * par.vpp * once
-        if par.vpp > 1 or self.run.schedule in ("gpipe", "zero-bubble"):
-            chunk = self.layers / par.vpp * self.forward
-            shown = 2 * par.vpp * max(0.0, once - chunk)
-        else:
-            shown = max(0.0, 2 * once * (par.pp - 1) / par.pp - self._slack)
-        return shown + self.constants.contention * (2 * par.vpp * once - shown)
+            return seconds
+        shown = self._shown_sends
+        return shown + self.constants.contention * max(0.0, seconds - shown)
+
+    @property
+    def _shown_sends(self) -> float:
+        """Seconds of sends that no pass hides: the simulation of equal stages, but for sends longer than passes.
+
+        Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
+        """
+        once, par, count = self.send_once, self.run.parallel, self.run.micro_batches
+        later = max(0.0, count - par.pp)
+        if self.run.schedule == "gpipe":
+            passes = self.layers * self.forward, self.layers * self.backward
+            return max(0.0, count - 1) * sum(max(0.0, once - one) for one in passes)
+        if par.vpp > 1:
+            return later * max(0.0, 2 * par.vpp * once - self.layers * (self.forward + self.backward))
+        if count < par.pp:  # all go forward before one comes back
+            return 0.0
+        a_round = (par.pp - 1) / par.pp * 2 * once
+        if self.run.schedule == "zero-bubble":
+            filled = (par.pp - 1) / par.pp * self.layers * self.weights
+            first = max(0.0, par.pp * (a_round - self._slack) - 2 * once)
+            return first + later * max(0.0, a_round - self._slack - filled)
+        return max(0.0, count * (a_round - self._slack) - 2 * once)
 
     @cached_property
     def _slack(self) -> float:
         """Seconds of a micro-batch for which a stage waits on average for the slowest; 1F1B hides no more of its sends.
 
-        It has as many micro-batches on their way as stages: each comes back to the first stage, over all stages and
+        It has as many micro-batches on their way as stages: one comes back to the first stage, over all stages and
         sends, before the first stage goes on.
         """
         run, block = self.run, self.forward + self.backward
-        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary
+        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary_sum
         return self.layers * block + self._head_on_top - whole / run.parallel.pp
 
     @cached_property

@@ -102,12 +102,12 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
             compute=own * seconds.compute_forward
             + (head.forward if head else 0.0)
             + seconds.constants.micro_batch_s / run.parallel.vpp,
-            exposed=own * exposed_forward + (seconds.sent.vocabulary if stage == 0 else 0.0),
+            exposed=own * exposed_forward + (seconds.sent.vocabulary_sum if stage == 0 else 0.0),
             beside=own * max(0.0, collectives_forward - exposed_forward),
         ),
         inputs=PassWork(
             compute=backward - apart,
-            exposed=own * exposed_backward + (seconds.sent.vocabulary if is_last else 0.0),
+            exposed=own * exposed_backward + (seconds.sent.vocabulary_sum if is_last else 0.0),
             beside=own * max(0.0, collectives_backward - exposed_backward),
         ),
         weights=PassWork(compute=apart),
