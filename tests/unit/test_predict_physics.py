@@ -163,8 +163,8 @@ def test_copies_of_shards_add_up_their_gradients() -> None:
 
 def test_shards_of_the_vocabulary_are_gathered_too() -> None:
     small, large = (step(describe(model={"vocab": vocab}, parallel={"dp": 8, "zero": 3})) for vocab in (32000, 256000))
-    assert large.opening > 1.5 * small.opening
-    assert large.closing > 1.5 * small.closing
+    assert large.first_gathers > 1.5 * small.first_gathers
+    assert large.last_scatters > 1.5 * small.last_scatters
 
 
 def test_a_vocabulary_of_its_own_for_the_projection_is_updated_and_sent_too() -> None:
@@ -174,13 +174,80 @@ def test_a_vocabulary_of_its_own_for_the_projection_is_updated_and_sent_too() ->
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_sharding_more_sends_no_less(count: int) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"layers": 4, "vocab": 256000}},
+        {"model": {"layers": 4, "vocab": 256000}, "software": "low-precision"},
+    ],
+)
+def test_sharding_more_sends_no_less(count: int, changes: dict[str, Any]) -> None:
     def sent(zero: int) -> float:
         run = describe(nodes=2, parallel={"dp": 16, "zero": zero}, overlap={"dp": False}, batch={"global": 16 * count})
-        parts = predict(run, interval=False).breakdown
+        parts = predict(alter(run, **changes), interval=False).breakdown
         return parts["gradients_s"] + parts["exposed_communication_s"]
 
-    assert sent(1) < 1.05 * sent(2) < 1.05 * sent(3)
+    # Of gradients in 16 bit, scatters and gathers send two thirds of what replicas send: float32 there.
+    least = 0.65 if "software" in changes else 1 / 1.05
+    assert sent(2) > least * sent(1)
+    assert sent(3) > sent(2) / 1.05
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_shards_are_gathered_and_scattered_as_often_as_passes_need_them(zero: int) -> None:
+    run = describe(nodes=2, parallel={"dp": 16, "zero": zero}, overlap={"dp": False}, batch={"global": 16 * 3})
+    passes, parts = step(run), predict(run, interval=False).breakdown
+    sent, layers, count = passes.sent, passes.layers, 3
+    table_gather, table_scatter = sent.gather_of(sent.table), sent.scatter_of(sent.table)
+    scatters = count * (layers * sent.scatter + 2 * table_scatter)
+    gathers = layers * sent.gather + 2 * table_gather
+    if zero == 3:  # a table once a micro-batch, blocks in the backward pass again
+        gathers = count * (gathers + layers * sent.gather)
+    communication = parts["gradients_s"] + parts["exposed_communication_s"]
+    assert communication == pytest.approx(scatters + gathers)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("gbps", [3200, 100])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_of_shards_without_stages_is_exactly_the_simulation(
+    tied: bool, zero: int, gbps: float, count: int
+) -> None:
+    parallel, batch = {"dp": 16, "zero": zero}, {"global": 16 * count, "micro": 1}
+    run = describe(nodes=2, node_gbps=gbps, parallel=parallel, batch=batch, model={"tied": tied})
+    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s)
+
+
+def test_shards_that_pass_through_the_same_ports_as_tokens_wait_for_them() -> None:
+    run = describe(nodes=8, node_gbps=400, model=EXPERTS, parallel={"dp": 64, "ep": 8, "zero": 3, "order": "tp-dp-pp"})
+    for parallel in ({"dp": 64, "ep": 64}, {"dp": 32, "cp": 2, "ep": 64, "order": "dp-tp-pp"}):
+        passes = step(alter(run, parallel=parallel, model={"experts": 64}))
+        sent = passes.sent
+        assert passes.forward >= sent.gather + sent.between_nodes[0]
+        assert passes.backward >= sent.gather + sent.scatter + sent.between_nodes[1]
+        assert sent.between_nodes[0] >= sent.experts_forward > 0
+
+
+def test_stages_with_a_copy_of_a_table_each_add_up_its_gradients() -> None:
+    parallel, batch = {"pp": 8}, {"global": 8, "micro": 1}
+    run = describe(per_node=1, nodes=8, node_gbps=100, parallel=parallel, batch=batch)
+    tied, untied = (alter(run, model={"tied": tied}) for tied in (True, False))
+    bytes_of_gradients = 4 * 128256 * 4096
+    more = predict(tied).breakdown["gradients_s"] - predict(untied).breakdown["gradients_s"]
+    assert more > bytes_of_gradients / (100 / 8 * 1e9)
+    simulated = [simulate_run(run).simulation.step_time_s for run in (tied, untied)]
+    assert simulated[0] - simulated[1] == pytest.approx(more)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("gbps", [3200, 400])
+def test_stages_gather_their_first_block_with_nothing_beside_it(zero: int, gbps: float) -> None:
+    parallel, batch = {"pp": 4, "dp": 16, "zero": zero}, {"global": 16 * 16, "micro": 1}
+    run = describe(nodes=8, node_gbps=gbps, parallel=parallel, batch=batch)
+    assert predict(run).breakdown["gradients_s"] > step(run).first_gathers > step(run).sent.gather
+    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=0.06)
 
 
 def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:

@@ -34,8 +34,12 @@ class BlockCollectives:
 
     @cached_property
     def dense_sum(self) -> float:
-        """Seconds of those of dense layers: all but experts."""
-        return self._beside_products((1 if self.run.model.experts else 2) * self._sum_of(boundary_bytes(self.run)))
+        """Seconds of those of dense layers, all but experts, that no product hides."""
+        return self._beside_products(self._dense_sum)
+
+    @cached_property
+    def _dense_sum(self) -> float:
+        return (1 if self.run.model.experts else 2) * self._sum_of(boundary_bytes(self.run))
 
     @cached_property
     def _routed_sum(self) -> float:
@@ -97,7 +101,28 @@ class BlockCollectives:
         return self._beside(2 * self._ring, self.block.attention_backward) + again
 
     @cached_property
-    def parameters(self) -> list[HeldParameters]:
+    def between_nodes(self) -> tuple[float, float]:
+        """Seconds in which a forward and a backward pass use the ports of nodes, for anything but shards.
+
+        Collectives of shards that use the same ports cannot run beside them.
+        """
+        run, again = self.run, self._passes_back - 1
+        sums = self._dense_sum + self._routed_sum
+        kinds = (
+            (group_topology(run, "tp"), sums, sums * (1 + again)),
+            (expert_ranks(run), self.experts_forward, self.experts_backward),
+            (group_topology(run, "cp"), self._ring, self._ring * (2 + again)),
+        )
+        used = [(forward, backward) for layout, forward, backward in kinds if layout.ranks > layout.in_node]
+        return sum(forward for forward, _ in used), sum(backward for _, backward in used)
+
+    @cached_property
+    def shards_between_nodes(self) -> bool:
+        """Whether shards of a block are gathered from other nodes."""
+        return any(held.shards.ranks > held.shards.in_node for held in self.block_parameters)
+
+    @cached_property
+    def block_parameters(self) -> list[HeldParameters]:
         """The parameters of the block on this rank."""
         return list_block_parameters(self.run)
 
@@ -107,14 +132,28 @@ class BlockCollectives:
         return hold_vocabulary(self.run)
 
     @cached_property
+    def sum_of_tied_tables(self) -> float:
+        """Seconds to add up the gradients of a table of which the first and the last stage hold a copy each."""
+        run, table, par = self.run, self.table, self.run.parallel
+        if par.pp == 1 or not run.model.tied:
+            return 0.0
+        stride, per_node = par.stride("pp"), run.cluster.per_node
+        size = run.accumulated_bytes * table.count
+        if par.zero >= 2:
+            size = run.gradient_bytes * table.count / table.shards.ranks
+        return self.links.all_reduce(
+            size, GroupTopology(2, 2 if stride * par.pp <= per_node else 1, min(stride, per_node))
+        )
+
+    @cached_property
     def gather(self) -> float:
         """Seconds to gather the parameters of the block from their shards."""
-        return sum(self.gather_of(held) for held in self.parameters)
+        return sum(self.gather_of(held) for held in self.block_parameters)
 
     @cached_property
     def scatter(self) -> float:
         """Seconds to add up its gradients and leave each rank its shard."""
-        return sum(self.scatter_of(held) for held in self.parameters)
+        return sum(self.scatter_of(held) for held in self.block_parameters)
 
     def gather_of(self, held: HeldParameters) -> float:
         """Return the seconds to gather parameters from their shards."""

@@ -54,7 +54,7 @@ class StepSeconds:
             bubble = waits - send
         return {
             "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
-            "exposed_communication_s": count * (passes - alone),
+            "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
             "pipeline_send_s": send,
             "pipeline_bubble_s": bubble,
             "gradients_s": self._gradients,
@@ -158,15 +158,20 @@ class StepSeconds:
         """Seconds of a block's forward pass."""
         return self._forward_beside(self._gathers)
 
-    def _forward_beside(self, gathers: float) -> float:
-        return max(self._beside(self.block.forward + self.waits_forward, gathers), self._issue_forward)
+    def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
+        """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
+        device = self.block.forward + self.waits_forward + more
+        return max(self._beside(device, self.sent.between_nodes[0], gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included."""
-        compute = self.block.backward + self.recompute.forward + self.waits_backward
-        device = self._beside(compute, self._gathers + self._scatters)
-        return max(device, self._issue_backward)
+        return self._backward_beside(self._gathers + self._scatters)
+
+    def _backward_beside(self, collectives: float, more: float = 0.0) -> float:
+        """Return the same of a backward pass."""
+        device = self.block.backward + self.recompute.forward + self.waits_backward + more
+        return max(self._beside(device, self.sent.between_nodes[1], collectives), self._issue_backward)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
@@ -176,12 +181,19 @@ class StepSeconds:
             self.waits_backward + self._gathers + self._scatters,
         )
 
-    def _beside(self, device: float, communication: float) -> float:
-        """Return the seconds of work with communication beside it."""
-        if not self.run.overlap.dp:
-            return device + communication
-        shared = min(device, communication)
-        return max(device, communication) + self.constants.contention * shared
+    def _beside(self, device: float, between_nodes: float, shards: float) -> float:
+        """Return the seconds of work with collectives of shards beside it.
+
+        Args:
+            device: Seconds of the work, waits included.
+            between_nodes: Seconds of it in which other collectives use the ports of nodes.
+            shards: Seconds of the collectives of shards.
+        """
+        if not self.run.overlap.dp or not shards:
+            return device + shards
+        busy = min(device, between_nodes) if self.sent.shards_between_nodes else 0.0
+        shared = min(device - busy, shards)
+        return busy + max(device - busy, shards) + self.constants.contention * shared
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -203,24 +215,73 @@ class StepSeconds:
         return self.run.block_parameters * self.layers
 
     @cached_property
-    def opening(self) -> float:
-        """Seconds that a step waits for parameters which no pass gathers: first of all with nothing to run beside.
-
-        ZeRO 2 frees none until the step ends, and gathers the rest beside its first forward pass.
-        """
-        first = self.sent.gather + self.sent.gather_of(self.sent.table)
-        if self.run.parallel.zero == 2 and self.run.parallel.pp == 1:
-            first += (self.layers - 1) * (self._forward_beside(self.sent.gather) - self.forward)
-        return first
+    def _frees_parameters(self) -> bool:
+        """Whether every pass gathers what it needs (ZeRO 3); ZeRO 2 and stages gather once a step."""
+        return self.run.parallel.zero == 3 and self.run.parallel.pp == 1
 
     @cached_property
-    def closing(self) -> float:
-        """Seconds to scatter the gradients of the block whose backward pass is last, with nothing to run beside."""
-        return self.sent.scatter + self.sent.scatter_of(self.sent.table)
+    def _table_collectives(self) -> tuple[float, float]:
+        """Seconds of the gathers and of the scatters of all tables of the vocabulary of a micro-batch."""
+        run, sent = self.run, self.sent
+        if run.parallel.zero < 2 or run.parallel.pp > 1:
+            return 0.0, 0.0
+        tables = count_tables(run)
+        gathers = tables * sent.gather_of(sent.table) if self._frees_parameters else 0.0
+        return gathers, tables * sent.scatter_of(sent.table)
+
+    @cached_property
+    def table_waits(self) -> tuple[float, float]:
+        """Seconds that collectives of the vocabulary add to a forward and a backward pass.
+
+        They run beside the projection and the block next to it.
+        """
+        gathers, scatters = self._table_collectives
+        return (
+            self._forward_with_tables(self._gathers, gathers) - self._forward_with_tables(self._gathers, 0.0),
+            self._backward_with_tables(self._scatters, scatters) - self._backward_with_tables(self._scatters, 0.0),
+        )
+
+    def _forward_with_tables(self, gathers: float, tables: float) -> float:
+        """Return the seconds of a block and the projection, with gathers of a block and of tables beside them."""
+        head = self.head.forward
+        return max(self._forward_beside(gathers) + head, self._forward_beside(gathers + tables, head))
+
+    def _backward_with_tables(self, scatters: float, tables: float) -> float:
+        """Return the same of a backward pass, with scatters."""
+        head, block = self.head.backward, self._gathers + scatters
+        return max(self._backward_beside(block) + head, self._backward_beside(block + tables, head))
+
+    @cached_property
+    def first_gathers(self) -> float:
+        """Seconds that a step waits for parameters which no pass gathers: first of all with nothing to run beside.
+
+        What is gathered then is not beside the first forward pass. ZeRO 2 gathers the rest beside that pass.
+        """
+        sent, par = self.sent, self.run.parallel
+        table = sent.gather_of(sent.table)
+        if par.pp > 1:
+            return sent.gather + table
+        others = (count_tables(self.run) - 1) * table
+        usual = self._forward_with_tables(self._gathers, self._table_collectives[0])
+        first = sent.gather + table + self._forward_with_tables(0.0, others)
+        if par.zero == 2:
+            first += (self.layers - 1) * (self._forward_beside(sent.gather) - self.forward)
+        return first - usual
+
+    @cached_property
+    def last_scatters(self) -> float:
+        """Seconds of the scatters after the last backward pass, of its last block and of the embedding.
+
+        Nothing runs beside them, and they do not run beside that pass.
+        """
+        sent = self.sent
+        table = sent.scatter_of(sent.table)
+        usual = self._backward_with_tables(self._scatters, self._table_collectives[1])
+        return sent.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table) - usual
 
     @cached_property
     def _gathers(self) -> float:
-        return self.sent.gather if self.run.parallel.zero == 3 and self.run.parallel.pp == 1 else 0.0
+        return self.sent.gather if self._frees_parameters else 0.0
 
     @cached_property
     def _scatters(self) -> float:
@@ -309,24 +370,26 @@ class StepSeconds:
         """Seconds of the gradients' collectives that nothing hides."""
         run, par, sent = self.run, self.run.parallel, self.sent
         if par.zero >= 2 and par.pp == 1:
-            return self.opening + self.closing
+            return self.first_gathers + self.last_scatters
+        bare = sent.sum_of_tied_tables
         if par.zero >= 2:  # stages gather and scatter once a step
-            whole = self.opening + self.closing + (self.layers - 1) * (sent.gather + sent.scatter)
+            bare += self.first_gathers
+            whole = self.layers * (sent.gather + sent.scatter) - sent.gather + sent.scatter_of(sent.table)
         else:
-            dense, *experts = sent.parameters
+            dense, *experts = sent.block_parameters
             tables = count_tables(run) * sent.table.count
             stage = replace(dense, count=self.layers * dense.count + tables)
             whole = sent.reduce_of(stage) + sum(sent.reduce_of(held, self.layers) for held in experts)
         if not self.run.overlap.dp:
-            return whole
+            return bare + whole
         beside = min(whole, self.layers * self.backward)
-        return whole - beside + self.constants.contention * beside
+        return bare + whole - beside + self.constants.contention * beside
 
     @cached_property
     def optimizer(self) -> float:
         """Seconds of Adam on what this rank updates, and of what copies gradients of stages into shards before."""
         run = self.run
-        stage = [(self.layers, held) for held in self.sent.parameters]
+        stage = [(self.layers, held) for held in self.sent.block_parameters]
         stage.append((count_tables(run), self.sent.table))
         updated = sum(times * held.count / (held.shards.ranks if run.parallel.zero else 1) for times, held in stage)
         moved = self.constants.optimizer_bytes if run.precision != "fp32" else 7 * FLOAT
