@@ -19,6 +19,7 @@ from phalanx.auto.predict.prediction import Prediction, predict
 from phalanx.auto.predict.rank_groups import expert_ranks, expert_replicas, list_block_parameters, replicas
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.step_seconds import StepSeconds
+from phalanx.auto.predict.transformer import _ordering_bytes, shard_copy_bytes
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.cli.group import phalanx
 
@@ -221,7 +222,7 @@ def test_a_step_of_shards_without_stages_is_exactly_the_simulation(
 
 
 def test_shards_that_pass_through_the_same_ports_as_tokens_wait_for_them() -> None:
-    run = describe(nodes=8, node_gbps=400, model=EXPERTS, parallel={"dp": 64, "ep": 8, "zero": 3, "order": "tp-dp-pp"})
+    run = describe(nodes=8, node_gbps=50, model={**EXPERTS, "seq": 2048}, parallel={"zero": 3})
     for parallel in ({"dp": 64, "ep": 64}, {"dp": 32, "cp": 2, "ep": 64, "order": "dp-tp-pp"}):
         passes = step(alter(run, parallel=parallel, model={"experts": 64}))
         sent = passes.sent
@@ -261,6 +262,30 @@ def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:
     assert seconds(stages) == pytest.approx(simulate_run(stages).simulation.step_time_s, rel=0.05)
 
 
+@pytest.mark.parametrize(("dp", "ep", "hsdp"), [(56, 4, 4), (24, 2, 8), (48, 8, 4), (64, 8, 2)])
+def test_replicas_of_shards_make_up_the_ranks_with_the_same_experts(dp: int, ep: int, hsdp: int) -> None:
+    run = describe(nodes=dp // 8, model=EXPERTS, parallel={"dp": dp, "ep": ep, "zero": 3, "hsdp": hsdp})
+    for held in list_block_parameters(read_run(alter(run, batch={"global": dp}))):
+        assert held.shards.ranks * held.shard_replicas.ranks == held.replicas.ranks
+
+
+def test_what_has_no_other_shard_is_neither_copied_nor_gathered() -> None:
+    one = describe(parallel={"tp": 8, "zero": 3, "sequence_parallel": True})
+    whole = alter(one, parallel={"zero": 0})
+    assert shard_copy_bytes(read_run(one)) == 0
+    assert footprint(one).gathered <= footprint(whole).gathered
+    parallel = {"dp": 8, "ep": 8, "zero": 3}
+    dense, experts = list_block_parameters(read_run(describe(model=EXPERTS, parallel=parallel)))
+    assert shard_copy_bytes(read_run(describe(model=EXPERTS, parallel=parallel))) == 8 * dense.count < 8 * experts.count
+
+
+def test_only_what_the_busiest_rank_receives_is_more() -> None:
+    """A rank puts its own tokens in order, and what others sent to its experts."""
+    run = describe(model=EXPERTS, parallel={"dp": 8, "ep": 8})
+    even, busy = (_ordering_bytes(read_run(alter(run, model={"expert_load": load}))) for load in (1, 2))
+    assert busy == pytest.approx(1.5 * even)
+
+
 # -- sequences and stages ------------------------------------------------------------------------------------
 
 
@@ -292,6 +317,7 @@ def test_sends_of_a_slow_network_show_where_nothing_hides_them(schedule: str, co
     ("schedule", "pp", "vpp", "count", "gbps"),
     [
         ("1f1b", 8, 1, 4, 100),
+        ("1f1b", 8, 1, 4, 5),
         ("1f1b", 8, 1, 8, 20),
         ("1f1b", 2, 1, 8, 10),
         ("gpipe", 8, 1, 8, 10),

@@ -15,7 +15,7 @@ from phalanx.auto.predict.rank_groups import (
     list_block_parameters,
 )
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows
+from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows, sent_rows
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,11 @@ class BlockCollectives:
     @cached_property
     def experts_forward(self) -> float:
         """Seconds of sending tokens to the experts and back in a forward pass."""
-        run, par = self.run, self.run.parallel
-        if not run.model.experts or par.ep == 1:
+        run = self.run
+        if not run.model.experts or run.parallel.ep == 1:
             return 0.0
-        # Of tokens that all tensor-parallel ranks have, each sends what belongs to its own part of an expert.
-        own = boundary_bytes(run) * (1 if par.sequence_parallel else run.expert_tp) / par.tp
         # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
-        return 2 * self.links.all_to_all(run.expert_load * own * run.model.top_k, expert_ranks(run))
+        return 2 * self.links.all_to_all(run.expert_load * HALF * sent_rows(run) * run.model.hidden, expert_ranks(run))
 
     @cached_property
     def experts_backward(self) -> float:

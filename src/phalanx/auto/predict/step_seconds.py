@@ -321,13 +321,11 @@ class StepSeconds:
         """
         once, par, count = self.send_once, self.run.parallel, self.run.micro_batches
         later = max(0.0, count - par.pp)
-        if self.run.schedule == "gpipe":
+        if self.run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
             passes = self.layers * self.forward, self.layers * self.backward
             return max(0.0, count - 1) * sum(max(0.0, once - one) for one in passes)
         if par.vpp > 1:
             return later * max(0.0, 2 * par.vpp * once - self.layers * (self.forward + self.backward))
-        if count < par.pp:  # all go forward before one comes back
-            return 0.0
         a_round = (par.pp - 1) / par.pp * 2 * once
         if self.run.schedule == "zero-bubble":
             filled = (par.pp - 1) / par.pp * self.layers * self.weights
