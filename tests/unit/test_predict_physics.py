@@ -357,7 +357,7 @@ def test_many_rounds_of_uneven_stages_take_as_long_as_one_by_one(
     run = describe(parallel=parallel, batch=batch, schedule="interleaved", model={"layers": layers})
     exact = predict(run, interval=False)
     assert min(exact.breakdown["pipeline_send_s"], exact.breakdown["pipeline_bubble_s"]) >= 0
-    monkeypatch.setattr("phalanx.auto.predict.step_seconds._MOST_PASSES", 1)
+    monkeypatch.setattr("phalanx.auto.predict.interleaved_schedule._MOST_PASSES", 1)
     assert seconds(run) == pytest.approx(exact.step_time_s, rel=0.02)
 
 
@@ -384,6 +384,20 @@ def test_a_block_that_is_computed_again_does_not_hold_its_input_twice() -> None:
     assert footprint(alter(one, recompute="full")).activations <= footprint(one).activations
 
 
+def test_the_gradient_of_the_embedding_lies_on_the_first_stage() -> None:
+    parallel, batch, model = {"pp": 2}, {"global": 64, "micro": 1}, {"vocab": 256000, "layers": 3}
+    run = step(describe(nodes=1, parallel=parallel, batch=batch, model=model))
+    assert run.embedding_backward > run.sent.vocabulary_sum == 0
+    # The last stage has a block less than the first.
+    fewer = run.head.forward + run.head.backward - run.forward - run.backward
+    assert run._head_on_top == pytest.approx(max(run.embedding_backward, fewer))
+    simulated = simulate_run(run.run).simulation.pipeline.stages
+    blocks = [2 * run.compute_backward, run.compute_backward]
+    assert [stage.inputs.compute + stage.weights.compute for stage in simulated] == pytest.approx(
+        [blocks[0] + run.embedding_backward, blocks[1] + run.head.backward]
+    )
+
+
 # -- what is known of devices, and of descriptions -----------------------------------------------------------
 
 
@@ -398,6 +412,8 @@ def test_less_is_known_of_devices_without_a_published_step() -> None:
         for device in ("H100", "MI300X")
     )
     assert width(unknown) > width(known)
+    card = alter(known, cluster={"device": "H100-PCIE"})
+    assert width(card) > width(known)
     assert width(alter(known, cluster={"device": "GB200"})) == pytest.approx(
         width(alter(known, cluster={"device": "B200"})), rel=0.02
     )

@@ -372,7 +372,7 @@ def test_schedules_of_a_run_differ_as_they_should() -> None:
     assert interleaved.peaks[0] > plain.peaks[0]
     assert gpipe.peaks[0] > plain.peaks[0]
     assert plain.peaks[0] > plain.peaks[1] > plain.peaks[2]
-    with pytest.raises(PlanError, match="gpipe has one stage a rank, asked for 2"):
+    with pytest.raises(ConfigError, match="schedule gpipe has one stage per rank, found vpp=2: set vpp to 1"):
         described(schedule="gpipe", parallel={"vpp": 2})
 
 

@@ -10,6 +10,7 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
+from phalanx.auto.predict.interleaved_schedule import interleaved_seconds
 from phalanx.auto.predict.memory_model import FLOAT
 from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
@@ -17,14 +18,11 @@ from phalanx.auto.predict.transformer import (
     KernelWork,
     block,
     boundary_bytes,
+    embedding_backward,
     head,
     keeps_every_second_product,
     shard_copy_bytes,
 )
-
-_WHOLE_ROUNDS, _MOST_PASSES = 8, 4096
-"""Rounds of as many micro-batches as ranks that are computed pass by pass: so many, and more until all have so many
-passes. All that follow take as long as the last one, or as the work of the busiest rank."""
 
 
 class StepSeconds:
@@ -36,6 +34,9 @@ class StepSeconds:
         self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.habits.attention == "native")
         self.links = ClusterLinks(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
+        self.embedding_backward = embedding_backward(
+            run, self.kernels
+        )  # on the first stage, the projection on the last
         self.sent = BlockCollectives(run, self.links, self.block)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
@@ -65,10 +66,11 @@ class StepSeconds:
     def _head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
+        first = self.embedding_backward + self.sent.vocabulary_sum
         last = self.head.forward + self.head.backward + self.sent.vocabulary_sum
         if self.run.parallel.pp == 1:
-            return last + self.sent.vocabulary_sum
-        return max(self.sent.vocabulary_sum, last - fewer * (self.forward + self.backward))
+            return first + last
+        return max(first, last - fewer * (self.forward + self.backward))
 
     @property
     def stage_blocks(self) -> list[int]:
@@ -86,33 +88,23 @@ class StepSeconds:
     @property
     def _schedule_s(self) -> float:
         """Seconds of all passes and sends in the order of an interleaved schedule."""
-        import numpy as np  # which most predictions do without
-
-        from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
-
-        run, blocks = self.run, np.array(self.stage_blocks)[:, None]
-        forward = blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp
-        backward = blocks * self.backward
+        run = self.run
+        forward = [
+            blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp for blocks in self.stage_blocks
+        ]
+        backward = [blocks * self.backward for blocks in self.stage_blocks]
         forward[0] += self.sent.vocabulary_sum
         forward[-1] += self.head.forward
+        backward[0] += self.embedding_backward
         backward[-1] += self.head.backward + self.sent.vocabulary_sum
-        sends = np.full((2, *blocks.shape), self.send_once)
-        sends[0, -1] = sends[1, 0] = 0.0
-        if run.overlap.pp:
-            forward += self.constants.contention * np.minimum(sends[0], forward)
-            backward += self.constants.contention * np.minimum(sends[1], backward)
-            delays = sends
-        else:
-            forward, backward, delays = forward + sends[0], backward + sends[1], np.zeros_like(sends)
-        ways = PassTimes(forward, delays[0]), PassTimes(backward, delays[1])
-        ranks, rounds = run.parallel.pp, int(run.micro_batches) // run.parallel.pp
-        whole = min(rounds, max(_WHOLE_ROUNDS, _MOST_PASSES // len(blocks)))
-        last = float(find_rank_ends(*ways, ranks, ranks * whole).max())
-        if rounds == whole:
-            return last
-        later = last - float(find_rank_ends(*ways, ranks, ranks * (whole - 1)).max())
-        busiest = ranks * float((forward + backward).reshape(-1, ranks).sum(axis=0).max())
-        return last + (rounds - whole) * max(later, busiest)
+        return interleaved_seconds(
+            forward,
+            backward,
+            self.send_once,
+            contention=self.constants.contention if run.overlap.pp else None,
+            ranks=run.parallel.pp,
+            rounds=int(run.micro_batches) // run.parallel.pp,
+        )
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -342,6 +334,7 @@ class StepSeconds:
         """
         run, block = self.run, self.forward + self.backward
         whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary_sum
+        whole += self.embedding_backward
         return self.layers * block + self._head_on_top - whole / run.parallel.pp
 
     @cached_property

@@ -213,19 +213,22 @@ def _ordering_bytes(run: RunSpec) -> float:
     return 4 * HALF * run.model.hidden * rows
 
 
+def embedding_backward(run: RunSpec, kernels: Kernels) -> float:
+    """Return the seconds of the embedding's gradient: a full table of zeros, filled, and added to what is there."""
+    return kernels.streamed(5 * HALF * run.model.vocab / run.parallel.tp * run.model.hidden)
+
+
 def head(run: RunSpec, kernels: Kernels) -> KernelWork:
-    """Return the embedding, the projection to the vocabulary, the loss in float32, and their backward pass."""
+    """Return the projection to the vocabulary, the loss in float32, and their backward pass."""
     model, token_count, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
     kernels = kernels.in_half()
     forward = kernels.matmul(token_count, columns, model.hidden)
     backward = kernels.matmul(token_count, model.hidden, columns, backward=True)
     backward += kernels.matmul(model.hidden, columns, token_count, backward=True)
     read, write = _loss_bytes(run)
-    # The embedding's gradient is a full table: made of zeros, filled, and added to what is there.
-    table = 5 * HALF * columns * model.hidden
     return KernelWork(
         forward=forward + kernels.streamed(read * token_count * columns),
-        backward=backward + kernels.streamed(write * token_count * columns + table),
+        backward=backward + kernels.streamed(write * token_count * columns),
         weights=backward / 2,
     )
 

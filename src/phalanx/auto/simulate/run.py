@@ -94,6 +94,8 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
     own, is_last = blocks[stage], stage == len(blocks) - 1
     head = seconds.head if is_last else None
     backward = own * seconds.compute_backward + (head.backward if head else 0.0)
+    if stage == 0:
+        backward += seconds.embedding_backward
     apart = own * seconds.weights + (head.weights if head else 0.0)
     collectives_forward, collectives_backward = seconds.collectives
     exposed_forward = seconds.forward - seconds.compute_forward
