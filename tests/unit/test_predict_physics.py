@@ -221,6 +221,12 @@ def test_a_step_of_shards_without_stages_is_exactly_the_simulation(
     assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s)
 
 
+def test_gathers_that_fill_a_step_leave_no_rounding_below_nothing() -> None:
+    parallel = {"tp": 4, "dp": 8, "zero": 3, "sequence_parallel": True}
+    run = describe(nodes=4, node_gbps=50, parallel=parallel, batch={"global": 8}, model={"layers": 61})
+    assert step(alter(run, recompute="full", stack="generic"))._gradients >= 0
+
+
 def test_shards_that_pass_through_the_same_ports_as_tokens_wait_for_them() -> None:
     run = describe(nodes=8, node_gbps=50, model={**EXPERTS, "seq": 2048}, parallel={"zero": 3})
     for parallel in ({"dp": 64, "ep": 64}, {"dp": 32, "cp": 2, "ep": 64, "order": "dp-tp-pp"}):

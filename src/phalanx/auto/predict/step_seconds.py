@@ -258,7 +258,7 @@ class StepSeconds:
         first = sent.gather + table + self._forward_with_tables(0.0, others)
         if par.zero == 2:
             first += (self.layers - 1) * (self._forward_beside(sent.gather) - self.forward)
-        return first - usual
+        return max(0.0, first - usual)
 
     @cached_property
     def last_scatters(self) -> float:
@@ -269,7 +269,8 @@ class StepSeconds:
         sent = self.sent
         table = sent.scatter_of(sent.table)
         usual = self._backward_with_tables(self._scatters, self._table_collectives[1])
-        return sent.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table) - usual
+        last = sent.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
+        return max(0.0, last - usual)
 
     @cached_property
     def _gathers(self) -> float:
