@@ -196,7 +196,8 @@ def test_gradients_are_added_up_beside_products_until_2021() -> None:
 
 def test_shards_cost_two_copies_of_each_parameter_in_every_micro_batch() -> None:
     def backward(zero: int, micro_batches: int) -> float:
-        run = described(parallel={"zero": zero}, batch={"global": 4 * micro_batches}, software="Megatron-LM 2022")
+        parallel, batch = {"zero": zero, "dp": 2}, {"global": 8 * micro_batches}
+        run = described(parallel=parallel, batch=batch, cluster={"nodes": 2}, software="Megatron-LM 2022")
         return StepSeconds(read_run(run), DEFAULT).block.backward
 
     assert backward(2, 1) == backward(3, 8), "of each micro-batch"
@@ -534,7 +535,7 @@ def test_the_busiest_experts_compute_send_and_keep_as_much_more() -> None:
         for rows in (tokens, 3 * tokens)
     ]
     inner = kernels.streamed(2 * 2 * tokens * 2 * 4 * h)  # activations of two choices, read and written in 16 bit
-    ordered = kernels.streamed(2 * 8 * h * 4 * tokens)  # before and after they travel: read and written, both ways
+    ordered = kernels.streamed(8 * h * 4 * tokens)  # those that it receives: read and written, both ways
     assert busy.block.forward - even.block.forward == pytest.approx(sent[1] - sent[0] + 2 * inner + ordered)
     assert busy.waits_forward > 2 * even.waits_forward
     assert block_bytes(uneven.model_copy(update={"recompute": "none"})) > block_bytes(

@@ -162,8 +162,8 @@ def test_more_memory_never_makes_the_best_slower() -> None:
 def test_limits_are_kept_and_their_price_is_said() -> None:
     found = search(SMALL, "h100x8,nodes=2", limits=["tp<=2", "recompute=full"])
     assert all(c.values["tp"] <= 2 and c.values["recompute"] == "full" for c in found.top_k)  # type: ignore[operator]
-    assert "With tp=1 the best is" in found.why_not("tp=1")
-    assert "s a step, +" in search(SMALL, "h100x8,nodes=2").why_not("tp=1", "pp=1")
+    assert "With tp=2 the best is" in found.why_not("tp=2")
+    assert "s a step, +" in search(SMALL, "h100x8,nodes=2").why_not("tp=2", "pp=1")
     with pytest.raises(ConfigError, match="why_not needs a limit"):
         found.why_not()
 
@@ -212,14 +212,14 @@ def test_a_job_without_a_cluster_is_an_error() -> None:
 def test_the_command_shows_choices_and_prints_json(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps(SMALL))
-    shown = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=2", "--why-not", "tp=1"])
+    shown = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=2", "--why-not", "tp=2"])
     assert shown.exit_code == 0
     words = " ".join(shown.output.split())
     assert "priced by a formula: none is faster than" in words
     assert "within 0 % of the best by it" in words
     assert re.search("The [1-8] fastest by it were simulated event by event", words)
     assert "not searched: cp, ep and hsdp (1 in every choice); schedules other than the file's (1f1b)" in words
-    assert "With tp=1" in words
+    assert "With tp=2" in words
     printed = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=2", "--json"]).output
     found = json.loads(printed)
     assert found["gap_percent"] == 0

@@ -88,6 +88,7 @@ def pipelines(draw: st.DrawFn) -> PipelineSpec:
         persistent_bytes=tuple(float(draw(st.integers(0, 9))) for _ in range(ranks)),
         optimizer=tuple(draw(SECONDS) for _ in range(ranks)),
         opening=draw(SECONDS),
+        closing=tuple(draw(SECONDS) for _ in range(ranks)),
         contention=draw(st.sampled_from([0.0, 0.5, 1.0])),
         overlaps_sends=draw(st.booleans()),
         overlaps_gradients=draw(st.booleans()),
@@ -100,6 +101,10 @@ def longer(pipeline: PipelineSpec, place: int, name: str, more: float) -> Pipeli
         optimizer = list(pipeline.optimizer)
         optimizer[place % pipeline.ranks] += more
         return replace(pipeline, optimizer=tuple(optimizer))
+    if name == "closing":
+        closing = list(pipeline.closing)
+        closing[place % pipeline.ranks] += more
+        return replace(pipeline, closing=tuple(closing))
     if name == "opening":
         return replace(pipeline, opening=pipeline.opening + more)
     stages = list(pipeline.stages)
@@ -128,17 +133,22 @@ def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: P
     holder = [pipeline.schedule.holder(stage, pipeline.ranks) for stage in range(len(pipeline.stages))]
     for rank in range(pipeline.ranks):
         work = sum(seconds_of(stage) for at, stage in zip(holder, pipeline.stages, strict=True) if at == rank)
-        assert found.step_time_s * CLOSE >= count * work + pipeline.optimizer[rank] + pipeline.opening
+        assert (
+            found.step_time_s * CLOSE
+            >= count * work + pipeline.optimizer[rank] + pipeline.opening + pipeline.closing[rank]
+        )
     slower = 1 + pipeline.contention
     everything = sum(count * (seconds_of(s) + 2 * s.send) * slower + sum(s.buckets) * slower for s in pipeline.stages)
-    assert found.step_time_s <= (everything + sum(pipeline.optimizer) + pipeline.opening) * CLOSE
+    assert (
+        found.step_time_s <= (everything + sum(pipeline.optimizer) + pipeline.opening + max(pipeline.closing)) * CLOSE
+    )
 
 
 @rules
 @given(
     pipelines(),
     st.integers(0, 20),
-    st.sampled_from(["forward", "inputs", "weights", "send", "buckets", "optimizer", "opening"]),
+    st.sampled_from(["forward", "inputs", "weights", "send", "buckets", "optimizer", "opening", "closing"]),
     st.floats(1e-3, 10.0),
 )
 def test_nothing_that_takes_longer_makes_a_step_shorter(
@@ -363,7 +373,7 @@ def test_schedules_of_a_run_differ_as_they_should() -> None:
     assert interleaved.peaks[0] > plain.peaks[0]
     assert gpipe.peaks[0] > plain.peaks[0]
     assert plain.peaks[0] > plain.peaks[1] > plain.peaks[2]
-    with pytest.raises(PlanError, match="gpipe has one stage a rank, asked for 2"):
+    with pytest.raises(ConfigError, match="schedule gpipe has one stage per rank, found vpp=2: set vpp to 1"):
         described(schedule="gpipe", parallel={"vpp": 2})
 
 

@@ -82,8 +82,13 @@ B200 in 8 bit, which is estimated from other devices too."""
 
 
 def kind_of(device: Device) -> str:
-    """Return the kind of a device, as `PRIORS` has it: an H200 and an H800 compute as an H100 does, and so on."""
-    kind = device.name.split("-")[0]
+    """Return the kind of a device, as `PRIORS` has it: an H200 and an H800 compute as an H100 does, and so on.
+
+    Cards, of which no step was published, are of no kind of `PRIORS`: their share of the peak follows from their power.
+    """
+    kind, *parts = device.name.split("-")
+    if not {"PCIe", "NVL"}.isdisjoint(parts):
+        return device.name
     return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200"}.get(kind, kind)
 
 

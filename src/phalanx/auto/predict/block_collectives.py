@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx.auto.cost.collectives import ClusterLinks
+from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.predict.rank_groups import (
     HeldParameters,
     expert_ranks,
@@ -15,7 +15,7 @@ from phalanx.auto.predict.rank_groups import (
     list_block_parameters,
 )
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows
+from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows, sent_rows
 
 
 @dataclass(frozen=True)
@@ -30,38 +30,57 @@ class BlockCollectives:
     @cached_property
     def tensor_parallel_forward(self) -> float:
         """Seconds of the sums over tensor-parallel ranks in a forward pass: of attention, and of the feed-forward."""
-        run, size = self.run, boundary_bytes(self.run)
+        return self.dense_sum + self._routed_sum
+
+    @cached_property
+    def dense_sum(self) -> float:
+        """Seconds of those of dense layers, all but experts, that no product hides."""
+        return self._beside_products(self._dense_sum)
+
+    @cached_property
+    def _dense_sum(self) -> float:
+        return (1 if self.run.model.experts else 2) * self._sum_of(boundary_bytes(self.run))
+
+    @cached_property
+    def _routed_sum(self) -> float:
+        """Seconds of those of experts' tokens, which no product runs beside."""
+        run = self.run
+        if not run.model.experts:
+            return 0.0
+        if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
+            return self._sum_of(boundary_bytes(run))
+        # The ranks that share an expert gather the tokens that were sent to any of them.
+        return self._sum_of(HALF * routed_rows(run) * run.model.hidden, expert_tensor_ranks(run))
+
+    def _sum_of(self, size: float, layout: GroupTopology | None = None) -> float:
+        """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter."""
+        run = self.run
         # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
         share = 0.75 if run.precision == "fp8" and run.parallel.sequence_parallel else 1.0
-        layout = group_topology(run, "tp")
-        each = self.links.all_reduce(share * size, layout)  # or all-gather and reduce-scatter
-        if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
-            return self._beside_products(2 * each)
-        # The ranks that share an expert gather the tokens that were sent to any of them.
-        routed = HALF * routed_rows(run) * run.model.hidden
-        return self._beside_products(each + self.links.all_reduce(share * routed, expert_tensor_ranks(run)))
+        return self.links.all_reduce(share * size, layout or group_topology(run, "tp"))
 
     @cached_property
     def tensor_parallel_backward(self) -> float:
-        """Seconds of the same in a backward pass, those of recomputation included."""
-        forward = self.tensor_parallel_forward
-        hidden = min(forward / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
-        return forward * self._passes_back - hidden
+        """Seconds of the same in a backward pass, those of recomputation included.
+
+        One of the two of a dense layer runs beside the gradients of its weights; those of routed tokens do not.
+        """
+        hidden = min(self.dense_sum / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
+        return self.tensor_parallel_forward * self._passes_back - hidden
 
     @cached_property
-    def vocabulary(self) -> float:
+    def vocabulary_sum(self) -> float:
         """Seconds of the sum over ranks that each have some rows of the embedding, and of the projection's gradient."""
         return self.links.all_reduce(boundary_bytes(self.run), group_topology(self.run, "tp"))
 
     @cached_property
     def experts_forward(self) -> float:
         """Seconds of sending tokens to the experts and back in a forward pass."""
-        run, par = self.run, self.run.parallel
-        if not run.model.experts or par.ep == 1:
+        run = self.run
+        if not run.model.experts or run.parallel.ep == 1:
             return 0.0
-        own = boundary_bytes(run) / (par.tp if par.sequence_parallel else 1)
         # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
-        return 2 * self.links.all_to_all(run.expert_load * own * run.model.top_k, expert_ranks(run))
+        return 2 * self.links.all_to_all(run.expert_load * HALF * sent_rows(run) * run.model.hidden, expert_ranks(run))
 
     @cached_property
     def experts_backward(self) -> float:
@@ -80,7 +99,28 @@ class BlockCollectives:
         return self._beside(2 * self._ring, self.block.attention_backward) + again
 
     @cached_property
-    def parameters(self) -> list[HeldParameters]:
+    def between_nodes(self) -> tuple[float, float]:
+        """Seconds in which a forward and a backward pass use the ports of nodes, for anything but shards.
+
+        Collectives of shards that use the same ports cannot run beside them.
+        """
+        run, again = self.run, self._passes_back - 1
+        sums = self._dense_sum + self._routed_sum
+        kinds = (
+            (group_topology(run, "tp"), sums, sums * (1 + again)),
+            (expert_ranks(run), self.experts_forward, self.experts_backward),
+            (group_topology(run, "cp"), self._ring, self._ring * (2 + again)),
+        )
+        used = [(forward, backward) for layout, forward, backward in kinds if layout.ranks > layout.in_node]
+        return sum(forward for forward, _ in used), sum(backward for _, backward in used)
+
+    @cached_property
+    def shards_between_nodes(self) -> bool:
+        """Whether shards of a block are gathered from other nodes."""
+        return any(held.shards.ranks > held.shards.in_node for held in self.block_parameters)
+
+    @cached_property
+    def block_parameters(self) -> list[HeldParameters]:
         """The parameters of the block on this rank."""
         return list_block_parameters(self.run)
 
@@ -90,14 +130,28 @@ class BlockCollectives:
         return hold_vocabulary(self.run)
 
     @cached_property
+    def sum_of_tied_tables(self) -> float:
+        """Seconds to add up the gradients of a table of which the first and the last stage hold a copy each."""
+        run, table, par = self.run, self.table, self.run.parallel
+        if par.pp == 1 or not run.model.tied:
+            return 0.0
+        stride, per_node = par.stride("pp"), run.cluster.per_node
+        size = run.accumulated_bytes * table.count
+        if par.zero >= 2:
+            size = run.gradient_bytes * table.count / table.shards.ranks
+        return self.links.all_reduce(
+            size, GroupTopology(2, 2 if stride * par.pp <= per_node else 1, min(stride, per_node))
+        )
+
+    @cached_property
     def gather(self) -> float:
         """Seconds to gather the parameters of the block from their shards."""
-        return sum(self.gather_of(held) for held in self.parameters)
+        return sum(self.gather_of(held) for held in self.block_parameters)
 
     @cached_property
     def scatter(self) -> float:
         """Seconds to add up its gradients and leave each rank its shard."""
-        return sum(self.scatter_of(held) for held in self.parameters)
+        return sum(self.scatter_of(held) for held in self.block_parameters)
 
     def gather_of(self, held: HeldParameters) -> float:
         """Return the seconds to gather parameters from their shards."""

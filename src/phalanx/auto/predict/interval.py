@@ -90,7 +90,7 @@ def _alternatives(run: RunSpec, field: str) -> Iterator[RunSpec]:
         "batch.micro": (max(1, micro // 2), 2 * micro),
         "parallel.sequence_parallel": (True, False),
         "parallel.zero": (0, 1),
-        "parallel.vpp": (1, 2),
+        "parallel.vpp": () if run.schedule == "gpipe" else (1, 2),
         **{f"overlap.{kind}": (not getattr(run.overlap, kind),) for kind in _OVERLAPS},
     }
     for value in values.get(field, ()):

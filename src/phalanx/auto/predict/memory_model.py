@@ -9,7 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from phalanx.auto.predict.rank_groups import HeldParameters, count_tables, hold_vocabulary, list_block_parameters
+from phalanx.auto.predict.rank_groups import (
+    HeldParameters,
+    block_shard_parameters,
+    count_tables,
+    hold_vocabulary,
+    list_block_parameters,
+)
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import HALF, keeps_every_second_product, routed_rows, tokens
 
@@ -65,7 +71,8 @@ def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
         # FSDP keeps float32 parameters and gradients, and casts what it gathers.
         parameters = FLOAT * sharded + (0 if par.zero == 3 else HALF * whole)
         gradients, optimizer = FLOAT * sharded, 2 * FLOAT * sharded
-        largest = max(run.block_parameters, run.model.vocab * run.model.hidden / par.tp)
+        table = hold_vocabulary(run)
+        largest = max(block_shard_parameters(run), table.count if table.shards.ranks > 1 else 0.0)
         gathered = largest * (2 * HALF + FLOAT)
         if par.pp > 1:  # stages gather and scatter once a step: all that is sharded in between
             cut = sum(times * one.count for times, one in held if one.shards.ranks > 1)

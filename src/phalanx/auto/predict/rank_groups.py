@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from phalanx.auto.cost.collectives import GroupTopology
 from phalanx.auto.predict.run_parts import Axis
@@ -65,7 +66,7 @@ class HeldParameters:
 
 def hold(run: RunSpec, count: float, holders: GroupTopology) -> HeldParameters:
     """Return parameters of a rank that these ranks hold alike: neighbours shard them, and those further off copy."""
-    shards = max(1, holders.ranks // run.parallel.hsdp)
+    shards = holders.ranks // gcd(holders.ranks, run.parallel.hsdp)
     return HeldParameters(
         count,
         holders,
@@ -78,6 +79,11 @@ def list_block_parameters(run: RunSpec) -> list[HeldParameters]:
     """Return the parameters of one block on one rank: experts apart, which fewer ranks hold alike."""
     dense = hold(run, run.dense_parameters, replicas(run))
     return [dense, hold(run, run.expert_parameters, expert_replicas(run))] if run.model.experts else [dense]
+
+
+def block_shard_parameters(run: RunSpec) -> float:
+    """Return the parameters of one block on one rank that it shards with other ranks, where ZeRO does."""
+    return sum(held.count for held in list_block_parameters(run) if held.shards.ranks > 1)
 
 
 def hold_vocabulary(run: RunSpec) -> HeldParameters:

@@ -68,6 +68,14 @@ class RunSpec(Part):
                     copies=par.dp,
                 )
             )
+        if self.schedule == "gpipe" and par.vpp > 1:
+            raise ValueError(
+                tr(
+                    "schedule gpipe has one stage per rank, found vpp={virtual}: set vpp to 1, or choose the schedule "
+                    "interleaved",
+                    virtual=par.vpp,
+                )
+            )
         if par.dp % par.hsdp:
             raise ValueError(tr("hsdp ({copies}) must divide dp ({data})", copies=par.hsdp, data=par.dp))
         return self

@@ -10,6 +10,7 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
+from phalanx.auto.predict.interleaved_schedule import interleaved_seconds
 from phalanx.auto.predict.memory_model import FLOAT
 from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
@@ -17,14 +18,11 @@ from phalanx.auto.predict.transformer import (
     KernelWork,
     block,
     boundary_bytes,
+    embedding_backward,
     head,
     keeps_every_second_product,
     shard_copy_bytes,
 )
-
-_WHOLE_ROUNDS, _MOST_PASSES = 8, 4096
-"""Rounds of as many micro-batches as ranks that are computed pass by pass: so many, and more until all have so many
-passes. All that follow take as long as the last one, or as the work of the busiest rank."""
 
 
 class StepSeconds:
@@ -36,6 +34,9 @@ class StepSeconds:
         self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.habits.attention == "native")
         self.links = ClusterLinks(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
+        self.embedding_backward = embedding_backward(
+            run, self.kernels
+        )  # on the first stage, the projection on the last
         self.sent = BlockCollectives(run, self.links, self.block)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
@@ -47,15 +48,14 @@ class StepSeconds:
         # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
         hops, virtual = run.parallel.pp - 1, run.parallel.vpp
         others = (run.model.layers - self.layers) / self.layers * passes + hops * self.constants.micro_batch_s
-        # Nothing else is there to run beside its sends.
-        send, bubble = count * self._send, self._idle_share * others / virtual + 2 * hops * self.send_once
+        send, bubble = self._send, self._idle_share * others / virtual + self._first_sends
         if self._is_unevenly_interleaved:
             waits = self._schedule_s - count * (passes + self._head_on_top + self.constants.micro_batch_s)
             send = min(send, waits)
             bubble = waits - send
         return {
             "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
-            "exposed_communication_s": count * (passes - alone),
+            "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
             "pipeline_send_s": send,
             "pipeline_bubble_s": bubble,
             "gradients_s": self._gradients,
@@ -66,10 +66,11 @@ class StepSeconds:
     def _head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        last = self.head.forward + self.head.backward + self.sent.vocabulary
+        first = self.embedding_backward + self.sent.vocabulary_sum
+        last = self.head.forward + self.head.backward + self.sent.vocabulary_sum
         if self.run.parallel.pp == 1:
-            return last + self.sent.vocabulary
-        return max(self.sent.vocabulary, last - fewer * (self.forward + self.backward))
+            return first + last
+        return max(first, last - fewer * (self.forward + self.backward))
 
     @property
     def stage_blocks(self) -> list[int]:
@@ -87,33 +88,23 @@ class StepSeconds:
     @property
     def _schedule_s(self) -> float:
         """Seconds of all passes and sends in the order of an interleaved schedule."""
-        import numpy as np  # which most predictions do without
-
-        from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
-
-        run, blocks = self.run, np.array(self.stage_blocks)[:, None]
-        forward = blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp
-        backward = blocks * self.backward
-        forward[0] += self.sent.vocabulary
+        run = self.run
+        forward = [
+            blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp for blocks in self.stage_blocks
+        ]
+        backward = [blocks * self.backward for blocks in self.stage_blocks]
+        forward[0] += self.sent.vocabulary_sum
         forward[-1] += self.head.forward
-        backward[-1] += self.head.backward + self.sent.vocabulary
-        sends = np.full((2, *blocks.shape), self.send_once)
-        sends[0, -1] = sends[1, 0] = 0.0
-        if run.overlap.pp:
-            forward += self.constants.contention * np.minimum(sends[0], forward)
-            backward += self.constants.contention * np.minimum(sends[1], backward)
-            delays = sends
-        else:
-            forward, backward, delays = forward + sends[0], backward + sends[1], np.zeros_like(sends)
-        ways = PassTimes(forward, delays[0]), PassTimes(backward, delays[1])
-        ranks, rounds = run.parallel.pp, int(run.micro_batches) // run.parallel.pp
-        whole = min(rounds, max(_WHOLE_ROUNDS, _MOST_PASSES // len(blocks)))
-        last = float(find_rank_ends(*ways, ranks, ranks * whole).max())
-        if rounds == whole:
-            return last
-        later = last - float(find_rank_ends(*ways, ranks, ranks * (whole - 1)).max())
-        busiest = ranks * float((forward + backward).reshape(-1, ranks).sum(axis=0).max())
-        return last + (rounds - whole) * max(later, busiest)
+        backward[0] += self.embedding_backward
+        backward[-1] += self.head.backward + self.sent.vocabulary_sum
+        return interleaved_seconds(
+            forward,
+            backward,
+            self.send_once,
+            contention=self.constants.contention if run.overlap.pp else None,
+            ranks=run.parallel.pp,
+            rounds=int(run.micro_batches) // run.parallel.pp,
+        )
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -159,15 +150,20 @@ class StepSeconds:
         """Seconds of a block's forward pass."""
         return self._forward_beside(self._gathers)
 
-    def _forward_beside(self, gathers: float) -> float:
-        return max(self._beside(self.block.forward + self.waits_forward, gathers), self._issue_forward)
+    def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
+        """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
+        device = self.block.forward + self.waits_forward + more
+        return max(self._beside(device, self.sent.between_nodes[0], gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included."""
-        compute = self.block.backward + self.recompute.forward + self.waits_backward
-        device = self._beside(compute, self._gathers + self._scatters)
-        return max(device, self._issue_backward)
+        return self._backward_beside(self._gathers + self._scatters)
+
+    def _backward_beside(self, collectives: float, more: float = 0.0) -> float:
+        """Return the same of a backward pass."""
+        device = self.block.backward + self.recompute.forward + self.waits_backward + more
+        return max(self._beside(device, self.sent.between_nodes[1], collectives), self._issue_backward)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
@@ -177,12 +173,19 @@ class StepSeconds:
             self.waits_backward + self._gathers + self._scatters,
         )
 
-    def _beside(self, device: float, communication: float) -> float:
-        """Return the seconds of work with communication beside it."""
-        if not self.run.overlap.dp:
-            return device + communication
-        shared = min(device, communication)
-        return max(device, communication) + self.constants.contention * shared
+    def _beside(self, device: float, between_nodes: float, shards: float) -> float:
+        """Return the seconds of work with collectives of shards beside it.
+
+        Args:
+            device: Seconds of the work, waits included.
+            between_nodes: Seconds of it in which other collectives use the ports of nodes.
+            shards: Seconds of the collectives of shards.
+        """
+        if not self.run.overlap.dp or not shards:
+            return device + shards
+        busy = min(device, between_nodes) if self.sent.shards_between_nodes else 0.0
+        shared = min(device - busy, shards)
+        return busy + max(device - busy, shards) + self.constants.contention * shared
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -204,24 +207,74 @@ class StepSeconds:
         return self.run.block_parameters * self.layers
 
     @cached_property
-    def opening(self) -> float:
-        """Seconds that a step waits for parameters which no pass gathers: first of all with nothing to run beside.
-
-        ZeRO 2 frees none until the step ends, and gathers the rest beside its first forward pass.
-        """
-        first = self.sent.gather + self.sent.gather_of(self.sent.table)
-        if self.run.parallel.zero == 2 and self.run.parallel.pp == 1:
-            first += (self.layers - 1) * (self._forward_beside(self.sent.gather) - self.forward)
-        return first
+    def _frees_parameters(self) -> bool:
+        """Whether every pass gathers what it needs (ZeRO 3); ZeRO 2 and stages gather once a step."""
+        return self.run.parallel.zero == 3 and self.run.parallel.pp == 1
 
     @cached_property
-    def closing(self) -> float:
-        """Seconds to scatter the gradients of the block whose backward pass is last, with nothing to run beside."""
-        return self.sent.scatter + self.sent.scatter_of(self.sent.table)
+    def _table_collectives(self) -> tuple[float, float]:
+        """Seconds of the gathers and of the scatters of all tables of the vocabulary of a micro-batch."""
+        run, sent = self.run, self.sent
+        if run.parallel.zero < 2 or run.parallel.pp > 1:
+            return 0.0, 0.0
+        tables = count_tables(run)
+        gathers = tables * sent.gather_of(sent.table) if self._frees_parameters else 0.0
+        return gathers, tables * sent.scatter_of(sent.table)
+
+    @cached_property
+    def table_waits(self) -> tuple[float, float]:
+        """Seconds that collectives of the vocabulary add to a forward and a backward pass.
+
+        They run beside the projection and the block next to it.
+        """
+        gathers, scatters = self._table_collectives
+        return (
+            self._forward_with_tables(self._gathers, gathers) - self._forward_with_tables(self._gathers, 0.0),
+            self._backward_with_tables(self._scatters, scatters) - self._backward_with_tables(self._scatters, 0.0),
+        )
+
+    def _forward_with_tables(self, gathers: float, tables: float) -> float:
+        """Return the seconds of a block and the projection, with gathers of a block and of tables beside them."""
+        head = self.head.forward
+        return max(self._forward_beside(gathers) + head, self._forward_beside(gathers + tables, head))
+
+    def _backward_with_tables(self, scatters: float, tables: float) -> float:
+        """Return the same of a backward pass, with scatters."""
+        head, block = self.head.backward, self._gathers + scatters
+        return max(self._backward_beside(block) + head, self._backward_beside(block + tables, head))
+
+    @cached_property
+    def first_gathers(self) -> float:
+        """Seconds that a step waits for parameters which no pass gathers: first of all with nothing to run beside.
+
+        What is gathered then is not beside the first forward pass. ZeRO 2 gathers the rest beside that pass.
+        """
+        sent, par = self.sent, self.run.parallel
+        table = sent.gather_of(sent.table)
+        if par.pp > 1:
+            return sent.gather + table
+        others = (count_tables(self.run) - 1) * table
+        usual = self._forward_with_tables(self._gathers, self._table_collectives[0])
+        first = sent.gather + table + self._forward_with_tables(0.0, others)
+        if par.zero == 2:
+            first += (self.layers - 1) * (self._forward_beside(sent.gather) - self.forward)
+        return max(0.0, first - usual)
+
+    @cached_property
+    def last_scatters(self) -> float:
+        """Seconds of the scatters after the last backward pass, of its last block and of the embedding.
+
+        Nothing runs beside them, and they do not run beside that pass.
+        """
+        sent = self.sent
+        table = sent.scatter_of(sent.table)
+        usual = self._backward_with_tables(self._scatters, self._table_collectives[1])
+        last = sent.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
+        return max(0.0, last - usual)
 
     @cached_property
     def _gathers(self) -> float:
-        return self.sent.gather if self.run.parallel.zero == 3 and self.run.parallel.pp == 1 else 0.0
+        return self.sent.gather if self._frees_parameters else 0.0
 
     @cached_property
     def _scatters(self) -> float:
@@ -238,28 +291,51 @@ class StepSeconds:
         size = boundary_bytes(run) / par.tp
         return self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
 
+    @property
+    def _first_sends(self) -> float:
+        """Seconds of the sends of the first micro-batch through all stages and back: nothing runs beside them."""
+        par, overlaps = self.run.parallel, self.run.overlap.pp
+        return 2 * (par.pp * (par.vpp if overlaps else 1) - 1) * self.send_once
+
     @cached_property
     def _send(self) -> float:
-        """Seconds a micro-batch spends between stages, both ways."""
-        once, par = self.send_once, self.run.parallel
+        """Seconds a step spends between stages besides `_first_sends`."""
+        seconds = 2 * self.run.micro_batches * self.run.parallel.vpp * self.send_once
         if not self.run.overlap.pp:
-            return 2 * par.vpp * once
-        if par.vpp > 1 or self.run.schedule in ("gpipe", "zero-bubble"):
-            chunk = self.layers / par.vpp * self.forward
-            shown = 2 * par.vpp * max(0.0, once - chunk)
-        else:
-            shown = max(0.0, 2 * once * (par.pp - 1) / par.pp - self._slack)
-        return shown + self.constants.contention * (2 * par.vpp * once - shown)
+            return seconds
+        shown = self._shown_sends
+        return shown + self.constants.contention * max(0.0, seconds - shown)
+
+    @property
+    def _shown_sends(self) -> float:
+        """Seconds of sends that no pass hides: the simulation of equal stages, but for sends longer than passes.
+
+        Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
+        """
+        once, par, count = self.send_once, self.run.parallel, self.run.micro_batches
+        later = max(0.0, count - par.pp)
+        if self.run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
+            passes = self.layers * self.forward, self.layers * self.backward
+            return max(0.0, count - 1) * sum(max(0.0, once - one) for one in passes)
+        if par.vpp > 1:
+            return later * max(0.0, 2 * par.vpp * once - self.layers * (self.forward + self.backward))
+        a_round = (par.pp - 1) / par.pp * 2 * once
+        if self.run.schedule == "zero-bubble":
+            filled = (par.pp - 1) / par.pp * self.layers * self.weights
+            first = max(0.0, par.pp * (a_round - self._slack) - 2 * once)
+            return first + later * max(0.0, a_round - self._slack - filled)
+        return max(0.0, count * (a_round - self._slack) - 2 * once)
 
     @cached_property
     def _slack(self) -> float:
         """Seconds of a micro-batch for which a stage waits on average for the slowest; 1F1B hides no more of its sends.
 
-        It has as many micro-batches on their way as stages: each comes back to the first stage, over all stages and
+        It has as many micro-batches on their way as stages: one comes back to the first stage, over all stages and
         sends, before the first stage goes on.
         """
         run, block = self.run, self.forward + self.backward
-        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary
+        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary_sum
+        whole += self.embedding_backward
         return self.layers * block + self._head_on_top - whole / run.parallel.pp
 
     @cached_property
@@ -286,24 +362,26 @@ class StepSeconds:
         """Seconds of the gradients' collectives that nothing hides."""
         run, par, sent = self.run, self.run.parallel, self.sent
         if par.zero >= 2 and par.pp == 1:
-            return self.opening + self.closing
+            return self.first_gathers + self.last_scatters
+        bare = sent.sum_of_tied_tables
         if par.zero >= 2:  # stages gather and scatter once a step
-            whole = self.opening + self.closing + (self.layers - 1) * (sent.gather + sent.scatter)
+            bare += self.first_gathers
+            whole = self.layers * (sent.gather + sent.scatter) - sent.gather + sent.scatter_of(sent.table)
         else:
-            dense, *experts = sent.parameters
+            dense, *experts = sent.block_parameters
             tables = count_tables(run) * sent.table.count
             stage = replace(dense, count=self.layers * dense.count + tables)
             whole = sent.reduce_of(stage) + sum(sent.reduce_of(held, self.layers) for held in experts)
         if not self.run.overlap.dp:
-            return whole
+            return bare + whole
         beside = min(whole, self.layers * self.backward)
-        return whole - beside + self.constants.contention * beside
+        return bare + whole - beside + self.constants.contention * beside
 
     @cached_property
     def optimizer(self) -> float:
         """Seconds of Adam on what this rank updates, and of what copies gradients of stages into shards before."""
         run = self.run
-        stage = [(self.layers, held) for held in self.sent.parameters]
+        stage = [(self.layers, held) for held in self.sent.block_parameters]
         stage.append((count_tables(run), self.sent.table))
         updated = sum(times * held.count / (held.shards.ranks if run.parallel.zero else 1) for times, held in stage)
         moved = self.constants.optimizer_bytes if run.precision != "fp32" else 7 * FLOAT

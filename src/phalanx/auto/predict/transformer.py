@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.auto.cost.kernels import ROWS, Kernels, alignment
+from phalanx.auto.predict.rank_groups import block_shard_parameters
 from phalanx.auto.predict.run_spec import RunSpec
 
 HALF = 2
@@ -54,6 +55,15 @@ def routed_rows(run: RunSpec) -> float:
     return run.expert_load * tokens(run) * run.model.top_k * run.expert_tp / run.parallel.tp
 
 
+def sent_rows(run: RunSpec) -> float:
+    """Return the rows that a rank sends to experts for a micro-batch: each token once for each of its choices.
+
+    Of tokens that all tensor-parallel ranks have, each sends what belongs to its own part of an expert.
+    """
+    par = run.parallel
+    return tokens(run) * run.model.top_k * (1 if par.sequence_parallel else run.expert_tp) / par.tp
+
+
 def boundary_bytes(run: RunSpec) -> float:
     """Return the bytes of the activations between two blocks, before they are cut over ranks."""
     return HALF * tokens(run) * run.model.hidden
@@ -97,7 +107,7 @@ def shard_copy_bytes(run: RunSpec) -> float:
     PyTorch's first FSDP lays gradients side by side and divides them, its second copies the parameters out of each of
     two gathers.
     """
-    return 4 * HALF * run.block_parameters if run.parallel.zero >= 2 else 0.0
+    return 4 * HALF * block_shard_parameters(run) if run.parallel.zero >= 2 else 0.0
 
 
 def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
@@ -199,24 +209,26 @@ def _ordering_bytes(run: RunSpec) -> float:
 
     Both ways a row is read and written; those that other ranks sent are put in the order of this rank's experts too.
     """
-    model, par = run.model, run.parallel
-    own = run.expert_load * tokens(run) * model.top_k / (par.tp if par.sequence_parallel else 1)
-    return 4 * HALF * model.hidden * (own + (routed_rows(run) if par.ep > 1 else 0.0))
+    rows = sent_rows(run) + (routed_rows(run) if run.parallel.ep > 1 else 0.0)
+    return 4 * HALF * run.model.hidden * rows
+
+
+def embedding_backward(run: RunSpec, kernels: Kernels) -> float:
+    """Return the seconds of the embedding's gradient: a full table of zeros, filled, and added to what is there."""
+    return kernels.streamed(5 * HALF * run.model.vocab / run.parallel.tp * run.model.hidden)
 
 
 def head(run: RunSpec, kernels: Kernels) -> KernelWork:
-    """Return the embedding, the projection to the vocabulary, the loss in float32, and their backward pass."""
+    """Return the projection to the vocabulary, the loss in float32, and their backward pass."""
     model, token_count, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
     kernels = kernels.in_half()
     forward = kernels.matmul(token_count, columns, model.hidden)
     backward = kernels.matmul(token_count, model.hidden, columns, backward=True)
     backward += kernels.matmul(model.hidden, columns, token_count, backward=True)
     read, write = _loss_bytes(run)
-    # The embedding's gradient is a full table: made of zeros, filled, and added to what is there.
-    table = 5 * HALF * columns * model.hidden
     return KernelWork(
         forward=forward + kernels.streamed(read * token_count * columns),
-        backward=backward + kernels.streamed(write * token_count * columns + table),
+        backward=backward + kernels.streamed(write * token_count * columns),
         weights=backward / 2,
     )
 

@@ -311,7 +311,10 @@ def _cache_by_knobs(function: Callable[[RunSpec], _T], *knobs: str) -> Callable[
 
 
 def estimate_tensor_parallel(run: RunSpec, constants: Constants = DEFAULT) -> float:
-    """Return the seconds at least in which a block, forward and backward, waits for collectives of sharded layers."""
+    """Return the seconds at least in which a block, forward and backward, waits for collectives of sharded layers.
+
+    Waits for experts and rings are in it: no choice of a search has any, for `ep` and `cp` are 1.
+    """
     if run.parallel.tp == 1 or run.overlap.tp:
         return 0.0
     seconds = StepSeconds(run, constants)

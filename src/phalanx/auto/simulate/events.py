@@ -260,9 +260,15 @@ class _Step:
                 rank = self.pipeline.schedule.holder(last.stage, self.pipeline.ranks)
                 for bucket in self.pipeline.stages[stage].buckets:
                     self.reductions[rank].add(self.free[rank], bucket)
+        ready = [reduction.finish(free) for reduction, free in zip(self.reductions, self.free, strict=True)]
+        closing = self.pipeline.closing or (0.0,) * self.pipeline.ranks
+        together = max((at for at, seconds in zip(ready, closing, strict=True) if seconds), default=0.0)
         for rank, optimizer in enumerate(self.pipeline.optimizer):
-            reduced = self.reductions[rank].finish(self.free[rank])
-            self.exposed[rank] += reduced - self.free[rank]
+            reduced = ready[rank]
+            self.exposed[rank] += reduced - self.free[rank] + closing[rank]
+            if closing[rank]:
+                reduced = together + closing[rank]
+                self.slices.append(Slice(rank, "collectives", "last", -1, -1, together, reduced))
             self.slices += [
                 Slice(rank, "gradients", "bucket", -1, number, *times)
                 for number, times in enumerate(self.reductions[rank].done)

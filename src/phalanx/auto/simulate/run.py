@@ -63,7 +63,8 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
-        opening=seconds.opening if par.zero >= 2 else 0.0,
+        opening=seconds.first_gathers if par.zero >= 2 else 0.0,
+        closing=_last_collectives(run, seconds),
         contention=constants.contention,
         overlaps_sends=run.overlap.pp,
         overlaps_gradients=run.overlap.dp,
@@ -93,6 +94,8 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
     own, is_last = blocks[stage], stage == len(blocks) - 1
     head = seconds.head if is_last else None
     backward = own * seconds.compute_backward + (head.backward if head else 0.0)
+    if stage == 0:
+        backward += seconds.embedding_backward
     apart = own * seconds.weights + (head.weights if head else 0.0)
     collectives_forward, collectives_backward = seconds.collectives
     exposed_forward = seconds.forward - seconds.compute_forward
@@ -102,12 +105,14 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
             compute=own * seconds.compute_forward
             + (head.forward if head else 0.0)
             + seconds.constants.micro_batch_s / run.parallel.vpp,
-            exposed=own * exposed_forward + (seconds.sent.vocabulary if stage == 0 else 0.0),
+            exposed=own * exposed_forward
+            + (seconds.sent.vocabulary_sum if stage == 0 else 0.0)
+            + (seconds.table_waits[0] if is_last else 0.0),
             beside=own * max(0.0, collectives_forward - exposed_forward),
         ),
         inputs=PassWork(
             compute=backward - apart,
-            exposed=own * exposed_backward + (seconds.sent.vocabulary if is_last else 0.0),
+            exposed=own * exposed_backward + (seconds.sent.vocabulary_sum + seconds.table_waits[1] if is_last else 0.0),
             beside=own * max(0.0, collectives_backward - exposed_backward),
         ),
         weights=PassWork(compute=apart),
@@ -120,16 +125,24 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
     )
 
 
+def _last_collectives(run: RunSpec, seconds: StepSeconds) -> tuple[float, ...]:
+    """Return the seconds of each rank's collectives after all passes: last scatters, and sums of tied tables."""
+    par = run.parallel
+    if par.pp == 1:
+        return (seconds.last_scatters if par.zero >= 2 else 0.0,)
+    return tuple(seconds.sent.sum_of_tied_tables if rank in (0, par.pp - 1) else 0.0 for rank in range(par.pp))
+
+
 def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
     par, sent = run.parallel, seconds.sent
-    if par.dp * par.cp == 1:
+    if par.dp * par.cp == 1 or (par.zero >= 2 and par.pp == 1):  # each backward pass scatters its own
         return ()
-    if par.zero >= 2 and par.pp > 1:  # stages gather and scatter once a step
-        return (sent.gather + sent.scatter,) * blocks
-    if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
-        return (seconds.closing,) if stage < par.pp else ()
-    block = sum(sent.reduce_of(held) for held in sent.parameters)
+    if par.zero >= 2:  # stages gather and scatter once a step, a rank's first block before all passes
+        first, edge = stage < par.pp, sent.scatter_of(sent.table)
+        whole = (sent.gather + sent.scatter,) * (blocks - first) + (sent.scatter,) * first
+        return (edge,) * is_last + whole + (edge,) * (stage == 0)
+    block = sum(sent.reduce_of(held) for held in sent.block_parameters)
     edge = sent.reduce_of(sent.table)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

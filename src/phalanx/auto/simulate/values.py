@@ -77,6 +77,10 @@ class PipelineSpec:
     opening: float = 0.0
     """Seconds of collectives before the first pass: the first gather of shards."""
 
+    closing: tuple[float, ...] = ()
+    """Seconds of each rank's collectives between its last gradients and its optimizer: the last scatter to shards, sums
+    of gradients that several ranks hold. Ranks that have any begin together. Empty: no rank has any."""
+
     contention: float = 0.0
     """Seconds that communication and computation cost each other for each second they share (auto/constants)."""
 
@@ -116,7 +120,7 @@ class Slice(NamedTuple):
     """`compute`, `collectives`, `send` or `gradients`."""
 
     kind: str
-    """F, B, I or W of `plan.pipeline_order.Pass`, `gather`, `bucket` or `optimizer`."""
+    """F, B, I or W of `plan.pipeline_order.Pass`, `gather`, `last`, `bucket` or `optimizer`."""
 
     stage: int
     """-1 where it belongs to no stage."""
