@@ -104,8 +104,8 @@ class LayerCostModel:
         """Return how long a rank has what a call keeps for its backward pass, and what it returns.
 
         A loop has an output until the next one takes its place: at the end of a forward pass, before the loss keeps
-        anything, there are two. Stages let it go with its micro-batch: if gradients of
-        weights are apart, with those of inputs, as all behind the last weights, and of one micro-batch at a time.
+        anything, there are two. Stages let it go with its micro-batch: if gradients of weights are apart, with those of
+        inputs, as all behind the last weights, and of one micro-batch at a time.
         """
         returned_bytes = work.call.returned_bytes / self._config.batch_parts
         if self._config.stages == 1:

@@ -51,8 +51,8 @@ class CallWork:
     """Bytes of tensors of the batch that no call before reads."""
 
     shared_grad_bytes: float
-    """Bytes of gradients of parameters that several calls use, while it runs, beside those of all parameters: of later
-    uses, up to the first; and in such a use its own and a new sum of both."""
+    """Bytes of gradients of parameters that several operators use, while it runs, beside those of all parameters: of
+    later uses, up to the first; and in such a use its own and a new sum of both."""
 
     behind_weights_bytes: float
     """Bytes that the layer with the model's last weights returns and those behind it keep, up to this one. 0 before,

@@ -7,12 +7,12 @@ from functools import cached_property
 
 from phalanx.auto.cost.collectives import ClusterLinks, GroupTopology
 from phalanx.auto.predict.rank_groups import (
-    HeldParameters,
+    RankParameters,
     expert_ranks,
     expert_tensor_ranks,
     group_topology,
-    hold_vocabulary,
     list_block_parameters,
+    place_vocabulary,
 )
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows, sent_rows
@@ -117,17 +117,17 @@ class BlockCollectives:
     @cached_property
     def shards_between_nodes(self) -> bool:
         """Whether shards of a block are gathered from other nodes."""
-        return any(held.shards.ranks > held.shards.in_node for held in self.block_parameters)
+        return any(part.shards.ranks > part.shards.in_node for part in self.block_parameters)
 
     @cached_property
-    def block_parameters(self) -> list[HeldParameters]:
+    def block_parameters(self) -> list[RankParameters]:
         """The parameters of the block on this rank."""
         return list_block_parameters(self.run)
 
     @cached_property
-    def table(self) -> HeldParameters:
+    def table(self) -> RankParameters:
         """The rows of a table of the vocabulary on this rank."""
-        return hold_vocabulary(self.run)
+        return place_vocabulary(self.run)
 
     @cached_property
     def sum_of_tied_tables(self) -> float:
@@ -146,26 +146,26 @@ class BlockCollectives:
     @cached_property
     def gather(self) -> float:
         """Seconds to gather the parameters of the block from their shards."""
-        return sum(self.gather_of(held) for held in self.block_parameters)
+        return sum(self.gather_of(part) for part in self.block_parameters)
 
     @cached_property
     def scatter(self) -> float:
         """Seconds to add up its gradients and leave each rank its shard."""
-        return sum(self.scatter_of(held) for held in self.block_parameters)
+        return sum(self.scatter_of(part) for part in self.block_parameters)
 
-    def gather_of(self, held: HeldParameters) -> float:
+    def gather_of(self, part: RankParameters) -> float:
         """Return the seconds to gather parameters from their shards."""
-        return self.links.all_gather(HALF * held.count, held.shards)
+        return self.links.all_gather(HALF * part.count, part.shards)
 
-    def scatter_of(self, held: HeldParameters) -> float:
+    def scatter_of(self, part: RankParameters) -> float:
         """Return the seconds to add up their gradients, and those of shards over all ranks with the same shard."""
-        size = self.run.gradient_bytes * held.count
-        copies = self.links.all_reduce(size / held.shards.ranks, held.shard_replicas)
-        return self.links.all_gather(size, held.shards) + copies
+        size = self.run.gradient_bytes * part.count
+        copies = self.links.all_reduce(size / part.shards.ranks, part.shard_replicas)
+        return self.links.all_gather(size, part.shards) + copies
 
-    def reduce_of(self, held: HeldParameters, times: float = 1.0) -> float:
+    def reduce_of(self, part: RankParameters, times: float = 1.0) -> float:
         """Return the seconds to add up gradients that replicas hold whole, of so many times the parameters."""
-        return self.links.all_reduce(self.run.reduced_bytes * times * held.count, held.replicas)
+        return self.links.all_reduce(self.run.reduced_bytes * times * part.count, part.replicas)
 
     @cached_property
     def _ring(self) -> float:

@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass, fields
 
 from phalanx.auto.predict.rank_groups import (
-    HeldParameters,
+    RankParameters,
     block_shard_parameters,
     count_tables,
-    hold_vocabulary,
     list_block_parameters,
+    place_vocabulary,
 )
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import HALF, keeps_every_second_product, routed_rows, tokens
@@ -63,19 +63,19 @@ def compute_footprint(run: RunSpec) -> Footprint:
 
 def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
     """Return what a rank of the first or of the last stage holds."""
-    held = _list_held(run, last=last)
-    whole = sum(times * one.count for times, one in held)
-    sharded = sum(times * one.count / one.shards.ranks for times, one in held)
+    parts = _list_parameters(run, last=last)
+    whole = sum(times * part.count for times, part in parts)
+    sharded = sum(times * part.count / part.shards.ranks for times, part in parts)
     par, mixed = run.parallel, run.precision != "fp32"
     if par.zero >= 2:
         # FSDP keeps float32 parameters and gradients, and casts what it gathers.
         parameters = FLOAT * sharded + (0 if par.zero == 3 else HALF * whole)
         gradients, optimizer = FLOAT * sharded, 2 * FLOAT * sharded
-        table = hold_vocabulary(run)
+        table = place_vocabulary(run)
         largest = max(block_shard_parameters(run), table.count if table.shards.ranks > 1 else 0.0)
         gathered = largest * (2 * HALF + FLOAT)
         if par.pp > 1:  # stages gather and scatter once a step: all that is sharded in between
-            cut = sum(times * one.count for times, one in held if one.shards.ranks > 1)
+            cut = sum(times * part.count for times, part in parts if part.shards.ranks > 1)
             gathered += cut * ((HALF if par.zero == 3 else 0) + FLOAT)
     else:
         parameters, gathered = whole * (HALF if mixed else FLOAT), 0.0
@@ -106,13 +106,13 @@ def _workspace_bytes(run: RunSpec, moving: float) -> float:
 
 def count_parameters(run: RunSpec, *, last: bool = False) -> float:
     """Return the parameters of a rank of the first stage, or of the last."""
-    return sum(times * one.count for times, one in _list_held(run, last=last))
+    return sum(times * part.count for times, part in _list_parameters(run, last=last))
 
 
-def _list_held(run: RunSpec, *, last: bool) -> list[tuple[int, HeldParameters]]:
+def _list_parameters(run: RunSpec, *, last: bool) -> list[tuple[int, RankParameters]]:
     """Return how often a rank of a stage has which parameters."""
-    blocks = [(_stage_layers(run, last=last), held) for held in list_block_parameters(run)]
-    return [*blocks, (count_tables(run), hold_vocabulary(run))]
+    blocks = [(_stage_layers(run, last=last), part) for part in list_block_parameters(run)]
+    return [*blocks, (count_tables(run), place_vocabulary(run))]
 
 
 def _stage_layers(run: RunSpec, *, last: bool) -> int:

@@ -52,7 +52,7 @@ def _topology(run: RunSpec, ranks: int, in_node: int) -> GroupTopology:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters:
+class RankParameters:
     """Parameters of one rank, and the ranks with the same ones."""
 
     count: float
@@ -64,10 +64,10 @@ class HeldParameters:
     """The ranks with the same shard."""
 
 
-def hold(run: RunSpec, count: float, holders: GroupTopology) -> HeldParameters:
+def place_parameters(run: RunSpec, count: float, holders: GroupTopology) -> RankParameters:
     """Return parameters of a rank that these ranks hold alike: neighbours shard them, and those further off copy."""
     shards = holders.ranks // gcd(holders.ranks, run.parallel.hsdp)
-    return HeldParameters(
+    return RankParameters(
         count,
         holders,
         _topology(run, shards, holders.in_node),
@@ -75,20 +75,20 @@ def hold(run: RunSpec, count: float, holders: GroupTopology) -> HeldParameters:
     )
 
 
-def list_block_parameters(run: RunSpec) -> list[HeldParameters]:
+def list_block_parameters(run: RunSpec) -> list[RankParameters]:
     """Return the parameters of one block on one rank: experts apart, which fewer ranks hold alike."""
-    dense = hold(run, run.dense_parameters, replicas(run))
-    return [dense, hold(run, run.expert_parameters, expert_replicas(run))] if run.model.experts else [dense]
+    dense = place_parameters(run, run.dense_parameters, replicas(run))
+    return [dense, place_parameters(run, run.expert_parameters, expert_replicas(run))] if run.model.experts else [dense]
 
 
 def block_shard_parameters(run: RunSpec) -> float:
     """Return the parameters of one block on one rank that it shards with other ranks, where ZeRO does."""
-    return sum(held.count for held in list_block_parameters(run) if held.shards.ranks > 1)
+    return sum(part.count for part in list_block_parameters(run) if part.shards.ranks > 1)
 
 
-def hold_vocabulary(run: RunSpec) -> HeldParameters:
+def place_vocabulary(run: RunSpec) -> RankParameters:
     """Return the rows of one table of the vocabulary on one rank: the embedding, or the projection."""
-    return hold(run, run.model.vocab * run.model.hidden / run.parallel.tp, replicas(run))
+    return place_parameters(run, run.model.vocab * run.model.hidden / run.parallel.tp, replicas(run))
 
 
 def count_tables(run: RunSpec) -> int:

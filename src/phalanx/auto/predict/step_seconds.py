@@ -316,7 +316,7 @@ class StepSeconds:
         later = max(0.0, count - par.pp)
         if self.run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
             passes = self.layers * self.forward, self.layers * self.backward
-            return max(0.0, count - 1) * sum(max(0.0, once - one) for one in passes)
+            return max(0.0, count - 1) * sum(max(0.0, once - each) for each in passes)
         if par.vpp > 1:
             return later * max(0.0, 2 * par.vpp * once - self.layers * (self.forward + self.backward))
         a_round = (par.pp - 1) / par.pp * 2 * once
@@ -371,7 +371,7 @@ class StepSeconds:
             dense, *experts = sent.block_parameters
             tables = count_tables(run) * sent.table.count
             stage = replace(dense, count=self.layers * dense.count + tables)
-            whole = sent.reduce_of(stage) + sum(sent.reduce_of(held, self.layers) for held in experts)
+            whole = sent.reduce_of(stage) + sum(sent.reduce_of(part, self.layers) for part in experts)
         if not self.run.overlap.dp:
             return bare + whole
         beside = min(whole, self.layers * self.backward)
@@ -381,9 +381,9 @@ class StepSeconds:
     def optimizer(self) -> float:
         """Seconds of Adam on what this rank updates, and of what copies gradients of stages into shards before."""
         run = self.run
-        stage = [(self.layers, held) for held in self.sent.block_parameters]
+        stage = [(self.layers, part) for part in self.sent.block_parameters]
         stage.append((count_tables(run), self.sent.table))
-        updated = sum(times * held.count / (held.shards.ranks if run.parallel.zero else 1) for times, held in stage)
+        updated = sum(times * part.count / (part.shards.ranks if run.parallel.zero else 1) for times, part in stage)
         moved = self.constants.optimizer_bytes if run.precision != "fp32" else 7 * FLOAT
         copied = shard_copy_bytes(run) * self.layers if run.parallel.pp > 1 else 0.0
         return self.kernels.streamed(moved * updated + copied)

@@ -142,7 +142,7 @@ def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_las
         first, edge = stage < par.pp, sent.scatter_of(sent.table)
         whole = (sent.gather + sent.scatter,) * (blocks - first) + (sent.scatter,) * first
         return (edge,) * is_last + whole + (edge,) * (stage == 0)
-    block = sum(sent.reduce_of(held) for held in sent.block_parameters)
+    block = sum(sent.reduce_of(part) for part in sent.block_parameters)
     edge = sent.reduce_of(sent.table)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)
