@@ -136,7 +136,7 @@ def choose_staged(name: str, ranks: int) -> list[Trained]:
     answer, chosen = ask(name, "sgd", ranks), []
     for limits in STAGED.get(ranks, ()):
         for recompute in ("none", "full")[: 2 if answer.layers.blocks else 1]:
-            with contextlib.suppress(PlanError):
+            with contextlib.suppress(PlanError):  # no such Plan: a model may not be cut, or not so
                 chosen.append(answer.search_again((*limits, f"recompute={recompute}")).best)
     return [Trained.of(candidate, answer) for candidate in chosen]
 

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from phalanx.auto.cost.constants import DEFAULT
-from phalanx.auto.predict.memory_model import Footprint, compute_footprint
 from phalanx.auto.predict.prediction import Prediction, predict
 from phalanx.auto.predict.rank_groups import expert_ranks, expert_replicas, list_block_parameters, replicas
 from phalanx.auto.predict.run_file import read_run
-from phalanx.auto.predict.step_seconds import StepSeconds
 from phalanx.auto.predict.transformer import _ordering_bytes, shard_copy_bytes
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.cli.group import phalanx
-
-DENSE = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": True, "seq": 4096}
-EXPERTS = {"experts": 8, "top_k": 2}
-
-
-def describe(nodes: int = 1, per_node: int = 8, node_gbps: float = 3200, **changes: Any) -> dict[str, Any]:
-    """Return an 8B model on H100 in the kernels of Megatron; `model` and `parallel` are changed key by key."""
-    cluster = {"device": "H100-80GB-SXM", "per_node": per_node, "nodes": nodes, "node_gbps": node_gbps}
-    run: dict[str, Any] = {
-        "name": "8B",
-        "model": {**DENSE, "vocab": 128256, "tied": False},
-        "cluster": cluster,
-        "parallel": {},
-        "batch": {"global": 8 * nodes, "micro": 1},
-        "precision": "bf16",
-        "recompute": "none",
-        "stack": "megatron-core",
-        "overlap": {"dp": True},
-    }
-    return alter(run, **changes)
-
-
-def alter(run: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a run with parts replaced; of an object, its keys."""
-    run = copy.deepcopy(run)
-    for name, value in changes.items():
-        run[name] = {**run[name], **value} if isinstance(value, dict) else value
-    return run
-
-
-def step(run: dict[str, Any]) -> StepSeconds:
-    return StepSeconds(read_run(run), DEFAULT)
-
-
-def footprint(run: dict[str, Any]) -> Footprint:
-    return compute_footprint(read_run(run))
-
-
-def seconds(run: dict[str, Any]) -> float:
-    return predict(run, interval=False).step_time_s
-
-
-def states(run: dict[str, Any]) -> float:
-    """Return the bytes of parameters, gradients and optimizer states of all ranks."""
-    parts, ranks = footprint(run), read_run(run).parallel.ranks
-    return ranks * (parts.parameters + parts.gradients + parts.optimizer)
-
+from predicted_runs import DENSE, EXPERTS, alter, describe, footprint, seconds, states, step
 
 # -- experts -------------------------------------------------------------------------------------------------
 
@@ -90,7 +40,7 @@ def test_experts_that_fill_the_ranks_have_no_gradients_to_exchange() -> None:
     assert expert_replicas(read_run(run)).ranks == 8
     assert expert_replicas(read_run(alone)).ranks == 1
     dense, experts = list_block_parameters(read_run(alone))
-    assert step(alone).sent.reduce_of(experts) == 0 < step(alone).sent.reduce_of(dense)
+    assert step(alone).exchanges.reduce_of(experts) == 0 < step(alone).exchanges.reduce_of(dense)
 
 
 def test_experts_lie_beyond_the_ranks_that_share_one() -> None:
@@ -100,7 +50,7 @@ def test_experts_lie_beyond_the_ranks_that_share_one() -> None:
     beside = read_run(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8}))
     assert expert_ranks(beside).in_node == 8
     slow, fast = (
-        step(describe(8, 8, gbps, model=EXPERTS, parallel={"tp": 8, "dp": 8, "ep": 8})).sent.experts_forward
+        step(describe(8, 8, gbps, model=EXPERTS, parallel={"tp": 8, "dp": 8, "ep": 8})).exchanges.experts_forward
         for gbps in (400, 3200)
     )
     assert slow > 4 * fast
@@ -132,9 +82,9 @@ def test_experts_of_one_shape_share_what_autograd_gets() -> None:
 @pytest.mark.parametrize("ep", [1, 8])
 def test_only_sums_of_dense_layers_run_beside_the_gradients_of_their_weights(ep: int) -> None:
     parallel = {"tp": 8, "dp": 8, "ep": ep, "sequence_parallel": True}
-    sent = step(describe(nodes=8, model={**EXPERTS, "top_k": 4}, parallel=parallel)).sent
-    assert sent.tensor_parallel_backward >= sent.tensor_parallel_forward - sent.dense_sum / 2
-    assert sent.tensor_parallel_backward < sent.tensor_parallel_forward
+    exchanges = step(describe(nodes=8, model={**EXPERTS, "top_k": 4}, parallel=parallel)).exchanges
+    assert exchanges.tensor_parallel_backward >= exchanges.tensor_parallel_forward - exchanges.dense_sum / 2
+    assert exchanges.tensor_parallel_backward < exchanges.tensor_parallel_forward
 
 
 def test_copies_of_tokens_are_sent_to_the_experts_once() -> None:
@@ -142,12 +92,12 @@ def test_copies_of_tokens_are_sent_to_the_experts_once() -> None:
     run = describe(nodes=8, model={**EXPERTS, "experts": 64}, parallel={"tp": 8, "dp": 8, "ep": 64})
     copies, parts = (step(alter(run, parallel={"sequence_parallel": on})) for on in (False, True))
     assert copies.run.expert_tp == 1
-    assert copies.sent.experts_forward == parts.sent.experts_forward > 0
+    assert copies.exchanges.experts_forward == parts.exchanges.experts_forward > 0
 
 
 def test_tokens_of_experts_travel_beside_nothing_in_a_backward_pass_too() -> None:
-    sent = step(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8})).sent
-    assert sent.experts_backward == sent.experts_forward > 0
+    exchanges = step(describe(nodes=8, model=EXPERTS, parallel={"dp": 64, "ep": 8})).exchanges
+    assert exchanges.experts_backward == exchanges.experts_forward > 0
 
 
 # -- shards --------------------------------------------------------------------------------------------------
@@ -155,7 +105,7 @@ def test_tokens_of_experts_travel_beside_nothing_in_a_backward_pass_too() -> Non
 
 def test_copies_of_shards_add_up_their_gradients() -> None:
     whole, half, none = (
-        step(describe(nodes=2, parallel={"dp": 16, "zero": 3, "hsdp": copies})).sent for copies in (1, 2, 16)
+        step(describe(nodes=2, parallel={"dp": 16, "zero": 3, "hsdp": copies})).exchanges for copies in (1, 2, 16)
     )
     assert half.gather < whole.gather, "inside a node"
     assert half.scatter > half.gather * 2, "and then between nodes"
@@ -199,12 +149,12 @@ def test_sharding_more_sends_no_less(count: int, changes: dict[str, Any]) -> Non
 def test_shards_are_gathered_and_scattered_as_often_as_passes_need_them(zero: int) -> None:
     run = describe(nodes=2, parallel={"dp": 16, "zero": zero}, overlap={"dp": False}, batch={"global": 16 * 3})
     passes, parts = step(run), predict(run, interval=False).breakdown
-    sent, layers, count = passes.sent, passes.layers, 3
-    table_gather, table_scatter = sent.gather_of(sent.table), sent.scatter_of(sent.table)
-    scatters = count * (layers * sent.scatter + 2 * table_scatter)
-    gathers = layers * sent.gather + 2 * table_gather
+    exchanges, layers, count = passes.exchanges, passes.layers, 3
+    table_gather, table_scatter = exchanges.gather_of(exchanges.table), exchanges.scatter_of(exchanges.table)
+    scatters = count * (layers * exchanges.scatter + 2 * table_scatter)
+    gathers = layers * exchanges.gather + 2 * table_gather
     if zero == 3:  # a table once a micro-batch, blocks in the backward pass again
-        gathers = count * (gathers + layers * sent.gather)
+        gathers = count * (gathers + layers * exchanges.gather)
     communication = parts["gradients_s"] + parts["exposed_communication_s"]
     assert communication == pytest.approx(scatters + gathers)
 
@@ -231,30 +181,10 @@ def test_shards_that_pass_through_the_same_ports_as_tokens_wait_for_them() -> No
     run = describe(nodes=8, node_gbps=50, model={**EXPERTS, "seq": 2048}, parallel={"zero": 3})
     for parallel in ({"dp": 64, "ep": 64}, {"dp": 32, "cp": 2, "ep": 64, "order": "dp-tp-pp"}):
         passes = step(alter(run, parallel=parallel, model={"experts": 64}))
-        sent = passes.sent
-        assert passes.forward >= sent.gather + sent.between_nodes[0]
-        assert passes.backward >= sent.gather + sent.scatter + sent.between_nodes[1]
-        assert sent.between_nodes[0] >= sent.experts_forward > 0
-
-
-def test_stages_with_a_copy_of_a_table_each_add_up_its_gradients() -> None:
-    parallel, batch = {"pp": 8}, {"global": 8, "micro": 1}
-    run = describe(per_node=1, nodes=8, node_gbps=100, parallel=parallel, batch=batch)
-    tied, untied = (alter(run, model={"tied": tied}) for tied in (True, False))
-    bytes_of_gradients = 4 * 128256 * 4096
-    more = predict(tied).breakdown["gradients_s"] - predict(untied).breakdown["gradients_s"]
-    assert more > bytes_of_gradients / (100 / 8 * 1e9)
-    simulated = [simulate_run(run).simulation.step_time_s for run in (tied, untied)]
-    assert simulated[0] - simulated[1] == pytest.approx(more)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("gbps", [3200, 400])
-def test_stages_gather_their_first_block_with_nothing_beside_it(zero: int, gbps: float) -> None:
-    parallel, batch = {"pp": 4, "dp": 16, "zero": zero}, {"global": 16 * 16, "micro": 1}
-    run = describe(nodes=8, node_gbps=gbps, parallel=parallel, batch=batch)
-    assert predict(run).breakdown["gradients_s"] > step(run).first_gathers > step(run).sent.gather
-    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=0.06)
+        exchanges = passes.exchanges
+        assert passes.forward >= exchanges.gather + exchanges.between_nodes[0]
+        assert passes.backward >= exchanges.gather + exchanges.scatter + exchanges.between_nodes[1]
+        assert exchanges.between_nodes[0] >= exchanges.experts_forward > 0
 
 
 def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:
@@ -263,7 +193,7 @@ def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:
     passes = step(run)
     alone = passes.layers * (passes.compute_forward + passes.compute_backward)
     waits = passes.layers * (passes.forward + passes.backward) - alone
-    assert predict(run).step_time_s > alone + waits + 2 * passes.sent.vocabulary_sum > 1.05 * (alone + waits)
+    assert predict(run).step_time_s > alone + waits + 2 * passes.exchanges.vocabulary_sum > 1.05 * (alone + waits)
     stages = alter(run, parallel={"tp": 4, "pp": 2}, model={"layers": 9}, batch={"global": 64})
     assert seconds(stages) == pytest.approx(simulate_run(stages).simulation.step_time_s, rel=0.05)
 
@@ -297,86 +227,14 @@ def test_only_what_the_busiest_rank_receives_is_more() -> None:
 
 def test_gradients_of_keys_and_values_go_round_the_ring_too() -> None:
     run = describe(nodes=8, node_gbps=10, parallel={"cp": 64}, batch={"global": 1})
-    sent = step(run).sent
-    assert sent.context_backward == pytest.approx(2 * sent.context_forward, rel=0.05)
-    assert step(alter(run, recompute="full")).sent.context_backward > 2.9 * sent.context_forward
+    exchanges = step(run).exchanges
+    assert exchanges.context_backward == pytest.approx(2 * exchanges.context_forward, rel=0.05)
+    assert step(alter(run, recompute="full")).exchanges.context_backward > 2.9 * exchanges.context_forward
 
 
 def test_a_ring_that_is_hidden_costs_what_it_takes_from_attention() -> None:
-    hidden = step(describe(model={"seq": 65536}, parallel={"cp": 8}, batch={"global": 1})).sent
+    hidden = step(describe(model={"seq": 65536}, parallel={"cp": 8}, batch={"global": 1})).exchanges
     assert 0 < hidden.context_forward < 0.5 * hidden.block.attention
-
-
-@pytest.mark.parametrize(
-    ("schedule", "count"), [("1f1b", 1), ("1f1b", 8), ("1f1b", 64), ("gpipe", 8), ("zero-bubble", 1)]
-)
-def test_sends_of_a_slow_network_show_where_nothing_hides_them(schedule: str, count: int) -> None:
-    """The formula is the simulated step: of the first micro-batch through all stages, and of every one in 1F1B."""
-    parallel, batch = {"tp": 1, "pp": 8}, {"global": count, "micro": 1}
-    run = describe(per_node=1, nodes=8, node_gbps=100, parallel=parallel, batch=batch, schedule=schedule)
-    run = alter(run, model={"vocab": 1024})
-    assert step(run).send_once > 0.2 * step(run).layers * step(run).forward
-    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "pp", "vpp", "count", "gbps"),
-    [
-        ("1f1b", 8, 1, 4, 100),
-        ("1f1b", 8, 1, 4, 5),
-        ("1f1b", 8, 1, 8, 20),
-        ("1f1b", 2, 1, 8, 10),
-        ("gpipe", 8, 1, 8, 10),
-        ("gpipe", 8, 1, 64, 10),
-        ("zero-bubble", 8, 1, 8, 100),
-        ("zero-bubble", 8, 1, 16, 20),
-        ("zero-bubble", 8, 1, 64, 20),
-        ("interleaved", 4, 2, 4, 50),
-        ("interleaved", 4, 2, 32, 10),
-        ("interleaved", 8, 4, 64, 20),
-    ],
-)
-def test_sends_are_hidden_as_they_are_in_the_simulation(
-    schedule: str, pp: int, vpp: int, count: int, gbps: float
-) -> None:
-    """Where sends and passes do not slow each other; the simulation lets ranks that wait be slowed too."""
-    parallel, batch = {"pp": pp, "vpp": vpp}, {"global": count, "micro": 1}
-    run = describe(per_node=1, nodes=8, node_gbps=gbps, parallel=parallel, batch=batch, schedule=schedule)
-    run, constants = alter(run, model={"vocab": 1024}), replace(DEFAULT, contention=0.0)
-    predicted = predict(run, constants, interval=False).step_time_s
-    assert predicted == pytest.approx(simulate_run(run, constants).simulation.step_time_s, rel=0.02)
-
-
-@pytest.mark.parametrize("gbps", [200, 50])
-def test_equal_stages_are_no_slower_than_stages_with_a_block_more(gbps: float) -> None:
-    parallel, batch = {"pp": 4, "vpp": 2}, {"global": 8, "micro": 1}
-    run = describe(per_node=1, nodes=4, node_gbps=gbps, parallel=parallel, batch=batch, schedule="interleaved")
-    times = [seconds(alter(run, model={"layers": layers, "vocab": 1024})) for layers in (63, 64, 65)]
-    assert times == sorted(times)
-
-
-@pytest.mark.parametrize(("layers", "pp", "vpp"), [(32, 4, 3), (105, 2, 3), (43, 8, 4)])
-def test_many_rounds_of_uneven_stages_take_as_long_as_one_by_one(
-    layers: int, pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parallel, batch = {"pp": pp, "vpp": vpp}, {"global": pp * 60, "micro": 1}
-    run = describe(parallel=parallel, batch=batch, schedule="interleaved", model={"layers": layers})
-    exact = predict(run, interval=False)
-    assert min(exact.breakdown["pipeline_send_s"], exact.breakdown["pipeline_bubble_s"]) >= 0
-    monkeypatch.setattr("phalanx.auto.predict.interleaved_schedule._MOST_PASSES", 1)
-    assert seconds(run) == pytest.approx(exact.step_time_s, rel=0.02)
-
-
-def test_a_long_schedule_of_many_stages_is_predicted_in_seconds() -> None:
-    parallel, batch = {"pp": 100, "vpp": 3}, {"global": 10**6, "micro": 1}
-    run = describe(nodes=13, parallel=parallel, batch=batch, schedule="interleaved", model={"layers": 301})
-    assert seconds(run) > 10**6 * 4 * step(run).forward
-
-
-def test_stages_copy_shards_once_a_step_each_by_itself() -> None:
-    parallel, model = {"pp": 8, "dp": 2, "zero": 3}, {**EXPERTS, "experts": 64}
-    run = describe(nodes=2, parallel=parallel, model=model, batch={"global": 2, "micro": 1})
-    assert seconds(alter(run, batch={"global": 4})) >= seconds(run)
 
 
 def test_experts_that_are_not_sharded_are_not_gathered() -> None:
@@ -388,20 +246,6 @@ def test_experts_that_are_not_sharded_are_not_gathered() -> None:
 def test_a_block_that_is_computed_again_does_not_hold_its_input_twice() -> None:
     one = describe(model={"layers": 1, "seq": 65536}, parallel={"tp": 8, "sequence_parallel": False})
     assert footprint(alter(one, recompute="full")).activations <= footprint(one).activations
-
-
-def test_the_gradient_of_the_embedding_lies_on_the_first_stage() -> None:
-    parallel, batch, model = {"pp": 2}, {"global": 64, "micro": 1}, {"vocab": 256000, "layers": 3}
-    run = step(describe(nodes=1, parallel=parallel, batch=batch, model=model))
-    assert run.embedding_backward > run.sent.vocabulary_sum == 0
-    # The last stage has a block less than the first.
-    fewer = run.head.forward + run.head.backward - run.forward - run.backward
-    assert run._head_on_top == pytest.approx(max(run.embedding_backward, fewer))
-    simulated = simulate_run(run.run).simulation.pipeline.stages
-    blocks = [2 * run.compute_backward, run.compute_backward]
-    assert [stage.inputs.compute + stage.weights.compute for stage in simulated] == pytest.approx(
-        [blocks[0] + run.embedding_backward, blocks[1] + run.head.backward]
-    )
 
 
 # -- what is known of devices, and of descriptions -----------------------------------------------------------

@@ -34,10 +34,8 @@ class StepSeconds:
         self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.habits.attention == "native")
         self.links = ClusterLinks(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
-        self.embedding_backward = embedding_backward(
-            run, self.kernels
-        )  # on the first stage, the projection on the last
-        self.sent = BlockCollectives(run, self.links, self.block)
+        self.embedding_backward = embedding_backward(run, self.kernels)
+        self.exchanges = BlockCollectives(run, self.links, self.block)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
     def breakdown(self) -> dict[str, float]:
@@ -66,8 +64,8 @@ class StepSeconds:
     def _head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        first = self.embedding_backward + self.sent.vocabulary_sum
-        last = self.head.forward + self.head.backward + self.sent.vocabulary_sum
+        first = self.embedding_backward + self.exchanges.vocabulary_sum
+        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
         if self.run.parallel.pp == 1:
             return first + last
         return max(first, last - fewer * (self.forward + self.backward))
@@ -93,10 +91,10 @@ class StepSeconds:
             blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp for blocks in self.stage_blocks
         ]
         backward = [blocks * self.backward for blocks in self.stage_blocks]
-        forward[0] += self.sent.vocabulary_sum
+        forward[0] += self.exchanges.vocabulary_sum
         forward[-1] += self.head.forward
         backward[0] += self.embedding_backward
-        backward[-1] += self.head.backward + self.sent.vocabulary_sum
+        backward[-1] += self.head.backward + self.exchanges.vocabulary_sum
         return interleaved_seconds(
             forward,
             backward,
@@ -153,7 +151,7 @@ class StepSeconds:
     def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
         """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
         device = self.block.forward + self.waits_forward + more
-        return max(self._beside(device, self.sent.between_nodes[0], gathers), self._issue_forward)
+        return max(self._beside(device, self.exchanges.between_nodes[0], gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
@@ -163,7 +161,7 @@ class StepSeconds:
     def _backward_beside(self, collectives: float, more: float = 0.0) -> float:
         """Return the same of a backward pass."""
         device = self.block.backward + self.recompute.forward + self.waits_backward + more
-        return max(self._beside(device, self.sent.between_nodes[1], collectives), self._issue_backward)
+        return max(self._beside(device, self.exchanges.between_nodes[1], collectives), self._issue_backward)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
@@ -183,7 +181,7 @@ class StepSeconds:
         """
         if not self.run.overlap.dp or not shards:
             return device + shards
-        busy = min(device, between_nodes) if self.sent.shards_between_nodes else 0.0
+        busy = min(device, between_nodes) if self.exchanges.shards_between_nodes else 0.0
         shared = min(device - busy, shards)
         return busy + max(device - busy, shards) + self.constants.contention * shared
 
@@ -192,14 +190,14 @@ class StepSeconds:
     @cached_property
     def waits_forward(self) -> float:
         """Seconds that a block's forward pass waits for collectives of sharded layers, experts and sequences."""
-        sent = self.sent
-        return sent.tensor_parallel_forward + sent.experts_forward + sent.context_forward
+        exchanges = self.exchanges
+        return exchanges.tensor_parallel_forward + exchanges.experts_forward + exchanges.context_forward
 
     @cached_property
     def waits_backward(self) -> float:
         """Seconds of the same in a backward pass."""
-        sent = self.sent
-        return sent.tensor_parallel_backward + sent.experts_backward + sent.context_backward
+        exchanges = self.exchanges
+        return exchanges.tensor_parallel_backward + exchanges.experts_backward + exchanges.context_backward
 
     @cached_property
     def parameters(self) -> float:
@@ -214,12 +212,12 @@ class StepSeconds:
     @cached_property
     def _table_collectives(self) -> tuple[float, float]:
         """Seconds of the gathers and of the scatters of all tables of the vocabulary of a micro-batch."""
-        run, sent = self.run, self.sent
+        run, exchanges = self.run, self.exchanges
         if run.parallel.zero < 2 or run.parallel.pp > 1:
             return 0.0, 0.0
         tables = count_tables(run)
-        gathers = tables * sent.gather_of(sent.table) if self._frees_parameters else 0.0
-        return gathers, tables * sent.scatter_of(sent.table)
+        gathers = tables * exchanges.gather_of(exchanges.table) if self._frees_parameters else 0.0
+        return gathers, tables * exchanges.scatter_of(exchanges.table)
 
     @cached_property
     def table_waits(self) -> tuple[float, float]:
@@ -249,15 +247,15 @@ class StepSeconds:
 
         What is gathered then is not beside the first forward pass. ZeRO 2 gathers the rest beside that pass.
         """
-        sent, par = self.sent, self.run.parallel
-        table = sent.gather_of(sent.table)
+        exchanges, par = self.exchanges, self.run.parallel
+        table = exchanges.gather_of(exchanges.table)
         if par.pp > 1:
-            return sent.gather + table
+            return exchanges.gather + table
         others = (count_tables(self.run) - 1) * table
         usual = self._forward_with_tables(self._gathers, self._table_collectives[0])
-        first = sent.gather + table + self._forward_with_tables(0.0, others)
+        first = exchanges.gather + table + self._forward_with_tables(0.0, others)
         if par.zero == 2:
-            first += (self.layers - 1) * (self._forward_beside(sent.gather) - self.forward)
+            first += (self.layers - 1) * (self._forward_beside(exchanges.gather) - self.forward)
         return max(0.0, first - usual)
 
     @cached_property
@@ -266,19 +264,19 @@ class StepSeconds:
 
         Nothing runs beside them, and they do not run beside that pass.
         """
-        sent = self.sent
-        table = sent.scatter_of(sent.table)
+        exchanges = self.exchanges
+        table = exchanges.scatter_of(exchanges.table)
         usual = self._backward_with_tables(self._scatters, self._table_collectives[1])
-        last = sent.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
+        last = exchanges.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
         return max(0.0, last - usual)
 
     @cached_property
     def _gathers(self) -> float:
-        return self.sent.gather if self._frees_parameters else 0.0
+        return self.exchanges.gather if self._frees_parameters else 0.0
 
     @cached_property
     def _scatters(self) -> float:
-        return self.sent.scatter if self.run.parallel.zero >= 2 and self.run.parallel.pp == 1 else 0.0
+        return self.exchanges.scatter if self.run.parallel.zero >= 2 and self.run.parallel.pp == 1 else 0.0
 
     @cached_property
     def send_once(self) -> float:
@@ -334,7 +332,7 @@ class StepSeconds:
         sends, before the first stage goes on.
         """
         run, block = self.run, self.forward + self.backward
-        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.sent.vocabulary_sum
+        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.exchanges.vocabulary_sum
         whole += self.embedding_backward
         return self.layers * block + self._head_on_top - whole / run.parallel.pp
 
@@ -360,18 +358,22 @@ class StepSeconds:
     @cached_property
     def _gradients(self) -> float:
         """Seconds of the gradients' collectives that nothing hides."""
-        run, par, sent = self.run, self.run.parallel, self.sent
+        run, par, exchanges = self.run, self.run.parallel, self.exchanges
         if par.zero >= 2 and par.pp == 1:
             return self.first_gathers + self.last_scatters
-        bare = sent.sum_of_tied_tables
+        bare = exchanges.sum_of_tied_tables
         if par.zero >= 2:  # stages gather and scatter once a step
             bare += self.first_gathers
-            whole = self.layers * (sent.gather + sent.scatter) - sent.gather + sent.scatter_of(sent.table)
+            whole = (
+                self.layers * (exchanges.gather + exchanges.scatter)
+                - exchanges.gather
+                + exchanges.scatter_of(exchanges.table)
+            )
         else:
-            dense, *experts = sent.block_parameters
-            tables = count_tables(run) * sent.table.count
+            dense, *experts = exchanges.block_parameters
+            tables = count_tables(run) * exchanges.table.count
             stage = replace(dense, count=self.layers * dense.count + tables)
-            whole = sent.reduce_of(stage) + sum(sent.reduce_of(part, self.layers) for part in experts)
+            whole = exchanges.reduce_of(stage) + sum(exchanges.reduce_of(part, self.layers) for part in experts)
         if not self.run.overlap.dp:
             return bare + whole
         beside = min(whole, self.layers * self.backward)
@@ -381,8 +383,8 @@ class StepSeconds:
     def optimizer(self) -> float:
         """Seconds of Adam on what this rank updates, and of what copies gradients of stages into shards before."""
         run = self.run
-        stage = [(self.layers, part) for part in self.sent.block_parameters]
-        stage.append((count_tables(run), self.sent.table))
+        stage = [(self.layers, part) for part in self.exchanges.block_parameters]
+        stage.append((count_tables(run), self.exchanges.table))
         updated = sum(times * part.count / (part.shards.ranks if run.parallel.zero else 1) for times, part in stage)
         moved = self.constants.optimizer_bytes if run.precision != "fp32" else 7 * FLOAT
         copied = shard_copy_bytes(run) * self.layers if run.parallel.pp > 1 else 0.0

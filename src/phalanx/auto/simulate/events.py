@@ -268,7 +268,7 @@ class _Step:
             self.exposed[rank] += reduced - self.free[rank] + closing[rank]
             if closing[rank]:
                 reduced = together + closing[rank]
-                self.slices.append(Slice(rank, "collectives", "last", -1, -1, together, reduced))
+                self.slices.append(Slice(rank, "collectives", "last collectives", -1, -1, together, reduced))
             self.slices += [
                 Slice(rank, "gradients", "bucket", -1, number, *times)
                 for number, times in enumerate(self.reductions[rank].done)

@@ -106,13 +106,14 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
             + (head.forward if head else 0.0)
             + seconds.constants.micro_batch_s / run.parallel.vpp,
             exposed=own * exposed_forward
-            + (seconds.sent.vocabulary_sum if stage == 0 else 0.0)
+            + (seconds.exchanges.vocabulary_sum if stage == 0 else 0.0)
             + (seconds.table_waits[0] if is_last else 0.0),
             beside=own * max(0.0, collectives_forward - exposed_forward),
         ),
         inputs=PassWork(
             compute=backward - apart,
-            exposed=own * exposed_backward + (seconds.sent.vocabulary_sum + seconds.table_waits[1] if is_last else 0.0),
+            exposed=own * exposed_backward
+            + (seconds.exchanges.vocabulary_sum + seconds.table_waits[1] if is_last else 0.0),
             beside=own * max(0.0, collectives_backward - exposed_backward),
         ),
         weights=PassWork(compute=apart),
@@ -130,19 +131,19 @@ def _last_collectives(run: RunSpec, seconds: StepSeconds) -> tuple[float, ...]:
     par = run.parallel
     if par.pp == 1:
         return (seconds.last_scatters if par.zero >= 2 else 0.0,)
-    return tuple(seconds.sent.sum_of_tied_tables if rank in (0, par.pp - 1) else 0.0 for rank in range(par.pp))
+    return tuple(seconds.exchanges.sum_of_tied_tables if rank in (0, par.pp - 1) else 0.0 for rank in range(par.pp))
 
 
 def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
-    par, sent = run.parallel, seconds.sent
+    par, exchanges = run.parallel, seconds.exchanges
     if par.dp * par.cp == 1 or (par.zero >= 2 and par.pp == 1):  # each backward pass scatters its own
         return ()
     if par.zero >= 2:  # stages gather and scatter once a step, a rank's first block before all passes
-        first, edge = stage < par.pp, sent.scatter_of(sent.table)
-        whole = (sent.gather + sent.scatter,) * (blocks - first) + (sent.scatter,) * first
+        first, edge = stage < par.pp, exchanges.scatter_of(exchanges.table)
+        whole = (exchanges.gather + exchanges.scatter,) * (blocks - first) + (exchanges.scatter,) * first
         return (edge,) * is_last + whole + (edge,) * (stage == 0)
-    block = sum(sent.reduce_of(part) for part in sent.block_parameters)
-    edge = sent.reduce_of(sent.table)
+    block = sum(exchanges.reduce_of(part) for part in exchanges.block_parameters)
+    edge = exchanges.reduce_of(exchanges.table)
     has_head = is_last and not (run.model.tied and stage == 0)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

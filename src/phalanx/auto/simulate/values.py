@@ -120,7 +120,7 @@ class Slice(NamedTuple):
     """`compute`, `collectives`, `send` or `gradients`."""
 
     kind: str
-    """F, B, I or W of `plan.pipeline_order.Pass`, `gather`, `last`, `bucket` or `optimizer`."""
+    """F, B, I or W of `plan.pipeline_order.Pass`, `gather`, `last collectives`, `bucket` or `optimizer`."""
 
     stage: int
     """-1 where it belongs to no stage."""
