@@ -24,4 +24,5 @@ def test_the_second_day_starts_from_the_rows_of_the_first(tmp_path: Path) -> Non
         done = launch_servers_warm(tmp_path, 1, 2, "daily.py", day)
         assert done.code == 0, done.out + done.err
         losses.append(float(re.findall(rf"day {day}: loss (\S+)", done.out)[-1]))
-    assert losses[1] < losses[0] < 0.7
+    assert losses[0] < 0.6
+    assert losses[1] < 0.6 * losses[0], "half of the ids are known from the first day"
