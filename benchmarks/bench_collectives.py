@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.report import Row, arguments, measure_pairs, show
 from phalanx.comm import shared_memory
+from phalanx.comm.freed_memory import keep_freed_memory
 
 SIZES = {"64 B": 64, "1 MB": 1_000_000, "25 MB": 25_000_000, "100 MB": 100_000_000}
 RANKS = (2, 4)
@@ -30,21 +31,22 @@ def reading(group: Any, size: int, *, quick: bool) -> Callable[[], float]:
     x = torch.ones(size // 4)
 
     def read() -> float:
-        found = []
+        times = []
         for _ in range(times_of(size, quick=quick)):
             x.fill_(1.0)  # gradients come warm from the backward pass too
             dist.barrier()
             started = time.perf_counter()
             dist.all_reduce(x, group=group)
-            found.append(time.perf_counter() - started)
-        return statistics.median(found) * 1e6
+            times.append(time.perf_counter() - started)
+        return statistics.median(times) * 1e6
 
     return read
 
 
-def run_rank(rank: int, ranks: int, store: str, cases: list[str], quick: bool, told: Any) -> None:
+def run_rank(rank: int, ranks: int, store: str, cases: list[str], quick: bool, results: Any) -> None:
     """Measure every case on one rank; rank 0 tells the rows."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as px.init does; the peer has it too
     shared_memory.register()
     dist.init_process_group("shm", init_method=f"file://{store}", rank=rank, world_size=ranks)
     gloo = dist.new_group(backend="gloo")
@@ -58,7 +60,7 @@ def run_rank(rank: int, ranks: int, store: str, cases: list[str], quick: bool, t
             measure_pairs(case, ours, peer, pairs=1 if quick else 9, unit="us", better="lower", peer_name="gloo")
         )
     if rank == 0:
-        told.send(rows)
+        results.send(rows)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -66,17 +68,17 @@ def run_rank(rank: int, ranks: int, store: str, cases: list[str], quick: bool, t
 def measure(ranks: int, cases: list[str], *, quick: bool) -> list[Row]:
     """Start the ranks and return their rows."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=run_rank, args=(rank, ranks, f"{folder}/store", cases, quick, there))
+            context.Process(target=run_rank, args=(rank, ranks, f"{folder}/store", cases, quick, sender))
             for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        there.close()
+        sender.close()
         try:
-            rows: list[Row] = here.recv()
+            rows: list[Row] = receiver.recv()
         except EOFError:
             raise RuntimeError(f"a rank of {ranks} failed; its error is above") from None
         finally:

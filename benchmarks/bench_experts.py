@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.report import Row, arguments, measure_pairs, show
 from phalanx import comm
 from phalanx.comm import shared_memory
+from phalanx.comm.freed_memory import keep_freed_memory
 
 WIDTH = 512
 ROWS = (512, 4096, 16384)
@@ -41,7 +42,7 @@ class Case:
         """What a row of the results is called."""
         return f"{self.rows} tokens {'skewed' if self.is_skewed else 'even'} {self.ranks} ranks gloo"
 
-    def sent(self) -> list[int]:
+    def input_splits(self) -> list[int]:
         """Return how many tokens each rank sends to each."""
         first = self.rows * 3 // 4 if self.is_skewed else self.rows // self.ranks
         rest = (self.rows - first) // (self.ranks - 1)
@@ -71,17 +72,17 @@ def reading(exchange: Callable[[], Tensor], *, quick: bool) -> Callable[[], floa
 
 def sides(case: Case, rank: int, gloo: Any) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Return the exchange by this package, and by plain torch over gloo."""
-    tokens, sent = torch.randn(case.rows, WIDTH), case.sent()
-    received = [sent[rank]] * case.ranks
+    tokens, input_splits = torch.randn(case.rows, WIDTH), case.input_splits()
+    output_splits = [input_splits[rank]] * case.ranks
 
     def ours() -> Tensor:
-        arrived = comm.all_to_all(tokens, sizes=sent, arriving=received)
-        return comm.all_to_all(arrived, sizes=received, arriving=sent)
+        arrived = comm.all_to_all(tokens, sizes=input_splits, arriving=output_splits)
+        return comm.all_to_all(arrived, sizes=output_splits, arriving=input_splits)
 
     def plain() -> Tensor:
-        arrived, back = torch.empty(sum(received), WIDTH), torch.empty_like(tokens)
-        dist.all_to_all_single(arrived, tokens, received, sent, group=gloo)
-        dist.all_to_all_single(back, arrived, sent, received, group=gloo)
+        arrived, back = torch.empty(sum(output_splits), WIDTH), torch.empty_like(tokens)
+        dist.all_to_all_single(arrived, tokens, output_splits, input_splits, group=gloo)
+        dist.all_to_all_single(back, arrived, input_splits, output_splits, group=gloo)
         return back
 
     if not (torch.equal(ours(), tokens) and torch.equal(plain(), tokens)):  # the first calls connect, too
@@ -89,9 +90,10 @@ def sides(case: Case, rank: int, gloo: Any) -> tuple[Callable[[], Tensor], Calla
     return ours, plain
 
 
-def run_rank(rank: int, ranks: int, store: str, names: list[str], quick: bool, told: Any) -> None:
+def run_rank(rank: int, ranks: int, store: str, names: list[str], quick: bool, results: Any) -> None:
     """Measure every case on one rank; rank 0 tells the rows."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as px.init does; the peer has it too
     shared_memory.register()
     dist.init_process_group("shm", init_method=f"file://{store}", rank=rank, world_size=ranks)
     gloo = dist.new_group(backend="gloo")
@@ -103,7 +105,7 @@ def run_rank(rank: int, ranks: int, store: str, names: list[str], quick: bool, t
             measure_pairs(name, ours, peer, pairs=1 if quick else 9, unit="us", better="lower", peer_name="gloo")
         )
     if rank == 0:
-        told.send(rows)
+        results.send(rows)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -111,17 +113,17 @@ def run_rank(rank: int, ranks: int, store: str, names: list[str], quick: bool, t
 def measure(ranks: int, names: list[str], *, quick: bool) -> list[Row]:
     """Start the ranks and return their rows."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=run_rank, args=(rank, ranks, f"{folder}/store", names, quick, there))
+            context.Process(target=run_rank, args=(rank, ranks, f"{folder}/store", names, quick, sender))
             for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        there.close()
+        sender.close()
         try:
-            rows: list[Row] = here.recv()
+            rows: list[Row] = receiver.recv()
         except EOFError:
             raise RuntimeError(f"a rank of {ranks} failed; its error is above") from None
         finally:

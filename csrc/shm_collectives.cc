@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "shm_group.h"
 
@@ -11,7 +12,11 @@ namespace {
 // Up to this many bytes in all slots every rank adds everything up itself: one round instead of two.
 constexpr std::size_t kAtOnceBytes = 64 << 10;
 
-constexpr std::size_t kNoteBytes = kLine;  // in front of every part of an all_to_all: how long it is in all
+// In front of a slot of an all_to_all, one a line for each rank.
+struct PieceNote {
+  std::size_t whole;      // bytes that this rank gets in all
+  std::size_t at, bytes;  // its piece of this round, in the slot
+};
 
 void move_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memmove(to, from, bytes);
@@ -35,6 +40,27 @@ struct Cut {
 };
 
 std::size_t slot_share(int ranks) { return kSlotBytes / static_cast<std::size_t>(ranks) / kLine * kLine; }
+
+// Cuts what a rank sends to the others into rounds, each with the same share of every part: a slot is full in all rounds
+// but the last, and no rank waits for the end of another's long part.
+class Pieces {
+ public:
+  Pieces(const Group::Sizes& bytes, std::size_t own) : bytes_(bytes) {
+    const std::size_t notes = bytes.size() * kLine, padding = 2 * notes;  // pieces begin and end at lines
+    const std::size_t room = kSlotBytes - notes - padding;
+    const std::size_t others = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}) - bytes[own];
+    rounds_ = std::max<std::size_t>(1, (others + room - 1) / room);
+  }
+  std::size_t rounds() const { return rounds_; }
+  // Where the piece of a round begins in the part of a rank; from the last round on, its end.
+  std::size_t begin(std::size_t rank, std::size_t round) const {
+    return round >= rounds_ ? bytes_[rank] : bytes_[rank] * round / rounds_ / kLine * kLine;
+  }
+
+ private:
+  const Group::Sizes& bytes_;
+  std::size_t rounds_;
+};
 
 Group::Sizes scaled(Group::Sizes counts, std::size_t width) {
   for (std::size_t& count : counts) count *= width;
@@ -291,33 +317,37 @@ CollectiveTask Group::broadcast_task(std::byte* data, std::size_t bytes, CallSig
 
 // Ranks do not know each other's sizes, so a round continues as long as anybody has more to send.
 CollectiveTask Group::all_to_all_task(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, CallSignature signature) {
-  const int rank = region_.rank(), size = region_.size();
+  const int rank = region_.rank();
   const auto own = static_cast<std::size_t>(rank);
-  const std::size_t share = slot_share(size), piece = share - kNoteBytes;
-  const std::size_t longest = *std::max_element(in_bytes.begin(), in_bytes.end());
+  const Pieces pieces(in_bytes, own);
+  Sizes arrived(out.size());
   bool has_more = true;
-  for (std::size_t begin = 0; has_more; begin += piece) {
+  for (std::size_t round = 0; has_more; ++round) {
     co_await writable();
+    std::size_t end = in.size() * kLine;
     for (std::size_t r = 0; r < in.size(); ++r) {
-      std::byte* const to = slot(rank) + r * share;
-      std::memcpy(to, &in_bytes[r], sizeof in_bytes[r]);
-      if (r != own) move_bytes(to + kNoteBytes, in[r] + begin, part(in_bytes[r], begin, piece));
+      const std::size_t begin = pieces.begin(r, round);
+      const PieceNote note = {in_bytes[r], end, pieces.begin(r, round + 1) - begin};
+      std::memcpy(slot(rank) + r * kLine, &note, sizeof note);
+      if (r == own) continue;
+      move_bytes(slot(rank) + end, in[r] + begin, note.bytes);
+      end += (note.bytes + kLine - 1) / kLine * kLine;
     }
-    enter(signature, longest > begin + piece);
+    enter(signature, pieces.rounds() > round + 1);
     co_await everyone_entered();
-    if (begin == 0) compare(signature);
+    if (round == 0) compare(signature);
     has_more = false;
     for (std::size_t r = 0; r < out.size(); ++r) {
       const int from = static_cast<int>(r);
-      const std::byte* const sent = slot(from) + own * share;
-      std::size_t bytes;
-      std::memcpy(&bytes, sent, sizeof bytes);
-      if (bytes != out_bytes[r])
+      PieceNote note;
+      std::memcpy(&note, slot(from) + own * kLine, sizeof note);
+      if (note.whole != out_bytes[r])
         throw Disagreement("In call " + std::to_string(signature.sequence) + " of the group, all_to_all, " +
-                           region_.name_of(from) + " sends " + std::to_string(bytes) + " bytes to " +
+                           region_.name_of(from) + " sends " + std::to_string(note.whole) + " bytes to " +
                            region_.name_of(rank) + ", which expects " + std::to_string(out_bytes[r]) +
                            ". Make the split sizes of both fit.");
-      move_bytes(out[r] + begin, r == own ? in[r] + begin : sent + kNoteBytes, part(bytes, begin, piece));
+      move_bytes(out[r] + arrived[r], r == own ? in[r] + arrived[r] : slot(from) + note.at, note.bytes);
+      arrived[r] += note.bytes;
       has_more |= region_.member(from).rounds[round_ & 1].has_more != 0;
     }
     leave_round();

@@ -73,7 +73,8 @@ class Group {
   static void label_calls(const std::string& label);
   static const std::string& label_of_calls();
 
-  // Counts are of elements, and lists have one entry for each rank. Outputs may be the inputs.
+  // Counts are of elements, and lists have one entry for each rank. Outputs may be the inputs, but for
+  // all_to_all: how far it has read and how far it has written differ.
   Op all_reduce(std::byte* data, std::size_t count, Type type, Reduce how);
   Op reduce_to(std::byte* data, std::size_t count, Type type, Reduce how, int root);
   Op reduce_scatter(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how);

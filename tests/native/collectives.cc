@@ -116,6 +116,28 @@ void test_all_collectives() {
   }
 }
 
+// Parts of other lengths for each pair, some of no bytes.
+void test_exchange_of_uneven_parts() {
+  constexpr std::size_t kSize = 3, kLong = 9 * phalanx::kSlotBytes / 4 + 5;
+  const std::size_t counts[kSize][kSize] = {{kLong, 3, 0}, {kLong, 0, 1}, {7, kLong, 100'000}};
+  Ranks ranks(kSize);
+  in_threads(kSize, [&](int rank) {
+    const auto me = static_cast<std::size_t>(rank);
+    std::vector<std::vector<float>> in, out;
+    Group::Buffers from, to;
+    Group::Sizes in_counts, out_counts;
+    for (std::size_t r = 0; r < kSize; ++r) {
+      in_counts.push_back(counts[me][r]), out_counts.push_back(counts[r][me]);
+      in.emplace_back(counts[me][r]), out.emplace_back(counts[r][me]);
+      for (std::size_t i = 0; i < in[r].size(); ++i) in[r][i] = static_cast<float>(i % 1000 + kSize * me + r);
+      from.push_back(bytes_of(in[r])), to.push_back(bytes_of(out[r]));
+    }
+    ranks[rank].wait(ranks[rank].all_to_all(from, in_counts, to, out_counts, Type::kFloat32), 0);
+    for (std::size_t r = 0; r < kSize; ++r)
+      for (std::size_t i = 0; i < out[r].size(); ++i) CHECK(out[r][i] == static_cast<float>(i % 1000 + kSize * r + me));
+  });
+}
+
 // Two threads of each rank: one calls and waits, one moves on what was called, as the background thread of a rank does.
 void test_progress_in_the_background() {
   constexpr int kSize = 2, kCalls = 60;
@@ -223,6 +245,7 @@ void test_failures() {
 
 void test_collectives() {
   test_all_collectives();
+  test_exchange_of_uneven_parts();
   test_progress_in_the_background();
   test_messages();
   test_failures();

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import os
 from collections.abc import Callable
@@ -24,16 +23,11 @@ from phalanx.comm.batch.sample_split import SampleSplit
 from phalanx.comm.batch.share import BatchShare as BatchShare
 from phalanx.comm.elastic import membership
 from phalanx.comm.elastic.membership import MembershipClient
+from phalanx.comm.freed_memory import keep_freed_memory
 from phalanx.comm.local.logging_setup import speak
 from phalanx.errors import ConfigError, InternalError
 
 logger = logging.getLogger("phalanx.comm")
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc (man mallopt)."""
-
-_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
-"""Variables with which users say how glibc keeps memory; GLIBC_TUNABLES may say it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +194,7 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     speak(role.rank)
     warn_unsupported()
     if role.is_worker:
-        _keep_freed_memory()
+        keep_freed_memory()
     device = process_group.pick_device(role)
     membership.connect()
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
@@ -210,24 +204,6 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     _current = Context(role=role, device=device, owns_group=owns_group)
     atexit.register(shutdown)
     return _current
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep the memory that a step frees, for the next step.
-
-    glibc hands freed memory back to the system, and a training step asks for the same activations again: thousands of
-    page faults a step, or none, by what was freed before. What the user set through MALLOC_* or GLIBC_TUNABLES stays,
-    and C libraries without `mallopt` stay as they are.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    is_set = any(name in os.environ for name in _ALLOCATOR) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if mallopt is None or is_set:
-        return
-    # Larger blocks are mapped, and freed at once. A process that trains alone has the activations of a whole batch, so
-    # that its blocks are longer than those of ranks, who would have the advantage of them otherwise.
-    if not mallopt(_MMAP_THRESHOLD, 256 << 20):
-        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that an older glibc takes
-    mallopt(_TRIM_THRESHOLD, 512 << 20)  # else twice as much: a unit that sharding gathers, and its gradients
 
 
 def _detect() -> Role:

@@ -100,6 +100,12 @@ def _replacement(tensor: Tensor, keep_values: bool) -> Tensor:
     return tensor.contiguous() if keep_values else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def apart(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """Return a tensor, or a copy if an output shares its storage: an exchange may write there before it has read."""
+    storage = tensor.untyped_storage().data_ptr()
+    return tensor.clone() if any(o.untyped_storage().data_ptr() == storage for o in outputs) else tensor
+
+
 def shares(tensor: Tensor, parts: Sequence[int], verb: str) -> list[BufferView]:
     """Return consecutive runs of a contiguous tensor's rows; `parts` are counts along dim 0.
 
