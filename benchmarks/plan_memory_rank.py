@@ -38,6 +38,10 @@ _MMAP_THRESHOLD, _TIGHT_BYTES = -3, 1 << 17
 """M_MMAP_THRESHOLD of glibc (man mallopt), and the smallest block that goes back at once."""
 
 
+_SPARE_BYTES = 1 << 22
+"""In which an error is looked at: less than what counts as little memory."""
+
+
 class _HeapUse(ctypes.Structure):
     """What `mallinfo2` of glibc returns: ten numbers, the fourth is that of blocks that are mapped by themselves."""
 
@@ -166,15 +170,21 @@ def train_limited(plan: Plan, name: str, optimizer: str, return_outputs: bool, b
     before = process_memory().data
     training = Training(plan, name, optimizer, data, return_outputs=return_outputs)
     px.comm.barrier()
-    resource.setrlimit(resource.RLIMIT_DATA, (int(before + budget), resource.RLIM_INFINITY))
+    _limit(int(before + budget))
     try:
         for _ in range(STEPS):
             training.step()
     except Exception as error:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        if is_out_of_memory(error):
+        _limit(int(before + budget) + _SPARE_BYTES)
+        has_run_out = is_out_of_memory(error)  # of oneDNN's errors only the limit tells
+        _limit(resource.RLIM_INFINITY)
+        if has_run_out:
             (folder / f"{px.current().rank}.txt").write_text(str(error), encoding="utf-8")
         raise
+
+
+def _limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (size, resource.RLIM_INFINITY))
 
 
 def _start(name: str) -> tuple[Tensor, Tensor]:
