@@ -64,7 +64,7 @@ class PlannedModel:
     memory_gib: float | None = None
 
 
-def plan_model(name: str, devices: int, *, quick: bool) -> PlannedModel:
+def plan_model(name: str, devices: int, *, quick: bool, return_outputs: bool = True) -> PlannedModel:
     """Capture and plan one model in bfloat16 with Adam, at least on so many devices."""
     published = PUBLISHED[name]
     model, columns = (build_small(name), sample(name)) if quick else (build(name), batch(name, devices))
@@ -83,7 +83,15 @@ def plan_model(name: str, devices: int, *, quick: bool) -> PlannedModel:
     cluster = f"h100x{PER_NODE}" + (f",nodes={devices // PER_NODE}" if devices > PER_NODE else "")
     started = time.process_time()
     try:
-        answer = auto_parallel(model, columns, published.loss, cluster=cluster, strategy=strategy, top_k=1)
+        answer = auto_parallel(
+            model,
+            columns,
+            published.loss,
+            cluster=cluster,
+            strategy=strategy,
+            return_outputs=return_outputs,
+            top_k=1,
+        )
     except PlanError as error:
         return PlannedModel(**facts, plan_s=time.process_time() - started, plan=str(error).partition(" (")[0])
     plan_s, best = time.process_time() - started, answer.search.best
@@ -155,6 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(PUBLISHED), help="which models, separated by commas")
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 16, 64], help="in nodes of eight")
+    parser.add_argument(
+        "--no-return-outputs",
+        action="store_true",
+        help="for loops that let go of the model's outputs once they have the loss",
+    )
     parser.add_argument("--quick", action="store_true", help="small models on eight devices, only to see that it works")
     parser.add_argument("--apply", action="store_true", help="train small models under their Plans, on --ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of --apply")
@@ -171,7 +184,7 @@ def main() -> None:
     import_foreign()
     cases = list(itertools.product(options.cases.split(","), [PER_NODE] if options.quick else options.devices))
     rows = [
-        plan_model(name, devices, quick=options.quick)
+        plan_model(name, devices, quick=options.quick, return_outputs=not options.no_return_outputs)
         for name, devices in track(cases, "planning models", console=Console(stderr=True))
     ]
     if options.json:

@@ -4,7 +4,8 @@
 
 Plans of the small models of `bench_plans` are trained for two steps: what a rank has to itself at most beside what it
 had before the model was made, and what its tensors take at most. Then each is trained again in fresh processes, with
-limits on a rank's memory (RLIMIT_DATA) around the measured peak: steps either end, or an allocation fails. The planner
+limits on a rank's memory (RLIMIT_DATA) around the measured peak: steps either end, or an allocation fails. Both is done
+with a loop that keeps the model's output, and with one that lets it go once it has the loss. The planner
 calls a Plan feasible under a limit if it predicts no more; every other answer than what happened is named. Plans with
 stages are measured without limits, the ranks of each stage by themselves. What was measured can be kept, and predicted
 again.
@@ -70,6 +71,9 @@ class PlanMemory:
 
     optimizer: str
     ranks: int
+    return_outputs: bool
+    """Whether the loop keeps what the model returns."""
+
     planned: Trained
     private: tuple[float, ...]
     """Bytes that a rank has to itself at the peak: the most of the ranks at each place along the stages."""
@@ -99,6 +103,7 @@ class PlanMemory:
         return {
             "ranks": str(self.ranks),
             "optimizer": self.optimizer,
+            "loop": "out = model(x)" if self.return_outputs else "loss_fn(model(x), y)",
             "sharding": f"zero={config.zero}" if config.data > 1 else "one copy",
             "recompute": config.recompute,
             "stages": config.schedule,
@@ -118,11 +123,19 @@ def predicted_bytes(answer: PlanResult, planned: Trained) -> list[float]:
     return [rank.total for rank in problem.memory(pick, stage_of)]
 
 
-def ask(name: str, optimizer: str, ranks: int) -> PlanResult:
+def ask(name: str, optimizer: str, ranks: int, *, return_outputs: bool = True) -> PlanResult:
     """Return what the planner says of a model, of data sheets: no peak depends on speeds."""
     make, batch, loss_fn = LARGE[name]
     torch.manual_seed(0)
-    return auto_parallel(make(), batch(), loss_fn, cluster=f"cpux{ranks}", optimizer=optimizer, top_k=1)
+    return auto_parallel(
+        make(),
+        batch(),
+        loss_fn,
+        cluster=f"cpux{ranks}",
+        optimizer=optimizer,
+        return_outputs=return_outputs,
+        top_k=1,
+    )
 
 
 def choose(name: str, ranks: int, most: int) -> list[Trained]:
@@ -141,17 +154,19 @@ def choose_staged(name: str, ranks: int) -> list[Trained]:
     return [Trained.of(candidate, answer) for candidate in chosen]
 
 
-def measure_peaks(planned: list[Trained], name: str, optimizer: str, ranks: int) -> Iterator[PlanMemory]:
+def measure_peaks(
+    planned: list[Trained], name: str, optimizer: str, ranks: int, *, return_outputs: bool
+) -> Iterator[PlanMemory]:
     """Yield Plans of a model with the peaks of each."""
     for trained in planned:
-        by_rank = px.launch(measure, ranks, Plan.model_validate(trained.plan), name, optimizer)
+        by_rank = px.launch(measure, ranks, Plan.model_validate(trained.plan), name, optimizer, return_outputs)
         places = list_places(trained.config)
         at_places = [
             [peak for peak, at in zip(by_rank, places, strict=True) if at == place]
             for place in range(trained.config.stages)
         ]
         private, tensors = (tuple(max(peak[what] for peak in at) for at in at_places) for what in (0, 1))
-        yield PlanMemory(optimizer, ranks, trained, private, tensors)
+        yield PlanMemory(optimizer, ranks, return_outputs, trained, private, tensors)
 
 
 def list_places(config: ParallelConfig) -> list[int]:
@@ -166,7 +181,8 @@ def ends_within(entry: PlanMemory, name: str, budget: float) -> bool:
     plan = Plan.model_validate(entry.planned.plan)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            px.launch(train_limited, entry.ranks, plan, name, entry.optimizer, budget, Path(folder))
+            how = entry.optimizer, entry.return_outputs
+            px.launch(train_limited, entry.ranks, plan, name, *how, budget, Path(folder))
         except LaunchError:
             if not any(Path(folder).iterdir()):
                 raise
@@ -184,6 +200,13 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=("layers", "stages"), help="only Plans without stages, or with them")
     parser.add_argument(
+        "--loops",
+        choices=("kept", "released"),
+        nargs="+",
+        default=["kept", "released"],
+        help="of Plans without stages: loops that keep the model's output, or let it go once they have the loss",
+    )
+    parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep what is measured, a file a case; what is there is not again"
     )
     parser.add_argument("--quick", action="store_true", help="few Plans and limits, only to see that it works")
@@ -192,20 +215,24 @@ def main() -> None:
     torch.set_num_threads(1)  # ranks are copies of this process, and threads are not copied
     rows = []
     kinds = [options.only] if options.only else ["layers"] if options.quick else ["layers", "stages"]
-    for name, ranks, kind in itertools.product(options.cases.split(","), options.ranks, kinds):
-        if kind == "stages" and ranks not in STAGED:
-            continue
-        print(f"{name}, {ranks} ranks, {kind}", file=sys.stderr, flush=True)
-        file = options.keep and options.keep / f"{name}_{ranks}_{kind}.json"
+    for name, ranks, kind, loop in itertools.product(options.cases.split(","), options.ranks, kinds, options.loops):
+        if kind == "stages" and (ranks not in STAGED or loop != options.loops[0]):
+            continue  # px.train_step is the loop of stages
+        print(f"{name}, {ranks} ranks, {kind}, output {loop}", file=sys.stderr, flush=True)
+        file = options.keep and options.keep / f"{name}_{ranks}_{kind}_{loop}.json"
+        return_outputs = loop == "kept" or kind == "stages"
         if file and file.exists():
             entries = [PlanMemory.read(entry) for entry in json.loads(file.read_text())]
         else:
             most = 2 if options.quick else options.most
-            entries = list(_measure_case(name, ranks, most, kind == "stages", is_quick=options.quick))
+            in_stages = kind == "stages"
+            entries = list(
+                _measure_case(name, ranks, most, in_stages, return_outputs=return_outputs, is_quick=options.quick)
+            )
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps([asdict(entry) for entry in entries]))
-        answers = {optimizer: ask(name, optimizer, ranks) for optimizer in OPTIMIZERS}
+        answers = {optimizer: ask(name, optimizer, ranks, return_outputs=return_outputs) for optimizer in OPTIMIZERS}
         rows += [row_of(answers[entry.optimizer], name, entry) for entry in entries]
     if options.json:
         print(json.dumps({"bench": "bench_plan_memory", "machine": machine(), "rows": rows}))
@@ -213,12 +240,14 @@ def main() -> None:
         print_tables(rows)
 
 
-def _measure_case(name: str, ranks: int, most: int, in_stages: bool, *, is_quick: bool) -> Iterator[PlanMemory]:
+def _measure_case(
+    name: str, ranks: int, most: int, in_stages: bool, *, return_outputs: bool, is_quick: bool
+) -> Iterator[PlanMemory]:
     """Yield some Plans of a model, measured with each optimizer."""
     planned = choose_staged(name, ranks) if in_stages else choose(name, ranks, most)
     budgets: tuple[float, ...] = () if in_stages else (0.5, 1.5) if is_quick else BUDGETS
     for optimizer in ("adam",) if is_quick else OPTIMIZERS:
-        for entry in measure_peaks(planned, name, optimizer, ranks):
+        for entry in measure_peaks(planned, name, optimizer, ranks, return_outputs=return_outputs):
             for budget in budgets:
                 entry.trained[str(budget)] = ends_within(entry, name, budget * max(entry.private))
             yield entry

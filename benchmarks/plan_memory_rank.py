@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,10 @@ STEPS = 2
 
 _MMAP_THRESHOLD, _TIGHT_BYTES = -3, 1 << 17
 """M_MMAP_THRESHOLD of glibc (man mallopt), and the smallest block that goes back at once."""
+
+
+_SPARE_BYTES = 1 << 22
+"""In which an error is looked at: less than what counts as little memory."""
 
 
 class _HeapUse(ctypes.Structure):
@@ -67,8 +72,11 @@ has few rows beside its table of words, so that it is fullest where both gradien
 class Training:
     """A model, its optimizer and its batch under a Plan. Collective."""
 
-    def __init__(self, plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor], *, return_outputs: bool
+    ) -> None:
         make, _, self._loss_fn = LARGE[name]
+        self._return_outputs = return_outputs
         use_strategy(px.DistributedStrategy(out_of_memory="raise"))
         torch.manual_seed(0)
         model = make()
@@ -86,32 +94,36 @@ class Training:
         gc.collect()  # the whole model that this rank has a part of now, and what was captured
 
     def step(self) -> None:
-        """Train once on the batch. What the model returns stays, as in a loop that has a name for it."""
+        """Train once on the batch. What the model returns stays where the loop has a name for it."""
         if self._staged is not None:
             self._staged(self._inputs, self._target)
             return
         self._optimizer.zero_grad()
-        self._output = self._model(self._inputs)
-        self._loss_fn(self._output, self._target).backward()
+        if self._return_outputs:
+            self._output = self._model(self._inputs)
+            self._loss_fn(self._output, self._target).backward()
+        else:
+            self._loss_fn(self._model(self._inputs), self._target).backward()
         self._optimizer.step()
 
 
-def measure(plan: Plan, name: str, optimizer: str) -> list[tuple[float, float]]:
+def measure(plan: Plan, name: str, optimizer: str, return_outputs: bool) -> list[tuple[float, float]]:
     """Return the peak bytes of private memory and of tensors under a Plan, by rank.
 
     Collective, and of fresh processes: what another Plan left would be missing. The Plan is trained twice, as a
     profiler that sees every allocation takes memory itself.
     """
     data = _start(name)
-    mine = [private_peak(plan, name, optimizer, data), tensor_peak(plan, name, optimizer, data)]
+    begin = partial(Training, plan, name, optimizer, data, return_outputs=return_outputs)
+    mine = [private_peak(begin), tensor_peak(begin)]
     by_rank = px.comm.all_gather(torch.tensor([mine], dtype=torch.float64))
     return [(private, tensors) for private, tensors in by_rank.tolist()]
 
 
-def private_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
+def private_peak(begin: Callable[[], Training]) -> float:
     """Return the most bytes that this process has to itself in the last step, beside those before the model."""
     before = _resident("RssAnon")
-    training = Training(plan, name, optimizer, data)
+    training = begin()
     for _ in range(STEPS - 1):
         training.step()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # from here on VmHWM counts anew
@@ -123,10 +135,10 @@ def private_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tens
     return float(peak)
 
 
-def tensor_peak(plan: Plan, name: str, optimizer: str, data: tuple[Tensor, Tensor]) -> float:
+def tensor_peak(begin: Callable[[], Training]) -> float:
     """Return the most bytes of all tensors in the last step, the model's among them."""
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as before:
-        training = Training(plan, name, optimizer, data)
+        training = begin()
         for _ in range(STEPS - 1):
             training.step()
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as last:
@@ -147,7 +159,7 @@ def _changes(profiled: profile) -> list[int]:
     return [event.nbytes() for event in events if event.name() == "[memory]"]
 
 
-def train_limited(plan: Plan, name: str, optimizer: str, budget: float, folder: Path) -> None:
+def train_limited(plan: Plan, name: str, optimizer: str, return_outputs: bool, budget: float, folder: Path) -> None:
     """Train with so many bytes beside what was there before the model; a file says so where memory runs out.
 
     RLIMIT_DATA counts what a process may write to and has to itself: neither the shared memory of collectives nor
@@ -156,17 +168,23 @@ def train_limited(plan: Plan, name: str, optimizer: str, budget: float, folder: 
     """
     data = _start(name)
     before = process_memory().data
-    training = Training(plan, name, optimizer, data)
+    training = Training(plan, name, optimizer, data, return_outputs=return_outputs)
     px.comm.barrier()
-    resource.setrlimit(resource.RLIMIT_DATA, (int(before + budget), resource.RLIM_INFINITY))
+    _limit(int(before + budget))
     try:
         for _ in range(STEPS):
             training.step()
     except Exception as error:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        if is_out_of_memory(error):
+        _limit(int(before + budget) + _SPARE_BYTES)
+        has_run_out = is_out_of_memory(error)  # of oneDNN's errors only the limit tells
+        _limit(resource.RLIM_INFINITY)
+        if has_run_out:
             (folder / f"{px.current().rank}.txt").write_text(str(error), encoding="utf-8")
         raise
+
+
+def _limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (size, resource.RLIM_INFINITY))
 
 
 def _start(name: str) -> tuple[Tensor, Tensor]:

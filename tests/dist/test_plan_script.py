@@ -296,3 +296,17 @@ def test_a_flag_that_the_script_refuses_names_the_nearest_of_the_command(
     assert isinstance(result.exception, ConfigError)
     assert "ended (2) before it trained a model" in str(result.exception)
     assert str(result.exception).endswith(hint or "px.Model(...).train(...).")
+
+
+def test_outputs_count_unless_the_scripts_loop_lets_them_go(tmp_path):
+    for name, script in (("model.py", MODEL), ("distributed.py", DISTRIBUTED)):
+        (tmp_path / name).write_text(script)
+    own_loop = plan_script(tmp_path / "distributed.py", (), cluster="a100x1")
+    of_model = plan_script(tmp_path / "model.py", (), cluster="a100x1")
+    assert (own_loop.layers.return_outputs, of_model.layers.return_outputs) == (True, False)
+    kept, released = (
+        json.loads(planned(str(tmp_path / "distributed.py"), "--json", "--cluster", "a100x1", *flags).stdout)
+        for flags in ((), ("--no-return-outputs",))
+    )
+    outputs = 32 * 8 * 4
+    assert 0 < kept["memory_bytes"] - released["memory_bytes"] <= outputs

@@ -110,10 +110,26 @@ def nothing_kept() -> Iterator[None]:
 
 
 @cache
-def planned(name: str, cluster: str, *limits: str, memory: float | None = None, optimizer: str = "sgd") -> PlanResult:
+def planned(
+    name: str,
+    cluster: str,
+    *limits: str,
+    memory: float | None = None,
+    optimizer: str = "sgd",
+    return_outputs: bool = True,
+) -> PlanResult:
     model, sample, loss = subject(name)
     where = read_cluster(SLOW_CARDS) if cluster == "slow" else cluster
-    return px.auto_parallel(model, sample, loss, cluster=where, limits=limits, memory=memory, optimizer=optimizer)
+    return px.auto_parallel(
+        model,
+        sample,
+        loss,
+        cluster=where,
+        limits=limits,
+        memory=memory,
+        optimizer=optimizer,
+        return_outputs=return_outputs,
+    )
 
 
 def every_plan(answer: PlanResult) -> list[tuple[float, float]]:
@@ -152,6 +168,22 @@ def test_the_search_finds_what_trying_every_plan_finds(name, cluster, limits):
     fitting = [seconds for seconds, peak in every_plan(tight) if peak <= tight.room]
     assert tight.seconds == pytest.approx(min(fitting), rel=1e-7)
     assert tight.memory <= tight.room * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "cluster", "limits"), [("hybrid", SLOW, ()), ("heads", "a100x2", ())])
+def test_the_search_finds_what_trying_every_plan_finds_where_the_loop_lets_outputs_go(name, cluster, limits):
+    kept = planned(name, cluster, *limits)
+    released = planned(name, cluster, *limits, return_outputs=False)
+    assert released.seconds == pytest.approx(kept.seconds)  # there is room for either
+    peaks = zip(every_plan(kept), every_plan(released), strict=True)
+    assert all(after <= before * (1 + 1e-9) for (_, before), (_, after) in peaks)
+    assert released.memory < kept.memory
+    for part in (0.75, 0.85, 0.95):
+        tight = planned(name, cluster, *limits, memory=released.memory * part, return_outputs=False)
+        fitting = [seconds for seconds, peak in every_plan(tight) if peak <= tight.room]
+        assert tight.seconds == pytest.approx(min(fitting), rel=1e-7)
+        assert tight.bound <= tight.seconds
+        assert max(tight.simulate().simulation.peaks) == pytest.approx(tight.memory)
 
 
 class OwnProduct(nn.Module):

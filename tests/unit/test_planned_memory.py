@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from phalanx.auto.capture.step import capture
 from phalanx.auto.planner.report.result import PlanResult
 from phalanx.auto.planner.strategies import build_problem
 from phalanx.auto.solver.problem import LayerNode, StepProblem, StrategyCost
+from phalanx.errors import PlanError
 from phalanx.plan.value import Average
 
 ROWS, WORDS = 64, 512
@@ -35,10 +38,15 @@ class Head(nn.Module):
         return self.head(torch.relu(self.inner(x)))
 
 
-def answer_of(ranks: int, *limits: str, model: nn.Module | None = None, optimizer: str = "sgd") -> PlanResult:
+def answer_of(ranks: int, *limits: str, model: nn.Module | None = None, **options: Any) -> PlanResult:
     sample = torch.zeros(ROWS, 8), torch.zeros(ROWS, dtype=torch.long)
     return px.auto_parallel(
-        model or Head(), sample, F.cross_entropy, cluster=f"cpux{ranks}", optimizer=optimizer, limits=("pp=1", *limits)
+        model or Head(),
+        sample,
+        F.cross_entropy,
+        cluster=f"cpux{ranks}",
+        limits=("pp=1", *limits),
+        **({"optimizer": "sgd"} | options),
     )
 
 
@@ -52,6 +60,19 @@ def test_the_gradient_of_scores_and_of_their_logarithms_are_there_together() -> 
     saved = 2 * ROWS * 8 * FLOAT  # of the relu, and nothing of the input, which is the user's
     # A loop still has the scores themselves: `scores = model(x)`.
     assert answer_of(1).memory == pytest.approx(parameters + 4 * scores + saved, rel=0.02)
+    # One that calls `F.cross_entropy(model(x), y)` has not.
+    assert answer_of(1, return_outputs=False).memory == pytest.approx(parameters + 3 * scores + saved, rel=0.02)
+
+
+def test_a_limit_that_only_a_loop_without_outputs_keeps_to_is_one_for_it_alone() -> None:
+    kept, released = (answer_of(1, return_outputs=keeps).memory for keeps in (True, False))
+    between = (kept + released) / 2
+    assert answer_of(1, return_outputs=False, memory=between).memory == released
+    with pytest.raises(PlanError, match="needs"):
+        answer_of(1, memory=between)
+    with pytest.raises(PlanError, match="needs") as refused:
+        answer_of(1, return_outputs=False, memory=released / 2)
+    assert f"{math.ceil(released)} bytes" in str(refused.value)
 
 
 def test_what_the_model_returns_is_there_all_through_a_step_and_counts_once() -> None:
@@ -68,6 +89,15 @@ def test_what_the_model_returns_is_there_all_through_a_step_and_counts_once() ->
         px.auto_parallel(_wide(), sample, F.mse_loss, cluster="cpux1", optimizer=name, limits=("pp=1",)).memory
         for name in ("sgd", "adam")
     ]
+    released = [
+        px.auto_parallel(
+            _wide(), sample, F.mse_loss, cluster="cpux1", optimizer=name, limits=("pp=1",), return_outputs=False
+        ).memory
+        for name in ("sgd", "adam")
+    ]
+    # While the optimizer runs, none is there. The loss keeps its inputs, and beside what a layer keeps there is always
+    # room for its output, so that in the passes a loop without outputs is priced like the other.
+    assert [before - after for before, after in zip(peaks, released, strict=True)] == [0, outputs]
     # Beside the target: the gradient of the outputs with that of the weight, or Adam's state and temporary values.
     assert peaks[0] == pytest.approx(2 * parameters + 3 * outputs, rel=0.01)
     assert peaks[1] == pytest.approx(6 * parameters + 2 * outputs, rel=0.01)
@@ -262,7 +292,8 @@ class Many(nn.Module):
 def test_what_the_model_returned_in_the_step_before_is_there_until_it_returns_anew(sums: bool, ranks: int) -> None:
     inputs, rows = torch.zeros(4096, 8), 4096 // ranks
     unit, weights = rows * 8 * FLOAT, 8 * 8 * FLOAT
-    answer = px.auto_parallel(
+    plan = partial(
+        px.auto_parallel,
         Many(sums),
         inputs if sums else (inputs, torch.zeros(4096)),
         None if sums else lambda outputs, target: (outputs["0"].exp().sum(dim=1) * target).sum(),
@@ -270,10 +301,15 @@ def test_what_the_model_returned_in_the_step_before_is_there_until_it_returns_an
         optimizer="sgd",
         limits=("pp=1", f"dp={ranks}", "zero=0"),
     )
+    answer, released = plan(), plan(return_outputs=False)
     kept = unit if sums else 0  # of exp, which the model computes or the loss
     target = 0 if sums else rows * FLOAT
     assert answer.memory == pytest.approx(unit + target + 2 * 16 * unit + kept, abs=8 * weights)
-    assert max(answer.simulate().simulation.peaks) == pytest.approx(answer.memory)
+    # A loop that lets all go has them up to the end of the loss.
+    in_loss = 2 * target  # sums of rows, and what the target makes of them
+    assert released.memory == pytest.approx(unit + target + 16 * unit + unit + in_loss, abs=8 * weights)
+    for planned in (answer, released):
+        assert max(planned.simulate().simulation.peaks) == pytest.approx(planned.memory)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -282,9 +318,16 @@ def test_what_a_block_is_computed_again_from_counts_once_if_it_is_of_the_batch_o
     sample, unit = (torch.zeros(rows, 64), torch.zeros(rows, 8)), rows * 64 * FLOAT / micro
     limits = f"pp={stages}", "recompute=full", *(() if stages == 1 else ("schedule=1f1b", f"micro={micro}"))
 
-    def checkpoints(returns: bool) -> list[float]:
+    def checkpoints(returns: bool, **options: Any) -> list[float]:
         answer = px.auto_parallel(
-            Hidden(returns), sample, _of_first, cluster=f"cpux{stages}", optimizer="sgd", limits=limits, top_k=1
+            Hidden(returns),
+            sample,
+            _of_first,
+            cluster=f"cpux{stages}",
+            optimizer="sgd",
+            limits=limits,
+            top_k=1,
+            **options,
         )
         config = answer.search.best.config
         nodes = build_problem(answer.work, config, answer.catalog.of(config)).problem.nodes
@@ -298,6 +341,8 @@ def test_what_a_block_is_computed_again_from_counts_once_if_it_is_of_the_batch_o
 
     assert checkpoints(returns=False) == [0, unit, unit, unit]
     assert checkpoints(returns=True) == [0, 0, 0, 0]
+    # Stages keep what is returned with its micro-batch, whatever the loop does.
+    assert checkpoints(returns=True, return_outputs=False) == ([0, unit, unit, unit] if stages == 1 else [0, 0, 0, 0])
 
 
 def _of_first(outputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ def auto_parallel(
     optimizer: Optimizer | str = "adam",
     limits: Iterable[str] = (),
     memory: float | str | None = None,
+    return_outputs: bool = True,
     strategy: DistributedStrategy | None = None,
     top_k: int = 5,
     time_limit: float | None = None,
@@ -72,6 +73,8 @@ def auto_parallel(
             `classifier.*=whole`, or `column`, `row`, `vocab`, `expert`. Repeated blocks are cut alike: a limit on one
             is on all.
         memory: Bytes that a rank may use, or words such as `8GiB`; what the cluster's devices have when None.
+        return_outputs: Whether the loop keeps what the model returns, as after `out = model(x)`. False if it lets go of
+            that as soon as it has the loss, `loss_fn(model(x), y).backward()`, as `px.train_step` does.
         strategy: Settings of everything that the planner does not decide, such as `amp`.
         top_k: Parallel configs of which the fastest Plan is proved.
         time_limit: Seconds after which the best so far is returned with its gap.
@@ -95,7 +98,7 @@ def auto_parallel(
     calls, limit_words = list_module_calls(captured), tuple(limits)
     read_limits((*limit_words, *alternatives), calls)
     unsharded = find_sharding_obstacles(captured)
-    layers, unstaged = read_layers(model, captured, calls, optimizer)
+    layers, unstaged = read_layers(model, captured, calls, optimizer, return_outputs=return_outputs)
     precision = step_precision(captured, base)
     work = LayerWork(layers, build_machine(target, precision))
     unsplit = find_zero_bubble_obstacle(layers, base)

@@ -28,7 +28,12 @@ from phalanx.strategy import DistributedStrategy
 
 
 def read_layers(
-    model: nn.Module, captured: CapturedStep, calls: tuple[ModuleCall, ...], optimizer: Optimizer | str
+    model: nn.Module,
+    captured: CapturedStep,
+    calls: tuple[ModuleCall, ...],
+    optimizer: Optimizer | str,
+    *,
+    return_outputs: bool = True,
 ) -> tuple[Layers, str | None]:
     """Return the layers of a captured model, as a planner places them, and why it is in no stages, if it cannot be."""
     partition_points, unstaged = find_partition_points_or_reason(model, captured, calls)
@@ -39,6 +44,7 @@ def read_layers(
         shardable=find_shardable_layers(model),
         partition_points=partition_points,
         optimizer=_optimizer_kind(optimizer),
+        return_outputs=return_outputs,
         blocks=outermost(path for group in captured.blocks for path in group),
         sequence=sequence,
         sequence_obstacle=sequence_obstacle,

@@ -35,6 +35,7 @@ def simulate_plan(
     *,
     cluster: str | Cluster | None = None,
     optimizer: Optimizer | str = "adam",
+    return_outputs: bool = True,
 ) -> SimulatedStep:
     """Return a step of a Plan, also of one edited by hand, event by event.
 
@@ -47,6 +48,7 @@ def simulate_plan(
         loss_fn: Takes the model's output and the target.
         cluster: What runs the Plan; this host when None.
         optimizer: The optimizer that trains the model, or its kind.
+        return_outputs: Whether the loop keeps what the model returns, as after `out = model(x)`.
 
     Raises:
         ConfigError: If the model cannot be captured.
@@ -58,7 +60,7 @@ def simulate_plan(
     check_devices(plan, named_cluster if is_shared else target)
     captured = capture(model, sample, loss_fn)
     calls = list_module_calls(captured)
-    layers, _ = read_layers(model, captured, calls, optimizer)
+    layers, _ = read_layers(model, captured, calls, optimizer, return_outputs=return_outputs)
     dtype = next((rule.dtype for rule in plan.modules if not rule.match and rule.dtype), None)
     precision, batch = precision_of(dtype or parameter_dtype(captured)), batch_size_of(calls)
     assignment, layers = read_plan(plan, layers, batch_size=batch, per_node=target.nodes[0].devices)

@@ -55,6 +55,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Default: the script's; adam if none."
 )
 @click.option(
+    "--no-return-outputs",
+    is_flag=True,
+    help="The script's loop lets go of the model's outputs once it has the loss. Default: it does if px.Model trains.",
+)
+@click.option(
     "--plan",
     "plan_file",
     type=_FILE,
@@ -80,8 +85,11 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
     if file.suffix == ".py":
         _plan_script(file, arguments, **options)
         return
-    if any([arguments, plan_file, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
-        raise click.UsageError(tr("Arguments, --optimizer, --plan, --save and --picture are for a script, FILE.py."))
+    of_scripts = [options.pop(name) for name in ("optimizer", "no_return_outputs", "save", "picture")]
+    if any([arguments, plan_file, *of_scripts]):
+        raise click.UsageError(
+            tr("Arguments, --optimizer, --no-return-outputs, --plan, --save and --picture are for a script, FILE.py.")
+        )
     from phalanx.auto.commands import plan_transformer
 
     with click.open_file(str(file), encoding="utf-8") as opened:
@@ -99,6 +107,7 @@ def _plan_script(
     time_limit: float | None,
     as_json: bool,
     optimizer: str | None,
+    no_return_outputs: bool,
     save: Path | None,
     picture: Path | None,
     trace: Path | None,
@@ -116,7 +125,7 @@ def _plan_script(
             top_k=top,
             time_limit=time_limit,
             alternatives=alternatives,
-            **({} if optimizer is None else {"optimizer": optimizer}),
+            **_own_choices(optimizer, no_return_outputs),
         )
     if as_json:
         click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(limit) for limit in alternatives]}))
@@ -146,6 +155,7 @@ def _simulate_script(
     cluster: str | None,
     as_json: bool,
     optimizer: str | None,
+    no_return_outputs: bool,
     trace: Path | None,
     timeline: Path | None,
     **of_a_search: Any,
@@ -164,14 +174,21 @@ def _simulate_script(
     plan = load_plan(plan_file)
     from phalanx.train.model.plan_script import simulate_script
 
-    chosen = {} if optimizer is None else {"optimizer": optimizer}
     with _hint_at_own_flag(arguments):
-        simulated = simulate_script(script, arguments, plan, cluster=cluster, **chosen)
+        simulated = simulate_script(
+            script, arguments, plan, cluster=cluster, **_own_choices(optimizer, no_return_outputs)
+        )
     if as_json:
         click.echo(json.dumps(simulated.to_json()))
     else:
         Console().print(build_step_table(simulated))
     write_simulated_step(simulated, None, trace, timeline)
+
+
+def _own_choices(optimizer: str | None, no_return_outputs: bool) -> dict[str, Any]:
+    """Return what is not left to the script."""
+    chosen = {} if optimizer is None else {"optimizer": optimizer}
+    return chosen | ({"return_outputs": False} if no_return_outputs else {})
 
 
 @contextmanager

@@ -237,6 +237,9 @@ class TrainingRequest:
     has_target: bool | None = None
     """Whether a column of the data is its target; None where the script's own loop decides."""
 
+    return_outputs: bool = True
+    """Whether its loop may keep what the model returns."""
+
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """What it called the model with, where it passed no data."""
 

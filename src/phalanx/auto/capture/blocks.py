@@ -126,6 +126,7 @@ def merge_operators(
             written_bytes=sum(op.written_bytes for op in ops),
             saved_bytes=sum(op.saved_bytes for op in ops),
             returned_bytes=sum(op.returned_bytes for op in ops),
+            returned_saved_bytes=sum(op.returned_saved_bytes for op in ops),
             temporary_bytes=sum(op.temporary_bytes for op in ops if run_of[op.temporary_until] != run),
             temporary_until=temporary_until,
             last_use=last_use,

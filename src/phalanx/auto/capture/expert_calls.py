@@ -59,6 +59,7 @@ def count_chosen_tokens(
             written_bytes=round(operator.written_bytes / times),
             saved_bytes=round(operator.saved_bytes / times),
             returned_bytes=round(operator.returned_bytes / times),
+            returned_saved_bytes=round(operator.returned_saved_bytes / times),
             temporary_bytes=round(operator.temporary_bytes / times),
             experts=call if operator.phase == "forward" else None,
         )

@@ -110,6 +110,9 @@ class Operator:
     returned_bytes: int
     """Bytes it made that the model returns, whether autograd keeps them or not."""
 
+    returned_saved_bytes: int
+    """Of these, bytes that autograd keeps for the backward pass too."""
+
     temporary_bytes: int
     """Bytes it made that are there until `temporary_until` alone: neither kept for the backward pass nor returned, nor
     the gradient of a parameter. Of operators that were put together, without what no other one reads."""
@@ -164,16 +167,23 @@ class CapturedStep:
         """Bytes of activations that the forward pass keeps for the backward pass."""
         return sum(operator.saved_bytes for operator in self.operators)
 
-    def list_live_bytes(self) -> list[int]:
-        """Return the bytes that operators made and that are there while each runs.
+    def list_live_bytes(self, *, return_outputs: bool = True) -> list[int]:
+        """Return the bytes that operators made and that are there while each runs, without gradients of parameters.
 
-        Neither gradients of parameters nor what the model returns: how long these stay, the script decides.
+        Args:
+            return_outputs: Whether the script decides how long what the model returns stays, so that it is none of
+                these. Otherwise it is there up to the end of the loss, or as long as autograd keeps it.
         """
         changes = [0] * (len(self.operators) + 1)
+        loss_end = max((at for at, operator in enumerate(self.operators) if operator.phase != "backward"), default=0)
         for at, operator in enumerate(self.operators):
             changes[at] += operator.saved_bytes + operator.temporary_bytes
             changes[operator.last_use + 1] -= operator.saved_bytes
             changes[operator.temporary_until + 1] -= operator.temporary_bytes
+            if not return_outputs:
+                changes[at] += operator.returned_bytes
+                changes[loss_end + 1] -= operator.returned_bytes - operator.returned_saved_bytes
+                changes[max(operator.last_use, loss_end) + 1] -= operator.returned_saved_bytes
         return list(itertools.accumulate(changes[:-1]))
 
     def within(self, path: str) -> tuple[Operator, ...]:

@@ -129,6 +129,10 @@ class Layers:
     optimizer: str = "sgd"
     """`sgd`, `momentum` or `adam`."""
 
+    return_outputs: bool = True
+    """Whether the loop keeps what the model returns. If not, it is let go of as soon as there is the loss; stages keep
+    that of a micro-batch up to its backward pass."""
+
     blocks: tuple[str, ...] = ()
     """Paths of the repeated blocks, none inside another: what may be recomputed."""
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.auto.capture.blocks import group_consecutive, is_inside, parent_paths
 from phalanx.auto.capture.graph import CapturedStep, ExpertCall, Operator, Read, TensorShape
@@ -55,9 +55,16 @@ class ModuleCall:
     returned_bytes: int
     """Of the activations it makes, those that the model returns."""
 
+    returned_saved_bytes: int
+    """Of these, those that autograd keeps for the backward pass too."""
+
     temporary_bytes: int
     """Bytes that are there while it runs, in the pass that has more, beside what it and the calls before it keep for
     the backward pass, and what the model returns: gradients of activations, and results that nothing keeps."""
+
+    temporary_output_bytes: int
+    """The same where the loop lets go of what the model returns as soon as it has the loss, so that this counts where
+    nothing else keeps it."""
 
     last_dim_parts: int
     """Cutting the last dimension of the inputs that follow into a number of parts that divides this cuts the last one
@@ -85,6 +92,17 @@ class ModuleCall:
     experts: ExpertCall | None = None
     """What it computes, where it is a call of the experts of a mixture."""
 
+    def without_outputs(self) -> ModuleCall:
+        """Return the call in a loop that lets go of what the model returns as soon as it has the loss."""
+        return replace(
+            self,
+            inputs=tuple(replace(source, is_returned=False) for source in self.inputs),
+            saved_bytes=self.saved_bytes + self.returned_saved_bytes,
+            returned_bytes=0,
+            returned_saved_bytes=0,
+            temporary_bytes=self.temporary_output_bytes,
+        )
+
 
 _ON_TOKENS = 3
 """Dimensions of an activation of tokens: rows, tokens, features."""
@@ -106,7 +124,8 @@ class _CallReader:
         self._runs = _merge_runs([run for run in runs if self._ops[run[0]].phase != "backward"], self._ops)
         self._run_of = {at: number for number, run in enumerate(self._runs) for at in run}
         self._read_later = self._outputs_read_later()
-        self._temporary = self._temporary_bytes()
+        self._temporary = self._temporary_bytes(return_outputs=True)
+        self._temporary_outputs = self._temporary_bytes(return_outputs=False)
         self._rows, self._mixing = self._followed_rows()
         self._learned = self._list_learned()
 
@@ -130,7 +149,9 @@ class _CallReader:
                     outputs=tuple(self._ops[n].outputs[output] for n, output in self._outputs(run)),
                     saved_bytes=sum(op.saved_bytes for op in ops),
                     returned_bytes=sum(op.returned_bytes for op in ops),
+                    returned_saved_bytes=sum(op.returned_saved_bytes for op in ops),
                     temporary_bytes=self._temporary[at],
+                    temporary_output_bytes=self._temporary_outputs[at],
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),
                     is_returned=at not in self._read_later or any(op.returned for op in ops),
@@ -142,14 +163,17 @@ class _CallReader:
             )
         return tuple(calls)
 
-    def _temporary_bytes(self) -> list[int]:
+    def _temporary_bytes(self, *, return_outputs: bool) -> list[int]:
         """Return for each run the most bytes that are there beside what it and those before it keep.
 
         What a run keeps for the next alone is gone when its own gradients are computed.
         """
-        saved = (sum(self._ops[at].saved_bytes for at in run) for run in self._runs)
+        saved = [sum(self._ops[at].saved_bytes for at in run) for run in self._runs]
+        if not return_outputs:
+            returned = (sum(self._ops[at].returned_saved_bytes for at in run) for run in self._runs)
+            saved = [sum(sizes) for sizes in zip(saved, returned, strict=True)]
         after, most = list(itertools.accumulate(saved)), [0] * len(self._runs)
-        for at, size in enumerate(self._captured.list_live_bytes()):
+        for at, size in enumerate(self._captured.list_live_bytes(return_outputs=return_outputs)):
             origin = self._ops[at].origin
             run = self._run_of.get(at if origin is None else origin)
             if run is not None:

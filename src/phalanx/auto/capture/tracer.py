@@ -119,7 +119,7 @@ class Tracer(TorchDispatchMode):
 
     def operators(self) -> tuple[Operator, ...]:
         """Return what was recorded, in the order it ran."""
-        saved, returned, temporary = ([0] * len(self._operators) for _ in range(3))
+        saved, returned, returned_saved, temporary = ([0] * len(self._operators) for _ in range(4))
         last, until = list(range(len(self._operators))), list(range(len(self._operators)))
         for memory in self._memory.values():
             owner = memory.owner
@@ -127,6 +127,7 @@ class Tracer(TorchDispatchMode):
                 last[owner] = max(last[owner], memory.last_use)
                 if memory.is_returned:
                     returned[owner] += memory.size
+                    returned_saved[owner] += memory.saved_bytes
                 elif memory.saved_bytes:
                     saved[owner] += memory.saved_bytes
                 elif not memory.is_gradient:
@@ -137,6 +138,7 @@ class Tracer(TorchDispatchMode):
                 **fields,
                 saved_bytes=saved[at],
                 returned_bytes=returned[at],
+                returned_saved_bytes=returned_saved[at],
                 temporary_bytes=temporary[at],
                 temporary_until=until[at],
                 last_use=last[at],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -140,6 +140,7 @@ class LayerWork:
             )
             for position, (call, block) in enumerate(zip(calls, block_of, strict=True))
         )
+        self._without_outputs = self.all if layers.return_outputs else tuple(map(_without_outputs, self.all))
         first_of = {(work.call.template, work.is_first, work.trains): work for work in reversed(self.all)}
         counts = Counter((work.call.template, work.is_first, work.trains) for work in self.all)
         self._distinct = [(work, counts[key]) for key, work in first_of.items()]
@@ -154,6 +155,13 @@ class LayerWork:
         self._times: dict[tuple[int, bool, bool, ShardFraction], PassTimes] = {}
         self._ring_times: dict[tuple[object, ...], PassTimes] = {}
         self._again: dict[tuple[object, ...], float] = {}
+
+    def calls_under(self, config: ParallelConfig) -> tuple[CallWork, ...]:
+        """Return all calls, with the bytes that they keep under a parallel config.
+
+        Torch's stages keep what the model returns of a micro-batch up to its backward pass, whatever the loop does.
+        """
+        return self._without_outputs if config.stages == 1 else self.all
 
     def times(self, work: CallWork, fraction: ShardFraction) -> PassTimes:
         """Return the seconds of both passes of a part of a call."""
@@ -326,6 +334,13 @@ def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool], piec
         return [0.0] * len(calls)
     sizes = [float(call.returned_bytes + (call.saved_bytes if at > last else 0)) for at, call in enumerate(calls)]
     return [0.0] * last + list(itertools.accumulate(sizes[last:]))
+
+
+def _without_outputs(work: CallWork) -> CallWork:
+    """Return a call in a loop that lets go of what the model returns as soon as it has the loss."""
+    call = work.call.without_outputs()
+    checkpoint_bytes = _bytes(source.value for source in call.inputs if not _is_held(source))
+    return replace(work, call=call, checkpoint_bytes=checkpoint_bytes, former_bytes=0.0)
 
 
 def _is_held(source: CallInput) -> bool:

@@ -29,7 +29,7 @@ def list_call_costs(assignment: Assignment, work: LayerWork) -> tuple[StrategyCo
     cost = LayerCostModel(work, assignment.config)
     return tuple(
         cost.options(work_of_call, (strategy,))[0]
-        for work_of_call, strategy in zip(work.all, assignment.call_strategies, strict=True)
+        for work_of_call, strategy in zip(work.calls_under(assignment.config), assignment.call_strategies, strict=True)
     )
 
 

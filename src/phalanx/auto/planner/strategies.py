@@ -109,7 +109,7 @@ def build_problem(work: LayerWork, config: ParallelConfig, sets: StrategySets, r
     """
     cost = LayerCostModel(work, config)
     nodes: list[LayerNode] = []
-    for position, work_of_call in enumerate(work.all):
+    for position, work_of_call in enumerate(work.calls_under(config)):
         call, decision = work_of_call.call, str(work_of_call.call.template)
         name = f"{position}:{call.path or call.kind}"
         nodes.append(

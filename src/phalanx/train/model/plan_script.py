@@ -43,7 +43,8 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanR
     Args:
         script: A training script.
         arguments: Its own.
-        **options: As `px.auto_parallel` takes them; optimizer and strategy are the script's own unless given.
+        **options: As `px.auto_parallel` takes them; optimizer, strategy and whether the loop keeps outputs are the
+            script's own unless given.
 
     Raises:
         ConfigError: If the script fails, or ends without training a model that it distributes.
@@ -61,8 +62,12 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> PlanR
                 rows=batch_size_of(sample),
             ),
         )
-        chosen = {"optimizer": _optimizer(training, options), "strategy": _settings(training.strategy)} | options
-        return auto_parallel(training.model, sample, training.loss_fn, **(chosen | {"cluster": cluster}))
+        own = {
+            "optimizer": _optimizer(training, options),
+            "strategy": _settings(training.strategy),
+            "return_outputs": training.return_outputs,
+        }
+        return auto_parallel(training.model, sample, training.loss_fn, **(own | options | {"cluster": cluster}))
 
     return _run_until_training(script, arguments, plan)
 
@@ -85,7 +90,15 @@ def simulate_script(script: Path, arguments: Sequence[str], plan: Plan, **option
 
     def simulate(training: TrainingRequest) -> SimulatedStep:
         sample, optimizer = _sample(training, cluster.devices), _optimizer(training, options)
-        return simulate_plan(plan, training.model, sample, training.loss_fn, cluster=cluster, optimizer=optimizer)
+        return simulate_plan(
+            plan,
+            training.model,
+            sample,
+            training.loss_fn,
+            cluster=cluster,
+            optimizer=optimizer,
+            return_outputs=options.get("return_outputs", training.return_outputs),
+        )
 
     return _run_until_training(script, arguments, simulate)
 

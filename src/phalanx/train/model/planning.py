@@ -214,6 +214,7 @@ def _search_plan(
         loss_fn,
         cluster=cluster_of(current.role, current.device),
         optimizer=optimizer,
+        return_outputs=False,
         strategy=strategy,
         top_k=1,
         time_limit=SEARCH_S,

@@ -160,6 +160,7 @@ class ModelSetup:
                     strategy=self._chosen_strategy(),
                     loss_fn=self._loss_fn,
                     has_target=self._loss_fn is not None,
+                    return_outputs=False,
                 )
             )
         if self._is_distributed:
