@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, so that what passes passes again, and no deadline: it would be one for the machine.
+# `pytest --hypothesis-profile=random` draws others.
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **_UNTIMED)
+settings.register_profile("random", **_UNTIMED)
+settings.load_profile("repeatable")
 
 LAUNCH_PREFIXES = (
     "PHALANX_",
