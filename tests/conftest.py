@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, so that what passes passes again, and no deadline: it would be one for the machine.
+# `pytest --hypothesis-profile=random` draws others.
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **_UNTIMED)
+settings.register_profile("random", **_UNTIMED)
+settings.load_profile("repeatable")
 
 LAUNCH_PREFIXES = (
     "PHALANX_",
@@ -59,8 +67,13 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def one_seed() -> None:
     """Start torch's random numbers alike in every test, and so the orders of its data; ranks of tests do the same."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # Without a device `manual_seed` formats the stack for each kind that may come: 8,000 times, seconds.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCKS = {
-    6: (1, 1),
+    4: (0, 1),
     18: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
     50: (3, 4, 6, 3),
@@ -48,7 +48,7 @@ class ResNet(nn.Module):
 
     Args:
         class_dim: Number of classes.
-        layers: 6, 18, 34, 50, 101 or 152; 6 is not of the paper.
+        layers: 4, 18, 34, 50, 101 or 152; 4, one block that halves the image, is not of the paper.
         width: Channels of the first stage; 64 in the paper.
         channels: Channels of the images.
         small_images: Start with one 3x3 convolution instead of a 7x7 of stride 2 and a pool (up to 64 pixels).

@@ -21,7 +21,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=SOURCES, default="digits", help="which images to train on")
     parser.add_argument("--data-dir", default=None, help="folder with the files, for every source except digits")
-    parser.add_argument("--layers", type=int, default=18, choices=(6, 18, 34, 50, 101, 152))
+    parser.add_argument("--layers", type=int, default=18, choices=(4, 18, 34, 50, 101, 152))
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
     parser.add_argument(
         "--norm", choices=("batch", "group"), default="batch", help="group: same result for any world size"

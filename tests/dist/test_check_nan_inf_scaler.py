@@ -141,7 +141,7 @@ def test_ranks_that_leave_out_other_steps_are_waited_for_once_and_named() -> Non
     (_, none, _, quiet), (error, some, seconds, logged) = run_ranks(train_apart, 2, "")
     assert (none, quiet, error) == (0, [], "")
     assert some > 2
-    assert 0.5 < seconds < 1.5
+    assert 0.5 < seconds < 0.5 * some, "a wait for each step that was left out takes so long"
     assert ["within 0.5 s not on rank 0 " in line for line in logged] == [True]
 
 

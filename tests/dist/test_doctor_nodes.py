@@ -171,7 +171,7 @@ def test_a_server_that_stops_in_the_middle_is_an_error_not_a_hang():
         thread.join()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.binary(max_size=60) | st.binary(max_size=20).map(lambda tail: b"B" + tail))
 def test_whatever_is_sent_to_a_probe_server_it_answers_the_next(data: bytes) -> None:
     server = ProbeServer("127.0.0.1")

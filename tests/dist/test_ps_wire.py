@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from launching import wait_until
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PeerLostError, PlanError
 from phalanx.ps.wire import Connection, Handler, Listener, RpcReply, RpcRequest
 from phalanx.ps.wire.segments import SegmentLease
@@ -357,6 +358,14 @@ def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monke
     with both(max_unanswered_bytes=1 << 30) as connection:
         pending = [connection.send("echo", {}, [rows]) for _ in range(6)]
         assert all(np.array_equal(one.result().arrays[0], rows) for one in pending)
+
+
+def test_answers_that_nobody_waits_for_are_taken_one_behind_the_other(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.client.link._IDLE_S", 1.0)
+    with both() as connection:
+        pending = [connection.send("echo", {"at": at}) for at in range(60)]
+        # A pause before each would make a minute of it.
+        wait_until(lambda: all(one.outcome is not None for one in pending), 30.0)
 
 
 def test_one_whose_answer_another_has_read_waits_for_no_more(monkeypatch):

@@ -14,12 +14,15 @@ from phalanx import accelerator
 from vocabulary import SOURCE, files, tree_of
 
 KIND = re.compile(r"\b(cuda|xpu)\b")
+KIND_ANYWHERE = re.compile("cuda|xpu")
 MESSAGES = {"cluster/env/variables.py", "comm/process_group.py", "launch/job/start_messages.py"}
 """Files that speak of backends and builds to people."""
 
 
 def names_of_kinds(path: Path) -> Iterator[str]:
     """Yield what a file says of a kind of device in code: `torch.cuda`, `tensor.is_cuda`, a string with its name."""
+    if not KIND_ANYWHERE.search(path.read_text()):
+        return
     tree = tree_of(path)
     texts = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

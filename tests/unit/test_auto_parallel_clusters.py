@@ -124,7 +124,7 @@ figures = st.fixed_dictionaries({name: between(*ends) for name, ends in FIGURES.
 
 
 @pytest.mark.parametrize("name", ["tied", "uneven"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     per_node=st.sampled_from((1, 2, 4)),
     slow=figures,
@@ -153,7 +153,7 @@ def test_more_of_anything_is_never_slower(name, per_node, slow, what, factor, sh
 @pytest.mark.parametrize(
     ("name", "host"), [("tied", None), ("uneven", None), ("partly frozen", HostOverhead(sharded_s=sharded_s))]
 )
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(per_node=st.sampled_from((1, 2, 4)), drawn=figures, seed=st.integers(0, 2**16))
 def test_no_arrangement_is_faster_than_its_first_bound(name, host, per_node, drawn, seed):
     here = OnCluster(name, per_node, drawn, host)

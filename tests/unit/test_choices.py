@@ -75,7 +75,7 @@ def best_by_trying(choices: StepProblem) -> float:
     return min((choices.seconds(p) for p in all_picks(choices) if choices.fits(p)), default=math.inf)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(graphs())
 def test_the_solver_finds_what_trying_everything_finds(choices: StepProblem):
     found, best = solve(choices), best_by_trying(choices)
@@ -132,7 +132,7 @@ def test_the_solver_finds_the_best_of_chains_with_repeated_parts():
         assert found is None or found.bound <= best * (1 + 1e-7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs(), st.floats(1.01, 3), st.sampled_from(("room", "forward_s", "grad_sync_s", "backward_s")))
 def test_more_of_anything_is_never_slower(choices: StepProblem, factor: float, what: str):
     if what == "room":
@@ -149,7 +149,7 @@ def test_more_of_anything_is_never_slower(choices: StepProblem, factor: float, w
         assert after.seconds <= before.seconds * (1 + 1e-7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs())
 def test_what_is_not_faster_than_asked_is_not_returned(choices: StepProblem):
     best = best_by_trying(choices)

@@ -92,7 +92,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 25), st.lists(STEPS, max_size=3), st.integers(1, 9), st.lists(STEPS, max_size=3))
 def test_any_chain_hands_out_every_row_once_a_pass(
     rows: int, before: list[tuple[str, int]], size: int, after: list[tuple[str, int]]
@@ -124,7 +124,7 @@ def test_any_chain_hands_out_every_row_once_a_pass(
         assert [x for step in together for x in step] == [y // 10 + shift for y in seen]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(2, 25), st.lists(STEPS, max_size=2), st.integers(1, 6), st.lists(STEPS, max_size=2), st.data()
 )  # fmt: skip

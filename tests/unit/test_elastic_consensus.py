@@ -36,7 +36,7 @@ def proposal(node: int, epoch: int = 1) -> View:
 NODES = st.lists(st.integers(0, 3), max_size=4, unique=True)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 3), NODES, NODES), max_size=12))
 def test_two_different_views_are_never_decided_for_one_epoch(
     count: int, ballots: list[tuple[int, list[int], list[int]]]

@@ -222,7 +222,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS, st.integers(1, 3), st.integers(1, 4))
 def test_whatever_happens_views_are_of_the_living_and_epochs_grow(
     steps: list[tuple[Callable[[World, int], None], int]], least: int, count: int

@@ -32,7 +32,7 @@ def scored(rows: int = 53, classes: int = 4, seed: int = 1) -> tuple[Tensor, Ten
     return torch.randint(6, (rows, classes), generator=generator) / 4 + torch.eye(classes)[labels] / 2, labels
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(width=64), max_size=30), st.randoms())
 def test_sums_are_exact_in_any_order(values: list[float], random: Any) -> None:
     first, second = ExactSum(), ExactSum()

@@ -48,7 +48,7 @@ from phalanx.ps.wire.message import RpcRequest
 from phalanx.versions import HAS_NATIVE
 from ps_requests import SPEC, FakeWorker, gradient, keys
 
-broken = settings(deadline=None, max_examples=200)
+broken = settings(max_examples=200)
 
 # --- parameter server -------------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ NUMBERS = st.from_regex(rb"[-+]?[0-9]{0,25}\.?[0-9]{0,25}([eE][-+]?[0-9]{0,5})?"
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(
     text=broken_bytes(COLUMNS, TOKENS)
     | NUMBERS.map(lambda number: b"1\t" + number + b"\t2\ta\tb\n1 age:" + number + b" price:" + number + b"\n")

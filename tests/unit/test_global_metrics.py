@@ -21,7 +21,7 @@ def exact_auc(score: np.ndarray, label: np.ndarray) -> float:
     return float(((positive > negative) + 0.5 * (positive == negative)).mean())
 
 
-@settings(deadline=None, max_examples=30)  # each example fills two histograms of 65,536 bins
+@settings(max_examples=30)  # each example fills two histograms of 65,536 bins
 @given(
     rows=st.lists(st.tuples(st.integers(0, AUC_BINS - 1), st.booleans()), min_size=2, max_size=40).filter(
         lambda rows: len({label for _, label in rows}) == 2

@@ -386,7 +386,7 @@ def live_through(world: World, chance: random.Random, turns: int, seen: dict[str
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_death_of_the_controller_loses_a_job_or_starts_an_attempt_twice(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:

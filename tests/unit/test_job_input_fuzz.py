@@ -39,7 +39,7 @@ REQUEST = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(SAID)
 def test_any_fields_are_a_job_or_an_error_of_ours(said: dict[Any, Any]) -> None:
     for model in (TrainingJob, Code, Dataset):
@@ -50,7 +50,7 @@ def test_any_fields_are_a_job_or_an_error_of_ours(said: dict[Any, Any]) -> None:
         assert model.model_validate_json(found.model_dump_json()) == found
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SAID | VALUE)
 def test_any_file_is_a_job_or_an_error_of_ours(said: Any) -> None:
     for text in (json.dumps(said), yaml.safe_dump(said)):
@@ -58,14 +58,14 @@ def test_any_file_is_a_job_or_an_error_of_ours(said: Any) -> None:
             read(text)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(REQUEST)
 def test_any_request_is_a_job_or_an_error_of_ours(body: dict[str, Any]) -> None:
     with suppress(SpecError):
         validate(TrainingJob, translate(body)[0])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(alphabet="a./-~\\ \0:@", max_size=12) | TEXT)
 def test_no_accepted_path_leads_out_of_where_it_starts(text: str) -> None:
     top = Path("/top/of/it")
@@ -81,7 +81,7 @@ def test_no_accepted_path_leads_out_of_where_it_starts(text: str) -> None:
         assert not git_address(text).startswith("-")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(alphabet="ab -m'\"\\|&;<>$\n\t", max_size=20).map("python ".__add__))
 def test_a_command_is_cut_into_words_or_refused(said: str) -> None:
     with suppress(ValueError):

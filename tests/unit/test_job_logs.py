@@ -98,7 +98,7 @@ def whole(folder: Path, limit: int, *secrets: str) -> str:
 
 
 @given(st.text("ab\né世", max_size=80), st.sampled_from(["abab", "b\na\nb", "é世é世", "aaaab"]), st.integers(16, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_of_any_size_give_the_whole_text_and_no_secret(
     tmp_path_factory: pytest.TempPathFactory, text: str, secret: str, limit: int
 ) -> None:

@@ -122,7 +122,7 @@ def total(needs: list[Amount]) -> Amount:
 
 
 @given(lines, holders())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_machine_is_never_overfilled_and_every_job_is_answered(
     jobs: list[WaitingJob], held: list[RunningJob]
 ) -> None:
@@ -134,7 +134,7 @@ def test_the_machine_is_never_overfilled_and_every_job_is_answered(
 
 
 @given(lines, holders())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_backfill_ever_delays_the_first_in_line(jobs: list[WaitingJob], held: list[RunningJob]) -> None:
     chosen = choose(jobs, held, MACHINE, {})
     first = next((one for one in jobs if chosen.reasons.get(one.id, "").endswith("next in line")), None)
@@ -156,7 +156,7 @@ def test_no_backfill_ever_delays_the_first_in_line(jobs: list[WaitingJob], held:
 
 
 @given(lines, st.integers(0, 7))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_nobody_starves_whatever_keeps_arriving(jobs: list[WaitingJob], at: int) -> None:
     """Every round the oldest running job ends and a newcomer of the highest priority arrives."""
     watched = jobs[at % len(jobs)].id

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,6 @@ def test_sums_of_parts_add_up_to_the_same_bits(size: int, parts: int, power: int
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not built")
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([0, 1, 7, 8, 9, 1000]), st.integers(-40, 40)), min_size=1, max_size=4),
     st.sampled_from(DTYPES),

@@ -69,7 +69,7 @@ def calls(draw):
     return options, arguments, mode == "sum" and draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(calls(), st.sampled_from([torch.float64, torch.float32]))
 def test_results_and_gradients_are_those_of_torch(call, dtype):
     options, arguments, has_weights = call

@@ -149,7 +149,7 @@ def test_a_delta_forgets_rows_that_went(tmp_path: Path) -> None:
     assert same(table, tables["shows"])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32), entry=st.sampled_from([None, CountFilter(2), ShowClick(drop_below=0.3)]))
 def test_a_delta_on_its_base_is_the_table_whatever_happened(
     tmp_path_factory: pytest.TempPathFactory, seed: int, entry: EntryPolicy | None

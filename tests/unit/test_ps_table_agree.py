@@ -146,7 +146,7 @@ def assert_same_tables(a: RowTable, b: RowTable, tolerance: float) -> None:
     np.testing.assert_allclose(*pulled, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     entry=entries,
@@ -185,7 +185,7 @@ def play(data: st.DataObject, spec: TableSpec, tolerance: float) -> None:
     assert_same_tables(ours, oracle, tolerance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     dim=st.integers(1, 9),
@@ -200,7 +200,7 @@ def test_native_and_reference_agree_bit_for_bit(data, dim, rule, entry, init, dt
     play(data, TableSpec("t", dim, rule, init, entry, dtype, seed, **limit), 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), dim=st.integers(1, 9), rule=st.one_of(near_rules, exact_rules), entry=entries)
 def test_native_and_reference_agree_where_the_c_library_counts(data, dim, rule, entry) -> None:  # type: ignore[no-untyped-def]
     play(data, TableSpec("t", dim, rule, Normal(), entry), 1e-6)
@@ -215,7 +215,7 @@ def leave_memory(table: RowTable) -> None:
         table.add(FILLERS, np.zeros((len(FILLERS), table.spec.dim), np.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), dim=st.integers(1, 9), rule=exact_rules, entry=entries, init=exact_inits)
 @pytest.mark.parametrize("file_dtype", ["float32", "bfloat16", "int8"])
 def test_rows_that_leave_memory_are_rounded_as_numpy_rounds_them(data, dim, rule, entry, init, file_dtype) -> None:  # type: ignore[no-untyped-def]

@@ -26,5 +26,5 @@ def test_images_give_one_score_a_class(layers: int, norm: str, side: int, small_
 
 
 def test_other_depths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ResNet has \[6, 18, 34, 50, 101, 152\] layers, not 20"):
+    with pytest.raises(ValueError, match=r"ResNet has \[4, 18, 34, 50, 101, 152\] layers, not 20"):
         ResNet(10, layers=20)

@@ -86,7 +86,7 @@ def test_no_choice_can_be_asked_for() -> None:
         search(GPT3, "h100x8,nodes=16", top_k=0)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(jobs())
 def test_the_best_is_that_of_trying_everything(job: tuple[dict[str, Any], str]) -> None:
     found = search(*job, top_k=SIMULATED)
@@ -97,7 +97,7 @@ def test_the_best_is_that_of_trying_everything(job: tuple[dict[str, Any], str]) 
     assert found.priced <= found.choices
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(jobs())
 def test_the_fastest_are_simulated_and_in_that_order(job: tuple[dict[str, Any], str]) -> None:
     found = search(*job)
@@ -107,14 +107,14 @@ def test_the_fastest_are_simulated_and_in_that_order(job: tuple[dict[str, Any], 
     assert search(*job, top_k=1).best == found.best
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(jobs())
 def test_the_bound_of_a_choice_is_below_its_time(job: tuple[dict[str, Any], str]) -> None:
     for run in list_runs(read_request(*job)):
         assert lower_bound(run, estimate_tensor_parallel(run)) <= predict_step(run).step_time_s * (1 + 1e-12)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(jobs())
 def test_stopped_early_the_bound_still_holds(job: tuple[dict[str, Any], str]) -> None:
     stopped, whole = search(*job, top_k=1, time_limit=0.0), search(*job, top_k=1)
@@ -122,7 +122,7 @@ def test_stopped_early_the_bound_still_holds(job: tuple[dict[str, Any], str]) ->
     assert stopped.gap >= 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(jobs(), st.sampled_from([2, 10]))
 def test_more_of_a_network_never_makes_the_best_slower(job: tuple[dict[str, Any], str], more: int) -> None:
     described, cluster = job

@@ -29,8 +29,7 @@ def service() -> Service:
 
 
 @pytest.fixture
-def path(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(status_module, "STATUS_S", 0.0)
+def path(service: Service, tmp_path: Path) -> Path:
     path = tmp_path / "status.server.1.json"
     StatusFile(service, str(path)).tick()
     return path
@@ -45,6 +44,20 @@ def test_a_server_reports_what_it_holds_and_answers(path: Path) -> None:
     assert (status.requests["push_requests"], status.requests["push_keys"]) == (1, 2)
     assert (status.requests["active"], status.requests["waiting"]) == (0, 0)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_first_report_comes_at_once_and_the_next_two_seconds_later(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [10.0]
+    monkeypatch.setattr(status_module.time, "monotonic", lambda: clock[0])
+    path = tmp_path / "status.server.1.json"
+    reporter, written = StatusFile(service, str(path)), []
+    for clock[0] in (10.25, 11.0, 12.0, 12.25):
+        reporter.tick()
+        written.append(path.exists())
+        path.unlink(missing_ok=True)
+    assert written == [True, False, False, True]
 
 
 def test_a_worker_whose_pushes_are_held_back_is_not_awaited() -> None:
@@ -119,10 +132,7 @@ def test_counts_that_a_script_wrote_are_numbers_or_no_report(path: Path) -> None
     assert read_statuses([path]) == []
 
 
-def test_a_server_that_nobody_asks_writes_nothing(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(status_module, "STATUS_S", 0.0)
+def test_a_server_that_nobody_asks_writes_nothing(service: Service, tmp_path: Path) -> None:
     StatusFile(service, None).tick()
     StatusFile(service, str(tmp_path / "gone" / "status.json")).tick()
     assert list(tmp_path.iterdir()) == []

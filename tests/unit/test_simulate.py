@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.predict_fit import PUBLISHED
@@ -30,7 +30,6 @@ from phalanx.plan.value import Schedule
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2)]
 CLOSE = 1 + 1e-9
-rules = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-3, 10.0))
 RUN: dict[str, Any] = {
     "name": "gpt-22B",
@@ -126,7 +125,6 @@ def seconds_of(stage: StageWork) -> float:
     return sum(work.compute + work.exposed for work in (stage.forward, stage.inputs, stage.weights))
 
 
-@rules
 @given(pipelines())
 def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: PipelineSpec) -> None:
     found, count = simulate(pipeline), pipeline.schedule.microbatches
@@ -144,7 +142,6 @@ def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: P
     )
 
 
-@rules
 @given(
     pipelines(),
     st.integers(0, 20),
@@ -157,7 +154,6 @@ def test_nothing_that_takes_longer_makes_a_step_shorter(
     assert simulate(longer(pipeline, at, name, more)).step_time_s * CLOSE >= simulate(pipeline).step_time_s
 
 
-@rules
 @given(pipelines())
 def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: PipelineSpec) -> None:
     found = simulate(pipeline)
@@ -175,7 +171,6 @@ def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: PipelineSp
     assert sent / CLOSE - 1e-9 <= travelled <= sent * (1 + pipeline.contention) * CLOSE + 1e-9
 
 
-@rules
 @given(pipelines())
 def test_passes_wait_for_their_inputs(pipeline: PipelineSpec) -> None:
     last = len(pipeline.stages) - 1
@@ -193,7 +188,6 @@ def test_passes_wait_for_their_inputs(pipeline: PipelineSpec) -> None:
                 assert end[needed, of, microbatch] <= start * CLOSE
 
 
-@rules
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_activations_are_those_that_the_schedules_promise(ranks: int, count: int) -> None:
     # Fewer than fill the pipeline all go forward before one goes back.
@@ -206,7 +200,6 @@ def test_activations_are_those_that_the_schedules_promise(ranks: int, count: int
 
 
 @pytest.mark.parametrize(("kind", "virtual"), KINDS[:4])
-@rules
 @given(st.integers(1, 8), st.integers(1, 4))
 def test_equal_stages_and_free_sends_take_the_closed_form(kind: str, virtual: int, ranks: int, rounds: int) -> None:
     count = ranks * rounds
@@ -215,7 +208,6 @@ def test_equal_stages_and_free_sends_take_the_closed_form(kind: str, virtual: in
     assert found.idle_share == pytest.approx((ranks - 1) / virtual / (count + (ranks - 1) / virtual))
 
 
-@rules
 @given(st.integers(1, 8), st.integers(1, 4))
 def test_zero_bubble_fills_two_thirds_of_the_idle_time(ranks: int, rounds: int) -> None:
     found = simulate(even("zero_bubble", ranks, ranks * rounds))
@@ -224,7 +216,6 @@ def test_zero_bubble_fills_two_thirds_of_the_idle_time(ranks: int, rounds: int) 
     assert found.step_time_s >= 3 * ranks * rounds + ranks - 1
 
 
-@rules
 @given(st.sampled_from(KINDS), st.integers(2, 5), st.integers(1, 5))
 def test_more_micro_batches_of_the_same_work_idle_less(kind: tuple[str, int], ranks: int, rounds: int) -> None:
     few, many = (
@@ -237,7 +228,6 @@ def test_more_micro_batches_of_the_same_work_idle_less(kind: tuple[str, int], ra
 _PASSES = ("forward", "inputs", "weights")
 
 
-@rules
 @given(pipelines(), st.integers(8, 11))
 def test_a_collapsed_steady_state_is_that_of_running_every_micro_batch(pipeline: PipelineSpec, rounds: int) -> None:
     schedule = pipeline.schedule.model_copy(update={"microbatches": rounds * pipeline.ranks})

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.data.ctr.slots import ParsedText, SlotSchema, describe_broken, hash_texts, parse_slots
@@ -125,7 +125,6 @@ def test_a_slot_has_the_ids_of_the_slot_it_shares_with(native: bool, format: str
 
 
 @readers
-@settings(deadline=None)  # torch's first jagged tensor takes seconds
 @given(lengths=st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), max_size=5))
 def test_a_batch_of_tokens_splits_into_jagged_slots(native: bool, lengths: list[list[int]]) -> None:
     schema = SlotSchema(sparse=["a", "b", "c"], format="tokens")

@@ -265,7 +265,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@rules(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@rules(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], max_examples=60)
 @given(said=SETTINGS, suffix=st.sampled_from([".yaml", ".yml", ".toml"]))
 def test_what_was_set_comes_back_from_a_file(tmp_path, said, suffix):
     strategy = DistributedStrategy(**said)

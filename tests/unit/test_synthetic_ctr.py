@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 
 
 @example(start=0, cut=20, day=2**37)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(start=st.integers(0, 2**40), cut=st.integers(0, 20), day=st.none() | st.integers(2**37, 2**38))
 def test_a_row_does_not_depend_on_the_range_it_is_made_in(start: int, cut: int, day: int | None) -> None:
     clicks = SyntheticClicks(2**41, rows_per_day=day)

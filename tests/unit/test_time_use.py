@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +18,45 @@ from phalanx.launch.job import registry
 from phalanx.launch.rank.time_use import TimeUse
 
 
+class Clock:
+    """Stands still but for what a test lets pass: on a busy machine a sleep takes longer than it says."""
+
+    def __init__(self) -> None:
+        self.seconds = self.cpu_seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def thread_time(self) -> float:
+        return self.cpu_seconds
+
+    def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def work(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.cpu_seconds += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("phalanx.comm.batch.input_time.time", clock)
+    return clock
+
+
 class SlowSamples(Dataset[int]):
+    """Each takes a quarter of a second on the disk, and as long to decode."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.02)
+        self.clock.wait(0.25)
+        self.clock.work(0.25)
         return index
 
 
@@ -37,29 +69,29 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeUse]:
     gc.callbacks[:] = before
 
 
-def test_the_time_in_a_loader_counts_and_what_it_only_waits_is_told_apart(counting: TimeUse) -> None:
+def test_the_time_in_a_loader_counts_and_what_it_only_waits_is_told_apart(counting: TimeUse, clock: Clock) -> None:
     before = input_time.seconds, input_time.cpu_seconds
-    for _ in DataLoader(SlowSamples(), batch_size=2):
-        time.sleep(0.05)  # a step
-    assert 0.08 <= input_time.seconds - before[0] < 0.15
-    assert input_time.cpu_seconds - before[1] < 0.04
+    for _ in DataLoader(SlowSamples(clock), batch_size=2):
+        clock.work(8.0)  # a step
+    assert input_time.seconds - before[0] == pytest.approx(2.0)
+    assert input_time.cpu_seconds - before[1] == pytest.approx(1.0)
     assert counting.read({})["input_s"] == round(input_time.seconds, 4)
 
 
-def test_a_loader_in_a_loader_counts_once_and_one_of_another_thread_not_at_all() -> None:
+def test_a_loader_in_a_loader_counts_once_and_one_of_another_thread_not_at_all(clock: Clock) -> None:
     times = InputTime()
     with times, times:
-        time.sleep(0.02)
-    assert 0.02 <= times.seconds < 0.035
+        clock.wait(2.0)
+    assert times.seconds == 2.0
 
     def load() -> None:
         with times:
-            time.sleep(0.05)
+            clock.wait(5.0)
 
     thread = threading.Thread(target=load)
     thread.start()
     thread.join()
-    assert times.seconds < 0.035
+    assert times.seconds == 2.0
 
 
 def test_collections_count(counting: TimeUse) -> None:

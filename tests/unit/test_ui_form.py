@@ -83,7 +83,7 @@ def test_what_cannot_be_read_is_said_at_its_field():
     assert "no YAML" in errors["datasets"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     nodes=st.integers(1, 99),
     env=st.dictionaries(

@@ -107,7 +107,7 @@ def test_a_plan_with_other_shares_is_simulated_with_them() -> None:
     assert simulated.simulation.step_time_s > 1.5 * answer.simulate().simulation.step_time_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.integers(2, 300), parts=st.lists(st.integers(1, 50), min_size=2, max_size=5))
 def test_a_plan_is_simulated_with_the_parts_that_ranks_train(layers: Layers, rows: int, parts: list[int]) -> None:
     cluster = read_cluster(mixed(("slow", 1), ("fast", len(parts) - 1)))

@@ -17,7 +17,7 @@ STATUS_S = 2.0
 
 
 class StatusFile:
-    """Replaces a file by the server's state every two seconds.
+    """Replaces a file by the server's state: at once, as a rolling restart waits for it, and every two seconds.
 
     Args:
         service: The server.
@@ -27,15 +27,16 @@ class StatusFile:
     def __init__(self, service: Service, path: str | None) -> None:
         self._service, self._path = service, path
         self._last, self._last_at = service.engine.counts(), time.monotonic()
+        self._due_at = self._last_at
 
     def tick(self) -> None:
         """Write the state if it is time to. A full disk is no reason to stop."""
         now = time.monotonic()
-        if self._path is None or now - self._last_at < STATUS_S:
+        if self._path is None or now < self._due_at:
             return
         counts = self._service.engine.counts()
         status = server_status(self._service, counts) | {"rates": rates(self._last, counts, now - self._last_at)}
-        self._last, self._last_at = counts, now
+        self._last, self._last_at, self._due_at = counts, now, now + STATUS_S
         part = f"{self._path}.part"
         try:
             Path(part).write_text(json.dumps(status))

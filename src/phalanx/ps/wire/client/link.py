@@ -189,8 +189,9 @@ class ServerLink:
                     self._thread_condition.wait_for(self._is_due, _IDLE_S)
                 if self._end:
                     break
+                is_left_to_others = self.state.was_read and not (goes_on or self._is_thread_needed)
                 goes_on = False
-                if self.state.is_reading or (self.state.was_read and not self._is_thread_needed):
+                if self.state.is_reading or is_left_to_others:
                     continue
                 self.state.has_waiter = self._is_thread_needed = False
                 self._changed.notify_all()  # a signal may have broken off that of a reader
