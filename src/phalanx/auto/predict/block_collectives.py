@@ -15,7 +15,7 @@ from phalanx.auto.predict.rank_groups import (
     place_vocabulary,
 )
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows, sent_rows
+from phalanx.auto.predict.transformer import KernelWork, boundary_bytes, routed_rows, sent_rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BlockCollectives:
         if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
             return self._sum_of(boundary_bytes(run))
         # The ranks that share an expert gather the tokens that were sent to any of them.
-        return self._sum_of(HALF * routed_rows(run) * run.model.hidden, expert_tensor_ranks(run))
+        return self._sum_of(run.element_bytes * routed_rows(run) * run.model.hidden, expert_tensor_ranks(run))
 
     def _sum_of(self, size: float, layout: GroupTopology | None = None) -> float:
         """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter."""
@@ -80,7 +80,8 @@ class BlockCollectives:
         if not run.model.experts or run.parallel.ep == 1:
             return 0.0
         # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
-        return 2 * self.links.all_to_all(run.expert_load * HALF * sent_rows(run) * run.model.hidden, expert_ranks(run))
+        size = run.expert_load * run.element_bytes * sent_rows(run) * run.model.hidden
+        return 2 * self.links.all_to_all(size, expert_ranks(run))
 
     @cached_property
     def experts_backward(self) -> float:
@@ -155,7 +156,7 @@ class BlockCollectives:
 
     def gather_of(self, part: RankParameters) -> float:
         """Return the seconds to gather parameters from their shards."""
-        return self.links.all_gather(HALF * part.count, part.shards)
+        return self.links.all_gather(self.run.element_bytes * part.count, part.shards)
 
     def scatter_of(self, part: RankParameters) -> float:
         """Return the seconds to add up their gradients, and those of shards over all ranks with the same shard."""

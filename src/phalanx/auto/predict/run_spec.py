@@ -170,11 +170,19 @@ class RunSpec(Part):
     def splits_softmax(self) -> bool:
         """Whether the softmax of Megatron and its kin is five operators, for their one kernel does not take the scores.
 
-        It takes those of four heads at once, of 17 to 4,096 keys.
+        It takes those of four heads at once, of 17 to 4,096 keys, in 16 bit.
         """
         own = self.micro * self.model.heads / self.parallel.tp
         fits = own % 4 == 0 and self.model.seq % 4 == 0 and 16 < self.model.seq <= 4096
-        return self.habits.fuses and not self.compile and self.precision != "fp32" and not fits
+        return self.habits.fuses and not self.compile and (self.precision == "fp32" or not fits)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of activations, and of the parameters that passes compute with.
+
+        Only products take operands in 8 bit; what they return, and all else, stays in 16.
+        """
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def gradient_bytes(self) -> int:

@@ -11,10 +11,10 @@ from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.interleaved_schedule import interleaved_seconds
-from phalanx.auto.predict.memory_model import FLOAT
 from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
+    FLOAT,
     KernelWork,
     block,
     boundary_bytes,
