@@ -134,7 +134,7 @@ class BlockCollectives:
     def sum_of_tied_tables(self) -> float:
         """Seconds to add up the gradients of a table of which the first and the last stage hold a copy each."""
         run, table, par = self.run, self.table, self.run.parallel
-        if par.pp == 1 or not run.model.tied:
+        if run.has_one_end or not run.model.tied:
             return 0.0
         stride, per_node = par.stride("pp"), run.cluster.per_node
         size = run.accumulated_bytes * table.count

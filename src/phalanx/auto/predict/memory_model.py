@@ -85,8 +85,8 @@ def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
         gathered += element * (run.dense_parameters + run.expert_parameters / own_experts)
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * element * tokens(run) * run.model.hidden
-    is_end = last or par.pp == 1
-    activations, logits = _activations(run, last=last), logits_bytes(run) if is_end else 0.0
+    has_head = run.has_one_end != last
+    activations, logits = _activations(run, last=last), logits_bytes(run) if has_head else 0.0
     return Footprint(
         parameters=parameters,
         gradients=gradients,
@@ -111,7 +111,8 @@ def count_parameters(run: RunSpec, *, last: bool = False) -> float:
 def _list_parameters(run: RunSpec, *, last: bool) -> list[tuple[int, RankParameters]]:
     """Return how often a rank of a stage has which parameters."""
     blocks = [(_stage_layers(run, last=last), part) for part in list_block_parameters(run)]
-    return [*blocks, (count_tables(run), place_vocabulary(run))]
+    tables = 0 if last and run.has_one_end else count_tables(run)
+    return [*blocks, (tables, place_vocabulary(run))]
 
 
 def _stage_layers(run: RunSpec, *, last: bool) -> int:
@@ -146,15 +147,31 @@ def block_bytes(run: RunSpec) -> float:
 
 def _activations(run: RunSpec, *, last: bool) -> float:
     """Return what micro-batches on their way keep, and the block that is recomputed, which is there in full."""
-    par, count = run.parallel, run.micro_batches
-    stages_on_their_way = 1 if last else par.pp
-    in_flight = float(min(stages_on_their_way, max(1, round(count)))) if run.schedule != "gpipe" else count
-    if par.vpp > 1:
-        in_flight = min(max(1.0, count), in_flight * (1 + (par.pp - 1) / (par.pp * par.vpp)))
     again = 0.0
     if run.recompute == "full":  # its input is kept already
         again = block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
-    return _stage_layers(run, last=last) * in_flight * block_bytes(run) + again
+    return _stage_layers(run, last=last) * _count_held(run, last=last) * block_bytes(run) + again
+
+
+def _count_held(run: RunSpec, *, last: bool) -> float:
+    """Return the micro-batches of which a rank keeps what all of its stages compute, at most (`plan/pipeline_order`).
+
+    A rank begins with as many forward passes as it takes until the first gradient is back: through all of its stages
+    but one for a whole round, and for the ranks behind it, there and back where stages are interleaved. Zero bubble
+    keeps all of them until the gradients of weights are there, which are as many passes later as ranks are before.
+    """
+    par, count = run.parallel, max(1, round(run.micro_batches))
+    if run.is_v:  # the first rank has all of one stage on their way before the first comes to its other stage
+        return (min(count, 2 * par.pp - 1) + 1) / 2 if not last else min(count, par.pp)
+    rounds = (par.vpp - 1) * run.round_size
+    if run.schedule == "gpipe" or (par.vpp == 1 and run.schedule != "zero-bubble" and count < par.pp):
+        return run.micro_batches
+    if run.schedule == "zero-bubble":
+        stages = rounds + par.pp
+    else:
+        behind = 0 if last else par.pp - 1
+        stages = rounds + (2 if par.vpp > 1 else 1) * behind + 1
+    return min(count, stages / par.vpp)
 
 
 def logits_bytes(run: RunSpec) -> float:

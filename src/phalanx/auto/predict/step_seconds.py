@@ -10,7 +10,7 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
-from phalanx.auto.predict.interleaved_schedule import interleaved_seconds
+from phalanx.auto.predict.interleaved_schedule import StageSeconds, interleaved_seconds
 from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
@@ -23,6 +23,7 @@ from phalanx.auto.predict.transformer import (
     keeps_every_second_product,
     shard_copy_bytes,
 )
+from phalanx.plan.value import Schedule
 
 
 class StepSeconds:
@@ -43,12 +44,9 @@ class StepSeconds:
         run, count = self.run, self.run.micro_batches
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
-        # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
-        hops, virtual = run.parallel.pp - 1, run.parallel.vpp
-        others = (run.model.layers - self.layers) / self.layers * passes + hops * self.constants.micro_batch_s
-        send, bubble = self._send, self._idle_share * others / virtual + self._first_sends
-        if self._is_unevenly_interleaved:
-            waits = self._schedule_s - count * (passes + self._head_on_top + self.constants.micro_batch_s)
+        send, bubble = self._send, self._idle + self._first_sends
+        if self._follows_schedule:
+            waits = self._schedule_s - math.ceil(count) * (passes + self._head_on_top + self.constants.micro_batch_s)
             send = min(send, waits)
             bubble = waits - send
         return {
@@ -63,45 +61,71 @@ class StepSeconds:
     @property
     def _head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
+        first, last = self._ends
+        block = self.forward + self.backward
+        if self.run.has_one_end:
+            own = self.stage_blocks[0] + (self.stage_blocks[-1] if self.run.parallel.pp > 1 else 0)
+            return max(0.0, first + last - (self.layers - own) * block)
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        first = self.embedding_backward + self.exchanges.vocabulary_sum
-        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
-        if self.run.parallel.pp == 1:
-            return first + last
-        return max(first, last - fewer * (self.forward + self.backward))
+        return max(first, last - fewer * block)
 
-    @property
+    @cached_property
+    def _ends(self) -> tuple[float, float]:
+        """Seconds of the embedding on the first stage, and of the projection and the loss on the last."""
+        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
+        return self.embedding_backward + self.exchanges.vocabulary_sum, last
+
+    @cached_property
     def stage_blocks(self) -> list[int]:
         """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
         layers, stages = self.run.model.layers, self.run.parallel.pp * self.run.parallel.vpp
         return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
     @property
-    def _is_unevenly_interleaved(self) -> bool:
-        """Whether ranks have several stages with different numbers of blocks, which makes them wait for each other."""
+    def _follows_schedule(self) -> bool:
+        """Whether ranks with several stages wait for each other more than a formula says.
+
+        They do where stages have different numbers of blocks, where rounds are not as many micro-batches as stages (the
+        first of a larger round waits for the rest before it goes on, and ranks wait for a smaller one), and in a V.
+        """
         run, par = self.run, self.run.parallel
-        is_interleaved = par.pp > 1 and par.vpp > 1 and run.schedule not in ("gpipe", "zero-bubble")
-        return is_interleaved and run.micro_batches % par.pp == 0 and run.model.layers % (par.pp * par.vpp) > 0
+        if par.pp == 1 or par.vpp == 1 or run.schedule == "gpipe":
+            return False
+        return run.is_v or run.round_size != par.pp or run.model.layers % (par.pp * par.vpp) > 0
 
     @property
     def _schedule_s(self) -> float:
-        """Seconds of all passes and sends in the order of an interleaved schedule."""
-        run = self.run
-        forward = [
-            blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp for blocks in self.stage_blocks
-        ]
-        backward = [blocks * self.backward for blocks in self.stage_blocks]
-        forward[0] += self.exchanges.vocabulary_sum
-        forward[-1] += self.head.forward
-        backward[0] += self.embedding_backward
-        backward[-1] += self.head.backward + self.exchanges.vocabulary_sum
+        """Seconds of all passes and sends in the order of a schedule of several stages a rank."""
+        run, par, splits = self.run, self.run.parallel, self.run.schedule == "zero-bubble"
+        schedule = Schedule(
+            kind="zero_bubble" if splits else "interleaved",
+            microbatches=math.ceil(run.micro_batches),
+            virtual=par.vpp,
+        )
         return interleaved_seconds(
-            forward,
-            backward,
-            self.send_once,
+            [self._pass_seconds(stage, splits=splits) for stage in range(par.pp * par.vpp)],
+            schedule,
             contention=self.constants.contention if run.overlap.pp else None,
-            ranks=run.parallel.pp,
-            rounds=int(run.micro_batches) // run.parallel.pp,
+            ranks=par.pp,
+            round_size=par.pp if run.is_v else run.round_size,
+        )
+
+    def _pass_seconds(self, stage: int, *, splits: bool) -> StageSeconds:
+        """Return the seconds of the passes of one stage; gradients of weights apart where a schedule splits them."""
+        own, sums = self.stage_blocks[stage], self.exchanges.vocabulary_sum
+        is_last = stage == len(self.stage_blocks) - 1
+        weights = own * self.weights + (self.head.weights if is_last else 0.0) if splits else 0.0
+        return StageSeconds(
+            forward=own * self.forward
+            + self.constants.micro_batch_s / self.run.parallel.vpp
+            + (sums if stage == 0 else 0.0)
+            + (self.head.forward if is_last else 0.0),
+            backward=own * self.backward
+            + (self.embedding_backward if stage == 0 else 0.0)
+            + (self.head.backward + sums if is_last else 0.0)
+            - weights,
+            weights=weights,
+            send=self.send_once,
         )
 
     # -- one block -------------------------------------------------------------------------------------------
@@ -341,19 +365,43 @@ class StepSeconds:
         """Seconds of the gradients of weights in a block's backward pass, which zero-bubble schedules compute apart."""
         return self.block.weights * self.compute_backward / (self.block.backward + self.recompute.forward)
 
-    @cached_property
-    def _idle_share(self) -> float:
-        """What a stage waits, of the passes of all others: with zero bubble less what gradients of weights fill.
+    @property
+    def _idle(self) -> float:
+        """Seconds for which the fullest stage waits: its first micro-batch goes through all others, and back.
 
-        That is forward + inputs - weights for each of the others, and no less than either pass for which others wait
-        (`auto/solver/problem`). Only the micro-batches before the last one have gradients of weights to fill with.
+        It comes back by the embedding on the first stage. Of several stages a rank, it goes through one of each, and in
+        the end a whole round comes by the embedding, long after it has passed the projection.
         """
-        if self.run.schedule != "zero-bubble" or self.run.parallel.pp == 1:
-            return 1.0
-        inputs = self.backward - self.weights
-        filled = self.weights * min(1.0, (self.run.micro_batches - 1) / (self.run.parallel.pp - 1))
-        idle = max(self.forward + inputs - filled, self.forward, inputs)
-        return idle / (self.forward + self.backward)
+        run, par = self.run, self.run.parallel
+        if par.pp == 1:
+            return 0.0
+        others, ends = run.model.layers - self.layers, sum(self._ends) - self._head_on_top
+        start = (par.pp - 1) * self.constants.micro_batch_s / par.vpp
+        if run.schedule == "zero-bubble":
+            return self._zero_bubble_idle + start + (0.0 if par.vpp == 1 else par.pp * ends)
+        return others * (self.forward + self.backward) / par.vpp + start + (1 if par.vpp == 1 else par.pp) * ends
+
+    @property
+    def _zero_bubble_idle(self) -> float:
+        """Seconds of the same where gradients of weights fill a part of it.
+
+        The last stage waits for its first micro-batch. After its last gradient of inputs, it is left with those of
+        weights of as many micro-batches as stages. Meanwhile that gradient goes through all others, and the first stage
+        adds up its own. The first stage waits for its first gradient, after as many forward passes as stages.
+        """
+        run, par = self.run, self.run.parallel
+        first, last = self._ends
+        a_stage = (run.model.layers - self.layers) / (par.pp - 1) / par.vpp  # of all others on average
+        forward, weights = a_stage * self.forward, a_stage * self.weights
+        inputs, left = a_stage * self.backward - weights, self.layers * self.weights / par.vpp
+        head = last - self.head.weights
+        if par.vpp == 1 and last > first:
+            left += self.head.weights
+        end = first if par.vpp == 1 else 0.0
+        queued = min(run.micro_batches, par.pp)
+        of_last = (par.pp - 1) * forward + max(0.0, (par.pp - 1) * inputs + weights + end - queued * left)
+        of_first = (par.pp - queued) * forward + (par.pp - 1) * inputs + head
+        return max(of_last, of_first - run.micro_batches * (self._head_on_top - first))
 
     @cached_property
     def _gradients(self) -> float:
