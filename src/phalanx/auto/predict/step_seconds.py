@@ -10,6 +10,7 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
+from phalanx.auto.predict.gradient_exchange import GradientExchange
 from phalanx.auto.predict.interleaved_schedule import StageSeconds, interleaved_seconds
 from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
@@ -412,20 +413,34 @@ class StepSeconds:
         bare = exchanges.sum_of_tied_tables
         if par.zero >= 2:  # stages gather and scatter once a step
             bare += self.first_gathers
-            whole = (
-                self.layers * (exchanges.gather + exchanges.scatter)
-                - exchanges.gather
-                + exchanges.scatter_of(exchanges.table)
-            )
+            blocks = self.layers * (exchanges.gather + exchanges.scatter) - exchanges.gather
+            table = exchanges.scatter_of(exchanges.table)
         else:
-            dense, *experts = exchanges.block_parameters
-            tables = count_tables(run) * exchanges.table.count
-            stage = replace(dense, count=self.layers * dense.count + tables)
-            whole = exchanges.reduce_of(stage) + sum(exchanges.reduce_of(part, self.layers) for part in experts)
-        if not self.run.overlap.dp:
-            return bare + whole
-        beside = min(whole, self.layers * self.backward)
-        return bare + whole - beside + self.constants.contention * beside
+            blocks = sum(exchanges.reduce_of(part, self.layers) for part in exchanges.block_parameters)
+            table = exchanges.reduce_of(exchanges.table)
+        if not run.overlap.dp:
+            return bare + blocks + count_tables(run) * table
+        return bare + self._exchange(blocks, table).seconds(self.constants.contention)
+
+    def _exchange(self, blocks: float, table: float) -> GradientExchange:
+        """Return the exchange of gradients of so many seconds of a rank's blocks, and of a table."""
+        run, par, tables = self.run, self.run.parallel, count_tables(self.run)
+        splits, own = run.schedule == "zero-bubble" and par.pp > 1, self.stage_blocks[0]
+        own_tables = tables if par.pp == 1 else 1
+        last_pass = own * (self.weights if splits else self.backward)
+        inputs = self.backward - (self.weights if splits else 0.0)
+        if not splits:
+            last_pass += self.embedding_backward + (self.head.backward if par.pp == 1 else 0.0)
+        return GradientExchange(
+            whole=blocks + tables * table,
+            own=blocks * own / self.layers + own_tables * table,
+            last=table,
+            buckets=own + own_tables,
+            last_pass=last_pass,
+            before=max(par.pp * inputs, run.round_size * self.backward) * (self.layers - own),
+            busy=min(1.0, run.micro_batches / par.pp),
+            passes_in_turn=1 if splits else par.pp,
+        )
 
     @cached_property
     def optimizer(self) -> float:
