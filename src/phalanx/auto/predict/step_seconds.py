@@ -12,6 +12,7 @@ from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.gradient_exchange import GradientExchange
 from phalanx.auto.predict.interleaved_schedule import StageSeconds, interleaved_seconds
+from phalanx.auto.predict.pipeline_idle import StagePasses, find_pipeline_seconds
 from phalanx.auto.predict.rank_groups import count_tables
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
@@ -45,16 +46,15 @@ class StepSeconds:
         run, count = self.run, self.run.micro_batches
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
-        send, bubble = self._send, self._idle + self._first_sends
+        send, waits = self._send, self._send + self._idle + self._first_sends
         if self._follows_schedule:
             waits = self._schedule_s - math.ceil(count) * (passes + self._head_on_top + self.constants.micro_batch_s)
             send = min(send, waits)
-            bubble = waits - send
         return {
             "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
             "pipeline_send_s": send,
-            "pipeline_bubble_s": bubble,
+            "pipeline_bubble_s": waits - send,
             "gradients_s": self._gradients,
             "optimizer_s": self.optimizer + self.constants.step_s,
         }
@@ -318,30 +318,58 @@ class StepSeconds:
     def _first_sends(self) -> float:
         """Seconds of the sends of the first micro-batch through all stages and back: nothing runs beside them."""
         par, overlaps = self.run.parallel, self.run.overlap.pp
-        return 2 * (par.pp * (par.vpp if overlaps else 1) - 1) * self.send_once
+        if overlaps:
+            return 2 * (par.pp * par.vpp - 1) * self.send_once
+        return 0.0 if par.vpp == 1 else max(0.0, 2 * (par.pp - 1) * self.send_once - self._bare_sends)
+
+    @property
+    def _bare_sends(self) -> float:
+        """Seconds by which sends of a micro-batch that hold up ranks make the fullest rank slower.
+
+        The first rank and the last send to one neighbour only, those between to two.
+        """
+        par = self.run.parallel
+        at_ends, between = 2 * par.vpp - 1, 2 * par.vpp if par.pp > 2 else 0
+        head = self._head_on_top
+        return max(head + at_ends * self.send_once, between * self.send_once) - head
 
     @cached_property
     def _send(self) -> float:
         """Seconds a step spends between stages besides `_first_sends`."""
-        seconds = 2 * self.run.micro_batches * self.run.parallel.vpp * self.send_once
+        run, par, count = self.run, self.run.parallel, self.run.micro_batches
+        if par.pp == 1:
+            return 0.0
+        if not self.run.overlap.pp and par.vpp == 1:
+            return self._find_pipeline_s(self.send_once) - self._find_pipeline_s(0.0)
         if not self.run.overlap.pp:
-            return seconds
+            return count * self._bare_sends
+        once, contention = self.send_once, self.constants.contention
+        ways = [self.layers / par.vpp * way for way in (self.forward, self.backward)]
+        shared = [contention * min(once, way) for way in ways]
+        if run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
+            added = sum(max(way + slower, once) - way for way, slower in zip(ways, shared, strict=True))
+            return max(0.0, count - 1) * added + sum(shared)
+        if par.vpp > 1:
+            own, slower = par.vpp * sum(ways), par.vpp * sum(shared)
+            later = count - par.pp
+            return later * (max(own + slower, self._sends_of_rank * once) - own) + par.pp * slower
         shown = self._shown_sends
-        return shown + self.constants.contention * max(0.0, seconds - shown)
+        hidden = max(0.0, count * self._sends_of_rank * once - shown)
+        return shown + min(count * sum(shared), contention * hidden)
+
+    @property
+    def _sends_of_rank(self) -> int:
+        """Sends of a micro-batch of a rank that has most: of two ranks, each has one neighbour in one place."""
+        return 2 * self.run.parallel.vpp - (1 if self.run.parallel.pp == 2 else 0)
 
     @property
     def _shown_sends(self) -> float:
-        """Seconds of sends that no pass hides: the simulation of equal stages, but for sends longer than passes.
+        """Seconds of sends of 1F1B and of zero bubble that no pass hides: the simulation of equal stages.
 
         Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
         """
         once, par, count = self.send_once, self.run.parallel, self.run.micro_batches
         later = max(0.0, count - par.pp)
-        if self.run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
-            passes = self.layers * self.forward, self.layers * self.backward
-            return max(0.0, count - 1) * sum(max(0.0, once - each) for each in passes)
-        if par.vpp > 1:
-            return later * max(0.0, 2 * par.vpp * once - self.layers * (self.forward + self.backward))
         a_round = (par.pp - 1) / par.pp * 2 * once
         if self.run.schedule == "zero-bubble":
             filled = (par.pp - 1) / par.pp * self.layers * self.weights
@@ -368,41 +396,34 @@ class StepSeconds:
 
     @property
     def _idle(self) -> float:
-        """Seconds for which the fullest stage waits: its first micro-batch goes through all others, and back.
+        """Seconds for which the fullest stage waits, sends left out.
 
-        It comes back by the embedding on the first stage. Of several stages a rank, it goes through one of each, and in
-        the end a whole round comes by the embedding, long after it has passed the projection.
+        Of several stages a rank, the first micro-batch goes through one of each other rank, and in the end a whole
+        round comes by the embedding, long after it has passed the projection.
         """
-        run, par = self.run, self.run.parallel
+        run, par, count = self.run, self.run.parallel, self.run.micro_batches
         if par.pp == 1:
             return 0.0
-        others, ends = run.model.layers - self.layers, sum(self._ends) - self._head_on_top
-        start = (par.pp - 1) * self.constants.micro_batch_s / par.vpp
-        if run.schedule == "zero-bubble":
-            return self._zero_bubble_idle + start + (0.0 if par.vpp == 1 else par.pp * ends)
-        return others * (self.forward + self.backward) / par.vpp + start + (1 if par.vpp == 1 else par.pp) * ends
+        if par.vpp == 1:
+            fullest = self.layers * (self.forward + self.backward) + self._head_on_top + self.constants.micro_batch_s
+            return max(0.0, self._find_pipeline_s(0.0) - count * fullest)
+        ends = par.pp * (sum(self._ends) - self._head_on_top)
+        own = self.layers / par.vpp
+        splits = run.schedule == "zero-bubble"
+        weights = own * self.weights if splits else 0.0
+        forward = own * self.forward + self.constants.micro_batch_s / par.vpp
+        stage = StagePasses(forward, own * self.backward - weights, weights)
+        return find_pipeline_seconds([stage] * par.pp, par.pp) - par.pp * sum(stage) + ends
 
-    @property
-    def _zero_bubble_idle(self) -> float:
-        """Seconds of the same where gradients of weights fill a part of it.
-
-        The last stage waits for its first micro-batch. After its last gradient of inputs, it is left with those of
-        weights of as many micro-batches as stages. Meanwhile that gradient goes through all others, and the first stage
-        adds up its own. The first stage waits for its first gradient, after as many forward passes as stages.
-        """
-        run, par = self.run, self.run.parallel
-        first, last = self._ends
-        a_stage = (run.model.layers - self.layers) / (par.pp - 1) / par.vpp  # of all others on average
-        forward, weights = a_stage * self.forward, a_stage * self.weights
-        inputs, left = a_stage * self.backward - weights, self.layers * self.weights / par.vpp
-        head = last - self.head.weights
-        if par.vpp == 1 and last > first:
-            left += self.head.weights
-        end = first if par.vpp == 1 else 0.0
-        queued = min(run.micro_batches, par.pp)
-        of_last = (par.pp - 1) * forward + max(0.0, (par.pp - 1) * inputs + weights + end - queued * left)
-        of_first = (par.pp - queued) * forward + (par.pp - 1) * inputs + head
-        return max(of_last, of_first - run.micro_batches * (self._head_on_top - first))
+    def _find_pipeline_s(self, send: float) -> float:
+        """Return the seconds of all passes of one stage a rank, of which each holds its rank up while it sends."""
+        run, last = self.run, self.run.parallel.pp - 1
+        stages = []
+        for stage in range(last + 1):
+            own = self._pass_seconds(stage, splits=run.schedule == "zero-bubble")
+            there, back = (send if stage < last else 0.0), (send if stage else 0.0)
+            stages.append(StagePasses(own.forward + there, own.backward + back, own.weights))
+        return find_pipeline_seconds(stages, run.micro_batches, in_turn=run.schedule != "gpipe")
 
     @cached_property
     def _gradients(self) -> float:
