@@ -12,6 +12,9 @@ _WHOLE_ROUNDS, _MOST_PASSES = 8, 4096
 """Rounds of micro-batches that are computed: so many, and in waves more until all have so many passes. All that follow
 take as long as the last one, or as the work of the busiest rank."""
 
+_LEAST_ROUNDS, _MANY_PASSES = 3, 8192
+"""Where passes are computed one by one, so many rounds are enough if they have so many passes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSeconds:
@@ -45,7 +48,11 @@ def interleaved_seconds(
     rounds, count = schedule.microbatches // round_size, schedule.microbatches
     is_wave = schedule.kind == "interleaved" and round_size == ranks
     find_end = _find_end_of_waves if is_wave else _find_end_one_by_one
-    whole = min(rounds, max(_WHOLE_ROUNDS, _MOST_PASSES // len(stages)) if is_wave else _WHOLE_ROUNDS)
+    if is_wave:
+        whole = max(_WHOLE_ROUNDS, _MOST_PASSES // len(stages))
+    else:
+        whole = max(_LEAST_ROUNDS, min(_WHOLE_ROUNDS, _MANY_PASSES // (len(moves) * round_size)))
+    whole = min(rounds, whole)
     count -= round_size * (rounds - whole)
     end = find_end(moves, _with_count(schedule, count), ranks)
     if rounds == whole:
