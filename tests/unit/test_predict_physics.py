@@ -182,9 +182,9 @@ def test_shards_that_pass_through_the_same_ports_as_tokens_wait_for_them() -> No
     for parallel in ({"dp": 64, "ep": 64}, {"dp": 32, "cp": 2, "ep": 64, "order": "dp-tp-pp"}):
         passes = step(alter(run, parallel=parallel, model={"experts": 64}))
         exchanges = passes.exchanges
-        assert passes.forward >= exchanges.gather + exchanges.between_nodes[0]
-        assert passes.backward >= exchanges.gather + exchanges.scatter + exchanges.between_nodes[1]
-        assert exchanges.between_nodes[0] >= exchanges.experts_forward > 0
+        assert passes.forward >= exchanges.gather + exchanges.on_links_of_shards[0]
+        assert passes.backward >= exchanges.gather + exchanges.scatter + exchanges.on_links_of_shards[1]
+        assert exchanges.on_links_of_shards[0] >= exchanges.experts_forward > 0
 
 
 def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:

@@ -100,10 +100,11 @@ class BlockCollectives:
         return self._beside(2 * self._ring, self.block.attention_backward) + again
 
     @cached_property
-    def between_nodes(self) -> tuple[float, float]:
-        """Seconds in which a forward and a backward pass use the ports of nodes, for anything but shards.
+    def on_links_of_shards(self) -> tuple[float, float]:
+        """Seconds in which a forward and a backward pass use the links that collectives of shards need.
 
-        Collectives of shards that use the same ports cannot run beside them.
+        Those cannot run beside them. A ring takes of the links of a node what it carries: all of them if it stays in the
+        node, and a small part if the ports of nodes are slower.
         """
         run, again = self.run, self._passes_back - 1
         sums = self._dense_sum + self._routed_sum
@@ -112,13 +113,22 @@ class BlockCollectives:
             (expert_ranks(run), self.experts_forward, self.experts_backward),
             (group_topology(run, "cp"), self._ring, self._ring * (2 + again)),
         )
-        used = [(forward, backward) for layout, forward, backward in kinds if layout.ranks > layout.in_node]
-        return sum(forward for forward, _ in used), sum(backward for _, backward in used)
+        used = [(self._share_with_shards(layout), forward, backward) for layout, forward, backward in kinds]
+        return sum(share * forward for share, forward, _ in used), sum(share * backward for share, _, backward in used)
 
-    @cached_property
-    def shards_between_nodes(self) -> bool:
-        """Whether shards of a block are gathered from other nodes."""
-        return any(part.shards.ranks > part.shards.in_node for part in self.block_parameters)
+    def _share_with_shards(self, layout: GroupTopology) -> float:
+        """Return for how much of its time a collective of these ranks keeps those of shards from their links."""
+        gathers = [(self.gather_of(part) + self.scatter_of(part), part.shards) for part in self.block_parameters]
+        whole = sum(seconds for seconds, _ in gathers)
+        return sum(seconds * self._overlap(layout, shards) for seconds, shards in gathers) / whole if whole else 0.0
+
+    def _overlap(self, layout: GroupTopology, shards: GroupTopology) -> float:
+        if min(layout.ranks, shards.ranks) == 1:
+            return 0.0
+        if (layout.ranks > layout.in_node) == (shards.ranks > shards.in_node):
+            return 1.0
+        rates = self.links.bandwidth(layout), self.links.bandwidth(shards)
+        return min(rates) / max(rates)
 
     @cached_property
     def block_parameters(self) -> list[RankParameters]:

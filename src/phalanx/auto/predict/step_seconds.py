@@ -176,7 +176,7 @@ class StepSeconds:
     def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
         """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
         device = self.block.forward + self.waits_forward + more
-        return max(self._beside(device, self.exchanges.between_nodes[0], gathers), self._issue_forward)
+        return max(self._beside(device, self.exchanges.on_links_of_shards[0], gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
@@ -186,7 +186,7 @@ class StepSeconds:
     def _backward_beside(self, collectives: float, more: float = 0.0) -> float:
         """Return the same of a backward pass."""
         device = self.block.backward + self.recompute.forward + self.waits_backward + more
-        return max(self._beside(device, self.exchanges.between_nodes[1], collectives), self._issue_backward)
+        return max(self._beside(device, self.exchanges.on_links_of_shards[1], collectives), self._issue_backward)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
@@ -196,17 +196,17 @@ class StepSeconds:
             self.waits_backward + self._gathers + self._scatters,
         )
 
-    def _beside(self, device: float, between_nodes: float, shards: float) -> float:
+    def _beside(self, device: float, on_links: float, shards: float) -> float:
         """Return the seconds of work with collectives of shards beside it.
 
         Args:
             device: Seconds of the work, waits included.
-            between_nodes: Seconds of it in which other collectives use the ports of nodes.
+            on_links: Seconds of it in which other collectives use the links of those of shards.
             shards: Seconds of the collectives of shards.
         """
         if not self.run.overlap.dp or not shards:
             return device + shards
-        busy = min(device, between_nodes) if self.exchanges.shards_between_nodes else 0.0
+        busy = min(device, on_links)
         shared = min(device - busy, shards)
         return busy + max(device - busy, shards) + self.constants.contention * shared
 
