@@ -15,7 +15,7 @@ from phalanx.auto.predict.rank_groups import (
     place_vocabulary,
 )
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import KernelWork, boundary_bytes, routed_rows, sent_rows
+from phalanx.auto.predict.transformer import KernelWork, boundary_bytes, keeps_every_second_product, routed_rows, sent_rows
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,61 @@ class BlockCollectives:
 
     def _sum_of(self, size: float, layout: GroupTopology | None = None) -> float:
         """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter."""
+        # Of the two, gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
+        share = 0.75 if self._gathers_8_bit else 1.0
+        return self.links.all_reduce(share * size, layout or group_topology(self.run, "tp"))
+
+    @property
+    def _gathers_8_bit(self) -> bool:
+        return self.run.precision == "fp8" and self.run.parallel.sequence_parallel
+
+    @property
+    def _gather_share(self) -> float:
+        """Part of a sum that is its gather, where tokens between two sums are cut over the ranks."""
+        return 1 / 3 if self._gathers_8_bit else 1 / 2
+
+    @property
+    def _sums_again(self) -> float:
+        """Part of the sums of a forward pass that recomputation repeats.
+
+        PyTorch's stops before the last product, so before the sum of what it gives. With its policy of every second
+        product, scatters are kept, and whole sums are not.
+        """
         run = self.run
-        # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
-        share = 0.75 if run.precision == "fp8" and run.parallel.sequence_parallel else 1.0
-        return self.links.all_reduce(share * size, layout or group_topology(run, "tp"))
+        if keeps_every_second_product(run):
+            return self._gather_share if run.parallel.sequence_parallel else 1 / 2
+        if run.recompute != "full":
+            return 0.0
+        if not run.habits.stops_checkpoints or run.model.experts:
+            return 1.0
+        return 1 - (1 - self._gather_share) / 2 if run.parallel.sequence_parallel else 1 / 2
 
     @cached_property
     def tensor_parallel_backward(self) -> float:
         """Seconds of the same in a backward pass, those of recomputation included.
 
-        One of the two of a dense layer runs beside the gradients of its weights; those of routed tokens do not.
+        Megatron sums the gradient of an input beside the gradients of the weights that the input came to. Where tokens
+        are cut over the ranks, only its scatter is there to hide, and the input itself, of which a rank keeps a part,
+        is gathered again beside the gradient of the input. Sums of routed tokens run beside nothing.
         """
-        hidden = min(self.dense_sum / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
-        return self.tensor_parallel_forward * self._passes_back - hidden
+        sums, contention = self.tensor_parallel_forward * (1 + self._sums_again), self.links.constants.contention
+        if not self.run.habits.adds_in_products:
+            return sums
+        weights = self.block.weights * self._column_share
+        if not self.run.parallel.sequence_parallel:
+            return sums - (1 - contention) * min(self.dense_sum, weights)
+        gathered, scattered = (share * self.dense_sum for share in (self._gather_share, 1 - self._gather_share))
+        inputs = min(gathered, weights)  # gradients of inputs take as long as those of weights
+        return sums - (1 - contention) * min(scattered, weights) + gathered - (1 - contention) * inputs
+
+    @property
+    def _column_share(self) -> float:
+        """Part of a block's dense weights in layers that are cut by columns: their input is whole on every rank."""
+        model = self.run.sharded_model
+        wide = 0 if model.experts else (2 if model.gated else 1) * model.inner
+        columns = model.hidden * (model.qkv + wide)
+        every = model.attention_parameters + max(1, model.top_k) * model.expert_parameters
+        return columns / every
 
     @cached_property
     def vocabulary_sum(self) -> float:
@@ -109,7 +151,7 @@ class BlockCollectives:
         run, again = self.run, self._passes_back - 1
         sums = self._dense_sum + self._routed_sum
         kinds = (
-            (group_topology(run, "tp"), sums, sums * (1 + again)),
+            (group_topology(run, "tp"), sums, sums * (1 + self._sums_again)),
             (expert_ranks(run), self.experts_forward, self.experts_backward),
             (group_topology(run, "cp"), self._ring, self._ring * (2 + again)),
         )

@@ -135,6 +135,9 @@ def block_bytes(run: RunSpec) -> float:
         size += 2 * rest
     size += element * token_count * (model.qkv + model.hidden) / tp  # queries, keys, values and the attention's output
     size += element * inner * (3 if model.gated else 2)
+    if run.habits.stops_checkpoints and run.parallel.sequence_parallel:
+        # PyTorch keeps inputs as they were gathered, one of attention and one of the feed-forward; Megatron its part.
+        size += 2 * element * (1 - 1 / tp) * token_count * model.hidden
     if run.model.experts:  # each choice of a token is an input of its own
         size += element * routed_rows(run) * model.hidden
     if keeps_every_second_product(run):

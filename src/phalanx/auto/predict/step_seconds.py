@@ -13,7 +13,7 @@ from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.gradient_exchange import GradientExchange
 from phalanx.auto.predict.interleaved_schedule import StageSeconds, interleaved_seconds
 from phalanx.auto.predict.pipeline_idle import StagePasses, find_pipeline_seconds
-from phalanx.auto.predict.rank_groups import count_tables
+from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
     FLOAT,
@@ -311,8 +311,14 @@ class StepSeconds:
             return 0.0
         stride = par.stride("pp")
         across = stride * par.pp > run.cluster.per_node
-        size = boundary_bytes(run) / par.tp
-        return self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
+        whole = boundary_bytes(run)
+        # What all tensor-parallel ranks have, Megatron sends in parts and gathers there (D. Narayanan et al., 2021,
+        # section 4.1); of PyTorch every rank sends it.
+        size = whole if run.habits.stops_checkpoints and not par.sequence_parallel else whole / par.tp
+        send = self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
+        if par.sequence_parallel or run.habits.stops_checkpoints:
+            return send
+        return send + self.links.all_gather(whole, group_topology(run, "tp"))
 
     @property
     def _first_sends(self) -> float:
