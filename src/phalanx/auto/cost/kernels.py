@@ -108,7 +108,7 @@ class Kernels:
             return flops / (2 * _ATTENTION[0] * _ATTENTION[1] ** 2 * _ATTENTION[2]) * measured
         share = constants.attention_backward if backward else constants.attention
         share *= {"first": constants.first_attention, "common": 1.0, "native": 1.0}[generation]
-        if generation != "native":
+        if generation != "native" and self.precision != "fp32":  # whose instructions are no matrix instructions
             share *= device.older_instructions
         work = flops * _kernel_width(width) / width + constants.attention_tail * longest * device.multiprocessors
         return (

@@ -15,7 +15,13 @@ from phalanx.auto.predict.rank_groups import (
     place_vocabulary,
 )
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import KernelWork, boundary_bytes, keeps_every_second_product, routed_rows, sent_rows
+from phalanx.auto.predict.transformer import (
+    KernelWork,
+    boundary_bytes,
+    keeps_every_second_product,
+    routed_rows,
+    sent_rows,
+)
 
 
 @dataclass(frozen=True)

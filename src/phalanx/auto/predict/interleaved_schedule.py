@@ -78,9 +78,7 @@ class _Move:
 _Moves = dict[tuple[Pass, int], _Move]
 
 
-def _build_moves(
-    stages: Sequence[StageSeconds], schedule: Schedule, contention: float | None, ranks: int
-) -> _Moves:
+def _build_moves(stages: Sequence[StageSeconds], schedule: Schedule, contention: float | None, ranks: int) -> _Moves:
     splits, moves = schedule.kind == "zero_bubble", _Moves()
     for stage, own in enumerate(stages):
         back = Pass.INPUTS if splits else Pass.BACKWARD
