@@ -151,8 +151,8 @@ class BlockCollectives:
     def on_links_of_shards(self) -> tuple[float, float]:
         """Seconds in which a forward and a backward pass use the links that collectives of shards need.
 
-        Those cannot run beside them. A ring takes of the links of a node what it carries: all of them if it stays in the
-        node, and a small part if the ports of nodes are slower.
+        Those cannot run beside them. A ring takes of the links of a node what it carries: all if it stays in the node,
+        and a small part if the ports of nodes are slower.
         """
         run, again = self.run, self._passes_back - 1
         sums = self._dense_sum + self._routed_sum

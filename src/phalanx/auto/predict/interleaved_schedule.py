@@ -104,11 +104,12 @@ def _find_end_of_waves(moves: _Moves, schedule: Schedule, ranks: int) -> float:
 
     from phalanx.auto.solver.interleaved import PassTimes, find_rank_ends
 
-    ways = []
-    for kind in (Pass.FORWARD, Pass.BACKWARD):
+    def list_times(kind: Pass) -> PassTimes:
         way = [moves[kind, stage] for stage in range(ranks * schedule.virtual)]
-        ways.append(PassTimes(*np.array([(move.seconds, move.send) for move in way]).T[:, :, None]))
-    return float(find_rank_ends(*ways, ranks, schedule.microbatches).max())
+        return PassTimes(*np.array([(move.seconds, move.send) for move in way]).T[:, :, None])
+
+    there, back = list_times(Pass.FORWARD), list_times(Pass.BACKWARD)
+    return float(find_rank_ends(there, back, ranks, schedule.microbatches).max())
 
 
 def _find_end_one_by_one(moves: _Moves, schedule: Schedule, ranks: int) -> float:

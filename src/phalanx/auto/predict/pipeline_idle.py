@@ -32,12 +32,13 @@ def find_pipeline_seconds(stages: Sequence[StagePasses], micro_batches: float, *
             passes (GPipe), as it does too with fewer micro-batches than stages.
     """
     if not in_turn or (micro_batches < len(stages) and not any(own.weights for own in stages)):
-        return sum(sum(way) + max(0.0, micro_batches - 1) * max(way) for way in list(zip(*stages, strict=True))[:2])
+        ways = [own.forward for own in stages], [own.backward for own in stages]
+        return sum(sum(way) + max(0.0, micro_batches - 1) * max(way) for way in ways)
     longest, before_forward, before_backward = 0.0, 0.0, 0.0
     to_end = list(accumulate((own.forward + own.backward for own in reversed(stages)), initial=0.0))
     for rank, own in enumerate(stages):
         behind = len(stages) - 1 - rank
-        # It runs so many more forward passes before the first backward pass, and backward passes after the last forward.
+        # So many more forward passes are before its first backward pass, and backward passes after its last forward pass.
         queued, back = min(behind, micro_batches - 1), to_end[behind]
         at_start = max(0.0, back - queued * own.forward)
         at_end = max(0.0, back - queued * (own.backward + own.weights))

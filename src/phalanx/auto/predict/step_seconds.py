@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cached_property
 
 from phalanx.auto.cost.collectives import ClusterLinks
@@ -11,8 +10,7 @@ from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.gradient_exchange import GradientExchange
-from phalanx.auto.predict.interleaved_schedule import StageSeconds, interleaved_seconds
-from phalanx.auto.predict.pipeline_idle import StagePasses, find_pipeline_seconds
+from phalanx.auto.predict.pipeline_seconds import PipelineSeconds
 from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
@@ -25,7 +23,6 @@ from phalanx.auto.predict.transformer import (
     keeps_every_second_product,
     shard_copy_bytes,
 )
-from phalanx.plan.value import Schedule
 
 
 class StepSeconds:
@@ -43,26 +40,23 @@ class StepSeconds:
 
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of a step by cause."""
-        run, count = self.run, self.run.micro_batches
+        count = self.run.micro_batches
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
-        send, waits = self._send, self._send + self._idle + self._first_sends
-        if self._follows_schedule:
-            waits = self._schedule_s - math.ceil(count) * (passes + self._head_on_top + self.constants.micro_batch_s)
-            send = min(send, waits)
+        pipeline = PipelineSeconds(self)
         return {
-            "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
+            "compute_s": count * (alone + self.head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
-            "pipeline_send_s": send,
-            "pipeline_bubble_s": waits - send,
+            "pipeline_send_s": pipeline.send,
+            "pipeline_bubble_s": pipeline.waits - pipeline.send,
             "gradients_s": self._gradients,
             "optimizer_s": self.optimizer + self.constants.step_s,
         }
 
     @property
-    def _head_on_top(self) -> float:
+    def head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
-        first, last = self._ends
+        first, last = self.ends
         block = self.forward + self.backward
         if self.run.has_one_end:
             own = self.stage_blocks[0] + (self.stage_blocks[-1] if self.run.parallel.pp > 1 else 0)
@@ -71,7 +65,7 @@ class StepSeconds:
         return max(first, last - fewer * block)
 
     @cached_property
-    def _ends(self) -> tuple[float, float]:
+    def ends(self) -> tuple[float, float]:
         """Seconds of the embedding on the first stage, and of the projection and the loss on the last."""
         last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
         return self.embedding_backward + self.exchanges.vocabulary_sum, last
@@ -81,53 +75,6 @@ class StepSeconds:
         """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
         layers, stages = self.run.model.layers, self.run.parallel.pp * self.run.parallel.vpp
         return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-
-    @property
-    def _follows_schedule(self) -> bool:
-        """Whether ranks with several stages wait for each other more than a formula says.
-
-        They do where stages have different numbers of blocks, where rounds are not as many micro-batches as stages (the
-        first of a larger round waits for the rest before it goes on, and ranks wait for a smaller one), and in a V.
-        """
-        run, par = self.run, self.run.parallel
-        if par.pp == 1 or par.vpp == 1 or run.schedule == "gpipe":
-            return False
-        return run.is_v or run.round_size != par.pp or run.model.layers % (par.pp * par.vpp) > 0
-
-    @property
-    def _schedule_s(self) -> float:
-        """Seconds of all passes and sends in the order of a schedule of several stages a rank."""
-        run, par, splits = self.run, self.run.parallel, self.run.schedule == "zero-bubble"
-        schedule = Schedule(
-            kind="zero_bubble" if splits else "interleaved",
-            microbatches=math.ceil(run.micro_batches),
-            virtual=par.vpp,
-        )
-        return interleaved_seconds(
-            [self._pass_seconds(stage, splits=splits) for stage in range(par.pp * par.vpp)],
-            schedule,
-            contention=self.constants.contention if run.overlap.pp else None,
-            ranks=par.pp,
-            round_size=par.pp if run.is_v else run.round_size,
-        )
-
-    def _pass_seconds(self, stage: int, *, splits: bool) -> StageSeconds:
-        """Return the seconds of the passes of one stage; gradients of weights apart where a schedule splits them."""
-        own, sums = self.stage_blocks[stage], self.exchanges.vocabulary_sum
-        is_last = stage == len(self.stage_blocks) - 1
-        weights = own * self.weights + (self.head.weights if is_last else 0.0) if splits else 0.0
-        return StageSeconds(
-            forward=own * self.forward
-            + self.constants.micro_batch_s / self.run.parallel.vpp
-            + (sums if stage == 0 else 0.0)
-            + (self.head.forward if is_last else 0.0),
-            backward=own * self.backward
-            + (self.embedding_backward if stage == 0 else 0.0)
-            + (self.head.backward + sums if is_last else 0.0)
-            - weights,
-            weights=weights,
-            send=self.send_once,
-        )
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -320,116 +267,10 @@ class StepSeconds:
             return send
         return send + self.links.all_gather(whole, group_topology(run, "tp"))
 
-    @property
-    def _first_sends(self) -> float:
-        """Seconds of the sends of the first micro-batch through all stages and back: nothing runs beside them."""
-        par, overlaps = self.run.parallel, self.run.overlap.pp
-        if overlaps:
-            return 2 * (par.pp * par.vpp - 1) * self.send_once
-        return 0.0 if par.vpp == 1 else max(0.0, 2 * (par.pp - 1) * self.send_once - self._bare_sends)
-
-    @property
-    def _bare_sends(self) -> float:
-        """Seconds by which sends of a micro-batch that hold up ranks make the fullest rank slower.
-
-        The first rank and the last send to one neighbour only, those between to two.
-        """
-        par = self.run.parallel
-        at_ends, between = 2 * par.vpp - 1, 2 * par.vpp if par.pp > 2 else 0
-        head = self._head_on_top
-        return max(head + at_ends * self.send_once, between * self.send_once) - head
-
-    @cached_property
-    def _send(self) -> float:
-        """Seconds a step spends between stages besides `_first_sends`."""
-        run, par, count = self.run, self.run.parallel, self.run.micro_batches
-        if par.pp == 1:
-            return 0.0
-        if not self.run.overlap.pp and par.vpp == 1:
-            return self._find_pipeline_s(self.send_once) - self._find_pipeline_s(0.0)
-        if not self.run.overlap.pp:
-            return count * self._bare_sends
-        once, contention = self.send_once, self.constants.contention
-        ways = [self.layers / par.vpp * way for way in (self.forward, self.backward)]
-        shared = [contention * min(once, way) for way in ways]
-        if run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
-            added = sum(max(way + slower, once) - way for way, slower in zip(ways, shared, strict=True))
-            return max(0.0, count - 1) * added + sum(shared)
-        if par.vpp > 1:
-            own, slower = par.vpp * sum(ways), par.vpp * sum(shared)
-            later = count - par.pp
-            return later * (max(own + slower, self._sends_of_rank * once) - own) + par.pp * slower
-        shown = self._shown_sends
-        hidden = max(0.0, count * self._sends_of_rank * once - shown)
-        return shown + min(count * sum(shared), contention * hidden)
-
-    @property
-    def _sends_of_rank(self) -> int:
-        """Sends of a micro-batch of a rank that has most: of two ranks, each has one neighbour in one place."""
-        return 2 * self.run.parallel.vpp - (1 if self.run.parallel.pp == 2 else 0)
-
-    @property
-    def _shown_sends(self) -> float:
-        """Seconds of sends of 1F1B and of zero bubble that no pass hides: the simulation of equal stages.
-
-        Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
-        """
-        once, par, count = self.send_once, self.run.parallel, self.run.micro_batches
-        later = max(0.0, count - par.pp)
-        a_round = (par.pp - 1) / par.pp * 2 * once
-        if self.run.schedule == "zero-bubble":
-            filled = (par.pp - 1) / par.pp * self.layers * self.weights
-            first = max(0.0, par.pp * (a_round - self._slack) - 2 * once)
-            return first + later * max(0.0, a_round - self._slack - filled)
-        return max(0.0, count * (a_round - self._slack) - 2 * once)
-
-    @cached_property
-    def _slack(self) -> float:
-        """Seconds of a micro-batch for which a stage waits on average for the slowest; 1F1B hides no more of its sends.
-
-        It has as many micro-batches on their way as stages: one comes back to the first stage, over all stages and
-        sends, before the first stage goes on.
-        """
-        run, block = self.run, self.forward + self.backward
-        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.exchanges.vocabulary_sum
-        whole += self.embedding_backward
-        return self.layers * block + self._head_on_top - whole / run.parallel.pp
-
     @cached_property
     def weights(self) -> float:
         """Seconds of the gradients of weights in a block's backward pass, which zero-bubble schedules compute apart."""
         return self.block.weights * self.compute_backward / (self.block.backward + self.recompute.forward)
-
-    @property
-    def _idle(self) -> float:
-        """Seconds for which the fullest stage waits, sends left out.
-
-        Of several stages a rank, the first micro-batch goes through one of each other rank, and in the end a whole
-        round comes by the embedding, long after it has passed the projection.
-        """
-        run, par, count = self.run, self.run.parallel, self.run.micro_batches
-        if par.pp == 1:
-            return 0.0
-        if par.vpp == 1:
-            fullest = self.layers * (self.forward + self.backward) + self._head_on_top + self.constants.micro_batch_s
-            return max(0.0, self._find_pipeline_s(0.0) - count * fullest)
-        ends = par.pp * (sum(self._ends) - self._head_on_top)
-        own = self.layers / par.vpp
-        splits = run.schedule == "zero-bubble"
-        weights = own * self.weights if splits else 0.0
-        forward = own * self.forward + self.constants.micro_batch_s / par.vpp
-        stage = StagePasses(forward, own * self.backward - weights, weights)
-        return find_pipeline_seconds([stage] * par.pp, par.pp) - par.pp * sum(stage) + ends
-
-    def _find_pipeline_s(self, send: float) -> float:
-        """Return the seconds of all passes of one stage a rank, of which each holds its rank up while it sends."""
-        run, last = self.run, self.run.parallel.pp - 1
-        stages = []
-        for stage in range(last + 1):
-            own = self._pass_seconds(stage, splits=run.schedule == "zero-bubble")
-            there, back = (send if stage < last else 0.0), (send if stage else 0.0)
-            stages.append(StagePasses(own.forward + there, own.backward + back, own.weights))
-        return find_pipeline_seconds(stages, run.micro_batches, in_turn=run.schedule != "gpipe")
 
     @cached_property
     def _gradients(self) -> float:
