@@ -38,7 +38,8 @@ def find_pipeline_seconds(stages: Sequence[StagePasses], micro_batches: float, *
     to_end = list(accumulate((own.forward + own.backward for own in reversed(stages)), initial=0.0))
     for rank, own in enumerate(stages):
         behind = len(stages) - 1 - rank
-        # So many more forward passes are before its first backward pass, and backward passes after its last forward pass.
+        # So many more forward passes are before its first backward pass, and as many backward passes after its last
+        # forward pass.
         queued, back = min(behind, micro_batches - 1), to_end[behind]
         at_start = max(0.0, back - queued * own.forward)
         at_end = max(0.0, back - queued * (own.backward + own.weights))
