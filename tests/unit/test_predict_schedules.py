@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.auto.predict.memory_model import compute_stage_footprint
-from phalanx.auto.predict.pipeline_idle import StagePasses, find_pipeline_seconds
+from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.simulate.run import simulate_run
@@ -137,9 +137,9 @@ def test_the_first_and_the_last_rank_hold_what_they_hold_in_the_simulation(
     run = read_run(pipeline(schedule, 8, vpp, count, model={"vocab": vocab}))
     memory = simulate_run(run).simulation.memory
     for last, timeline in ((False, memory[0]), (True, memory[-1])):
-        held = max(size for _, size in timeline)
+        peak = max(size for _, size in timeline)
         # What an allocator loses is a share of what the first rank holds in the simulation of all ranks.
-        assert compute_stage_footprint(run, last=last).total == pytest.approx(held, rel=0.04)
+        assert compute_stage_footprint(run, last=last).total == pytest.approx(peak, rel=0.04)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -88,7 +88,7 @@ def test_many_rounds_of_uneven_stages_take_as_long_as_one_by_one(
     run = describe(parallel=parallel, batch=batch, schedule="interleaved", model={"layers": layers})
     exact = predict(run, interval=False)
     assert min(exact.breakdown["pipeline_send_s"], exact.breakdown["pipeline_bubble_s"]) >= 0
-    monkeypatch.setattr("phalanx.auto.predict.interleaved_schedule._MOST_PASSES", 1)
+    monkeypatch.setattr("phalanx.auto.predict.pipeline.interleaved_schedule._MOST_PASSES", 1)
     assert seconds(run) == pytest.approx(exact.step_time_s, rel=0.02)
 
 

@@ -153,10 +153,10 @@ def _activations(run: RunSpec, *, last: bool) -> float:
     again = 0.0
     if run.recompute == "full":  # its input is kept already
         again = block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
-    return _stage_layers(run, last=last) * _count_held(run, last=last) * block_bytes(run) + again
+    return _stage_layers(run, last=last) * _count_kept(run, last=last) * block_bytes(run) + again
 
 
-def _count_held(run: RunSpec, *, last: bool) -> float:
+def _count_kept(run: RunSpec, *, last: bool) -> float:
     """Return the micro-batches of which a rank keeps what all of its stages compute, at most (`plan/pipeline_order`).
 
     A rank begins with as many forward passes as it takes until the first gradient is back: through all of its stages

@@ -9,8 +9,8 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
-from phalanx.auto.predict.gradient_exchange import GradientExchange
-from phalanx.auto.predict.pipeline_seconds import PipelineSeconds
+from phalanx.auto.predict.pipeline.gradient_exchange import GradientExchange
+from phalanx.auto.predict.pipeline.pipeline_seconds import PipelineSeconds
 from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
@@ -302,7 +302,7 @@ class StepSeconds:
         return GradientExchange(
             whole=blocks + tables * table,
             own=blocks * own / self.layers + own_tables * table,
-            last=table,
+            last_bucket=table,
             buckets=own + own_tables,
             last_pass=last_pass,
             before=max(par.pp * inputs, run.round_size * self.backward) * (self.layers - own),

@@ -6,8 +6,8 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from phalanx.auto.predict.interleaved_schedule import StageSeconds, interleaved_seconds
-from phalanx.auto.predict.pipeline_idle import StagePasses, find_pipeline_seconds
+from phalanx.auto.predict.pipeline.interleaved_schedule import StageSeconds, interleaved_seconds
+from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
 from phalanx.plan.value import Schedule
 
 if TYPE_CHECKING:
@@ -188,10 +188,10 @@ class PipelineSeconds:
 
     def _find_pipeline_s(self, send: float) -> float:
         """Return the seconds of all passes of one stage a rank, of which each holds its rank up while it sends."""
-        run, last = self.run, self.run.parallel.pp - 1
+        run, count = self.run, self.run.parallel.pp
         stages = []
-        for stage in range(last + 1):
+        for stage in range(count):
             own = self._pass_seconds(stage, splits=run.schedule == "zero-bubble")
-            there, back = (send if stage < last else 0.0), (send if stage else 0.0)
-            stages.append(StagePasses(own.forward + there, own.backward + back, own.weights))
+            onward, backward = (send if stage < count - 1 else 0.0), (send if stage else 0.0)
+            stages.append(StagePasses(own.forward + onward, own.backward + backward, own.weights))
         return find_pipeline_seconds(stages, run.micro_batches, in_turn=run.schedule != "gpipe")

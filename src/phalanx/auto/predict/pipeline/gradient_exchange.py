@@ -18,7 +18,7 @@ class GradientExchange:
     own: float
     """Of those of the first stage; a rank with several has all gradients of the others before."""
 
-    last: float
+    last_bucket: float
     """Of the last bucket."""
 
     buckets: int
@@ -41,5 +41,5 @@ class GradientExchange:
         early = min(self.whole - self.own, self.before)
         left = self.whole - self.own - early
         begins = 0.0 if left else self.last_pass / self.buckets
-        shared = min(left + self.own - self.last, self.last_pass - begins)
+        shared = min(left + self.own - self.last_bucket, self.last_pass - begins)
         return left + self.own - shared + contention * (self.busy * early + self.passes_in_turn * shared)

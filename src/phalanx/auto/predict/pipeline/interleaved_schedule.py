@@ -83,8 +83,8 @@ def _build_moves(stages: Sequence[StageSeconds], schedule: Schedule, contention:
     for stage, own in enumerate(stages):
         back = Pass.INPUTS if splits else Pass.BACKWARD
         for kind, seconds, target in ((Pass.FORWARD, own.forward, stage + 1), (back, own.backward, stage - 1)):
-            is_sent = 0 <= target < len(stages) and schedule.holder(target, ranks) != schedule.holder(stage, ranks)
-            send = own.send if is_sent else 0.0
+            crosses = 0 <= target < len(stages) and schedule.holder(target, ranks) != schedule.holder(stage, ranks)
+            send = own.send if crosses else 0.0
             if contention is None:
                 moves[kind, stage] = _Move(seconds + send, 0.0)
             else:
@@ -108,14 +108,14 @@ def _find_end_of_waves(moves: _Moves, schedule: Schedule, ranks: int) -> float:
         way = [moves[kind, stage] for stage in range(ranks * schedule.virtual)]
         return PassTimes(*np.array([(move.seconds, move.send) for move in way]).T[:, :, None])
 
-    there, back = list_times(Pass.FORWARD), list_times(Pass.BACKWARD)
-    return float(find_rank_ends(there, back, ranks, schedule.microbatches).max())
+    forward, backward = list_times(Pass.FORWARD), list_times(Pass.BACKWARD)
+    return float(find_rank_ends(forward, backward, ranks, schedule.microbatches).max())
 
 
 def _find_end_one_by_one(moves: _Moves, schedule: Schedule, ranks: int) -> float:
     """Return the same of any order."""
     orders = [iter(actions) for actions in order_of(schedule, ranks)]
-    free, port, last = [0.0] * ranks, [0.0] * ranks, ranks * schedule.virtual - 1
+    free, port, stages = [0.0] * ranks, [0.0] * ranks, ranks * schedule.virtual
     arrival: dict[tuple[Pass, int, int], float] = {}
     waiting: dict[tuple[Pass, int, int], tuple[int, Action]] = {}
     ready = [(rank, next(actions)) for rank, actions in enumerate(orders)]
@@ -124,7 +124,7 @@ def _find_end_one_by_one(moves: _Moves, schedule: Schedule, ranks: int) -> float
         kind, stage, micro_batch = action
         source = kind, stage + (-1 if kind is Pass.FORWARD else 1), micro_batch
         begins = free[rank]
-        if kind is not Pass.WEIGHTS and 0 <= source[1] <= last:
+        if kind is not Pass.WEIGHTS and 0 <= source[1] < stages:
             if source not in arrival:
                 waiting[source] = rank, action
                 continue
