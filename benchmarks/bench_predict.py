@@ -32,7 +32,7 @@ from phalanx.auto.predict.interval import estimate_interval
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.rank_groups import group_topology
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF, boundary_bytes
+from phalanx.auto.predict.transformer import boundary_bytes
 
 Row = dict[str, float | str | int]
 Estimate = Callable[[RunSpec], float]
@@ -54,7 +54,7 @@ def communication_seconds(run: RunSpec) -> float:
     par, links = run.parallel, ClusterLinks(run.device, run.cluster.node_gbps, DEFAULT)
     each = 2 * links.all_reduce(boundary_bytes(run), group_topology(run, "tp"))
     layers = run.model.layers / par.pp
-    gradients = links.all_reduce(HALF * run.block_parameters * layers, group_topology(run, "dp"))
+    gradients = links.all_reduce(run.element_bytes * run.block_parameters * layers, group_topology(run, "dp"))
     return (3 if run.recompute == "full" else 2) * each * layers * run.micro_batches + gradients
 
 

@@ -79,12 +79,39 @@ def test_experts_of_one_shape_share_what_autograd_gets() -> None:
     assert footprint(few).gathered == footprint(many).gathered
 
 
+@pytest.mark.parametrize("model", [{}, {**EXPERTS, "top_k": 4}])
 @pytest.mark.parametrize("ep", [1, 8])
-def test_only_sums_of_dense_layers_run_beside_the_gradients_of_their_weights(ep: int) -> None:
-    parallel = {"tp": 8, "dp": 8, "ep": ep, "sequence_parallel": True}
-    exchanges = step(describe(nodes=8, model={**EXPERTS, "top_k": 4}, parallel=parallel)).exchanges
-    assert exchanges.tensor_parallel_backward >= exchanges.tensor_parallel_forward - exchanges.dense_sum / 2
-    assert exchanges.tensor_parallel_backward < exchanges.tensor_parallel_forward
+def test_only_sums_of_dense_layers_run_beside_the_gradients_of_their_weights(model: dict[str, Any], ep: int) -> None:
+    """Whole ones do where ranks have all tokens; of parts, scatters do, and inputs are gathered once more."""
+    ep = ep if model else 1
+    run = describe(nodes=8, model=model, parallel={"tp": 2, "dp": 32, "ep": ep})
+    whole, parts = (step(alter(run, parallel={"sequence_parallel": on})).exchanges for on in (False, True))
+    contention = DEFAULT.contention
+    forward, backward = whole.tensor_parallel_forward, whole.tensor_parallel_backward
+    assert backward == pytest.approx(forward - (1 - contention) * whole.dense_sum)
+    forward, backward = parts.tensor_parallel_forward, parts.tensor_parallel_backward
+    assert backward == pytest.approx(forward + (contention - 0.5) * parts.dense_sum)
+    older = step(alter(run, stack="megatron-2021")).exchanges
+    assert older.tensor_parallel_backward == older.tensor_parallel_forward
+
+
+@pytest.mark.parametrize(
+    ("stack", "recompute", "sequence_parallel", "share"),
+    [
+        ("megatron-2021", "full", False, 1),
+        ("pytorch", "none", True, 0),
+        ("pytorch", "full", True, 0.75),
+        ("pytorch", "full", False, 0.5),
+        ("pytorch", "selective", True, 0.5),
+        ("pytorch", "selective", False, 0.5),
+    ],
+)
+def test_recomputation_repeats_sums_up_to_where_it_stops(
+    stack: str, recompute: str, sequence_parallel: bool, share: float
+) -> None:
+    parallel = {"tp": 8, "sequence_parallel": sequence_parallel}
+    exchanges = step(describe(parallel=parallel, stack=stack, recompute=recompute)).exchanges
+    assert exchanges.tensor_parallel_backward == pytest.approx((1 + share) * exchanges.tensor_parallel_forward)
 
 
 def test_copies_of_tokens_are_sent_to_the_experts_once() -> None:
@@ -182,9 +209,9 @@ def test_shards_that_pass_through_the_same_ports_as_tokens_wait_for_them() -> No
     for parallel in ({"dp": 64, "ep": 64}, {"dp": 32, "cp": 2, "ep": 64, "order": "dp-tp-pp"}):
         passes = step(alter(run, parallel=parallel, model={"experts": 64}))
         exchanges = passes.exchanges
-        assert passes.forward >= exchanges.gather + exchanges.between_nodes[0]
-        assert passes.backward >= exchanges.gather + exchanges.scatter + exchanges.between_nodes[1]
-        assert exchanges.between_nodes[0] >= exchanges.experts_forward > 0
+        assert passes.forward >= exchanges.gather + exchanges.on_links_of_shards[0]
+        assert passes.backward >= exchanges.gather + exchanges.scatter + exchanges.on_links_of_shards[1]
+        assert exchanges.on_links_of_shards[0] >= exchanges.experts_forward > 0
 
 
 def test_ranks_with_some_rows_of_the_vocabulary_add_up_what_they_give() -> None:

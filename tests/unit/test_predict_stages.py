@@ -88,7 +88,7 @@ def test_many_rounds_of_uneven_stages_take_as_long_as_one_by_one(
     run = describe(parallel=parallel, batch=batch, schedule="interleaved", model={"layers": layers})
     exact = predict(run, interval=False)
     assert min(exact.breakdown["pipeline_send_s"], exact.breakdown["pipeline_bubble_s"]) >= 0
-    monkeypatch.setattr("phalanx.auto.predict.interleaved_schedule._MOST_PASSES", 1)
+    monkeypatch.setattr("phalanx.auto.predict.pipeline.interleaved_schedule._MOST_PASSES", 1)
     assert seconds(run) == pytest.approx(exact.step_time_s, rel=0.02)
 
 
@@ -110,7 +110,7 @@ def test_the_gradient_of_the_embedding_lies_on_the_first_stage() -> None:
     assert run.embedding_backward > run.exchanges.vocabulary_sum == 0
     # The last stage has a block less than the first.
     fewer = run.head.forward + run.head.backward - run.forward - run.backward
-    assert run._head_on_top == pytest.approx(max(run.embedding_backward, fewer))
+    assert run.head_on_top == pytest.approx(max(run.embedding_backward, fewer))
     simulated = simulate_run(run.run).simulation.pipeline.stages
     blocks = [2 * run.compute_backward, run.compute_backward]
     assert [stage.inputs.compute + stage.weights.compute for stage in simulated] == pytest.approx(

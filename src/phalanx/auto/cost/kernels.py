@@ -24,6 +24,9 @@ _ATTENTION = (8, 1024, 64)
 WIDTHS = (32, 64, 96, 128, 192, 256)
 """Widths of heads that kernels of fused attention are written for (FlashAttention 2)."""
 
+_OPERAND_BYTES = {"fp8": (1, 2), "fp32": (4, 4)}
+"""Bytes of an element that a product reads and writes, where not both are of 16 bit."""
+
 _FEW_WAVES = 6
 _SHORTEST_SPLIT = 512
 
@@ -55,10 +58,13 @@ class Kernels:
             return max(
                 least, self.device.measured.matmul_s(batch * m, n, k, "fp32" if self.precision == "fp32" else "bf16")
             )
-        constants, width = self.constants, 1 if self.precision == "fp8" else 2
-        rate = self.device.rate(self.precision) * (constants.backward_rate if backward and width == 2 else 1.0)
+        constants = self.constants
+        # In 8 bit operands are cast into the order that products read them in.
+        slower = constants.backward_rate if backward and self.precision != "fp8" else 1.0
+        rate = self.device.rate(self.precision) * slower
         best = min(self._tiled(m, n, k, batch, tile) for tile in TILES) / rate / aligned * self.device.multiprocessors
-        moved = batch * (width * (m * k + k * n) + 2 * m * n)
+        read, written = _OPERAND_BYTES.get(self.precision, (2, 2))
+        moved = batch * (read * (m * k + k * n) + written * m * n)
         seconds = max(best, self.streamed(moved)) + constants.kernel_gap_s
         if self.precision != "fp8":
             return seconds
@@ -102,7 +108,7 @@ class Kernels:
             return flops / (2 * _ATTENTION[0] * _ATTENTION[1] ** 2 * _ATTENTION[2]) * measured
         share = constants.attention_backward if backward else constants.attention
         share *= {"first": constants.first_attention, "common": 1.0, "native": 1.0}[generation]
-        if generation != "native":
+        if generation != "native" and self.precision != "fp32":  # whose instructions are no matrix instructions
             share *= device.older_instructions
         work = flops * _kernel_width(width) / width + constants.attention_tail * longest * device.multiprocessors
         return (
@@ -120,10 +126,11 @@ def _kernel_width(width: float) -> float:
     return next((written for written in WIDTHS if width <= written), WIDTHS[-1] * math.ceil(width / WIDTHS[-1]))
 
 
-def alignment(width: float) -> float:
-    """Return the rate of products of matrices with rows of so many 16-bit elements over that of whole loads.
+def alignment(width: float, element_bytes: int = 2) -> float:
+    """Return the rate of products of matrices with rows of so many elements over that of whole loads.
 
-    Loads are of 16 bytes where the length of a row is a multiple of 8, and of fewer where it is not.
+    Loads are of 16 bytes where the bytes of a row are a multiple of 16, and of fewer where they are not.
     """
-    elements = math.gcd(round(width), 8) if width == round(width) else 1
-    return math.sqrt(elements / 8)
+    whole = 16 // element_bytes
+    elements = math.gcd(round(width), whole) if width == round(width) else 1
+    return math.sqrt(elements / whole)

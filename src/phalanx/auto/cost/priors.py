@@ -39,7 +39,7 @@ PRIORS: Mapping[str, Prior] = {
         0.56, 0.08, "of peak", f"{_BURST}, 0.709, less what the power limit takes of bf16", is_fitted=True
     ),
     "B200 fp8": Prior(
-        0.54, 0.12, "of peak", "share in bf16, times the ratio of fp8 to bf16 on an H100 (estimated)", is_fitted=True
+        0.45, 0.12, "of peak", "share in bf16, times the ratio of fp8 to bf16 on an H100 (estimated)", is_fitted=True
     ),
     "backward_rate": Prior(0.97, 0.04, "of forward", f"{_TABLES}: 0.742 and 0.707 against 0.741", is_fitted=True),
     "contention": Prior(0.20, 0.7, "s/s", "Galvatron, overlap profiles: 0.13", is_fitted=True),

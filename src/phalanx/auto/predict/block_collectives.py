@@ -15,7 +15,13 @@ from phalanx.auto.predict.rank_groups import (
     place_vocabulary,
 )
 from phalanx.auto.predict.run_spec import RunSpec
-from phalanx.auto.predict.transformer import HALF, KernelWork, boundary_bytes, routed_rows, sent_rows
+from phalanx.auto.predict.transformer import (
+    KernelWork,
+    boundary_bytes,
+    keeps_every_second_product,
+    routed_rows,
+    sent_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -50,23 +56,65 @@ class BlockCollectives:
         if run.parallel.ep == 1 or not run.parallel.sequence_parallel:
             return self._sum_of(boundary_bytes(run))
         # The ranks that share an expert gather the tokens that were sent to any of them.
-        return self._sum_of(HALF * routed_rows(run) * run.model.hidden, expert_tensor_ranks(run))
+        return self._sum_of(run.element_bytes * routed_rows(run) * run.model.hidden, expert_tensor_ranks(run))
 
     def _sum_of(self, size: float, layout: GroupTopology | None = None) -> float:
         """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter."""
+        # Of the two, gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
+        share = 0.75 if self._gathers_8_bit else 1.0
+        return self.links.all_reduce(share * size, layout or group_topology(self.run, "tp"))
+
+    @property
+    def _gathers_8_bit(self) -> bool:
+        return self.run.precision == "fp8" and self.run.parallel.sequence_parallel
+
+    @property
+    def _gather_share(self) -> float:
+        """Part of a sum that is its gather, where tokens between two sums are cut over the ranks."""
+        return 1 / 3 if self._gathers_8_bit else 1 / 2
+
+    @property
+    def _sums_again(self) -> float:
+        """Part of the sums of a forward pass that recomputation repeats.
+
+        PyTorch's stops before the last product, so before the sum of what it gives. With its policy of every second
+        product, scatters are kept, and whole sums are not.
+        """
         run = self.run
-        # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
-        share = 0.75 if run.precision == "fp8" and run.parallel.sequence_parallel else 1.0
-        return self.links.all_reduce(share * size, layout or group_topology(run, "tp"))
+        if keeps_every_second_product(run):
+            return self._gather_share if run.parallel.sequence_parallel else 1 / 2
+        if run.recompute != "full":
+            return 0.0
+        if not run.habits.stops_checkpoints or run.model.experts:
+            return 1.0
+        return 1 - (1 - self._gather_share) / 2 if run.parallel.sequence_parallel else 1 / 2
 
     @cached_property
     def tensor_parallel_backward(self) -> float:
         """Seconds of the same in a backward pass, those of recomputation included.
 
-        One of the two of a dense layer runs beside the gradients of its weights; those of routed tokens do not.
+        Megatron sums the gradient of an input beside the gradients of the weights that the input came to. Where tokens
+        are cut over the ranks, only its scatter is there to hide, and the input itself, of which a rank keeps a part,
+        is gathered again beside the gradient of the input. Sums of routed tokens run beside nothing.
         """
-        hidden = min(self.dense_sum / 2, self.block.weights) if self.run.habits.adds_in_products else 0.0
-        return self.tensor_parallel_forward * self._passes_back - hidden
+        sums, contention = self.tensor_parallel_forward * (1 + self._sums_again), self.links.constants.contention
+        if not self.run.habits.adds_in_products:
+            return sums
+        weights = self.block.weights * self._column_share
+        if not self.run.parallel.sequence_parallel:
+            return sums - (1 - contention) * min(self.dense_sum, weights)
+        gathered, scattered = (share * self.dense_sum for share in (self._gather_share, 1 - self._gather_share))
+        inputs = min(gathered, weights)  # gradients of inputs take as long as those of weights
+        return sums - (1 - contention) * min(scattered, weights) + gathered - (1 - contention) * inputs
+
+    @property
+    def _column_share(self) -> float:
+        """Part of a block's dense weights in layers that are cut by columns: their input is whole on every rank."""
+        model = self.run.sharded_model
+        wide = 0 if model.experts else (2 if model.gated else 1) * model.inner
+        columns = model.hidden * (model.qkv + wide)
+        every = model.attention_parameters + max(1, model.top_k) * model.expert_parameters
+        return columns / every
 
     @cached_property
     def vocabulary_sum(self) -> float:
@@ -80,7 +128,8 @@ class BlockCollectives:
         if not run.model.experts or run.parallel.ep == 1:
             return 0.0
         # The busiest rank gets the most tokens, and sends as many back; all others wait for it.
-        return 2 * self.links.all_to_all(run.expert_load * HALF * sent_rows(run) * run.model.hidden, expert_ranks(run))
+        size = run.expert_load * run.element_bytes * sent_rows(run) * run.model.hidden
+        return 2 * self.links.all_to_all(size, expert_ranks(run))
 
     @cached_property
     def experts_backward(self) -> float:
@@ -99,25 +148,35 @@ class BlockCollectives:
         return self._beside(2 * self._ring, self.block.attention_backward) + again
 
     @cached_property
-    def between_nodes(self) -> tuple[float, float]:
-        """Seconds in which a forward and a backward pass use the ports of nodes, for anything but shards.
+    def on_links_of_shards(self) -> tuple[float, float]:
+        """Seconds in which a forward and a backward pass use the links that collectives of shards need.
 
-        Collectives of shards that use the same ports cannot run beside them.
+        Those cannot run beside them. A ring takes of the links of a node what it carries: all if it stays in the node,
+        and a small part if the ports of nodes are slower.
         """
         run, again = self.run, self._passes_back - 1
         sums = self._dense_sum + self._routed_sum
         kinds = (
-            (group_topology(run, "tp"), sums, sums * (1 + again)),
+            (group_topology(run, "tp"), sums, sums * (1 + self._sums_again)),
             (expert_ranks(run), self.experts_forward, self.experts_backward),
             (group_topology(run, "cp"), self._ring, self._ring * (2 + again)),
         )
-        used = [(forward, backward) for layout, forward, backward in kinds if layout.ranks > layout.in_node]
-        return sum(forward for forward, _ in used), sum(backward for _, backward in used)
+        used = [(self._share_with_shards(layout), forward, backward) for layout, forward, backward in kinds]
+        return sum(share * forward for share, forward, _ in used), sum(share * backward for share, _, backward in used)
 
-    @cached_property
-    def shards_between_nodes(self) -> bool:
-        """Whether shards of a block are gathered from other nodes."""
-        return any(part.shards.ranks > part.shards.in_node for part in self.block_parameters)
+    def _share_with_shards(self, layout: GroupTopology) -> float:
+        """Return for how much of its time a collective of these ranks keeps those of shards from their links."""
+        gathers = [(self.gather_of(part) + self.scatter_of(part), part.shards) for part in self.block_parameters]
+        whole = sum(seconds for seconds, _ in gathers)
+        return sum(seconds * self._overlap(layout, shards) for seconds, shards in gathers) / whole if whole else 0.0
+
+    def _overlap(self, layout: GroupTopology, shards: GroupTopology) -> float:
+        if min(layout.ranks, shards.ranks) == 1:
+            return 0.0
+        if (layout.ranks > layout.in_node) == (shards.ranks > shards.in_node):
+            return 1.0
+        rates = self.links.bandwidth(layout), self.links.bandwidth(shards)
+        return min(rates) / max(rates)
 
     @cached_property
     def block_parameters(self) -> list[RankParameters]:
@@ -133,7 +192,7 @@ class BlockCollectives:
     def sum_of_tied_tables(self) -> float:
         """Seconds to add up the gradients of a table of which the first and the last stage hold a copy each."""
         run, table, par = self.run, self.table, self.run.parallel
-        if par.pp == 1 or not run.model.tied:
+        if run.has_one_end or not run.model.tied:
             return 0.0
         stride, per_node = par.stride("pp"), run.cluster.per_node
         size = run.accumulated_bytes * table.count
@@ -155,7 +214,7 @@ class BlockCollectives:
 
     def gather_of(self, part: RankParameters) -> float:
         """Return the seconds to gather parameters from their shards."""
-        return self.links.all_gather(HALF * part.count, part.shards)
+        return self.links.all_gather(self.run.element_bytes * part.count, part.shards)
 
     def scatter_of(self, part: RankParameters) -> float:
         """Return the seconds to add up their gradients, and those of shards over all ranks with the same shard."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from phalanx.auto.cost.constants import Constants
 from phalanx.auto.cost.priors import PRIORS, UNSEEN_SPREAD, kind_of, move
 from phalanx.auto.predict.run_parts import find_shape_conflict
-from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.run_spec import RunSpec, find_schedule_conflict
 from phalanx.auto.predict.stack import StackName
 from phalanx.auto.predict.step_seconds import StepSeconds
 
@@ -96,5 +96,5 @@ def _alternatives(run: RunSpec, field: str) -> Iterator[RunSpec]:
     for value in values.get(field, ()):
         whole = getattr(run, part).model_copy(update={name: value}) if name else value
         other = run.model_copy(update={part: whole})
-        if find_shape_conflict(other.model, other.parallel) is None:
+        if find_shape_conflict(other.model, other.parallel) is None and find_schedule_conflict(other) is None:
             yield other

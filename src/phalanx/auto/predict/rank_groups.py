@@ -92,5 +92,5 @@ def place_vocabulary(run: RunSpec) -> RankParameters:
 
 
 def count_tables(run: RunSpec) -> int:
-    """Return the tables of the vocabulary on the first stage, and as many on the last."""
-    return 2 if run.parallel.pp == 1 and not run.model.tied else 1
+    """Return the tables of the vocabulary on the first rank, and as many on the last, unless one rank has both."""
+    return 2 if run.has_one_end and not run.model.tied else 1

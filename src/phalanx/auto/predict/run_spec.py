@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd, inf
+from math import ceil, gcd, inf
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -87,6 +87,12 @@ class RunSpec(Part):
         return self
 
     @model_validator(mode="after")
+    def _has_possible_rounds(self) -> RunSpec:
+        if (why := find_schedule_conflict(self)) is not None:
+            raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
     def _has_numbers_measured(self) -> RunSpec:
         for name in ("step_time_s", "tokens_per_s_per_device", "memory_gib"):
             value = self.measured.get(name)
@@ -116,6 +122,26 @@ class RunSpec(Part):
     def micro_batches(self) -> float:
         """Micro-batches of a replica in one step; not whole if the last one is smaller."""
         return self.replica_batch / self.micro
+
+    @property
+    def round_size(self) -> int:
+        """Micro-batches that a rank with several stages takes through one of them before the next: torch's rounds.
+
+        As many as stages, or more where they do not divide, all rounds alike. Megatron Core does the same where
+        `microbatch_group_size_per_vp_stage` is this number.
+        """
+        count = ceil(self.micro_batches)
+        return count // max(1, count // self.parallel.pp)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether two stages a rank lie as a V: the first rank has the first stage and the last (torch's ZBV)."""
+        return self.schedule == "zero-bubble" and self.parallel.vpp == 2 and self.parallel.pp > 1
+
+    @property
+    def has_one_end(self) -> bool:
+        """Whether one rank has both tables of the vocabulary."""
+        return self.parallel.pp == 1 or self.is_v
 
     @property
     def expert_load(self) -> float:
@@ -170,11 +196,19 @@ class RunSpec(Part):
     def splits_softmax(self) -> bool:
         """Whether the softmax of Megatron and its kin is five operators, for their one kernel does not take the scores.
 
-        It takes those of four heads at once, of 17 to 4,096 keys.
+        It takes those of four heads at once, of 17 to 4,096 keys, in 16 bit.
         """
         own = self.micro * self.model.heads / self.parallel.tp
         fits = own % 4 == 0 and self.model.seq % 4 == 0 and 16 < self.model.seq <= 4096
-        return self.habits.fuses and not self.compile and self.precision != "fp32" and not fits
+        return self.habits.fuses and not self.compile and (self.precision == "fp32" or not fits)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of activations, and of the parameters that passes compute with.
+
+        Only products take operands in 8 bit; what they return, and all else, stays in 16.
+        """
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def gradient_bytes(self) -> int:
@@ -203,3 +237,32 @@ class RunSpec(Part):
         if (rate := self.measured.get("tokens_per_s_per_device")) is not None:
             return self.batch.whole * self.model.seq / self.parallel.ranks / float(rate)
         return None
+
+
+_ROUNDS_OF_STAGES: tuple[StackName, ...] = ("megatron-2021", "megatron-2022")
+
+
+def find_schedule_conflict(run: RunSpec) -> str | None:
+    """Return why a schedule does not take the micro-batches of a run; None if it does."""
+    par, count = run.parallel, ceil(run.micro_batches)
+    has_rounds = par.vpp > 1 or run.schedule == "zero-bubble"
+    if par.pp == 1 or not has_rounds or run.is_v:
+        return None
+    if par.vpp > 1 and run.stack_name in _ROUNDS_OF_STAGES and count % par.pp:
+        return tr(
+            "{count} micro-batches over {stages} stages with vpp={virtual}: Megatron-LM refuses to interleave them. "
+            "Choose a multiple of {stages}",
+            count=count,
+            stages=par.pp,
+            virtual=par.vpp,
+        )
+    if count % max(1, count // par.pp):
+        return tr(
+            "{count} micro-batches over {stages} stages do not make rounds of one size, of {stages} or more: PyTorch "
+            "and Megatron refuse them with vpp={virtual} and schedule {schedule}. Choose a multiple of {stages}",
+            count=count,
+            stages=par.pp,
+            virtual=par.vpp,
+            schedule=run.schedule,
+        )
+    return None

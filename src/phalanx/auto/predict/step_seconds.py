@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cached_property
 
 from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
-from phalanx.auto.predict.interleaved_schedule import interleaved_seconds
-from phalanx.auto.predict.memory_model import FLOAT
-from phalanx.auto.predict.rank_groups import count_tables
+from phalanx.auto.predict.pipeline.gradient_exchange import GradientExchange
+from phalanx.auto.predict.pipeline.pipeline_seconds import PipelineSeconds
+from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
+    FLOAT,
     KernelWork,
     block,
     boundary_bytes,
@@ -40,69 +40,41 @@ class StepSeconds:
 
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of a step by cause."""
-        run, count = self.run, self.run.micro_batches
+        count = self.run.micro_batches
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
-        # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
-        hops, virtual = run.parallel.pp - 1, run.parallel.vpp
-        others = (run.model.layers - self.layers) / self.layers * passes + hops * self.constants.micro_batch_s
-        send, bubble = self._send, self._idle_share * others / virtual + self._first_sends
-        if self._is_unevenly_interleaved:
-            waits = self._schedule_s - count * (passes + self._head_on_top + self.constants.micro_batch_s)
-            send = min(send, waits)
-            bubble = waits - send
+        pipeline = PipelineSeconds(self)
         return {
-            "compute_s": count * (alone + self._head_on_top + self.constants.micro_batch_s),
+            "compute_s": count * (alone + self.head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
-            "pipeline_send_s": send,
-            "pipeline_bubble_s": bubble,
+            "pipeline_send_s": pipeline.send,
+            "pipeline_bubble_s": pipeline.waits - pipeline.send,
             "gradients_s": self._gradients,
             "optimizer_s": self.optimizer + self.constants.step_s,
         }
 
     @property
-    def _head_on_top(self) -> float:
+    def head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
+        first, last = self.ends
+        block = self.forward + self.backward
+        if self.run.has_one_end:
+            own = self.stage_blocks[0] + (self.stage_blocks[-1] if self.run.parallel.pp > 1 else 0)
+            return max(0.0, first + last - (self.layers - own) * block)
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        first = self.embedding_backward + self.exchanges.vocabulary_sum
-        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
-        if self.run.parallel.pp == 1:
-            return first + last
-        return max(first, last - fewer * (self.forward + self.backward))
+        return max(first, last - fewer * block)
 
-    @property
+    @cached_property
+    def ends(self) -> tuple[float, float]:
+        """Seconds of the embedding on the first stage, and of the projection and the loss on the last."""
+        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
+        return self.embedding_backward + self.exchanges.vocabulary_sum, last
+
+    @cached_property
     def stage_blocks(self) -> list[int]:
         """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
         layers, stages = self.run.model.layers, self.run.parallel.pp * self.run.parallel.vpp
         return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-
-    @property
-    def _is_unevenly_interleaved(self) -> bool:
-        """Whether ranks have several stages with different numbers of blocks, which makes them wait for each other."""
-        run, par = self.run, self.run.parallel
-        is_interleaved = par.pp > 1 and par.vpp > 1 and run.schedule not in ("gpipe", "zero-bubble")
-        return is_interleaved and run.micro_batches % par.pp == 0 and run.model.layers % (par.pp * par.vpp) > 0
-
-    @property
-    def _schedule_s(self) -> float:
-        """Seconds of all passes and sends in the order of an interleaved schedule."""
-        run = self.run
-        forward = [
-            blocks * self.forward + self.constants.micro_batch_s / run.parallel.vpp for blocks in self.stage_blocks
-        ]
-        backward = [blocks * self.backward for blocks in self.stage_blocks]
-        forward[0] += self.exchanges.vocabulary_sum
-        forward[-1] += self.head.forward
-        backward[0] += self.embedding_backward
-        backward[-1] += self.head.backward + self.exchanges.vocabulary_sum
-        return interleaved_seconds(
-            forward,
-            backward,
-            self.send_once,
-            contention=self.constants.contention if run.overlap.pp else None,
-            ranks=run.parallel.pp,
-            rounds=int(run.micro_batches) // run.parallel.pp,
-        )
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -151,7 +123,7 @@ class StepSeconds:
     def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
         """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
         device = self.block.forward + self.waits_forward + more
-        return max(self._beside(device, self.exchanges.between_nodes[0], gathers), self._issue_forward)
+        return max(self._beside(device, self.exchanges.on_links_of_shards[0], gathers), self._issue_forward)
 
     @cached_property
     def backward(self) -> float:
@@ -161,7 +133,7 @@ class StepSeconds:
     def _backward_beside(self, collectives: float, more: float = 0.0) -> float:
         """Return the same of a backward pass."""
         device = self.block.backward + self.recompute.forward + self.waits_backward + more
-        return max(self._beside(device, self.exchanges.between_nodes[1], collectives), self._issue_backward)
+        return max(self._beside(device, self.exchanges.on_links_of_shards[1], collectives), self._issue_backward)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
@@ -171,17 +143,17 @@ class StepSeconds:
             self.waits_backward + self._gathers + self._scatters,
         )
 
-    def _beside(self, device: float, between_nodes: float, shards: float) -> float:
+    def _beside(self, device: float, on_links: float, shards: float) -> float:
         """Return the seconds of work with collectives of shards beside it.
 
         Args:
             device: Seconds of the work, waits included.
-            between_nodes: Seconds of it in which other collectives use the ports of nodes.
+            on_links: Seconds of it in which other collectives use the links of those of shards.
             shards: Seconds of the collectives of shards.
         """
         if not self.run.overlap.dp or not shards:
             return device + shards
-        busy = min(device, between_nodes) if self.exchanges.shards_between_nodes else 0.0
+        busy = min(device, on_links)
         shared = min(device - busy, shards)
         return busy + max(device - busy, shards) + self.constants.contention * shared
 
@@ -286,74 +258,19 @@ class StepSeconds:
             return 0.0
         stride = par.stride("pp")
         across = stride * par.pp > run.cluster.per_node
-        size = boundary_bytes(run) / par.tp
-        return self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
-
-    @property
-    def _first_sends(self) -> float:
-        """Seconds of the sends of the first micro-batch through all stages and back: nothing runs beside them."""
-        par, overlaps = self.run.parallel, self.run.overlap.pp
-        return 2 * (par.pp * (par.vpp if overlaps else 1) - 1) * self.send_once
-
-    @cached_property
-    def _send(self) -> float:
-        """Seconds a step spends between stages besides `_first_sends`."""
-        seconds = 2 * self.run.micro_batches * self.run.parallel.vpp * self.send_once
-        if not self.run.overlap.pp:
-            return seconds
-        shown = self._shown_sends
-        return shown + self.constants.contention * max(0.0, seconds - shown)
-
-    @property
-    def _shown_sends(self) -> float:
-        """Seconds of sends that no pass hides: the simulation of equal stages, but for sends longer than passes.
-
-        Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
-        """
-        once, par, count = self.send_once, self.run.parallel, self.run.micro_batches
-        later = max(0.0, count - par.pp)
-        if self.run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
-            passes = self.layers * self.forward, self.layers * self.backward
-            return max(0.0, count - 1) * sum(max(0.0, once - each) for each in passes)
-        if par.vpp > 1:
-            return later * max(0.0, 2 * par.vpp * once - self.layers * (self.forward + self.backward))
-        a_round = (par.pp - 1) / par.pp * 2 * once
-        if self.run.schedule == "zero-bubble":
-            filled = (par.pp - 1) / par.pp * self.layers * self.weights
-            first = max(0.0, par.pp * (a_round - self._slack) - 2 * once)
-            return first + later * max(0.0, a_round - self._slack - filled)
-        return max(0.0, count * (a_round - self._slack) - 2 * once)
-
-    @cached_property
-    def _slack(self) -> float:
-        """Seconds of a micro-batch for which a stage waits on average for the slowest; 1F1B hides no more of its sends.
-
-        It has as many micro-batches on their way as stages: one comes back to the first stage, over all stages and
-        sends, before the first stage goes on.
-        """
-        run, block = self.run, self.forward + self.backward
-        whole = run.model.layers * block + self.head.forward + self.head.backward + 2 * self.exchanges.vocabulary_sum
-        whole += self.embedding_backward
-        return self.layers * block + self._head_on_top - whole / run.parallel.pp
+        whole = boundary_bytes(run)
+        # What all tensor-parallel ranks have, Megatron sends in parts and gathers there (D. Narayanan et al., 2021,
+        # section 4.1); of PyTorch every rank sends it.
+        size = whole if run.habits.stops_checkpoints and not par.sequence_parallel else whole / par.tp
+        send = self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
+        if par.sequence_parallel or run.habits.stops_checkpoints:
+            return send
+        return send + self.links.all_gather(whole, group_topology(run, "tp"))
 
     @cached_property
     def weights(self) -> float:
         """Seconds of the gradients of weights in a block's backward pass, which zero-bubble schedules compute apart."""
         return self.block.weights * self.compute_backward / (self.block.backward + self.recompute.forward)
-
-    @cached_property
-    def _idle_share(self) -> float:
-        """What a stage waits, of the passes of all others: with zero bubble less what gradients of weights fill.
-
-        That is forward + inputs - weights for each of the others, and no less than either pass for which others wait
-        (`auto/solver/problem`). Only the micro-batches before the last one have gradients of weights to fill with.
-        """
-        if self.run.schedule != "zero-bubble" or self.run.parallel.pp == 1:
-            return 1.0
-        inputs = self.backward - self.weights
-        filled = self.weights * min(1.0, (self.run.micro_batches - 1) / (self.run.parallel.pp - 1))
-        idle = max(self.forward + inputs - filled, self.forward, inputs)
-        return idle / (self.forward + self.backward)
 
     @cached_property
     def _gradients(self) -> float:
@@ -364,20 +281,34 @@ class StepSeconds:
         bare = exchanges.sum_of_tied_tables
         if par.zero >= 2:  # stages gather and scatter once a step
             bare += self.first_gathers
-            whole = (
-                self.layers * (exchanges.gather + exchanges.scatter)
-                - exchanges.gather
-                + exchanges.scatter_of(exchanges.table)
-            )
+            blocks = self.layers * (exchanges.gather + exchanges.scatter) - exchanges.gather
+            table = exchanges.scatter_of(exchanges.table)
         else:
-            dense, *experts = exchanges.block_parameters
-            tables = count_tables(run) * exchanges.table.count
-            stage = replace(dense, count=self.layers * dense.count + tables)
-            whole = exchanges.reduce_of(stage) + sum(exchanges.reduce_of(part, self.layers) for part in experts)
-        if not self.run.overlap.dp:
-            return bare + whole
-        beside = min(whole, self.layers * self.backward)
-        return bare + whole - beside + self.constants.contention * beside
+            blocks = sum(exchanges.reduce_of(part, self.layers) for part in exchanges.block_parameters)
+            table = exchanges.reduce_of(exchanges.table)
+        if not run.overlap.dp:
+            return bare + blocks + count_tables(run) * table
+        return bare + self._exchange(blocks, table).seconds(self.constants.contention)
+
+    def _exchange(self, blocks: float, table: float) -> GradientExchange:
+        """Return the exchange of gradients of so many seconds of a rank's blocks, and of a table."""
+        run, par, tables = self.run, self.run.parallel, count_tables(self.run)
+        splits, own = run.schedule == "zero-bubble" and par.pp > 1, self.stage_blocks[0]
+        own_tables = tables if par.pp == 1 else 1
+        last_pass = own * (self.weights if splits else self.backward)
+        inputs = self.backward - (self.weights if splits else 0.0)
+        if not splits:
+            last_pass += self.embedding_backward + (self.head.backward if par.pp == 1 else 0.0)
+        return GradientExchange(
+            whole=blocks + tables * table,
+            own=blocks * own / self.layers + own_tables * table,
+            last_bucket=table,
+            buckets=own + own_tables,
+            last_pass=last_pass,
+            before=max(par.pp * inputs, run.round_size * self.backward) * (self.layers - own),
+            busy=min(1.0, run.micro_batches / par.pp),
+            passes_in_turn=1 if splits else par.pp,
+        )
 
     @cached_property
     def optimizer(self) -> float:

@@ -8,8 +8,8 @@ from phalanx.auto.cost.kernels import ROWS, Kernels, alignment
 from phalanx.auto.predict.rank_groups import block_shard_parameters
 from phalanx.auto.predict.run_spec import RunSpec
 
-HALF = 2
-"""Bytes of an activation."""
+FLOAT = 4
+"""Bytes of an element in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def sent_rows(run: RunSpec) -> float:
 
 def boundary_bytes(run: RunSpec) -> float:
     """Return the bytes of the activations between two blocks, before they are cut over ranks."""
-    return HALF * tokens(run) * run.model.hidden
+    return run.element_bytes * tokens(run) * run.model.hidden
 
 
 def block(run: RunSpec, kernels: Kernels) -> KernelWork:
@@ -98,16 +98,16 @@ def _gradient_copy_bytes(run: RunSpec) -> float:
         return shard_copy_bytes(run) if run.parallel.pp == 1 else 0.0
     if run.habits.adds_in_products:
         return 0.0
-    return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
+    return 3 * run.element_bytes * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
 
 
 def shard_copy_bytes(run: RunSpec) -> float:
-    """Return the bytes that shards move for each gather and scatter of a block: two copies in half precision.
+    """Return the bytes that shards move for each gather and scatter of a block: two copies of what passes compute with.
 
     PyTorch's first FSDP lays gradients side by side and divides them, its second copies the parameters out of each of
     two gathers.
     """
-    return 4 * HALF * block_shard_parameters(run) if run.parallel.zero >= 2 else 0.0
+    return 4 * run.element_bytes * block_shard_parameters(run) if run.parallel.zero >= 2 else 0.0
 
 
 def _products(run: RunSpec, kernels: Kernels) -> tuple[float, float, float]:
@@ -155,33 +155,43 @@ def _attention(run: RunSpec, kernels: Kernels) -> KernelWork:
         )
     heads, width, own = run.micro * model.heads / tp, model.hidden / model.heads, seq / run.parallel.cp
     products = [(own, seq, width), (own, width, seq)]
-    aligned = alignment(width)
+    aligned = alignment(width, run.element_bytes)
     forward = sum(kernels.matmul(m, n, k, batch=heads, aligned=aligned) for m, n, k in products)
     backward = sum(
         kernels.matmul(m, k, n, batch=heads, backward=True, aligned=aligned)
         + kernels.matmul(k, n, m, batch=heads, backward=True, aligned=aligned)
         for m, n, k in products
     )
-    # Softmax reads and writes the scores, dropout too, with a mask of one byte; backward reads them once more.
-    scores = HALF * heads * own * seq * kernels.constants.score_passes
-    passes, passes_back, launches = 4.5, 5.5, 0
-    if run.splits_softmax:  # casts to float32, scales, masks, softmax and a cast back, an operator each
-        passes, passes_back, launches = 20.5, 22.5, 4
+    scores = heads * own * seq * kernels.constants.score_passes
+    moved, moved_back, launches = _softmax_bytes(run)
     gap = kernels.constants.kernel_gap_s
     return KernelWork(
-        forward=forward + kernels.streamed(passes * scores) + (3 + launches) * gap,
-        backward=backward + kernels.streamed(passes_back * scores) + (3 + launches) * gap,
+        forward=forward + kernels.streamed(moved * scores) + (3 + launches) * gap,
+        backward=backward + kernels.streamed(moved_back * scores) + (3 + launches) * gap,
         forward_launches=5 + launches,
         backward_launches=8 + launches,
     )
+
+
+def _softmax_bytes(run: RunSpec) -> tuple[float, float, int]:
+    """Return the bytes that softmax and dropout move for each score, forward and backward, and launches on top of one.
+
+    Softmax reads and writes the scores, dropout too, with a mask of one byte; backward reads them once more.
+    """
+    element = run.element_bytes
+    if not run.splits_softmax:
+        return 4 * element + 1, 5 * element + 1, 0
+    if element == FLOAT:  # scales, masks and softmax, an operator each
+        return 8 * element + 1, 9 * element + 1, 2
+    return 41, 45, 4  # casts to float32 and back too
 
 
 def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
     model, tp = run.sharded_model, run.parallel.tp
     rest = boundary_bytes(run) / (tp if run.parallel.sequence_parallel else 1)
-    inner = HALF * run.expert_load * tokens(run) * (max(1, model.top_k) * model.inner) / tp
-    qkv = HALF * tokens(run) * model.qkv / tp
+    inner = run.element_bytes * run.expert_load * tokens(run) * (max(1, model.top_k) * model.inner) / tp
+    qkv = run.element_bytes * tokens(run) * model.qkv / tp
     # Reads and writes: two norms (2 and 3 each way), two residual sums with dropout (3 or 3.5), the activation.
     sums = 8.5 if run.compile else 10.5
     forward, backward, launches = sums * rest + qkv / 2, 15 * rest + qkv / 2, 8 if run.compile else 16
@@ -189,8 +199,10 @@ def _element_wise(run: RunSpec, kernels: Kernels) -> KernelWork:
         forward, backward = forward + 2 * inner, backward + 3 * inner
     elif run.habits.fuses or run.compile:  # a gate, a rotation of queries and keys
         forward, backward = forward + 3 * inner + 2 * qkv, backward + 5 * inner + 2 * qkv
-    else:  # norms and rotations in float32, an operator each: 13 and 10 reads and writes
-        forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
+    else:  # norms and rotations in float32, an operator each: 13 and 25 reads and writes of norms; casts around both
+        norms, wide = rest * FLOAT / run.element_bytes, 2 if run.element_bytes == FLOAT else 10
+        forward += 13 * norms - 4 * rest + 5 * inner + wide * qkv
+        backward += 25 * norms - 6 * rest + 9 * inner + wide * qkv
         launches = 40
     if model.experts:  # scores, their choice, and tokens put in order and back
         sent = _ordering_bytes(run)
@@ -210,12 +222,12 @@ def _ordering_bytes(run: RunSpec) -> float:
     Both ways a row is read and written; those that other ranks sent are put in the order of this rank's experts too.
     """
     rows = sent_rows(run) + (routed_rows(run) if run.parallel.ep > 1 else 0.0)
-    return 4 * HALF * run.model.hidden * rows
+    return 4 * run.element_bytes * run.model.hidden * rows
 
 
 def embedding_backward(run: RunSpec, kernels: Kernels) -> float:
     """Return the seconds of the embedding's gradient: a full table of zeros, filled, and added to what is there."""
-    return kernels.streamed(5 * HALF * run.model.vocab / run.parallel.tp * run.model.hidden)
+    return kernels.streamed(5 * run.element_bytes * run.model.vocab / run.parallel.tp * run.model.hidden)
 
 
 def head(run: RunSpec, kernels: Kernels) -> KernelWork:
@@ -242,5 +254,7 @@ def _loss_bytes(run: RunSpec) -> tuple[float, float]:
     and two training metrics go over the logits again: its times say that they take what PyTorch's operators do.
     """
     if run.compile or run.habits.loss == "fused":
-        return 6, 6
-    return (38, 14) if run.habits.loss == "megatron" else (14, 20)
+        return 3 * run.element_bytes, 3 * run.element_bytes
+    # Casts read one of the two and write the other.
+    cast = FLOAT + run.element_bytes if run.element_bytes < FLOAT else 0
+    return (32 + cast, 8 + cast) if run.habits.loss == "megatron" else (8 + cast, 14 + cast)

@@ -145,5 +145,5 @@ def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_las
         return (edge,) * is_last + whole + (edge,) * (stage == 0)
     block = sum(exchanges.reduce_of(part) for part in exchanges.block_parameters)
     edge = exchanges.reduce_of(exchanges.table)
-    has_head = is_last and not (run.model.tied and stage == 0)
+    has_head = is_last and not (run.model.tied and run.has_one_end)
     return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)

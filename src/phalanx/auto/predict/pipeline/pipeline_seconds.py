@@ -1,0 +1,197 @@
+"""`PipelineSeconds`: what a step takes beyond the work of its fullest stage: sends, and waits for others (pure)."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from phalanx.auto.predict.pipeline.interleaved_schedule import StageSeconds, interleaved_seconds
+from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
+from phalanx.plan.value import Schedule
+
+if TYPE_CHECKING:
+    from phalanx.auto.predict.step_seconds import StepSeconds
+
+
+class PipelineSeconds:
+    """The stages of one step; one stage sends nothing and waits for nobody."""
+
+    def __init__(self, step: StepSeconds) -> None:
+        self.step, self.run = step, step.run
+
+    @cached_property
+    def send(self) -> float:
+        """Seconds of sends, but for those of the first micro-batch."""
+        return min(self._send, self.waits) if self._follows_schedule else self._send
+
+    @cached_property
+    def waits(self) -> float:
+        """Seconds in which the fullest stage waits, for sends or for others."""
+        step, count = self.step, math.ceil(self.run.micro_batches)
+        if not self._follows_schedule:
+            return self._send + self._idle + self._first_sends
+        work = step.layers * (step.forward + step.backward) + step.head_on_top + step.constants.micro_batch_s
+        return self._schedule_s - count * work
+
+    @property
+    def _follows_schedule(self) -> bool:
+        """Whether ranks with several stages wait for each other more than a formula says.
+
+        They do where stages have different numbers of blocks, where rounds are not as many micro-batches as stages (the
+        first of a larger round waits for the rest before it goes on, and ranks wait for a smaller one), and in a V.
+        """
+        run, par = self.run, self.run.parallel
+        if par.pp == 1 or par.vpp == 1 or run.schedule == "gpipe":
+            return False
+        return run.is_v or run.round_size != par.pp or run.model.layers % (par.pp * par.vpp) > 0
+
+    @property
+    def _schedule_s(self) -> float:
+        """Seconds of all passes and sends in the order of a schedule of several stages a rank."""
+        run, par, splits = self.run, self.run.parallel, self.run.schedule == "zero-bubble"
+        schedule = Schedule(
+            kind="zero_bubble" if splits else "interleaved",
+            microbatches=math.ceil(run.micro_batches),
+            virtual=par.vpp,
+        )
+        return interleaved_seconds(
+            [self._pass_seconds(stage, splits=splits) for stage in range(par.pp * par.vpp)],
+            schedule,
+            contention=self.step.constants.contention if run.overlap.pp else None,
+            ranks=par.pp,
+            round_size=par.pp if run.is_v else run.round_size,
+        )
+
+    def _pass_seconds(self, stage: int, *, splits: bool) -> StageSeconds:
+        """Return the seconds of the passes of one stage; gradients of weights apart where a schedule splits them."""
+        own, sums = self.step.stage_blocks[stage], self.step.exchanges.vocabulary_sum
+        is_last = stage == len(self.step.stage_blocks) - 1
+        weights = own * self.step.weights + (self.step.head.weights if is_last else 0.0) if splits else 0.0
+        return StageSeconds(
+            forward=own * self.step.forward
+            + self.step.constants.micro_batch_s / self.run.parallel.vpp
+            + (sums if stage == 0 else 0.0)
+            + (self.step.head.forward if is_last else 0.0),
+            backward=own * self.step.backward
+            + (self.step.embedding_backward if stage == 0 else 0.0)
+            + (self.step.head.backward + sums if is_last else 0.0)
+            - weights,
+            weights=weights,
+            send=self.step.send_once,
+        )
+
+    @property
+    def _first_sends(self) -> float:
+        """Seconds of the sends of the first micro-batch through all stages and back: nothing runs beside them."""
+        par, overlaps = self.run.parallel, self.run.overlap.pp
+        if overlaps:
+            return 2 * (par.pp * par.vpp - 1) * self.step.send_once
+        return 0.0 if par.vpp == 1 else max(0.0, 2 * (par.pp - 1) * self.step.send_once - self._bare_sends)
+
+    @property
+    def _bare_sends(self) -> float:
+        """Seconds by which sends of a micro-batch that hold up ranks make the fullest rank slower.
+
+        The first rank and the last send to one neighbour only, those between to two.
+        """
+        par = self.run.parallel
+        at_ends, between = 2 * par.vpp - 1, 2 * par.vpp if par.pp > 2 else 0
+        head = self.step.head_on_top
+        return max(head + at_ends * self.step.send_once, between * self.step.send_once) - head
+
+    @cached_property
+    def _send(self) -> float:
+        """Seconds a step spends between stages besides `_first_sends`."""
+        run, par, count = self.run, self.run.parallel, self.run.micro_batches
+        if par.pp == 1:
+            return 0.0
+        if not self.run.overlap.pp and par.vpp == 1:
+            return self._find_pipeline_s(self.step.send_once) - self._find_pipeline_s(0.0)
+        if not self.run.overlap.pp:
+            return count * self._bare_sends
+        once, contention = self.step.send_once, self.step.constants.contention
+        ways = [self.step.layers / par.vpp * way for way in (self.step.forward, self.step.backward)]
+        shared = [contention * min(once, way) for way in ways]
+        if run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
+            added = sum(max(way + slower, once) - way for way, slower in zip(ways, shared, strict=True))
+            return max(0.0, count - 1) * added + sum(shared)
+        if par.vpp > 1:
+            own, slower = par.vpp * sum(ways), par.vpp * sum(shared)
+            later = count - par.pp
+            return later * (max(own + slower, self._sends_of_rank * once) - own) + par.pp * slower
+        shown = self._shown_sends
+        hidden = max(0.0, count * self._sends_of_rank * once - shown)
+        return shown + min(count * sum(shared), contention * hidden)
+
+    @property
+    def _sends_of_rank(self) -> int:
+        """Sends of a micro-batch of a rank that has most: of two ranks, each has one neighbour in one place."""
+        return 2 * self.run.parallel.vpp - (1 if self.run.parallel.pp == 2 else 0)
+
+    @property
+    def _shown_sends(self) -> float:
+        """Seconds of sends of 1F1B and of zero bubble that no pass hides: the simulation of equal stages.
+
+        Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
+        """
+        once, par, count = self.step.send_once, self.run.parallel, self.run.micro_batches
+        later = max(0.0, count - par.pp)
+        a_round = (par.pp - 1) / par.pp * 2 * once
+        if self.run.schedule == "zero-bubble":
+            filled = (par.pp - 1) / par.pp * self.step.layers * self.step.weights
+            first = max(0.0, par.pp * (a_round - self._slack) - 2 * once)
+            return first + later * max(0.0, a_round - self._slack - filled)
+        return max(0.0, count * (a_round - self._slack) - 2 * once)
+
+    @cached_property
+    def _slack(self) -> float:
+        """Seconds of a micro-batch for which a stage waits on average for the slowest; 1F1B hides no more of its sends.
+
+        It has as many micro-batches on their way as stages: one comes back to the first stage, over all stages and
+        sends, before the first stage goes on.
+        """
+        run, block = self.run, self.step.forward + self.step.backward
+        whole = (
+            run.model.layers * block
+            + self.step.head.forward
+            + self.step.head.backward
+            + 2 * self.step.exchanges.vocabulary_sum
+        )
+        whole += self.step.embedding_backward
+        return self.step.layers * block + self.step.head_on_top - whole / run.parallel.pp
+
+    @property
+    def _idle(self) -> float:
+        """Seconds for which the fullest stage waits, sends left out.
+
+        Of several stages a rank, the first micro-batch goes through one of each other rank, and in the end a whole
+        round comes by the embedding, long after it has passed the projection.
+        """
+        run, par, count = self.run, self.run.parallel, self.run.micro_batches
+        if par.pp == 1:
+            return 0.0
+        if par.vpp == 1:
+            fullest = (
+                self.step.layers * (self.step.forward + self.step.backward)
+                + self.step.head_on_top
+                + self.step.constants.micro_batch_s
+            )
+            return max(0.0, self._find_pipeline_s(0.0) - count * fullest)
+        ends = par.pp * (sum(self.step.ends) - self.step.head_on_top)
+        own = self.step.layers / par.vpp
+        splits = run.schedule == "zero-bubble"
+        weights = own * self.step.weights if splits else 0.0
+        forward = own * self.step.forward + self.step.constants.micro_batch_s / par.vpp
+        stage = StagePasses(forward, own * self.step.backward - weights, weights)
+        return find_pipeline_seconds([stage] * par.pp, par.pp) - par.pp * sum(stage) + ends
+
+    def _find_pipeline_s(self, send: float) -> float:
+        """Return the seconds of all passes of one stage a rank, of which each holds its rank up while it sends."""
+        run, count = self.run, self.run.parallel.pp
+        stages = []
+        for stage in range(count):
+            own = self._pass_seconds(stage, splits=run.schedule == "zero-bubble")
+            onward, backward = (send if stage < count - 1 else 0.0), (send if stage else 0.0)
+            stages.append(StagePasses(own.forward + onward, own.backward + backward, own.weights))
+        return find_pipeline_seconds(stages, run.micro_batches, in_turn=run.schedule != "gpipe")
