@@ -17,7 +17,7 @@ class Constants:
     tile_start: float = 200.0
     """Steps along the inner dimension that filling and draining the pipeline of one tile costs, in elements."""
 
-    backward_rate: float = 0.939
+    backward_rate: float = 0.938
     """Rate of matrix products of the backward pass over those of the forward pass: operands come transposed."""
 
     stream: float = 0.8
@@ -83,7 +83,7 @@ class Constants:
     network_hop_s: float = 1.4e-5
     """Seconds from one node to the next (NCCL's table of latencies: 14 us between nodes, 3.4 us inside one)."""
 
-    contention: float = 0.336
+    contention: float = 0.348
     """Seconds that overlapped communication and computation cost each other, for each second they share."""
 
     micro_batch_s: float = 1e-3
