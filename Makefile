@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-dist test-fault soak check bench wheel docs tutorials clean
+.PHONY: help setup quickstart test test-unit test-dist test-fault soak properties check bench wheel docs tutorials clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
@@ -54,6 +54,9 @@ FAULTS ?= 200
 
 soak: $(STAMP)   ## random faults in jobs of every kind: make soak SEED=1 FAULTS=200
 	$(BIN)/python -m benchmarks.soak --seed $(SEED) --faults $(FAULTS)
+
+properties: $(STAMP)  ## property tests with new random examples; make test draws the same every time
+	$(BIN)/python -m pytest --hypothesis-profile=random -m hypothesis tests/unit
 
 check: $(STAMP)  ## formatting, lint, types, layers
 	$(BIN)/ruff format --no-cache --check .

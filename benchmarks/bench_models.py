@@ -176,6 +176,8 @@ def main() -> None:
     unknown = set(options.cases.split(",")) - set(PUBLISHED)
     if unknown:
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(PUBLISHED)}")
+    if options.apply and options.no_return_outputs:
+        parser.error("--no-return-outputs is of planning, not of --apply")
     if options.apply:
         applied = apply_plans(options.cases.split(","), options.ranks)
         facts = {"bench": "bench_models", "machine": machine(), "applied": applied}

@@ -103,12 +103,17 @@ class PlanMemory:
         return {
             "ranks": str(self.ranks),
             "optimizer": self.optimizer,
-            "loop": "out = model(x)" if self.return_outputs else "loss_fn(model(x), y)",
+            "loop": self._loop(),
             "sharding": f"zero={config.zero}" if config.data > 1 else "one copy",
             "recompute": config.recompute,
             "stages": config.schedule,
             "tensor parallel": f"model={config.model}" if config.model > 1 else self._cut_by_rows(),
         }
+
+    def _loop(self) -> str:
+        if self.planned.config.stages > 1:
+            return "px.train_step"
+        return "out = model(x)" if self.return_outputs else "loss_fn(model(x), y)"
 
     def _cut_by_rows(self) -> str:
         return "rows gathered" if any(way.style for way in self.planned.call_strategies) else "none"
@@ -181,8 +186,9 @@ def ends_within(entry: PlanMemory, name: str, budget: float) -> bool:
     plan = Plan.model_validate(entry.planned.plan)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            how = entry.optimizer, entry.return_outputs
-            px.launch(train_limited, entry.ranks, plan, name, *how, budget, Path(folder))
+            px.launch(
+                train_limited, entry.ranks, plan, name, entry.optimizer, entry.return_outputs, budget, Path(folder)
+            )
         except LaunchError:
             if not any(Path(folder).iterdir()):
                 raise
@@ -219,7 +225,8 @@ def main() -> None:
         if kind == "stages" and (ranks not in STAGED or loop != options.loops[0]):
             continue  # px.train_step is the loop of stages
         print(f"{name}, {ranks} ranks, {kind}, output {loop}", file=sys.stderr, flush=True)
-        file = options.keep and options.keep / f"{name}_{ranks}_{kind}_{loop}.json"
+        case = f"{name}_{ranks}_{kind}" if kind == "stages" else f"{name}_{ranks}_{kind}_{loop}"
+        file = options.keep and options.keep / f"{case}.json"
         return_outputs = loop == "kept" or kind == "stages"
         if file and file.exists():
             entries = [PlanMemory.read(entry) for entry in json.loads(file.read_text())]

@@ -39,7 +39,8 @@ _MMAP_THRESHOLD, _TIGHT_BYTES = -3, 1 << 17
 
 
 _SPARE_BYTES = 1 << 22
-"""In which an error is looked at: less than what counts as little memory."""
+"""By which the limit is raised while an error is classified: less than what counts as little memory, so that errors of
+oneDNN still count as out of memory."""
 
 
 class _HeapUse(ctypes.Structure):
@@ -114,16 +115,16 @@ def measure(plan: Plan, name: str, optimizer: str, return_outputs: bool) -> list
     profiler that sees every allocation takes memory itself.
     """
     data = _start(name)
-    begin = partial(Training, plan, name, optimizer, data, return_outputs=return_outputs)
-    mine = [private_peak(begin), tensor_peak(begin)]
+    make_training = partial(Training, plan, name, optimizer, data, return_outputs=return_outputs)
+    mine = [private_peak(make_training), tensor_peak(make_training)]
     by_rank = px.comm.all_gather(torch.tensor([mine], dtype=torch.float64))
     return [(private, tensors) for private, tensors in by_rank.tolist()]
 
 
-def private_peak(begin: Callable[[], Training]) -> float:
+def private_peak(make_training: Callable[[], Training]) -> float:
     """Return the most bytes that this process has to itself in the last step, beside those before the model."""
     before = _resident("RssAnon")
-    training = begin()
+    training = make_training()
     for _ in range(STEPS - 1):
         training.step()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # from here on VmHWM counts anew
@@ -135,10 +136,10 @@ def private_peak(begin: Callable[[], Training]) -> float:
     return float(peak)
 
 
-def tensor_peak(begin: Callable[[], Training]) -> float:
+def tensor_peak(make_training: Callable[[], Training]) -> float:
     """Return the most bytes of all tensors in the last step, the model's among them."""
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as before:
-        training = begin()
+        training = make_training()
         for _ in range(STEPS - 1):
             training.step()
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as last:

@@ -12,11 +12,12 @@ namespace {
 // Up to this many bytes in all slots every rank adds everything up itself: one round instead of two.
 constexpr std::size_t kAtOnceBytes = 64 << 10;
 
-// In front of a slot of an all_to_all, one a line for each rank.
+// In front of a slot of an all_to_all, a cache line for each receiver.
 struct PieceNote {
   std::size_t whole;      // bytes that this rank gets in all
   std::size_t at, bytes;  // its piece of this round, in the slot
 };
+static_assert(sizeof(PieceNote) <= kLine);
 
 void move_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memmove(to, from, bytes);
@@ -41,8 +42,8 @@ struct Cut {
 
 std::size_t slot_share(int ranks) { return kSlotBytes / static_cast<std::size_t>(ranks) / kLine * kLine; }
 
-// Cuts what a rank sends to the others into rounds, each with the same share of every part: a slot is full in all rounds
-// but the last, and no rank waits for the end of another's long part.
+// Cuts what a rank sends to the others into as few rounds as fit its slot, each with the same share of every part: no
+// rank waits for the end of another's long part.
 class Pieces {
  public:
   Pieces(const Group::Sizes& bytes, std::size_t own) : bytes_(bytes) {

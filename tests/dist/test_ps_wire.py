@@ -365,7 +365,7 @@ def test_answers_that_nobody_waits_for_are_taken_one_behind_the_other(monkeypatc
     with both() as connection:
         pending = [connection.send("echo", {"at": at}) for at in range(60)]
         # A pause before each would make a minute of it.
-        wait_until(lambda: all(one.outcome is not None for one in pending), 30.0)
+        wait_until(lambda: all(request.outcome is not None for request in pending), 30.0)
 
 
 def test_one_whose_answer_another_has_read_waits_for_no_more(monkeypatch):

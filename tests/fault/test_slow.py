@@ -18,7 +18,7 @@ from launching import BIN, WARM, Launch, launch, launch_warm
 pytestmark = pytest.mark.fault
 
 # Work is little beside each fault, and where they may, ranks go before what else runs on the machine: it would make the
-# other rank late too.
+# other rank late too. On Linux a nice value is of the calling thread, and the main thread is the one that counts here.
 BEGIN = """
 import gc, os, sys, time
 import torch, torch.distributed as dist

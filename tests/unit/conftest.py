@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,13 +16,11 @@ class _Libc:
         return 0
 
 
-@pytest.fixture(autouse=True, scope="session")
-def nothing_is_durable() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def nothing_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no unit test wait for the disk: `syncfs` waits for all that the machine writes, also for other tests.
 
     What is synced, and what follows when it fails, are tests with an `os.fsync` or a `syncfs` of their own.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(files, "_libc", _Libc())
-        yield
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(files, "_libc", _Libc())

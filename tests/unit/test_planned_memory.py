@@ -67,7 +67,9 @@ def test_the_gradient_of_scores_and_of_their_logarithms_are_there_together() -> 
 def test_a_limit_that_only_a_loop_without_outputs_keeps_to_is_one_for_it_alone() -> None:
     kept, released = (answer_of(1, return_outputs=keeps).memory for keeps in (True, False))
     between = (kept + released) / 2
-    assert answer_of(1, return_outputs=False, memory=between).memory == released
+    fitting = answer_of(1, return_outputs=False, memory=between)
+    assert fitting.memory == released
+    assert fitting.to_json()["return_outputs"] is False
     with pytest.raises(PlanError, match="needs"):
         answer_of(1, memory=between)
     with pytest.raises(PlanError, match="needs") as refused:

@@ -125,7 +125,7 @@ def _plan_script(
             top_k=top,
             time_limit=time_limit,
             alternatives=alternatives,
-            **_own_choices(optimizer, no_return_outputs),
+            **_options_over_script(optimizer, no_return_outputs),
         )
     if as_json:
         click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(limit) for limit in alternatives]}))
@@ -176,7 +176,7 @@ def _simulate_script(
 
     with _hint_at_own_flag(arguments):
         simulated = simulate_script(
-            script, arguments, plan, cluster=cluster, **_own_choices(optimizer, no_return_outputs)
+            script, arguments, plan, cluster=cluster, **_options_over_script(optimizer, no_return_outputs)
         )
     if as_json:
         click.echo(json.dumps(simulated.to_json()))
@@ -185,8 +185,8 @@ def _simulate_script(
     write_simulated_step(simulated, None, trace, timeline)
 
 
-def _own_choices(optimizer: str | None, no_return_outputs: bool) -> dict[str, Any]:
-    """Return what is not left to the script."""
+def _options_over_script(optimizer: str | None, no_return_outputs: bool) -> dict[str, Any]:
+    """Return the options that replace what the script says itself."""
     chosen = {} if optimizer is None else {"optimizer": optimizer}
     return chosen | ({"return_outputs": False} if no_return_outputs else {})
 

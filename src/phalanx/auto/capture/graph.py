@@ -171,8 +171,8 @@ class CapturedStep:
         """Return the bytes that operators made and that are there while each runs, without gradients of parameters.
 
         Args:
-            return_outputs: Whether the script decides how long what the model returns stays, so that it is none of
-                these. Otherwise it is there up to the end of the loss, or as long as autograd keeps it.
+            return_outputs: Whether the loop keeps what the model returns, which then is not counted. Otherwise it is
+                there up to the end of the loss, or as long as autograd keeps it.
         """
         changes = [0] * (len(self.operators) + 1)
         loss_end = max((at for at, operator in enumerate(self.operators) if operator.phase != "backward"), default=0)

@@ -62,9 +62,9 @@ class ModuleCall:
     """Bytes that are there while it runs, in the pass that has more, beside what it and the calls before it keep for
     the backward pass, and what the model returns: gradients of activations, and results that nothing keeps."""
 
-    temporary_output_bytes: int
-    """The same where the loop lets go of what the model returns as soon as it has the loss, so that this counts where
-    nothing else keeps it."""
+    temporary_bytes_without_outputs: int
+    """The same in a loop that lets go of what the model returns as soon as it has the loss: that counts here up to the
+    end of the loss, unless autograd keeps it."""
 
     last_dim_parts: int
     """Cutting the last dimension of the inputs that follow into a number of parts that divides this cuts the last one
@@ -100,7 +100,7 @@ class ModuleCall:
             saved_bytes=self.saved_bytes + self.returned_saved_bytes,
             returned_bytes=0,
             returned_saved_bytes=0,
-            temporary_bytes=self.temporary_output_bytes,
+            temporary_bytes=self.temporary_bytes_without_outputs,
         )
 
 
@@ -151,7 +151,7 @@ class _CallReader:
                     returned_bytes=sum(op.returned_bytes for op in ops),
                     returned_saved_bytes=sum(op.returned_saved_bytes for op in ops),
                     temporary_bytes=self._temporary[at],
-                    temporary_output_bytes=self._temporary_outputs[at],
+                    temporary_bytes_without_outputs=self._temporary_outputs[at],
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),
                     is_returned=at not in self._read_later or any(op.returned for op in ops),

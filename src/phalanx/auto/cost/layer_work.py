@@ -337,7 +337,10 @@ def _list_behind_weights(calls: tuple[ModuleCall, ...], trains: list[bool], piec
 
 
 def _without_outputs(work: CallWork) -> CallWork:
-    """Return a call in a loop that lets go of what the model returns as soon as it has the loss."""
+    """Return a call in a loop that lets go of what the model returns as soon as it has the loss.
+
+    What counts only with stages (`block_saved_bytes`, `behind_weights_bytes`) stays that of the other loop.
+    """
     call = work.call.without_outputs()
     checkpoint_bytes = _bytes(source.value for source in call.inputs if not _is_held(source))
     return replace(work, call=call, checkpoint_bytes=checkpoint_bytes, former_bytes=0.0)

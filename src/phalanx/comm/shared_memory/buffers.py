@@ -100,10 +100,17 @@ def _replacement(tensor: Tensor, keep_values: bool) -> Tensor:
     return tensor.contiguous() if keep_values else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def apart(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """Return a tensor, or a copy if an output shares its storage: an exchange may write there before it has read."""
-    storage = tensor.untyped_storage().data_ptr()
-    return tensor.clone() if any(o.untyped_storage().data_ptr() == storage for o in outputs) else tensor
+def copy_if_overlapping(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """Return a contiguous tensor, or a copy if an output overlaps it: an exchange may write before it reads."""
+    start, end = _memory_range(tensor)
+    overlaps = any(
+        start < output_end and output_start < end for output_start, output_end in map(_memory_range, outputs)
+    )
+    return tensor.clone() if overlaps else tensor
+
+
+def _memory_range(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def shares(tensor: Tensor, parts: Sequence[int], verb: str) -> list[BufferView]:

@@ -27,7 +27,7 @@ from phalanx.comm.shared_memory import hosts
 from phalanx.comm.shared_memory.buffers import (
     BufferView,
     OutputBuffers,
-    apart,
+    copy_if_overlapping,
     even,
     reduction,
     require_fit,
@@ -197,7 +197,7 @@ class SharedMemoryGroup(NamedGroup):
         if (other := self._other(input)) is not None:
             return other.alltoall_base(output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
         landing = OutputBuffers([output])
-        x = apart(input.contiguous(), landing.memory)
+        x = copy_if_overlapping(input.contiguous(), landing.memory)
         to = shares(landing.memory[0], output_splits or self._even_rows(output), "all_to_all_single output")
         pieces = shares(x, input_splits or self._even_rows(input), "all_to_all_single input")
         return self._issued([self._exchange(pieces, to)], [output], (landing, x), opts, landing.then)
@@ -207,7 +207,7 @@ class SharedMemoryGroup(NamedGroup):
         if (other := self._other(inputs[0])) is not None:
             return other.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
         landing = OutputBuffers(outputs)
-        pieces = [apart(x.contiguous(), landing.memory) for x in inputs]
+        pieces = [copy_if_overlapping(x.contiguous(), landing.memory) for x in inputs]
         operation = self._exchange([to_move(x) for x in pieces], [to_move(t) for t in landing.memory])
         return self._issued([operation], outputs, (landing, pieces), opts, landing.then)
 

@@ -79,7 +79,8 @@ def simulate_script(script: Path, arguments: Sequence[str], plan: Plan, **option
         script: A training script.
         arguments: Its own.
         plan: Any Plan of its model.
-        **options: As `px.simulate_plan` takes them; the optimizer is the script's own unless given.
+        **options: As `px.simulate_plan` takes them; optimizer and whether the loop keeps outputs are the script's own
+            unless given.
 
     Raises:
         ConfigError: As `plan_script` does.

@@ -216,6 +216,7 @@ class PlanResult:
             "limited_by": self.limited_by,
             "memory_bytes": search.best.memory_bytes,
             "room_bytes": self.room,
+            "return_outputs": self.layers.return_outputs,
             "skewed_step_time_s": self.skewed_s,
             "captured": self.layers.captured.level,
             "left_out": list(self.left_out),

@@ -100,8 +100,8 @@ class ServerLink:
         self._changed.wait(max(0.0, until - time.monotonic()))
         return False
 
-    def read(self, deadline: float | None, awaited: Pending | None = None) -> None:
-        """Take one frame, if nobody else does and one begins before `deadline`.
+    def read(self, deadline: float | None, awaited: Pending | None = None) -> bool:
+        """Take one frame, if nobody else does and one begins before `deadline`; return whether nobody else did.
 
         Args:
             deadline: On the clock of `time.monotonic`.
@@ -112,7 +112,7 @@ class ServerLink:
             with self._lock:
                 has_answer = awaited is not None and awaited.outcome is not None
                 if has_answer or self.state.is_reading or self._end is not None:
-                    return
+                    return False
                 self.state.is_reading = self.state.was_read = is_reader = True
             if self.channel.has_bytes(deadline):
                 why = "reading its answer was interrupted"
@@ -128,6 +128,7 @@ class ServerLink:
                 self.state.is_reading = False
                 with self._lock:
                     self.notify()
+        return is_reader
 
     def read_next(self) -> None:
         """Take one frame, if nobody else does, an answer is due, and one begins before that is late."""
@@ -195,8 +196,7 @@ class ServerLink:
                     continue
                 self.state.has_waiter = self._is_thread_needed = False
                 self._changed.notify_all()  # a signal may have broken off that of a reader
-            self.read(None)
-            goes_on = not self.state.has_waiter
+            goes_on = self.read(None) and not self.state.has_waiter
         self._lost(self, self._end)
 
     def _is_due(self) -> bool:
