@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from phalanx.auto.predict.memory_model import compute_stage_footprint
+from phalanx.auto.predict.interval import _alternatives
+from phalanx.auto.predict.memory_model import (
+    block_bytes,
+    compute_footprint,
+    compute_stage_footprint,
+    count_kept_blocks,
+)
 from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.errors import ConfigError
+from phalanx.plan.pipeline_order import Pass, order_of
 from predicted_runs import alter, describe, footprint, seconds, step
 
 
@@ -25,6 +32,8 @@ def pipeline(schedule: str, pp: int, vpp: int, count: int, layers: int = 0, **ch
         schedule=schedule,
         model={"vocab": 1024, "layers": layers or 2 * pp * vpp},
     )
+    if schedule == "interleaved" and count < pp:
+        run["stack"] = "generic"  # Megatron Core refuses
     return alter(run, **changes)
 
 
@@ -55,10 +64,65 @@ def test_a_micro_batch_by_itself_passes_all_stages_one_after_the_other() -> None
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
-def test_rounds_of_several_sizes_are_refused_as_software_does(schedule: str) -> None:
-    with pytest.raises(ConfigError, match="9 micro-batches over 4 stages do not make rounds of one size"):
-        predict(pipeline(schedule, 4, 3, 9))
-    predict(pipeline(schedule, 4, 3, 10))
+def test_rounds_of_several_sizes_are_refused_as_pytorch_does(schedule: str) -> None:
+    message = "9 micro-batches over 4 stages do not make rounds of one size, of 4 or more: PyTorch refuses them"
+    with pytest.raises(ConfigError, match=message):
+        predict(pipeline(schedule, 4, 3, 9, stack="pytorch"))
+    predict(pipeline(schedule, 4, 3, 10, stack="pytorch"))
+
+
+@pytest.mark.parametrize(
+    ("pp", "count", "size"), [(4, 9, 5), (4, 11, 6), (4, 10, 5), (4, 12, 4), (4, 7, 7), (8, 17, 9)]
+)
+@pytest.mark.parametrize("gbps", [3200, 20])
+def test_megatron_core_ends_with_a_smaller_round(pp: int, count: int, size: int, gbps: float) -> None:
+    run = pipeline("interleaved", pp, 3, count, cluster={"node_gbps": gbps}, model={"layers": 3 * pp + 1})
+    assert read_run(run).round_size == size
+    assert_simulated(run, 1e-3)
+    orders = order_of(read_run(run).order, pp, read_run(run).order_rules)
+    forward = [action.microbatch for action in orders[0] if action.kind is Pass.FORWARD]
+    assert forward[: 2 * size] == [*range(size)] * 2
+    if rest := count % size:
+        assert forward[-3 * rest :] == [*range(size, count)] * 3
+
+
+def test_megatron_core_interleaves_no_fewer_micro_batches_than_stages() -> None:
+    with pytest.raises(ConfigError, match="3 micro-batches over 4 stages with vpp=2: Megatron Core refuses"):
+        predict(pipeline("interleaved", 4, 2, 3, stack="megatron-core"))
+    for stack in ("pytorch", "generic"):
+        predict(pipeline("interleaved", 4, 2, 3, stack=stack))
+
+
+def test_stages_in_a_v_take_any_number_of_micro_batches() -> None:
+    for count in (1, 3, 9):
+        predict(pipeline("zero-bubble", 4, 2, count, stack="pytorch"))
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(1, 1024), (4, 256000), (7, 256000)])
+def test_1f1b_with_few_micro_batches_alternates_in_megatron_and_is_refused_by_pytorch(count: int, vocab: int) -> None:
+    run = pipeline("1f1b", 8, 1, count, model={"vocab": vocab})
+    assert_simulated(run, 0.005)
+    assert count_kept_blocks(read_run(run), [2], at_end=True) == 2
+    assert count_kept_blocks(read_run(alter(run, schedule="gpipe")), [2], at_end=True) == 2 * count
+    with pytest.raises(ConfigError, match=f"{count} micro-batches over 8 stages: PyTorch's 1F1B refuses"):
+        predict(alter(run, stack="pytorch"))
+
+
+def test_more_micro_batches_take_no_less_memory() -> None:
+    for at_end in (False, True):
+        runs = [read_run(pipeline("1f1b", 8, 1, count, model={"vocab": 256000})) for count in range(1, 12)]
+        totals = [compute_stage_footprint(run, at_end=at_end).total for run in runs]
+        assert totals == sorted(totals)
+
+
+def test_megatron_of_2022_takes_one_round_of_interleaved_stages_forward_first() -> None:
+    runs = [pipeline("interleaved", 4, 2, 4, stack=stack, layers=17) for stack in ("megatron-2022", "generic")]
+    blocks = (2, 2)
+    early, other = (count_kept_blocks(read_run(run), blocks, at_end=True) for run in runs)
+    assert early == 16 > other
+    assert_simulated(runs[0], 1e-3)
+    memory = simulate_run(runs[0]).simulation.peaks
+    assert compute_stage_footprint(read_run(runs[0]), at_end=True).total == pytest.approx(memory[-1], rel=0.02)
 
 
 def test_megatron_of_2021_and_2022_takes_multiples_of_stages_alone() -> None:
@@ -69,9 +133,12 @@ def test_megatron_of_2021_and_2022_takes_multiples_of_stages_alone() -> None:
 
 
 def test_no_interval_is_of_a_run_that_cannot_be() -> None:
-    run = pipeline("interleaved", 4, 2, 4, assumed=["batch.micro", "parallel.vpp"], batch={"global": 8, "micro": 2})
+    """12 micro-batches over 4 stages: with half the size there are 24, with twice the size 6, which are refused."""
+    batch = {"global": 24, "micro": 2}
+    run = read_run(pipeline("interleaved", 4, 2, 12, stack="megatron-2022", batch=batch, assumed=["batch.micro"]))
+    assert [other.batch.micro for other in _alternatives(run, "batch.micro")] == [1]
     low, high = predict(run).step_time_interval_s or (0.0, 0.0)
-    assert low < seconds(run) < high
+    assert low < predict(run).step_time_s < high
 
 
 # -- unequal stages ------------------------------------------------------------------------------------------
@@ -136,17 +203,54 @@ def test_the_first_and_the_last_rank_hold_what_they_hold_in_the_simulation(
 ) -> None:
     run = read_run(pipeline(schedule, 8, vpp, count, model={"vocab": vocab}))
     memory = simulate_run(run).simulation.memory
-    for last, timeline in ((False, memory[0]), (True, memory[-1])):
+    for at_end, timeline in ((False, memory[0]), (True, memory[-1])):
         peak = max(size for _, size in timeline)
         # What an allocator loses is a share of what the first rank holds in the simulation of all ranks.
-        assert compute_stage_footprint(run, last=last).total == pytest.approx(peak, rel=0.04)
+        assert compute_stage_footprint(run, at_end=at_end).total == pytest.approx(peak, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "count", "layers"),
+    [
+        ("zero-bubble", 4, 2, 16, 21),
+        ("zero-bubble", 4, 2, 3, 21),
+        ("interleaved", 4, 4, 16, 20),
+        ("interleaved", 4, 4, 9, 21),
+        ("interleaved", 8, 2, 64, 30),
+        ("zero-bubble", 4, 3, 16, 20),
+        ("1f1b", 4, 1, 8, 9),
+    ],
+)
+def test_ranks_of_uneven_stages_hold_what_they_hold_in_the_simulation(
+    schedule: str, pp: int, vpp: int, count: int, layers: int
+) -> None:
+    run = read_run(pipeline(schedule, pp, vpp, count, layers, memory_kind="allocated"))
+    peaks = simulate_run(run).simulation.peaks
+    for at_end, peak in ((False, peaks[0]), (True, peaks[-1])):
+        assert compute_stage_footprint(run, at_end=at_end).total == pytest.approx(peak, rel=1e-6)
+
+
+def test_a_smaller_micro_batch_counts_as_a_full_one() -> None:
+    run = read_run(pipeline("interleaved", 2, 2, 5, batch={"global": 5, "micro": 2}))
+    peak = max(simulate_run(run).simulation.peaks)
+    assert compute_footprint(run).total == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("stack", ["pytorch", "generic"])
+def test_what_is_computed_again_is_there_in_full(stack: str) -> None:
+    run = describe(stack=stack, model={"flash": False}, recompute="selective", memory_kind="allocated")
+    none = read_run(alter(run, recompute="none"))
+    again = block_bytes(none) - block_bytes(read_run(run))
+    assert again > 0
+    assert footprint(run).activations == pytest.approx(32 * block_bytes(read_run(run)) + again)
+    assert simulate_run(run).simulation.pipeline.stages[0].workspace_bytes == again
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("vocab", [1024, 256000])
 def test_the_first_rank_of_a_v_has_both_ends(vocab: int, tied: bool) -> None:
     run = read_run(pipeline("zero-bubble", 4, 2, 16, model={"vocab": vocab, "tied": tied}))
-    first, last = (compute_stage_footprint(run, last=last) for last in (False, True))
+    first, last = (compute_stage_footprint(run, at_end=at_end) for at_end in (False, True))
     assert first.logits > 0 == last.logits
     tables = (1 if tied else 2) * vocab * 4096
     assert first.parameters - last.parameters == pytest.approx(2 * tables)
@@ -199,9 +303,14 @@ def test_collectives_inside_a_node_wait_for_shards_inside_it() -> None:
 def test_stages_send_parts_or_whole_activations() -> None:
     parallel, batch = {"tp": 8, "pp": 2}, {"global": 4, "micro": 1}
     run = describe(nodes=2, node_gbps=400, parallel=parallel, batch=batch)
-    megatron, parts, pytorch = (
+    early, core, parts, pytorch = (
         step(alter(run, stack=stack, parallel={"sequence_parallel": cut}))
-        for stack, cut in (("megatron-core", False), ("megatron-core", True), ("pytorch", False))
+        for stack, cut in (
+            ("megatron-2022", False),
+            ("megatron-core", False),
+            ("megatron-core", True),
+            ("pytorch", False),
+        )
     )
-    assert parts.send_once < megatron.send_once < 2 * parts.send_once
-    assert pytorch.send_once > 4 * parts.send_once
+    assert parts.send_once < early.send_once < 2 * parts.send_once
+    assert core.send_once == pytorch.send_once > 4 * parts.send_once

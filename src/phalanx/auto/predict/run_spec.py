@@ -19,6 +19,8 @@ from phalanx.auto.predict.run_parts import (
 from phalanx.auto.predict.stack import STACKS, Stack, StackName, recognise
 from phalanx.cluster.spec.devices import Device, find_preset
 from phalanx.i18n import tr
+from phalanx.plan.pipeline_order import OrderRules
+from phalanx.plan.value import Schedule
 
 
 class RunSpec(Part):
@@ -120,18 +122,59 @@ class RunSpec(Part):
 
     @property
     def micro_batches(self) -> float:
-        """Micro-batches of a replica in one step; not whole if the last one is smaller."""
+        """Micro-batches of a replica in one step; a fraction if the last one is smaller."""
         return self.replica_batch / self.micro
 
     @property
     def round_size(self) -> int:
-        """Micro-batches that a rank with several stages takes through one of them before the next: torch's rounds.
+        """Micro-batches that a rank with several stages takes through one of them before the next.
 
-        As many as stages, or more where they do not divide, all rounds alike. Megatron Core does the same where
-        `microbatch_group_size_per_vp_stage` is this number.
+        As many as stages, or more where they do not divide: in torch all rounds alike. In Megatron Core
+        (`microbatch_group_size_per_vp_stage`) the last round may have fewer, but not fewer than stages.
         """
-        count = ceil(self.micro_batches)
-        return count // max(1, count // self.parallel.pp)
+        count, stages = self.full_micro_batches, self.parallel.pp
+        if self.is_interleaved and self.habits.pipelines == "megatron-core":
+            fits = (size for size in range(stages, count + 1) if not 0 < count % size < stages)
+            return next(fits, count)
+        return count // max(1, count // stages)
+
+    @property
+    def full_micro_batches(self) -> int:
+        """Micro-batches of a replica in one step, the last one counted as a full one."""
+        return ceil(self.micro_batches)
+
+    @property
+    def all_forward_first(self) -> bool:
+        """Whether all micro-batches go forward before one goes back.
+
+        Megatron up to 2022 takes interleaved stages so if there are as many micro-batches as stages.
+        """
+        is_one_round = self.is_interleaved and self.full_micro_batches == self.parallel.pp
+        return self.schedule == "gpipe" or (is_one_round and self.habits.pipelines == "megatron")
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether ranks have several stages and do not split their backward passes."""
+        return self.parallel.vpp > 1 and self.parallel.pp > 1 and self.schedule in ("1f1b", "interleaved")
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule of its passes."""
+        virtual, kinds = self.parallel.vpp, {"gpipe": "gpipe", "zero-bubble": "zero_bubble"}
+        kind = kinds.get(self.schedule, "interleaved" if virtual > 1 else "1f1b")
+        return Schedule.model_validate({"kind": kind, "microbatches": self.full_micro_batches, "virtual": virtual})
+
+    @property
+    def order_rules(self) -> OrderRules:
+        """How its software orders them."""
+        size = 0 if self.is_v else self.round_size
+        return OrderRules(round_size=size, few_in_turn=True, all_forward_first=self.all_forward_first)
+
+    @property
+    def stage_blocks(self) -> list[int]:
+        """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
+        layers, stages = self.model.layers, self.parallel.pp * self.parallel.vpp
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
     @property
     def is_v(self) -> bool:
@@ -226,8 +269,8 @@ class RunSpec(Part):
 
         A sharded optimizer sends parameters in 16 bit on the way back.
         """
-        there, back = self.accumulated_bytes, 4 if self.precision == "fp32" else 2
-        return float(there) if self.parallel.zero == 0 else (there + back) / 2
+        gradient, parameter = self.accumulated_bytes, 4 if self.precision == "fp32" else 2
+        return float(gradient) if self.parallel.zero == 0 else (gradient + parameter) / 2
 
     @property
     def measured_step_time_s(self) -> float | None:
@@ -239,30 +282,48 @@ class RunSpec(Part):
         return None
 
 
-_ROUNDS_OF_STAGES: tuple[StackName, ...] = ("megatron-2021", "megatron-2022")
-
-
 def find_schedule_conflict(run: RunSpec) -> str | None:
-    """Return why a schedule does not take the micro-batches of a run; None if it does."""
-    par, count = run.parallel, ceil(run.micro_batches)
-    has_rounds = par.vpp > 1 or run.schedule == "zero-bubble"
-    if par.pp == 1 or not has_rounds or run.is_v:
+    """Return why its software does not take the micro-batches of a run in its schedule; None if it does."""
+    par, count, rules = run.parallel, run.full_micro_batches, run.habits.pipelines
+    if par.pp == 1 or run.is_v:
         return None
-    if par.vpp > 1 and run.stack_name in _ROUNDS_OF_STAGES and count % par.pp:
-        return tr(
-            "{count} micro-batches over {stages} stages with vpp={virtual}: Megatron-LM refuses to interleave them. "
-            "Choose a multiple of {stages}",
-            count=count,
-            stages=par.pp,
-            virtual=par.vpp,
-        )
-    if count % max(1, count // par.pp):
+    if run.is_interleaved and rules in ("megatron", "megatron-core"):
+        return _find_interleaving_conflict(count, par.pp, par.vpp, is_core=rules == "megatron-core")
+    if (par.vpp > 1 or run.schedule == "zero-bubble") and count % max(1, count // par.pp):
         return tr(
             "{count} micro-batches over {stages} stages do not make rounds of one size, of {stages} or more: PyTorch "
-            "and Megatron refuse them with vpp={virtual} and schedule {schedule}. Choose a multiple of {stages}",
+            "refuses them with vpp={virtual} and schedule {schedule}. Choose a multiple of {stages}",
             count=count,
             stages=par.pp,
             virtual=par.vpp,
             schedule=run.schedule,
+        )
+    if run.order.kind == "1f1b" and count < par.pp and rules == "torch":
+        return tr(
+            "{count} micro-batches over {stages} stages: PyTorch's 1F1B refuses fewer micro-batches than stages. "
+            "Choose {stages} or more, or the schedule gpipe, as Phalanx does",
+            count=count,
+            stages=par.pp,
+        )
+    return None
+
+
+def _find_interleaving_conflict(count: int, stages: int, virtual: int, *, is_core: bool) -> str | None:
+    """Return why Megatron does not interleave so many micro-batches; None if it does."""
+    if is_core and count < stages:
+        return tr(
+            "{count} micro-batches over {stages} stages with vpp={virtual}: Megatron Core refuses to interleave fewer "
+            "than stages. Choose {stages} or more",
+            count=count,
+            stages=stages,
+            virtual=virtual,
+        )
+    if not is_core and count % stages:
+        return tr(
+            "{count} micro-batches over {stages} stages with vpp={virtual}: Megatron-LM refuses to interleave them. "
+            "Choose a multiple of {stages}",
+            count=count,
+            stages=stages,
+            virtual=virtual,
         )
     return None

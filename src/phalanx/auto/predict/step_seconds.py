@@ -73,8 +73,7 @@ class StepSeconds:
     @cached_property
     def stage_blocks(self) -> list[int]:
         """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
-        layers, stages = self.run.model.layers, self.run.parallel.pp * self.run.parallel.vpp
-        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        return self.run.stage_blocks
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -258,14 +257,13 @@ class StepSeconds:
             return 0.0
         stride = par.stride("pp")
         across = stride * par.pp > run.cluster.per_node
-        whole = boundary_bytes(run)
-        # What all tensor-parallel ranks have, Megatron sends in parts and gathers there (D. Narayanan et al., 2021,
-        # section 4.1); of PyTorch every rank sends it.
-        size = whole if run.habits.stops_checkpoints and not par.sequence_parallel else whole / par.tp
+        activation = boundary_bytes(run)
+        # What all tensor-parallel ranks have, each sends, or a part that is gathered at the next stage (D. Narayanan et
+        # al., 2021, section 4.1).
+        gathers = run.habits.gathers_sends and not par.sequence_parallel
+        size = activation / par.tp if gathers or par.sequence_parallel else activation
         send = self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
-        if par.sequence_parallel or run.habits.stops_checkpoints:
-            return send
-        return send + self.links.all_gather(whole, group_topology(run, "tp"))
+        return send + (self.links.all_gather(activation, group_topology(run, "tp")) if gathers else 0.0)
 
     @cached_property
     def weights(self) -> float:

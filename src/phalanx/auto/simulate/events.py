@@ -151,7 +151,7 @@ class _Step:
 
     def __init__(self, pipeline: PipelineSpec) -> None:
         self.pipeline = pipeline
-        self.order = order_of(pipeline.schedule, pipeline.ranks)
+        self.order = order_of(pipeline.schedule, pipeline.ranks, pipeline.rules)
         kinds = {(action.kind, action.stage) for actions in self.order for action in actions}
         self.moves = {(kind, stage): _build_pass(pipeline, kind, stage) for kind, stage in kinds}
         self.last = {a.stage: a for actions in self.order for a in actions if a.kind in (Pass.BACKWARD, Pass.WEIGHTS)}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
-from phalanx.auto.predict.memory_model import block_bytes, compute_stage_footprint, count_parameters, logits_bytes
+from phalanx.auto.predict.memory_model import (
+    block_bytes,
+    compute_stage_footprint,
+    count_parameters,
+    logits_bytes,
+    recomputed_bytes,
+)
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.step_seconds import StepSeconds
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
-from phalanx.plan.value import Schedule
 
 
 def simulate_run(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT) -> SimulatedStep:
@@ -44,7 +48,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
     The embedding is on the first stage, the projection to the vocabulary and the loss are on the last.
     """
     par, seconds = run.parallel, StepSeconds(run, constants)
-    schedule = _schedule(run)
+    schedule = run.order
     count = par.pp * schedule.virtual
     blocks = seconds.stage_blocks
     mine = [[stage for stage in range(count) if schedule.holder(stage, par.pp) == rank] for rank in range(par.pp)]
@@ -54,6 +58,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
     return PipelineSpec(
         schedule=schedule,
         ranks=par.pp,
+        rules=run.order_rules,
         stages=tuple(_stage(run, seconds, blocks, stage) for stage in range(count)),
         persistent_bytes=tuple(
             by_weight * own / most
@@ -70,15 +75,6 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
         overlaps_gradients=run.overlap.dp,
         copies=par.ranks // par.pp,
     )
-
-
-def _schedule(run: RunSpec) -> Schedule:
-    microbatches, virtual = math.ceil(run.micro_batches), run.parallel.vpp
-    if run.schedule == "gpipe":
-        return Schedule(kind="gpipe", microbatches=microbatches, virtual=virtual)
-    if run.schedule == "zero-bubble":
-        return Schedule(kind="zero_bubble", microbatches=microbatches, virtual=virtual)
-    return Schedule(kind="interleaved" if virtual > 1 else "1f1b", microbatches=microbatches, virtual=virtual)
 
 
 def _weights(run: RunSpec, seconds: StepSeconds, blocks: list[int], stages: Iterable[int]) -> float:
@@ -118,9 +114,7 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
         ),
         weights=PassWork(compute=apart),
         activation_bytes=own * block_bytes(run),
-        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
-        if run.recompute == "full" and own
-        else 0.0,
+        workspace_bytes=recomputed_bytes(run) if own else 0.0,
         send=seconds.send_once,
         buckets=_buckets(run, seconds, own, stage, is_last),
     )

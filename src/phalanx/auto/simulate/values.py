@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from phalanx.errors import PlanError
+from phalanx.plan.pipeline_order import TORCH_RULES, OrderRules
 from phalanx.plan.value import Schedule
 
 
@@ -61,6 +62,9 @@ class PipelineSpec:
     schedule: Schedule
     ranks: int
     """Size of the stage axis."""
+
+    rules: OrderRules = TORCH_RULES
+    """How its software orders passes."""
 
     stages: tuple[StageWork, ...]
     """`ranks` x `schedule.virtual` of them, in the model's order."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phalanx.auto.predict.pipeline.interleaved_schedule import StageSeconds, interleaved_seconds
 from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
-from phalanx.plan.value import Schedule
 
 if TYPE_CHECKING:
     from phalanx.auto.predict.step_seconds import StepSeconds
@@ -28,7 +26,7 @@ class PipelineSeconds:
     @cached_property
     def waits(self) -> float:
         """Seconds in which the fullest stage waits, for sends or for others."""
-        step, count = self.step, math.ceil(self.run.micro_batches)
+        step, count = self.step, self.run.full_micro_batches
         if not self._follows_schedule:
             return self._send + self._idle + self._first_sends
         work = step.layers * (step.forward + step.backward) + step.head_on_top + step.constants.micro_batch_s
@@ -44,20 +42,17 @@ class PipelineSeconds:
         run, par = self.run, self.run.parallel
         if par.pp == 1 or par.vpp == 1 or run.schedule == "gpipe":
             return False
-        return run.is_v or run.round_size != par.pp or run.model.layers % (par.pp * par.vpp) > 0
+        is_uneven = run.round_size != par.pp or run.full_micro_batches % par.pp or run.model.layers % (par.pp * par.vpp)
+        return bool(run.is_v or run.all_forward_first or is_uneven)
 
     @property
     def _schedule_s(self) -> float:
         """Seconds of all passes and sends in the order of a schedule of several stages a rank."""
         run, par, splits = self.run, self.run.parallel, self.run.schedule == "zero-bubble"
-        schedule = Schedule(
-            kind="zero_bubble" if splits else "interleaved",
-            microbatches=math.ceil(run.micro_batches),
-            virtual=par.vpp,
-        )
         return interleaved_seconds(
             [self._pass_seconds(stage, splits=splits) for stage in range(par.pp * par.vpp)],
-            schedule,
+            run.order,
+            run.order_rules,
             contention=self.step.constants.contention if run.overlap.pp else None,
             ranks=par.pp,
             round_size=par.pp if run.is_v else run.round_size,
@@ -113,7 +108,7 @@ class PipelineSeconds:
         once, contention = self.step.send_once, self.step.constants.contention
         ways = [self.step.layers / par.vpp * way for way in (self.step.forward, self.step.backward)]
         shared = [contention * min(once, way) for way in ways]
-        if run.schedule == "gpipe" or count < par.pp:  # all go forward before one comes back
+        if run.all_forward_first:
             added = sum(max(way + slower, once) - way for way, slower in zip(ways, shared, strict=True))
             return max(0.0, count - 1) * added + sum(shared)
         if par.vpp > 1:
@@ -140,7 +135,7 @@ class PipelineSeconds:
         a_round = (par.pp - 1) / par.pp * 2 * once
         if self.run.schedule == "zero-bubble":
             filled = (par.pp - 1) / par.pp * self.step.layers * self.step.weights
-            first = max(0.0, par.pp * (a_round - self._slack) - 2 * once)
+            first = max(0.0, min(count, par.pp) * (a_round - self._slack) - 2 * once)
             return first + later * max(0.0, a_round - self._slack - filled)
         return max(0.0, count * (a_round - self._slack) - 2 * once)
 
@@ -194,4 +189,4 @@ class PipelineSeconds:
             own = self._pass_seconds(stage, splits=run.schedule == "zero-bubble")
             onward, backward = (send if stage < count - 1 else 0.0), (send if stage else 0.0)
             stages.append(StagePasses(own.forward + onward, own.backward + backward, own.weights))
-        return find_pipeline_seconds(stages, run.micro_batches, in_turn=run.schedule != "gpipe")
+        return find_pipeline_seconds(stages, run.micro_batches, in_turn=not run.all_forward_first)
