@@ -264,15 +264,6 @@ class RunSpec(Part):
         return 4 if self.precision == "fp32" or (self.precision == "bf16" and self.habits.adds_in_products) else 2
 
     @property
-    def reduced_bytes(self) -> float:
-        """Bytes of an element that replicas send to add up gradients, of the mean of both ways.
-
-        A sharded optimizer sends parameters in 16 bit on the way back.
-        """
-        gradient, parameter = self.accumulated_bytes, 4 if self.precision == "fp32" else 2
-        return float(gradient) if self.parallel.zero == 0 else (gradient + parameter) / 2
-
-    @property
     def measured_step_time_s(self) -> float | None:
         """Seconds of a step as measured, if something is stated that gives them."""
         if (seconds := self.measured.get("step_time_s")) is not None:

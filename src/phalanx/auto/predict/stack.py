@@ -35,6 +35,10 @@ class Stack:
     pipelines: Literal["torch", "megatron", "megatron-core", "any"] = "any"
     """Whose rules there are for micro-batches of stages (`RunSpec.order_rules`, `find_schedule_conflict`)."""
 
+    gathers_beside_forward: bool = False
+    """Whether parameters that a sharded optimizer updated are gathered beside the next forward pass; else before it.
+    Megatron Core's `overlap-param-gather`, which NeMo sets with the overlap of gradients."""
+
     stops_checkpoints: bool = False
     """Whether recomputation stops before a block's last product and selective recomputation is of every second one, as
     in PyTorch; else it is of whole blocks, and of the scores of attention."""
@@ -46,7 +50,12 @@ STACKS: dict[StackName, Stack] = {
     "megatron-2021": _EARLY,
     "megatron-2022": replace(_EARLY, adds_in_products=True),
     "megatron-core": Stack(
-        attention="native", fuses=True, loss="fused", adds_in_products=True, pipelines="megatron-core"
+        attention="native",
+        fuses=True,
+        loss="fused",
+        adds_in_products=True,
+        pipelines="megatron-core",
+        gathers_beside_forward=True,
     ),
     "mosaicml": Stack(attention="first", fuses=False, loss="mosaicml", stops_checkpoints=True, pipelines="torch"),
     "pytorch": Stack(attention="common", fuses=False, loss="pytorch", stops_checkpoints=True, pipelines="torch"),

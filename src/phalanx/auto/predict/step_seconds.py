@@ -230,6 +230,45 @@ class StepSeconds:
         return max(0.0, first - usual)
 
     @cached_property
+    def opening(self) -> float:
+        """Seconds of gathers before the first pass, with nothing beside them.
+
+        Of what a sharded optimizer updated (ZeRO 1) all, or where the software gathers it beside the first forward pass
+        a block and a table.
+        """
+        exchanges, par = self.exchanges, self.run.parallel
+        if par.zero >= 2:
+            return self.first_gathers
+        if par.zero == 0:
+            return 0.0
+        if self._gathers_updates_beside:
+            return exchanges.gather + exchanges.gather_of(exchanges.table)
+        blocks = sum(exchanges.gather_of(part, self.layers) for part in exchanges.block_parameters)
+        return blocks + exchanges.gather_of(exchanges.table, count_tables(self.run))
+
+    @property
+    def _gathers_updates_beside(self) -> bool:
+        run = self.run
+        return run.parallel.zero == 1 and run.overlap.dp and run.habits.gathers_beside_forward
+
+    def added_to_first_pass(self, stage: int) -> float:
+        """Return the seconds by which gathers of parameters make the first forward pass of a stage longer.
+
+        Stages of FSDP gather once a step, when their first micro-batch comes; the first block of each rank is gathered
+        before (`opening`). Of what a sharded optimizer updated, only the first stage does not wait meanwhile.
+        """
+        par, exchanges = self.run.parallel, self.exchanges
+        blocks = self.stage_blocks[stage] - (stage < par.pp)
+        a_block = self._forward_beside(exchanges.gather) - self.forward
+        if par.zero >= 2 and par.pp > 1:
+            return blocks * a_block
+        if stage or not self._gathers_updates_beside:
+            return 0.0
+        others = (count_tables(self.run) - 1) * exchanges.gather_of(exchanges.table)
+        tables = self._forward_with_tables(exchanges.gather, others) - self._forward_with_tables(exchanges.gather, 0.0)
+        return blocks * a_block + tables
+
+    @cached_property
     def last_scatters(self) -> float:
         """Seconds of the scatters after the last backward pass, of its last block and of the embedding.
 
@@ -276,14 +315,12 @@ class StepSeconds:
         run, par, exchanges = self.run, self.run.parallel, self.exchanges
         if par.zero >= 2 and par.pp == 1:
             return self.first_gathers + self.last_scatters
-        bare = exchanges.sum_of_tied_tables
-        if par.zero >= 2:  # stages gather and scatter once a step
-            bare += self.first_gathers
-            blocks = self.layers * (exchanges.gather + exchanges.scatter) - exchanges.gather
-            table = exchanges.scatter_of(exchanges.table)
-        else:
-            blocks = sum(exchanges.reduce_of(part, self.layers) for part in exchanges.block_parameters)
-            table = exchanges.reduce_of(exchanges.table)
+        stages = range(len(self.stage_blocks) if par.zero >= 2 else 1)
+        bare = exchanges.sum_of_tied_tables + self.opening + sum(map(self.added_to_first_pass, stages))
+        if par.zero >= 2:  # torch scatters when all backward passes of a stage are through, and waits for it
+            return bare + self.layers * exchanges.scatter + count_tables(run) * exchanges.scatter_of(exchanges.table)
+        blocks = sum(exchanges.reduce_of(part, self.layers) for part in exchanges.block_parameters)
+        table = exchanges.reduce_of(exchanges.table)
         if not run.overlap.dp:
             return bare + blocks + count_tables(run) * table
         return bare + self._exchange(blocks, table).seconds(self.constants.contention)
@@ -298,7 +335,7 @@ class StepSeconds:
         if not splits:
             last_pass += self.embedding_backward + (self.head.backward if par.pp == 1 else 0.0)
         return GradientExchange(
-            whole=blocks + tables * table,
+            all_buckets=blocks + tables * table,
             own=blocks * own / self.layers + own_tables * table,
             last_bucket=table,
             buckets=own + own_tables,

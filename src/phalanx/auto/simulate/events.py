@@ -192,7 +192,7 @@ class _Step:
                 self.reductions[rank].idle(start, ready)
                 start = ready
             start = self._receive(rank, start, action)
-        work = move.work
+        work = self._find_work(action)
         computed = self._compute(rank, start, action)
         end = start + computed + work.exposed
         self.slices.append(Slice(rank, "compute", kind, stage, microbatch, start, start + computed))
@@ -214,6 +214,12 @@ class _Step:
             self.changes[rank] += [(start, move.workspace_bytes), (end, -move.workspace_bytes)]
         self.free[rank] = end if move.target_stage is None else self._pass_on(rank, action, end)
         return True
+
+    def _find_work(self, action: Action) -> PassWork:
+        """Return the work of a pass: the first one forward through a stage may have more."""
+        work, more = self.moves[action.kind, action.stage].work, self.pipeline.stages[action.stage].added_to_first
+        is_first = action.kind is Pass.FORWARD and action.microbatch == 0
+        return replace(work, exposed=work.exposed + more) if is_first and more else work
 
     def _receive(self, rank: int, start: float, action: Action) -> float:
         """Take the input of a pass; return when that is done."""

@@ -68,11 +68,12 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
-        opening=seconds.first_gathers if par.zero >= 2 else 0.0,
+        opening=seconds.opening,
         closing=_last_collectives(run, seconds),
         contention=constants.contention,
         overlaps_sends=run.overlap.pp,
-        overlaps_gradients=run.overlap.dp,
+        # torch scatters when all backward passes of a stage are through, and waits for it
+        overlaps_gradients=run.overlap.dp and par.zero < 2,
         copies=par.ranks // par.pp,
     )
 
@@ -116,7 +117,8 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
         activation_bytes=own * block_bytes(run),
         workspace_bytes=recomputed_bytes(run) if own else 0.0,
         send=seconds.send_once,
-        buckets=_buckets(run, seconds, own, stage, is_last),
+        added_to_first=seconds.added_to_first_pass(stage),
+        buckets=_buckets(run, seconds, own, is_first=stage == 0, is_last=is_last),
     )
 
 
@@ -128,16 +130,12 @@ def _last_collectives(run: RunSpec, seconds: StepSeconds) -> tuple[float, ...]:
     return tuple(seconds.exchanges.sum_of_tied_tables if rank in (0, par.pp - 1) else 0.0 for rank in range(par.pp))
 
 
-def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
+def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, *, is_first: bool, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
     par, exchanges = run.parallel, seconds.exchanges
     if par.dp * par.cp == 1 or (par.zero >= 2 and par.pp == 1):  # each backward pass scatters its own
         return ()
-    if par.zero >= 2:  # stages gather and scatter once a step, a rank's first block before all passes
-        first, edge = stage < par.pp, exchanges.scatter_of(exchanges.table)
-        whole = (exchanges.gather + exchanges.scatter,) * (blocks - first) + (exchanges.scatter,) * first
-        return (edge,) * is_last + whole + (edge,) * (stage == 0)
-    block = sum(exchanges.reduce_of(part) for part in exchanges.block_parameters)
-    edge = exchanges.reduce_of(exchanges.table)
+    reduce = exchanges.scatter_of if par.zero >= 2 else exchanges.reduce_of
+    block, edge = sum(map(reduce, exchanges.block_parameters)), reduce(exchanges.table)
     has_head = is_last and not (run.model.tied and run.has_one_end)
-    return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)
+    return (edge,) * has_head + (block,) * blocks + (edge,) * is_first

@@ -51,6 +51,9 @@ class StageWork:
     send: float = 0.0
     """Seconds to bring activations to the stage after this one, or their gradients back."""
 
+    added_to_first: float = 0.0
+    """Seconds by which the forward pass of the first micro-batch is longer: gathers of parameters beside it."""
+
     buckets: tuple[float, ...] = ()
     """Seconds to reduce each bucket of gradients over the copies of this stage, in the order they become ready."""
 

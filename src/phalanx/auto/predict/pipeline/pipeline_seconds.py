@@ -37,13 +37,15 @@ class PipelineSeconds:
         """Whether ranks with several stages wait for each other more than a formula says.
 
         They do where stages have different numbers of blocks, where rounds are not as many micro-batches as stages (the
-        first of a larger round waits for the rest before it goes on, and ranks wait for a smaller one), and in a V.
+        first of a larger round waits for the rest before it goes on, and ranks wait for a smaller one), where a send
+        takes longer than a forward pass, and in a V.
         """
         run, par = self.run, self.run.parallel
         if par.pp == 1 or par.vpp == 1 or run.schedule == "gpipe":
             return False
         is_uneven = run.round_size != par.pp or run.full_micro_batches % par.pp or run.model.layers % (par.pp * par.vpp)
-        return bool(run.is_v or run.all_forward_first or is_uneven)
+        is_slow = run.overlap.pp and self.step.send_once > self.step.layers / par.vpp * self.step.forward
+        return bool(run.is_v or run.all_forward_first or is_uneven or is_slow)
 
     @property
     def _schedule_s(self) -> float:
@@ -108,16 +110,39 @@ class PipelineSeconds:
         once, contention = self.step.send_once, self.step.constants.contention
         ways = [self.step.layers / par.vpp * way for way in (self.step.forward, self.step.backward)]
         shared = [contention * min(once, way) for way in ways]
-        if run.all_forward_first:
-            added = sum(max(way + slower, once) - way for way, slower in zip(ways, shared, strict=True))
-            return max(0.0, count - 1) * added + sum(shared)
+        if run.schedule == "gpipe":
+            return max(0.0, count - 1) * self._added_by_way + sum(shared)
         if par.vpp > 1:
-            own, slower = par.vpp * sum(ways), par.vpp * sum(shared)
-            later = count - par.pp
-            return later * (max(own + slower, self._sends_of_rank * once) - own) + par.pp * slower
-        shown = self._shown_sends
-        hidden = max(0.0, count * self._sends_of_rank * once - shown)
-        return shown + min(count * sum(shared), contention * hidden)
+            later, slower = count - par.pp, par.vpp * sum(shared)
+            return later * self._added_by_several(slower) + par.pp * slower
+        exposed = self._exposed_sends
+        hidden = max(0.0, count * self._sends_of_rank * once - exposed)
+        return exposed + min(count * sum(shared), contention * hidden)
+
+    @property
+    def _added_by_way(self) -> float:
+        """Seconds by which sends beside the passes of one way make a micro-batch of GPipe slower, both ways."""
+        once, contention, count = self.step.send_once, self.step.constants.contention, self.run.parallel.pp
+        stages = [self._pass_seconds(stage, splits=False) for stage in range(count)]
+        forward, backward = [own.forward for own in stages], [own.backward for own in stages]
+        added = 0.0
+        for way, silent in ((forward, count - 1), (backward, 0)):  # what the stage at the end gives, nobody needs
+            slower = [contention * min(once, own) * (stage != silent) for stage, own in enumerate(way)]
+            added += max(once, *(own + more for own, more in zip(way, slower, strict=True))) - max(way)
+        return added
+
+    def _added_by_several(self, slower: float) -> float:
+        """Return the seconds by which sends make a micro-batch of the fullest of ranks with several stages slower.
+
+        Args:
+            slower: Seconds by which sends that passes hide slow a rank that has both neighbours in every stage.
+        """
+        blocks, head = self.step.layers * (self.step.forward + self.step.backward), self.step.head_on_top
+        at_ends = 2 * self.run.parallel.vpp - 1
+        slowest = blocks + head + slower * at_ends / (at_ends + 1)
+        if self.run.parallel.pp > 2:
+            slowest = max(slowest, blocks + slower)
+        return max(slowest, self._sends_of_rank * self.step.send_once) - blocks - head
 
     @property
     def _sends_of_rank(self) -> int:
@@ -125,7 +150,7 @@ class PipelineSeconds:
         return 2 * self.run.parallel.vpp - (1 if self.run.parallel.pp == 2 else 0)
 
     @property
-    def _shown_sends(self) -> float:
+    def _exposed_sends(self) -> float:
         """Seconds of sends of 1F1B and of zero bubble that no pass hides: the simulation of equal stages.
 
         Zero bubble hides beside gradients of weights, of which the first micro-batches have none yet.
@@ -147,14 +172,14 @@ class PipelineSeconds:
         sends, before the first stage goes on.
         """
         run, block = self.run, self.step.forward + self.step.backward
-        whole = (
+        all_stages = (
             run.model.layers * block
             + self.step.head.forward
             + self.step.head.backward
+            + self.step.embedding_backward
             + 2 * self.step.exchanges.vocabulary_sum
         )
-        whole += self.step.embedding_backward
-        return self.step.layers * block + self.step.head_on_top - whole / run.parallel.pp
+        return self.step.layers * block + self.step.head_on_top - all_stages / run.parallel.pp
 
     @property
     def _idle(self) -> float:
