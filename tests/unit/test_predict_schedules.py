@@ -15,6 +15,7 @@ from phalanx.auto.predict.memory_model import (
     compute_stage_footprint,
     count_kept_blocks,
 )
+from phalanx.auto.predict.pipeline.pipeline_seconds import MOST_PASSES
 from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run
@@ -368,3 +369,42 @@ def test_stages_send_parts_or_whole_activations() -> None:
     )
     assert parts.send_once < early.send_once < 2 * parts.send_once
     assert core.send_once == pytorch.send_once > 4 * parts.send_once
+
+
+# -- long schedules ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "count"),
+    [
+        ("interleaved", 256, 8, 511),
+        ("interleaved", 256, 8, 100),
+        ("zero-bubble", 64, 2, 10),
+        ("zero-bubble", 256, 2, 999),
+    ],
+)
+def test_a_prediction_takes_no_more_passes_than_a_limit(
+    schedule: str, pp: int, vpp: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> list[Any]:
+        orders = order_of(*args, **kwargs)
+        passes.append(sum(map(len, orders)))
+        return orders
+
+    monkeypatch.setattr("phalanx.auto.predict.pipeline.interleaved_schedule.order_of", counted)
+    run = pipeline(schedule, pp, vpp, count, cluster={"nodes": 256})
+    low, high = predict(run).step_time_interval_s or (0.0, 0.0)
+    assert low < seconds(run) < high
+    assert sum(passes) < 4 * MOST_PASSES
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "count", "layers"),
+    [("interleaved", 2, 1, 32), ("interleaved", 4, 9, 64), ("zero-bubble", 2, 32, 32), ("zero-bubble", 3, 16, 48)],
+)
+def test_the_formula_of_long_schedules_is_near_their_order(schedule: str, vpp: int, count: int, layers: int) -> None:
+    passes = step(pipeline(schedule, 8, vpp, count, layers, model={"vocab": 128256}))
+    exact = sum(passes.breakdown().values())
+    assert sum(passes.breakdown(0).values()) == pytest.approx(exact, rel=0.1)

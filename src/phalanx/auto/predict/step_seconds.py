@@ -10,7 +10,7 @@ from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
 from phalanx.auto.predict.pipeline.gradient_exchange import GradientExchange
-from phalanx.auto.predict.pipeline.pipeline_seconds import PipelineSeconds
+from phalanx.auto.predict.pipeline.pipeline_seconds import MOST_PASSES, PipelineSeconds
 from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
@@ -38,12 +38,12 @@ class StepSeconds:
         self.exchanges = BlockCollectives(run, self.links, self.block)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
-    def breakdown(self) -> dict[str, float]:
-        """Return the seconds of a step by cause."""
+    def breakdown(self, most_passes: int = MOST_PASSES) -> dict[str, float]:
+        """Return the seconds of a step by cause; pipelines of more passes take a formula of equal stages."""
         count = self.run.micro_batches
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
-        pipeline = PipelineSeconds(self)
+        pipeline = PipelineSeconds(self, most_passes)
         return {
             "compute_s": count * (alone + self.head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),

@@ -12,28 +12,61 @@ if TYPE_CHECKING:
     from phalanx.auto.predict.step_seconds import StepSeconds
 
 
-class PipelineSeconds:
-    """The stages of one step; one stage sends nothing and waits for nobody."""
+MOST_PASSES = 100_000
+"""Passes of a schedule that are computed in its order, which takes 0.3 s."""
 
-    def __init__(self, step: StepSeconds) -> None:
-        self.step, self.run = step, step.run
+_ROUNDS = 3
+"""Rounds of micro-batches that are, at least."""
+
+
+class PipelineSeconds:
+    """The stages of one step; one stage sends nothing and waits for nobody.
+
+    Args:
+        step: The passes of its blocks.
+        most_passes: Schedules with more passes take the formula of equal stages.
+    """
+
+    def __init__(self, step: StepSeconds, most_passes: int = MOST_PASSES) -> None:
+        self.step, self.run, self.most_passes = step, step.run, most_passes
 
     @cached_property
     def send(self) -> float:
         """Seconds of sends, but for those of the first micro-batch."""
-        return min(self._send, self.waits) if self._follows_schedule else self._send
+        return min(self._send, self.waits) if self._needs_order else self._send
 
     @cached_property
     def waits(self) -> float:
         """Seconds in which the fullest stage waits, for sends or for others."""
         step, count = self.step, self.run.full_micro_batches
-        if not self._follows_schedule:
-            return self._send + self._idle + self._first_sends
         work = step.layers * (step.forward + step.backward) + step.head_on_top + step.constants.micro_batch_s
-        return self._schedule_s - count * work
+        if self._follows_schedule:
+            return self._schedule_s - count * work
+        waits = self._send + self._idle + self._first_sends
+        return max(waits, self._chain_s - count * work) if self._needs_order else waits
+
+    @property
+    def _chain_s(self) -> float:
+        """Seconds of a micro-batch through all stages and back, and of all others through the longest one."""
+        step, par = self.step, self.run.parallel
+        weights = step.weights if self.run.schedule == "zero-bubble" else 0.0
+        block, stages = step.forward + step.backward - weights, par.pp * par.vpp
+        through = self.run.model.layers * block + sum(step.ends) + par.pp * step.constants.micro_batch_s
+        later = (self.run.full_micro_batches - 1) * (step.layers / par.vpp * block + max(step.ends))
+        return through + later + 2 * (stages - 1) * step.send_once
 
     @property
     def _follows_schedule(self) -> bool:
+        """Whether all passes and sends are computed in the order of the schedule: where it takes that, and not long."""
+        run, par = self.run, self.run.parallel
+        count = min(run.full_micro_batches, _ROUNDS * max(par.pp, run.round_size))
+        if run.is_v:  # whose order is written for as many as fill it
+            count = max(count, 2 * par.pp - 1)
+        kinds = 3 if run.schedule == "zero-bubble" else 2
+        return self._needs_order and kinds * par.pp * par.vpp * count <= self.most_passes
+
+    @cached_property
+    def _needs_order(self) -> bool:
         """Whether ranks with several stages wait for each other more than a formula says.
 
         They do where stages have different numbers of blocks, where rounds are not as many micro-batches as stages (the
