@@ -120,7 +120,7 @@ def test_checkpoints_of_pytorch_stop_before_the_last_product() -> None:
     pytorch, megatron = (
         StepSeconds(read_run(described(stack=stack)), DEFAULT) for stack in ("pytorch", "megatron-2022")
     )
-    assert pytorch.recompute.forward == pytorch.block.forward - pytorch.block.last
+    assert pytorch.recompute.forward == pytorch.block.forward - pytorch.block.closing_product
     assert megatron.recompute.forward == megatron.block.forward
 
 

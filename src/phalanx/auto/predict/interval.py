@@ -97,7 +97,7 @@ def _alternatives(run: RunSpec, field: str) -> Iterator[RunSpec]:
         **{f"overlap.{kind}": (not getattr(run.overlap, kind),) for kind in _OVERLAPS},
     }
     for value in values.get(field, ()):
-        whole = getattr(run, part).model_copy(update={name: value}) if name else value
-        other = run.model_copy(update={part: whole})
+        changed = getattr(run, part).model_copy(update={name: value}) if name else value
+        other = run.model_copy(update={part: changed})
         if find_shape_conflict(other.model, other.parallel) is None and find_schedule_conflict(other) is None:
             yield other

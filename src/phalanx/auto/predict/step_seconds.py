@@ -56,19 +56,19 @@ class StepSeconds:
     @property
     def head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
-        first, last = self.ends
+        embedding, projection = self.ends
         block = self.forward + self.backward
         if self.run.has_one_end:
             own = self.stage_blocks[0] + (self.stage_blocks[-1] if self.run.parallel.pp > 1 else 0)
-            return max(0.0, first + last - (self.layers - own) * block)
+            return max(0.0, embedding + projection - (self.layers - own) * block)
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        return max(first, last - fewer * block)
+        return max(embedding, projection - fewer * block)
 
     @cached_property
     def ends(self) -> tuple[float, float]:
         """Seconds of the embedding on the first stage, and of the projection and the loss on the last."""
-        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
-        return self.embedding_backward + self.exchanges.vocabulary_sum, last
+        projection = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
+        return self.embedding_backward + self.exchanges.vocabulary_sum, projection
 
     @cached_property
     def stage_blocks(self) -> list[int]:
@@ -84,16 +84,16 @@ class StepSeconds:
     @cached_property
     def recompute(self) -> KernelWork:
         """What the backward pass recomputes before it can begin."""
-        run, whole = self.run, self.block
+        run, passes = self.run, self.block
         if run.recompute == "full":
             # PyTorch's checkpoints stop as soon as everything that was kept is there again: before the last product.
-            left_out = whole.last if run.habits.stops_checkpoints else 0.0
-            return KernelWork(forward=whole.forward - left_out, backward=0.0, forward_launches=whole.forward_launches)
+            left_out = passes.closing_product if run.habits.stops_checkpoints else 0.0
+            return KernelWork(forward=passes.forward - left_out, backward=0.0, forward_launches=passes.forward_launches)
         if keeps_every_second_product(run):
-            half = (whole.forward - whole.attention - whole.plain) / 2
-            return KernelWork(forward=half + whole.plain, backward=0.0, forward_launches=whole.forward_launches / 2)
+            half = (passes.forward - passes.attention - passes.plain) / 2
+            return KernelWork(forward=half + passes.plain, backward=0.0, forward_launches=passes.forward_launches / 2)
         if run.recompute == "selective" and not run.model.flash:
-            return KernelWork(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
+            return KernelWork(forward=passes.attention, backward=0.0, forward_launches=passes.attention_launches)
         return KernelWork(forward=0.0, backward=0.0)
 
     @cached_property
@@ -277,8 +277,8 @@ class StepSeconds:
         exchanges = self.exchanges
         table = exchanges.scatter_of(exchanges.table)
         usual = self._backward_with_tables(self._scatters, self._table_collectives[1])
-        last = exchanges.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
-        return max(0.0, last - usual)
+        bare = exchanges.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
+        return max(0.0, bare - usual)
 
     @cached_property
     def _gathers(self) -> float:

@@ -59,19 +59,19 @@ def interleaved_seconds(
     )
     find_end = _find_end_of_waves if is_wave else partial(_find_end_one_by_one, rules)
     if is_wave:
-        whole = max(_WHOLE_ROUNDS, _MOST_PASSES // len(stages))
+        computed = max(_WHOLE_ROUNDS, _MOST_PASSES // len(stages))
     else:
-        whole = max(_LEAST_ROUNDS, min(_WHOLE_ROUNDS, _MANY_PASSES // (len(moves) * round_size)))
-    whole = min(rounds, whole)
-    count -= round_size * (rounds - whole)
+        computed = max(_LEAST_ROUNDS, min(_WHOLE_ROUNDS, _MANY_PASSES // (len(moves) * round_size)))
+    computed = min(rounds, computed)
+    count -= round_size * (rounds - computed)
     end = find_end(moves, _with_count(schedule, count), ranks)
-    if rounds == whole:
+    if rounds == computed:
         return end
     later = end - find_end(moves, _with_count(schedule, count - round_size), ranks)
     work = [0.0] * ranks
     for (_, stage), move in moves.items():
         work[schedule.holder(stage, ranks)] += move.seconds
-    return end + (rounds - whole) * max(later, round_size * max(work))
+    return end + (rounds - computed) * max(later, round_size * max(work))
 
 
 @dataclass(frozen=True, slots=True)
