@@ -71,13 +71,13 @@ class PipelineSeconds:
 
         They do where stages have different numbers of blocks, where rounds are not as many micro-batches as stages (the
         first of a larger round waits for the rest before it goes on, and ranks wait for a smaller one), where a send
-        takes longer than a forward pass, and in a V.
+        takes longer than half a forward pass, and in a V.
         """
         run, par = self.run, self.run.parallel
         if par.pp == 1 or par.vpp == 1 or run.schedule == "gpipe":
             return False
         is_uneven = run.round_size != par.pp or run.full_micro_batches % par.pp or run.model.layers % (par.pp * par.vpp)
-        is_slow = run.overlap.pp and self.step.send_once > self.step.layers / par.vpp * self.step.forward
+        is_slow = run.overlap.pp and 2 * self.step.send_once > self.step.layers / par.vpp * self.step.forward
         return bool(run.is_v or run.all_forward_first or is_uneven or is_slow)
 
     @property
