@@ -282,7 +282,7 @@ def test_the_gradient_of_the_embedding_comes_too_late_to_hide() -> None:
     exchanges, contention = passes.exchanges, DEFAULT.contention
     table = exchanges.reduce_of(exchanges.table)
     blocks = sum(exchanges.reduce_of(part, passes.layers) for part in exchanges.block_parameters)
-    late = passes._exchange(blocks, table)
+    late = passes.replica_exchange.exchange(blocks, table)
     early = replace(late, last_bucket=0.0)
     assert predict(run).breakdown["gradients_s"] == late.seconds(contention)
     assert late.seconds(contention) - early.seconds(contention) == pytest.approx(table * (1 - contention))
@@ -299,7 +299,7 @@ def test_gradients_of_weights_apart_hide_their_exchange_alone() -> None:
 
 def test_an_exchange_that_begins_before_the_last_pass_hides_no_less() -> None:
     run = describe(nodes=4, node_gbps=800, parallel={"pp": 4, "vpp": 2, "dp": 8}, batch={"global": 64})
-    exchange = step(alter(run, schedule="interleaved"))._exchange(1.0, 0.1)
+    exchange = step(alter(run, schedule="interleaved")).replica_exchange.exchange(1.0, 0.1)
     ends = exchange.own + exchange.before
     times = [replace(exchange, all_buckets=ends + more).seconds(0.3) for more in (0.0, 1e-9, 2e-9)]
     assert times[1] - times[0] == pytest.approx(times[2] - times[1], abs=1e-10)
@@ -313,7 +313,7 @@ def test_stages_of_fsdp_scatter_after_their_last_pass(schedule: str, gbps: float
     passes = step(run)
     exchanges = passes.exchanges
     scatters = passes.layers * exchanges.scatter + exchanges.scatter_of(exchanges.table)
-    gathers = sum(map(passes.added_to_first_pass, range(len(passes.stage_blocks))))
+    gathers = sum(map(passes.replica_exchange.added_to_first_pass, range(len(passes.stage_blocks))))
     assert 0 < gathers < 32 * exchanges.gather
     assert predict(run).breakdown["gradients_s"] == pytest.approx(scatters + passes.first_gathers + gathers)
     assert_simulated(run, 0.04)  # sends of 1F1B included
@@ -330,11 +330,13 @@ def test_updated_parameters_are_gathered_before_or_beside_the_first_forward_pass
     exchanges = early.exchanges
     part, table = exchanges.block_parameters[0], exchanges.table
     tables = 2 if pp == 1 else 1
-    assert early.opening == exchanges.gather_of(part, early.layers) + exchanges.gather_of(table, tables)
-    assert early.opening == bare.opening
-    assert early.added_to_first_pass(0) == 0 < core.added_to_first_pass(0)
-    assert core.opening == exchanges.gather + exchanges.gather_of(table)
-    assert early._gradients > early.opening
+    assert early.replica_exchange.opening == exchanges.gather_of(part, early.layers) + exchanges.gather_of(
+        table, tables
+    )
+    assert early.replica_exchange.opening == bare.replica_exchange.opening
+    assert early.replica_exchange.added_to_first_pass(0) == 0 < core.replica_exchange.added_to_first_pass(0)
+    assert core.replica_exchange.opening == exchanges.gather + exchanges.gather_of(table)
+    assert early.replica_exchange.gradients > early.replica_exchange.opening
     for stack in ("megatron-2022", "megatron-core"):
         assert_simulated(alter(run, stack=stack), 0.03)
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from phalanx.auto.cost.constants import Constants
 from phalanx.auto.cost.priors import PRIORS, UNSEEN_SPREAD, kind_of, move
 from phalanx.auto.predict.run_parts import find_shape_conflict
-from phalanx.auto.predict.run_spec import RunSpec, find_schedule_conflict
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.schedule_conflict import find_schedule_conflict
 from phalanx.auto.predict.stack import StackName
 from phalanx.auto.predict.step_seconds import StepSeconds
 

@@ -9,7 +9,7 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
-from phalanx.auto.predict.pipeline.gradient_exchange import GradientExchange
+from phalanx.auto.predict.pipeline.exchange_seconds import ExchangeSeconds
 from phalanx.auto.predict.pipeline.pipeline_seconds import MOST_PASSES, PipelineSeconds
 from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
@@ -36,6 +36,7 @@ class StepSeconds:
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
         self.embedding_backward = embedding_backward(run, self.kernels)
         self.exchanges = BlockCollectives(run, self.links, self.block)
+        self.replica_exchange = ExchangeSeconds(self)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
     def breakdown(self, most_passes: int = MOST_PASSES) -> dict[str, float]:
@@ -49,7 +50,7 @@ class StepSeconds:
             "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
             "pipeline_send_s": pipeline.send,
             "pipeline_bubble_s": pipeline.waits - pipeline.send,
-            "gradients_s": self._gradients,
+            "gradients_s": self.replica_exchange.gradients,
             "optimizer_s": self.optimizer + self.constants.step_s,
         }
 
@@ -117,9 +118,9 @@ class StepSeconds:
     @cached_property
     def forward(self) -> float:
         """Seconds of a block's forward pass."""
-        return self._forward_beside(self._gathers)
+        return self.forward_beside(self._gathers)
 
-    def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
+    def forward_beside(self, gathers: float, more: float = 0.0) -> float:
         """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
         device = self.block.forward + self.waits_forward + more
         return max(self._beside(device, self.exchanges.on_links_of_shards[0], gathers), self._issue_forward)
@@ -198,14 +199,14 @@ class StepSeconds:
         """
         gathers, scatters = self._table_collectives
         return (
-            self._forward_with_tables(self._gathers, gathers) - self._forward_with_tables(self._gathers, 0.0),
+            self.forward_with_tables(self._gathers, gathers) - self.forward_with_tables(self._gathers, 0.0),
             self._backward_with_tables(self._scatters, scatters) - self._backward_with_tables(self._scatters, 0.0),
         )
 
-    def _forward_with_tables(self, gathers: float, tables: float) -> float:
+    def forward_with_tables(self, gathers: float, tables: float) -> float:
         """Return the seconds of a block and the projection, with gathers of a block and of tables beside them."""
         head = self.head.forward
-        return max(self._forward_beside(gathers) + head, self._forward_beside(gathers + tables, head))
+        return max(self.forward_beside(gathers) + head, self.forward_beside(gathers + tables, head))
 
     def _backward_with_tables(self, scatters: float, tables: float) -> float:
         """Return the same of a backward pass, with scatters."""
@@ -223,50 +224,11 @@ class StepSeconds:
         if par.pp > 1:
             return exchanges.gather + table
         others = (count_tables(self.run) - 1) * table
-        usual = self._forward_with_tables(self._gathers, self._table_collectives[0])
-        first = exchanges.gather + table + self._forward_with_tables(0.0, others)
+        usual = self.forward_with_tables(self._gathers, self._table_collectives[0])
+        first = exchanges.gather + table + self.forward_with_tables(0.0, others)
         if par.zero == 2:
-            first += (self.layers - 1) * (self._forward_beside(exchanges.gather) - self.forward)
+            first += (self.layers - 1) * (self.forward_beside(exchanges.gather) - self.forward)
         return max(0.0, first - usual)
-
-    @cached_property
-    def opening(self) -> float:
-        """Seconds of gathers before the first pass, with nothing beside them.
-
-        Of what a sharded optimizer updated (ZeRO 1) all, or where the software gathers it beside the first forward pass
-        a block and a table.
-        """
-        exchanges, par = self.exchanges, self.run.parallel
-        if par.zero >= 2:
-            return self.first_gathers
-        if par.zero == 0:
-            return 0.0
-        if self._gathers_updates_beside:
-            return exchanges.gather + exchanges.gather_of(exchanges.table)
-        blocks = sum(exchanges.gather_of(part, self.layers) for part in exchanges.block_parameters)
-        return blocks + exchanges.gather_of(exchanges.table, count_tables(self.run))
-
-    @property
-    def _gathers_updates_beside(self) -> bool:
-        run = self.run
-        return run.parallel.zero == 1 and run.overlap.dp and run.habits.gathers_beside_forward
-
-    def added_to_first_pass(self, stage: int) -> float:
-        """Return the seconds by which gathers of parameters make the first forward pass of a stage longer.
-
-        Stages of FSDP gather once a step, when their first micro-batch comes; the first block of each rank is gathered
-        before (`opening`). Of what a sharded optimizer updated, only the first stage does not wait meanwhile.
-        """
-        par, exchanges = self.run.parallel, self.exchanges
-        blocks = self.stage_blocks[stage] - (stage < par.pp)
-        a_block = self._forward_beside(exchanges.gather) - self.forward
-        if par.zero >= 2 and par.pp > 1:
-            return blocks * a_block
-        if stage or not self._gathers_updates_beside:
-            return 0.0
-        others = (count_tables(self.run) - 1) * exchanges.gather_of(exchanges.table)
-        tables = self._forward_with_tables(exchanges.gather, others) - self._forward_with_tables(exchanges.gather, 0.0)
-        return blocks * a_block + tables
 
     @cached_property
     def last_scatters(self) -> float:
@@ -308,42 +270,6 @@ class StepSeconds:
     def weights(self) -> float:
         """Seconds of the gradients of weights in a block's backward pass, which zero-bubble schedules compute apart."""
         return self.block.weights * self.compute_backward / (self.block.backward + self.recompute.forward)
-
-    @cached_property
-    def _gradients(self) -> float:
-        """Seconds of the gradients' collectives that nothing hides."""
-        run, par, exchanges = self.run, self.run.parallel, self.exchanges
-        if par.zero >= 2 and par.pp == 1:
-            return self.first_gathers + self.last_scatters
-        stages = range(len(self.stage_blocks) if par.zero >= 2 else 1)
-        bare = exchanges.sum_of_tied_tables + self.opening + sum(map(self.added_to_first_pass, stages))
-        if par.zero >= 2:  # torch scatters when all backward passes of a stage are through, and waits for it
-            return bare + self.layers * exchanges.scatter + count_tables(run) * exchanges.scatter_of(exchanges.table)
-        blocks = sum(exchanges.reduce_of(part, self.layers) for part in exchanges.block_parameters)
-        table = exchanges.reduce_of(exchanges.table)
-        if not run.overlap.dp:
-            return bare + blocks + count_tables(run) * table
-        return bare + self._exchange(blocks, table).seconds(self.constants.contention)
-
-    def _exchange(self, blocks: float, table: float) -> GradientExchange:
-        """Return the exchange of gradients of so many seconds of a rank's blocks, and of a table."""
-        run, par, tables = self.run, self.run.parallel, count_tables(self.run)
-        splits, own = run.schedule == "zero-bubble" and par.pp > 1, self.stage_blocks[0]
-        own_tables = tables if par.pp == 1 else 1
-        last_pass = own * (self.weights if splits else self.backward)
-        inputs = self.backward - (self.weights if splits else 0.0)
-        if not splits:
-            last_pass += self.embedding_backward + (self.head.backward if par.pp == 1 else 0.0)
-        return GradientExchange(
-            all_buckets=blocks + tables * table,
-            own=blocks * own / self.layers + own_tables * table,
-            last_bucket=table,
-            buckets=own + own_tables,
-            last_pass=last_pass,
-            before=max(par.pp * inputs, run.round_size * self.backward) * (self.layers - own),
-            busy=min(1.0, run.micro_batches / par.pp),
-            passes_in_turn=1 if splits else par.pp,
-        )
 
     @cached_property
     def optimizer(self) -> float:

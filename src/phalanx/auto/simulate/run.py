@@ -68,7 +68,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
-        opening=seconds.opening,
+        opening=seconds.replica_exchange.opening,
         closing=_last_collectives(run, seconds),
         contention=constants.contention,
         overlaps_sends=run.overlap.pp,
@@ -117,7 +117,7 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
         activation_bytes=own * block_bytes(run),
         workspace_bytes=recomputed_bytes(run) if own else 0.0,
         send=seconds.send_once,
-        added_to_first=seconds.added_to_first_pass(stage),
+        added_to_first=seconds.replica_exchange.added_to_first_pass(stage),
         buckets=_buckets(run, seconds, own, is_first=stage == 0, is_last=is_last),
     )
 
