@@ -85,7 +85,7 @@ def test_published_runs_fit_the_devices_they_ran_on() -> None:
 def test_the_last_stage_counts_where_it_holds_more() -> None:
     wide = {"vocab": 512000, "layers": 8, "tied": False}
     run = read_run(described(model=wide, parallel={"tp": 1, "pp": 8}, batch={"global": 8, "micro": 4}))
-    assert compute_footprint(run) == compute_stage_footprint(run, last=True)
+    assert compute_footprint(run) == compute_stage_footprint(run, at_end=True)
     assert compute_footprint(run).logits > 0
     plain = read_run(described(parallel={"tp": 1, "pp": 8}, batch={"global": 64, "micro": 1}, recompute="none"))
     assert compute_footprint(plain) == compute_stage_footprint(plain)
@@ -120,7 +120,7 @@ def test_checkpoints_of_pytorch_stop_before_the_last_product() -> None:
     pytorch, megatron = (
         StepSeconds(read_run(described(stack=stack)), DEFAULT) for stack in ("pytorch", "megatron-2022")
     )
-    assert pytorch.recompute.forward == pytorch.block.forward - pytorch.block.last
+    assert pytorch.recompute.forward == pytorch.block.forward - pytorch.block.closing_product
     assert megatron.recompute.forward == megatron.block.forward
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from phalanx.auto.predict.memory_model import compute_stage_footprint
+from phalanx.auto.cost.constants import DEFAULT
+from phalanx.auto.predict.interval import _alternatives
+from phalanx.auto.predict.memory_model import (
+    block_bytes,
+    compute_footprint,
+    compute_stage_footprint,
+    count_kept_blocks,
+)
+from phalanx.auto.predict.pipeline.pipeline_seconds import MOST_PASSES
 from phalanx.auto.predict.pipeline.stage_waits import StagePasses, find_pipeline_seconds
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.errors import ConfigError
+from phalanx.plan.pipeline_order import Pass, order_of
 from predicted_runs import alter, describe, footprint, seconds, step
 
 
@@ -25,6 +35,8 @@ def pipeline(schedule: str, pp: int, vpp: int, count: int, layers: int = 0, **ch
         schedule=schedule,
         model={"vocab": 1024, "layers": layers or 2 * pp * vpp},
     )
+    if schedule == "interleaved" and count < pp:
+        run["stack"] = "generic"  # Megatron Core refuses
     return alter(run, **changes)
 
 
@@ -55,10 +67,65 @@ def test_a_micro_batch_by_itself_passes_all_stages_one_after_the_other() -> None
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
-def test_rounds_of_several_sizes_are_refused_as_software_does(schedule: str) -> None:
-    with pytest.raises(ConfigError, match="9 micro-batches over 4 stages do not make rounds of one size"):
-        predict(pipeline(schedule, 4, 3, 9))
-    predict(pipeline(schedule, 4, 3, 10))
+def test_rounds_of_several_sizes_are_refused_as_pytorch_does(schedule: str) -> None:
+    message = "9 micro-batches over 4 stages do not make rounds of one size, of 4 or more: PyTorch refuses them"
+    with pytest.raises(ConfigError, match=message):
+        predict(pipeline(schedule, 4, 3, 9, stack="pytorch"))
+    predict(pipeline(schedule, 4, 3, 10, stack="pytorch"))
+
+
+@pytest.mark.parametrize(
+    ("pp", "count", "size"), [(4, 9, 5), (4, 11, 6), (4, 10, 5), (4, 12, 4), (4, 7, 7), (8, 17, 9)]
+)
+@pytest.mark.parametrize("gbps", [3200, 20])
+def test_megatron_core_ends_with_a_smaller_round(pp: int, count: int, size: int, gbps: float) -> None:
+    run = pipeline("interleaved", pp, 3, count, cluster={"node_gbps": gbps}, model={"layers": 3 * pp + 1})
+    assert read_run(run).round_size == size
+    assert_simulated(run, 1e-3)
+    orders = order_of(read_run(run).order, pp, read_run(run).order_rules)
+    forward = [action.microbatch for action in orders[0] if action.kind is Pass.FORWARD]
+    assert forward[: 2 * size] == [*range(size)] * 2
+    if rest := count % size:
+        assert forward[-3 * rest :] == [*range(size, count)] * 3
+
+
+def test_megatron_core_interleaves_no_fewer_micro_batches_than_stages() -> None:
+    with pytest.raises(ConfigError, match="3 micro-batches over 4 stages with vpp=2: Megatron Core refuses"):
+        predict(pipeline("interleaved", 4, 2, 3, stack="megatron-core"))
+    for stack in ("pytorch", "generic"):
+        predict(pipeline("interleaved", 4, 2, 3, stack=stack))
+
+
+def test_stages_in_a_v_take_any_number_of_micro_batches() -> None:
+    for count in (1, 3, 9):
+        predict(pipeline("zero-bubble", 4, 2, count, stack="pytorch"))
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(1, 1024), (4, 256000), (7, 256000)])
+def test_1f1b_with_few_micro_batches_alternates_in_megatron_and_is_refused_by_pytorch(count: int, vocab: int) -> None:
+    run = pipeline("1f1b", 8, 1, count, model={"vocab": vocab})
+    assert_simulated(run, 0.005)
+    assert count_kept_blocks(read_run(run), [2], at_end=True) == 2
+    assert count_kept_blocks(read_run(alter(run, schedule="gpipe")), [2], at_end=True) == 2 * count
+    with pytest.raises(ConfigError, match=f"{count} micro-batches over 8 stages: PyTorch's 1F1B refuses"):
+        predict(alter(run, stack="pytorch"))
+
+
+def test_more_micro_batches_take_no_less_memory() -> None:
+    for at_end in (False, True):
+        runs = [read_run(pipeline("1f1b", 8, 1, count, model={"vocab": 256000})) for count in range(1, 12)]
+        totals = [compute_stage_footprint(run, at_end=at_end).total for run in runs]
+        assert totals == sorted(totals)
+
+
+def test_megatron_of_2022_takes_one_round_of_interleaved_stages_forward_first() -> None:
+    runs = [pipeline("interleaved", 4, 2, 4, stack=stack, layers=17) for stack in ("megatron-2022", "generic")]
+    blocks = (2, 2)
+    early, other = (count_kept_blocks(read_run(run), blocks, at_end=True) for run in runs)
+    assert early == 16 > other
+    assert_simulated(runs[0], 1e-3)
+    memory = simulate_run(runs[0]).simulation.peaks
+    assert compute_stage_footprint(read_run(runs[0]), at_end=True).total == pytest.approx(memory[-1], rel=0.02)
 
 
 def test_megatron_of_2021_and_2022_takes_multiples_of_stages_alone() -> None:
@@ -69,9 +136,12 @@ def test_megatron_of_2021_and_2022_takes_multiples_of_stages_alone() -> None:
 
 
 def test_no_interval_is_of_a_run_that_cannot_be() -> None:
-    run = pipeline("interleaved", 4, 2, 4, assumed=["batch.micro", "parallel.vpp"], batch={"global": 8, "micro": 2})
+    """12 micro-batches over 4 stages: with half the size there are 24, with twice the size 6, which are refused."""
+    batch = {"global": 24, "micro": 2}
+    run = read_run(pipeline("interleaved", 4, 2, 12, stack="megatron-2022", batch=batch, assumed=["batch.micro"]))
+    assert [other.batch.micro for other in _alternatives(run, "batch.micro")] == [1]
     low, high = predict(run).step_time_interval_s or (0.0, 0.0)
-    assert low < seconds(run) < high
+    assert low < predict(run).step_time_s < high
 
 
 # -- unequal stages ------------------------------------------------------------------------------------------
@@ -136,17 +206,54 @@ def test_the_first_and_the_last_rank_hold_what_they_hold_in_the_simulation(
 ) -> None:
     run = read_run(pipeline(schedule, 8, vpp, count, model={"vocab": vocab}))
     memory = simulate_run(run).simulation.memory
-    for last, timeline in ((False, memory[0]), (True, memory[-1])):
+    for at_end, timeline in ((False, memory[0]), (True, memory[-1])):
         peak = max(size for _, size in timeline)
         # What an allocator loses is a share of what the first rank holds in the simulation of all ranks.
-        assert compute_stage_footprint(run, last=last).total == pytest.approx(peak, rel=0.04)
+        assert compute_stage_footprint(run, at_end=at_end).total == pytest.approx(peak, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "count", "layers"),
+    [
+        ("zero-bubble", 4, 2, 16, 21),
+        ("zero-bubble", 4, 2, 3, 21),
+        ("interleaved", 4, 4, 16, 20),
+        ("interleaved", 4, 4, 9, 21),
+        ("interleaved", 8, 2, 64, 30),
+        ("zero-bubble", 4, 3, 16, 20),
+        ("1f1b", 4, 1, 8, 9),
+    ],
+)
+def test_ranks_of_uneven_stages_hold_what_they_hold_in_the_simulation(
+    schedule: str, pp: int, vpp: int, count: int, layers: int
+) -> None:
+    run = read_run(pipeline(schedule, pp, vpp, count, layers, memory_kind="allocated"))
+    peaks = simulate_run(run).simulation.peaks
+    for at_end, peak in ((False, peaks[0]), (True, peaks[-1])):
+        assert compute_stage_footprint(run, at_end=at_end).total == pytest.approx(peak, rel=1e-6)
+
+
+def test_a_smaller_micro_batch_counts_as_a_full_one() -> None:
+    run = read_run(pipeline("interleaved", 2, 2, 5, batch={"global": 5, "micro": 2}))
+    peak = max(simulate_run(run).simulation.peaks)
+    assert compute_footprint(run).total == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("stack", ["pytorch", "generic"])
+def test_what_is_computed_again_is_there_in_full(stack: str) -> None:
+    run = describe(stack=stack, model={"flash": False}, recompute="selective", memory_kind="allocated")
+    none = read_run(alter(run, recompute="none"))
+    again = block_bytes(none) - block_bytes(read_run(run))
+    assert again > 0
+    assert footprint(run).activations == pytest.approx(32 * block_bytes(read_run(run)) + again)
+    assert simulate_run(run).simulation.pipeline.stages[0].workspace_bytes == again
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("vocab", [1024, 256000])
 def test_the_first_rank_of_a_v_has_both_ends(vocab: int, tied: bool) -> None:
     run = read_run(pipeline("zero-bubble", 4, 2, 16, model={"vocab": vocab, "tied": tied}))
-    first, last = (compute_stage_footprint(run, last=last) for last in (False, True))
+    first, last = (compute_stage_footprint(run, at_end=at_end) for at_end in (False, True))
     assert first.logits > 0 == last.logits
     tables = (1 if tied else 2) * vocab * 4096
     assert first.parameters - last.parameters == pytest.approx(2 * tables)
@@ -170,17 +277,68 @@ def test_gradients_hide_behind_what_they_hide_behind_in_the_simulation(
 
 
 def test_the_gradient_of_the_embedding_comes_too_late_to_hide() -> None:
-    run = describe(nodes=2, node_gbps=400, parallel={"dp": 16}, batch={"global": 64, "micro": 4})
-    exchanges = step(run).exchanges
-    assert predict(run).breakdown["gradients_s"] > exchanges.reduce_of(exchanges.table)
+    run = describe(nodes=2, node_gbps=800, parallel={"dp": 16}, batch={"global": 64, "micro": 4})
+    passes = step(run)
+    exchanges, contention = passes.exchanges, DEFAULT.contention
+    table = exchanges.reduce_of(exchanges.table)
+    blocks = sum(exchanges.reduce_of(part, passes.layers) for part in exchanges.block_parameters)
+    late = passes.replica_exchange.exchange(blocks, table)
+    early = replace(late, last_bucket=0.0)
+    assert predict(run).breakdown["gradients_s"] == late.seconds(contention)
+    assert late.seconds(contention) - early.seconds(contention) == pytest.approx(table * (1 - contention))
 
 
 def test_gradients_of_weights_apart_hide_their_exchange_alone() -> None:
     parallel = {"pp": 4, "dp": 8}
     run = describe(nodes=4, node_gbps=100, parallel=parallel, batch={"global": 64}, schedule="zero-bubble")
-    passes, whole = step(run), predict(alter(run, overlap={"dp": False})).breakdown["gradients_s"]
-    hidden = passes.layers * passes.weights
-    assert 0 < whole - hidden <= predict(run).breakdown["gradients_s"] < whole
+    passes, bare = step(run), predict(alter(run, overlap={"dp": False})).breakdown["gradients_s"]
+    # All but what is before the first bucket: a rank has eight blocks and a table.
+    hidden, contention = passes.layers * passes.weights, DEFAULT.contention
+    assert predict(run).breakdown["gradients_s"] == pytest.approx(bare - (1 - contention) * hidden * 8 / 9)
+
+
+def test_an_exchange_that_begins_before_the_last_pass_hides_no_less() -> None:
+    run = describe(nodes=4, node_gbps=800, parallel={"pp": 4, "vpp": 2, "dp": 8}, batch={"global": 64})
+    exchange = step(alter(run, schedule="interleaved")).replica_exchange.exchange(1.0, 0.1)
+    ends = exchange.own + exchange.before
+    times = [replace(exchange, all_buckets=ends + more).seconds(0.3) for more in (0.0, 1e-9, 2e-9)]
+    assert times[1] - times[0] == pytest.approx(times[2] - times[1], abs=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("gbps", [400, 100])
+def test_stages_of_fsdp_scatter_after_their_last_pass(schedule: str, gbps: float) -> None:
+    parallel = {"pp": 4, "dp": 8, "zero": 3, "vpp": 2 if schedule == "interleaved" else 1}
+    run = describe(4, 8, gbps, parallel=parallel, batch={"global": 64}, schedule=schedule, stack="pytorch")
+    passes = step(run)
+    exchanges = passes.exchanges
+    scatters = passes.layers * exchanges.scatter + exchanges.scatter_of(exchanges.table)
+    gathers = sum(map(passes.replica_exchange.added_to_first_pass, range(len(passes.stage_blocks))))
+    assert 0 < gathers < 32 * exchanges.gather
+    assert predict(run).breakdown["gradients_s"] == pytest.approx(scatters + passes.first_gathers + gathers)
+    assert_simulated(run, 0.04)  # sends of 1F1B included
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_updated_parameters_are_gathered_before_or_beside_the_first_forward_pass(pp: int) -> None:
+    parallel = {"pp": pp, "dp": 8, "zero": 1}
+    run = describe(pp, 8, 400, parallel=parallel, batch={"global": 64}, stack="megatron-2022")
+    early, core, bare = (
+        step(alter(run, **changes))
+        for changes in ({}, {"stack": "megatron-core"}, {"stack": "megatron-core", "overlap": {"dp": False}})
+    )
+    exchanges = early.exchanges
+    part, table = exchanges.block_parameters[0], exchanges.table
+    tables = 2 if pp == 1 else 1
+    assert early.replica_exchange.opening == exchanges.gather_of(part, early.layers) + exchanges.gather_of(
+        table, tables
+    )
+    assert early.replica_exchange.opening == bare.replica_exchange.opening
+    assert early.replica_exchange.added_to_first_pass(0) == 0 < core.replica_exchange.added_to_first_pass(0)
+    assert core.replica_exchange.opening == exchanges.gather + exchanges.gather_of(table)
+    assert early.replica_exchange.gradients > early.replica_exchange.opening
+    for stack in ("megatron-2022", "megatron-core"):
+        assert_simulated(alter(run, stack=stack), 0.03)
 
 
 # -- links ---------------------------------------------------------------------------------------------------
@@ -191,6 +349,9 @@ def test_collectives_inside_a_node_wait_for_shards_inside_it() -> None:
     passes = step(describe(parallel=parallel, model={"seq": 512}))
     exchanges = passes.exchanges
     assert exchanges.on_links_of_shards[0] == pytest.approx(exchanges._dense_sum)
+    assert exchanges.on_links_of_shards[1] == pytest.approx(1.5 * exchanges._dense_sum), "inputs are gathered again"
+    pytorch = step(describe(parallel=parallel, model={"seq": 512}, stack="pytorch")).exchanges
+    assert pytorch.on_links_of_shards[1] == pytest.approx(pytorch._dense_sum)
     assert passes.forward >= exchanges.gather + exchanges._dense_sum
     slow = step(describe(nodes=8, node_gbps=100, parallel={**parallel, "dp": 32}, model={"seq": 512})).exchanges
     assert 0 < slow.on_links_of_shards[0] < 0.05 * slow._dense_sum, "ports carry little of what links do"
@@ -199,9 +360,53 @@ def test_collectives_inside_a_node_wait_for_shards_inside_it() -> None:
 def test_stages_send_parts_or_whole_activations() -> None:
     parallel, batch = {"tp": 8, "pp": 2}, {"global": 4, "micro": 1}
     run = describe(nodes=2, node_gbps=400, parallel=parallel, batch=batch)
-    megatron, parts, pytorch = (
+    early, core, parts, pytorch = (
         step(alter(run, stack=stack, parallel={"sequence_parallel": cut}))
-        for stack, cut in (("megatron-core", False), ("megatron-core", True), ("pytorch", False))
+        for stack, cut in (
+            ("megatron-2022", False),
+            ("megatron-core", False),
+            ("megatron-core", True),
+            ("pytorch", False),
+        )
     )
-    assert parts.send_once < megatron.send_once < 2 * parts.send_once
-    assert pytorch.send_once > 4 * parts.send_once
+    assert parts.send_once < early.send_once < 2 * parts.send_once
+    assert core.send_once == pytorch.send_once > 4 * parts.send_once
+
+
+# -- long schedules ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "count"),
+    [
+        ("interleaved", 256, 8, 511),
+        ("interleaved", 256, 8, 100),
+        ("zero-bubble", 64, 2, 10),
+        ("zero-bubble", 256, 2, 999),
+    ],
+)
+def test_a_prediction_takes_no_more_passes_than_a_limit(
+    schedule: str, pp: int, vpp: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> list[Any]:
+        orders = order_of(*args, **kwargs)
+        passes.append(sum(map(len, orders)))
+        return orders
+
+    monkeypatch.setattr("phalanx.auto.predict.pipeline.interleaved_schedule.order_of", counted)
+    run = pipeline(schedule, pp, vpp, count, cluster={"nodes": 256})
+    low, high = predict(run).step_time_interval_s or (0.0, 0.0)
+    assert low < seconds(run) < high
+    assert sum(passes) < 4 * MOST_PASSES
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "count", "layers"),
+    [("interleaved", 2, 1, 32), ("interleaved", 4, 9, 64), ("zero-bubble", 2, 32, 32), ("zero-bubble", 3, 16, 48)],
+)
+def test_the_formula_of_long_schedules_is_near_their_order(schedule: str, vpp: int, count: int, layers: int) -> None:
+    passes = step(pipeline(schedule, 8, vpp, count, layers, model={"vocab": 128256}))
+    exact = sum(passes.breakdown().values())
+    assert sum(passes.breakdown(0).values()) == pytest.approx(exact, rel=0.1)

@@ -72,6 +72,23 @@ def test_sends_are_hidden_as_they_are_in_the_simulation(
     assert predicted == pytest.approx(simulate_run(run, constants).simulation.step_time_s, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "tolerance"),
+    [("gpipe", 2, 1, 0.04), ("gpipe", 8, 1, 0.04), ("interleaved", 2, 2, 0.02), ("interleaved", 8, 2, 0.02)],
+)
+@pytest.mark.parametrize("gbps", [50, 10])
+@pytest.mark.parametrize("rounds", [2, 8])
+def test_sends_hide_beside_the_pass_of_a_projection_too(
+    schedule: str, pp: int, vpp: int, tolerance: float, gbps: float, rounds: int
+) -> None:
+    parallel, batch, layers = {"pp": pp, "vpp": vpp}, {"global": rounds * pp, "micro": 1}, 2 * pp * vpp
+    run = describe(per_node=1, nodes=8, node_gbps=gbps, parallel=parallel, batch=batch, schedule=schedule)
+    run = alter(run, model={"layers": layers})
+    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=tolerance)
+    more = alter(run, model={"layers": layers + 1})
+    assert seconds(more) > seconds(run)
+
+
 @pytest.mark.parametrize("gbps", [200, 50])
 def test_equal_stages_are_no_slower_than_stages_with_a_block_more(gbps: float) -> None:
     parallel, batch = {"pp": 4, "vpp": 2}, {"global": 8, "micro": 1}

@@ -9,6 +9,7 @@ al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
@@ -39,22 +40,46 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def order_of(schedule: Schedule, ranks: int) -> list[list[Action]]:
+@dataclass(frozen=True, slots=True)
+class OrderRules:
+    """What training software other than Phalanx orders otherwise."""
+
+    round_size: int = 0
+    """Micro-batches that a rank takes through one of its stages before the next; the last round may have fewer. 0:
+    torch's rounds, all of one size."""
+
+    few_in_turn: bool = False
+    """Whether 1F1B alternates passes with fewer micro-batches than stages too; else all go forward first."""
+
+    all_forward_first: bool = False
+    """Whether interleaved stages take all micro-batches forward before one goes back."""
+
+
+TORCH_RULES = OrderRules()
+
+
+def order_of(schedule: Schedule, ranks: int, rules: OrderRules = TORCH_RULES) -> list[list[Action]]:
     """Return the actions of every rank along the stage axis, in order.
 
     Args:
         schedule: Its `kind`, `microbatches` and `virtual` count; a job without a schedule is 1F1B with one stage.
         ranks: Size of the stage axis.
+        rules: Those of the software.
 
     Raises:
         PlanError: If the schedule does not take so many stages a rank or micro-batches.
     """
-    _check(schedule, ranks)
-    if is_gpipe(schedule, schedule.microbatches, ranks):
-        return [_gpipe(rank, schedule.microbatches) for rank in range(ranks)]
+    return [rank_order(schedule, rank, ranks, rules) for rank in range(ranks)]
+
+
+def rank_order(schedule: Schedule, rank: int, ranks: int, rules: OrderRules = TORCH_RULES) -> list[Action]:
+    """Return the actions of one rank, as `order_of` does."""
+    _check(schedule, ranks, rules)
+    if (not rules.few_in_turn and is_gpipe(schedule, schedule.microbatches, ranks)) or schedule.kind == "gpipe":
+        return _gpipe(rank, schedule.microbatches)
     if schedule.is_v:
-        return [_zero_bubble_v(rank, ranks, schedule.microbatches) for rank in range(ranks)]
-    return [_one_forward_one_backward(schedule, rank, ranks) for rank in range(ranks)]
+        return _zero_bubble_v(rank, ranks, schedule.microbatches)
+    return _one_forward_one_backward(schedule, rank, ranks, rules)
 
 
 def is_gpipe(schedule: Schedule, microbatches: int, ranks: int) -> bool:
@@ -62,14 +87,15 @@ def is_gpipe(schedule: Schedule, microbatches: int, ranks: int) -> bool:
     return schedule.kind == "gpipe" or (schedule.kind in ("1f1b", "none") and microbatches < ranks)
 
 
-def _check(schedule: Schedule, ranks: int) -> None:
+def _check(schedule: Schedule, ranks: int, rules: OrderRules) -> None:
     if schedule.kind in ("gpipe", "1f1b", "none") and schedule.virtual > 1:
         raise PlanError(
             f"The schedule {schedule.kind} has one stage a rank, asked for {schedule.virtual}. Choose interleaved or "
             "zero_bubble, or one stage a rank."
         )
     rounds = _rounds(schedule, ranks)
-    if schedule.kind in ("interleaved", "zero_bubble") and not schedule.is_v and schedule.microbatches % rounds:
+    has_rounds = schedule.kind in ("interleaved", "zero_bubble") and not schedule.is_v and not rules.round_size
+    if has_rounds and schedule.microbatches % rounds:
         raise PlanError(
             f"The schedule {schedule.kind} over {ranks} ranks takes micro-batches in rounds of one size, and "
             f"{schedule.microbatches} do not make {rounds}. Choose a multiple of {ranks}."
@@ -86,7 +112,7 @@ def _gpipe(rank: int, microbatches: int) -> list[Action]:
     ]
 
 
-def _one_forward_one_backward(schedule: Schedule, rank: int, ranks: int) -> list[Action]:
+def _one_forward_one_backward(schedule: Schedule, rank: int, ranks: int, rules: OrderRules) -> list[Action]:
     """Return forward passes until the first gradient can be back, then one of each, then what is left.
 
     A rank with several stages takes a round of micro-batches through the first, then through the second, and so on.
@@ -94,14 +120,18 @@ def _one_forward_one_backward(schedule: Schedule, rank: int, ranks: int) -> list
     """
     virtual, total = schedule.virtual, schedule.microbatches * schedule.virtual
     splits, size = schedule.kind == "zero_bubble", schedule.microbatches // _rounds(schedule, ranks)
+    size = min(rules.round_size or size, schedule.microbatches)
 
     def nth(kind: Pass, number: int) -> Action:
-        turn, index = divmod(number, size)
-        chunk = turn % virtual if kind is Pass.FORWARD else virtual - 1 - turn % virtual
-        return Action(kind, chunk * ranks + rank, turn // virtual * size + index)
+        before = number // (size * virtual) * size  # micro-batches of earlier rounds
+        turn, index = divmod(number - before * virtual, min(size, schedule.microbatches - before))
+        chunk = turn if kind is Pass.FORWARD else virtual - 1 - turn
+        return Action(kind, chunk * ranks + rank, before + index)
 
     hop = 2 if schedule.kind == "interleaved" else 1
     ahead = min((virtual - 1) * size + hop * (ranks - 1 - rank), total)
+    if rules.all_forward_first:
+        ahead = total
     actions = [nth(Pass.FORWARD, number) for number in range(ahead)]
     for number in range(total):
         if ahead + number < total:

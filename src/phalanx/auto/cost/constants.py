@@ -83,7 +83,7 @@ class Constants:
     network_hop_s: float = 1.4e-5
     """Seconds from one node to the next (NCCL's table of latencies: 14 us between nodes, 3.4 us inside one)."""
 
-    contention: float = 0.348
+    contention: float = 0.341
     """Seconds that overlapped communication and computation cost each other, for each second they share."""
 
     micro_batch_s: float = 1e-3

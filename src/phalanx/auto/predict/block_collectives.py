@@ -89,6 +89,12 @@ class BlockCollectives:
             return 1.0
         return 1 - (1 - self._gather_share) / 2 if run.parallel.sequence_parallel else 1 / 2
 
+    @property
+    def _gathered_again(self) -> float:
+        """Seconds of the second gather of inputs in a backward pass, where a rank keeps a part of them."""
+        gathers = self.run.habits.adds_in_products and self.run.parallel.sequence_parallel
+        return self._gather_share * self._dense_sum if gathers else 0.0
+
     @cached_property
     def tensor_parallel_backward(self) -> float:
         """Seconds of the same in a backward pass, those of recomputation included.
@@ -157,7 +163,7 @@ class BlockCollectives:
         run, again = self.run, self._passes_back - 1
         sums = self._dense_sum + self._routed_sum
         kinds = (
-            (group_topology(run, "tp"), sums, sums * (1 + self._sums_again)),
+            (group_topology(run, "tp"), sums, sums * (1 + self._sums_again) + self._gathered_again),
             (expert_ranks(run), self.experts_forward, self.experts_backward),
             (group_topology(run, "cp"), self._ring, self._ring * (2 + again)),
         )
@@ -167,8 +173,8 @@ class BlockCollectives:
     def _share_with_shards(self, layout: GroupTopology) -> float:
         """Return for how much of its time a collective of these ranks keeps those of shards from their links."""
         gathers = [(self.gather_of(part) + self.scatter_of(part), part.shards) for part in self.block_parameters]
-        whole = sum(seconds for seconds, _ in gathers)
-        return sum(seconds * self._overlap(layout, shards) for seconds, shards in gathers) / whole if whole else 0.0
+        total = sum(seconds for seconds, _ in gathers)
+        return sum(seconds * self._overlap(layout, shards) for seconds, shards in gathers) / total if total else 0.0
 
     def _overlap(self, layout: GroupTopology, shards: GroupTopology) -> float:
         if min(layout.ranks, shards.ranks) == 1:
@@ -212,19 +218,25 @@ class BlockCollectives:
         """Seconds to add up its gradients and leave each rank its shard."""
         return sum(self.scatter_of(part) for part in self.block_parameters)
 
-    def gather_of(self, part: RankParameters) -> float:
-        """Return the seconds to gather parameters from their shards."""
-        return self.links.all_gather(self.run.element_bytes * part.count, part.shards)
+    def gather_of(self, part: RankParameters, times: float = 1.0) -> float:
+        """Return the seconds to gather so many times the parameters from their shards."""
+        return self.links.all_gather(self.run.element_bytes * times * part.count, part.shards)
 
     def scatter_of(self, part: RankParameters) -> float:
         """Return the seconds to add up their gradients, and those of shards over all ranks with the same shard."""
-        size = self.run.gradient_bytes * part.count
+        return self._scatter(self.run.gradient_bytes * part.count, part)
+
+    def _scatter(self, size: float, part: RankParameters) -> float:
         copies = self.links.all_reduce(size / part.shards.ranks, part.shard_replicas)
         return self.links.all_gather(size, part.shards) + copies
 
     def reduce_of(self, part: RankParameters, times: float = 1.0) -> float:
-        """Return the seconds to add up gradients that replicas hold whole, of so many times the parameters."""
-        return self.links.all_reduce(self.run.reduced_bytes * times * part.count, part.replicas)
+        """Return the seconds to add up gradients that replicas hold whole, of so many times the parameters.
+
+        With ZeRO 1 a replica gets those of its shard alone; it gathers parameters after the update.
+        """
+        size = self.run.accumulated_bytes * times * part.count
+        return self._scatter(size, part) if self.run.parallel.zero else self.links.all_reduce(size, part.replicas)
 
     @cached_property
     def _ring(self) -> float:

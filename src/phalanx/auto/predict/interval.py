@@ -9,7 +9,8 @@ from dataclasses import replace
 from phalanx.auto.cost.constants import Constants
 from phalanx.auto.cost.priors import PRIORS, UNSEEN_SPREAD, kind_of, move
 from phalanx.auto.predict.run_parts import find_shape_conflict
-from phalanx.auto.predict.run_spec import RunSpec, find_schedule_conflict
+from phalanx.auto.predict.run_spec import RunSpec
+from phalanx.auto.predict.schedule_conflict import find_schedule_conflict
 from phalanx.auto.predict.stack import StackName
 from phalanx.auto.predict.step_seconds import StepSeconds
 
@@ -23,6 +24,9 @@ UNEXPLAINED = 0.08
 """Standard deviation of the logarithm of times by what is in no constant: versions of software, machines, stragglers.
 0.04 is enough for sources left out of the fit; they were in view when the model was written (docs/predict.md)."""
 
+_MOST_PASSES = 4000
+"""Passes of a pipeline that are computed in their order for each change; a longer one changes as a formula does."""
+
 _OVERLAPS = ("dp", "tp", "pp")
 _STACKS: tuple[StackName, ...] = ("megatron-2022", "megatron-core", "pytorch")
 
@@ -33,18 +37,18 @@ def estimate_interval(run: RunSpec, constants: Constants) -> tuple[float, float]
     Each constant is moved by the spread that is known of it (`PRIORS`), and each field that the run leaves open by its
     other values; the changes add up as squares.
     """
-    centre = _seconds(run, constants)
+    centre, step = _seconds(run, constants), sum(StepSeconds(run, constants).breakdown().values())
     both = UNEXPLAINED**2 + sum(change**2 for change in _changes_by_constants(run, constants, centre))
     below, above = both, both
     for field in _open_fields(run):
         changes = [math.log(_seconds(other, constants) / centre) for other in _alternatives(run, field)]
         # A value that may lie anywhere up to the furthest has a third of the square of that.
         below, above = below + min([0.0, *changes]) ** 2 / 3, above + max([0.0, *changes]) ** 2 / 3
-    return centre * math.exp(-_HALF_WIDTH * math.sqrt(below)), centre * math.exp(_HALF_WIDTH * math.sqrt(above))
+    return step * math.exp(-_HALF_WIDTH * math.sqrt(below)), step * math.exp(_HALF_WIDTH * math.sqrt(above))
 
 
 def _seconds(run: RunSpec, constants: Constants) -> float:
-    return sum(StepSeconds(run, constants).breakdown().values())
+    return sum(StepSeconds(run, constants).breakdown(_MOST_PASSES).values())
 
 
 def _changes_by_constants(run: RunSpec, constants: Constants, centre: float) -> Iterator[float]:
@@ -94,7 +98,7 @@ def _alternatives(run: RunSpec, field: str) -> Iterator[RunSpec]:
         **{f"overlap.{kind}": (not getattr(run.overlap, kind),) for kind in _OVERLAPS},
     }
     for value in values.get(field, ()):
-        whole = getattr(run, part).model_copy(update={name: value}) if name else value
-        other = run.model_copy(update={part: whole})
+        changed = getattr(run, part).model_copy(update={name: value}) if name else value
+        other = run.model_copy(update={part: changed})
         if find_shape_conflict(other.model, other.parallel) is None and find_schedule_conflict(other) is None:
             yield other

@@ -6,8 +6,9 @@ equations 1 to 5, told apart by kernel so that grouped queries, gated layers, fu
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from phalanx.auto.predict.rank_groups import (
     RankParameters,
@@ -18,6 +19,8 @@ from phalanx.auto.predict.rank_groups import (
 )
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import FLOAT, keeps_every_second_product, routed_rows, tokens
+from phalanx.plan.pipeline_order import OrderRules, Pass, rank_order
+from phalanx.plan.value import Schedule
 
 WORKSPACE = 1.0 * 2**30
 """Bytes outside the allocator: the context, cuBLAS and NCCL on one device of 8."""
@@ -56,19 +59,18 @@ def compute_footprint(run: RunSpec) -> Footprint:
     first = compute_stage_footprint(run)
     if run.parallel.pp == 1:
         return first
-    last = compute_stage_footprint(run, last=True)
-    return max(first, last, key=lambda footprint: footprint.total)
+    return max(first, compute_stage_footprint(run, at_end=True), key=lambda footprint: footprint.total)
 
 
-def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
-    """Return what a rank of the first or of the last stage holds."""
-    parts = _list_parameters(run, last=last)
-    whole = sum(times * part.count for times, part in parts)
+def compute_stage_footprint(run: RunSpec, *, at_end: bool = False) -> Footprint:
+    """Return what the first rank of a pipeline, or the one at its end, holds."""
+    parts = _list_parameters(run, at_end=at_end)
+    unsharded = sum(times * part.count for times, part in parts)
     sharded = sum(times * part.count / part.shards.ranks for times, part in parts)
     par, mixed, element = run.parallel, run.precision != "fp32", run.element_bytes
     if par.zero >= 2:
         # FSDP keeps float32 parameters and gradients, and casts what it gathers to what passes compute with.
-        parameters = FLOAT * sharded + (0 if par.zero == 3 else element * whole)
+        parameters = FLOAT * sharded + (0 if par.zero == 3 else element * unsharded)
         gradients, optimizer = FLOAT * sharded, 2 * FLOAT * sharded
         table = place_vocabulary(run)
         largest = max(block_shard_parameters(run), table.count if table.shards.ranks > 1 else 0.0)
@@ -77,16 +79,16 @@ def compute_stage_footprint(run: RunSpec, *, last: bool = False) -> Footprint:
             cut = sum(times * part.count for times, part in parts if part.shards.ranks > 1)
             gathered += cut * ((element if par.zero == 3 else 0) + FLOAT)
     else:
-        parameters, gathered = whole * element, 0.0
-        gradients = whole * run.accumulated_bytes
-        optimizer = (sharded if par.zero == 1 else whole) * (3 if mixed else 2) * FLOAT
+        parameters, gathered = unsharded * element, 0.0
+        gradients = unsharded * run.accumulated_bytes
+        optimizer = (sharded if par.zero == 1 else unsharded) * (3 if mixed else 2) * FLOAT
     if run.habits.attention == "native":  # products that add to gradients in place leave autograd an empty one a shape
         own_experts = max(1, run.model.experts / par.ep)  # of one shape
         gathered += element * (run.dense_parameters + run.expert_parameters / own_experts)
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * element * tokens(run) * run.model.hidden
-    has_head = run.has_one_end != last
-    activations, logits = _activations(run, last=last), logits_bytes(run) if has_head else 0.0
+    has_head = run.has_one_end != at_end
+    activations, logits = _activations(run, at_end=at_end), logits_bytes(run) if has_head else 0.0
     return Footprint(
         parameters=parameters,
         gradients=gradients,
@@ -103,21 +105,24 @@ def _workspace_bytes(run: RunSpec, moving: float) -> float:
     return lost + (0.0 if run.memory_kind in ("allocated", "reserved") else WORKSPACE)
 
 
-def count_parameters(run: RunSpec, *, last: bool = False) -> float:
-    """Return the parameters of a rank of the first stage, or of the last."""
-    return sum(times * part.count for times, part in _list_parameters(run, last=last))
+def count_parameters(run: RunSpec, *, at_end: bool = False) -> float:
+    """Return the parameters of the first rank of a pipeline, or of the one at its end."""
+    return sum(times * part.count for times, part in _list_parameters(run, at_end=at_end))
 
 
-def _list_parameters(run: RunSpec, *, last: bool) -> list[tuple[int, RankParameters]]:
-    """Return how often a rank of a stage has which parameters."""
-    blocks = [(_stage_layers(run, last=last), part) for part in list_block_parameters(run)]
-    tables = 0 if last and run.has_one_end else count_tables(run)
+def _list_parameters(run: RunSpec, *, at_end: bool) -> list[tuple[int, RankParameters]]:
+    """Return how often a rank has which parameters."""
+    own = sum(run.stage_blocks[stage] for stage in _list_stages(run, at_end=at_end))
+    blocks = [(own, part) for part in list_block_parameters(run)]
+    tables = 0 if at_end and run.has_one_end else count_tables(run)
     return [*blocks, (tables, place_vocabulary(run))]
 
 
-def _stage_layers(run: RunSpec, *, last: bool) -> int:
-    layers, stages = run.model.layers, run.parallel.pp
-    return layers // stages if last else math.ceil(layers / stages)
+def _list_stages(run: RunSpec, *, at_end: bool) -> list[int]:
+    """Return the stages of the first rank, or of the one at the end."""
+    ranks, order = run.parallel.pp, run.order
+    mine = ranks - 1 if at_end else 0
+    return [stage for stage in range(ranks * run.parallel.vpp) if order.holder(stage, ranks) == mine]
 
 
 def block_bytes(run: RunSpec) -> float:
@@ -148,33 +153,58 @@ def block_bytes(run: RunSpec) -> float:
     return size
 
 
-def _activations(run: RunSpec, *, last: bool) -> float:
-    """Return what micro-batches on their way keep, and the block that is recomputed, which is there in full."""
-    again = 0.0
-    if run.recompute == "full":  # its input is kept already
-        again = block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
-    return _stage_layers(run, last=last) * _count_kept(run, last=last) * block_bytes(run) + again
+def _activations(run: RunSpec, *, at_end: bool) -> float:
+    """Return what micro-batches on their way keep, and what of the block that is recomputed was not kept."""
+    blocks = [run.stage_blocks[stage] for stage in _list_stages(run, at_end=at_end)]
+    return count_kept_blocks(run, blocks, at_end=at_end) * block_bytes(run) + recomputed_bytes(run)
 
 
-def _count_kept(run: RunSpec, *, last: bool) -> float:
-    """Return the micro-batches of which a rank keeps what all of its stages compute, at most (`plan/pipeline_order`).
+def recomputed_bytes(run: RunSpec) -> float:
+    """Return the bytes of a block that are there only while its backward pass runs: what it computes again."""
+    return block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
 
-    A rank begins with as many forward passes as it takes until the first gradient is back: through all of its stages
-    but one for a whole round, and for the ranks behind it, there and back where stages are interleaved. Zero bubble
-    keeps all of them until the gradients of weights are there, which are as many passes later as ranks are before.
+
+def count_kept_blocks(run: RunSpec, blocks: Sequence[int], *, at_end: bool) -> int:
+    """Return of how many blocks a rank keeps a micro-batch at most, counted once a micro-batch.
+
+    Args:
+        run: Its schedule says when a micro-batch goes forward, and when it is through.
+        blocks: Those of each stage of the rank.
+        at_end: Whether it is the rank at the end of the pipeline, or the first.
     """
-    par, count = run.parallel, max(1, round(run.micro_batches))
-    if run.is_v:  # the first rank has all of one stage on their way before the first comes to its other stage
-        return (min(count, 2 * par.pp - 1) + 1) / 2 if not last else min(count, par.pp)
-    rounds = (par.vpp - 1) * run.round_size
-    if run.schedule == "gpipe" or (par.vpp == 1 and run.schedule != "zero-bubble" and count < par.pp):
-        return run.micro_batches
-    if run.schedule == "zero-bubble":
-        stages = rounds + par.pp
-    else:
-        behind = 0 if last else par.pp - 1
-        stages = rounds + (2 if par.vpp > 1 else 1) * behind + 1
-    return min(count, stages / par.vpp)
+    par, count = run.parallel, run.full_micro_batches
+    if par.pp == 1:
+        return sum(blocks)
+    if run.all_forward_first:
+        return sum(blocks) * count
+    if par.vpp == 1:  # zero bubble keeps it until gradients of weights are there, as many passes later as ranks before
+        behind = par.pp if run.schedule == "zero-bubble" or not at_end else 1
+        return sum(blocks) * min(count, behind)
+    size = par.pp if run.is_v else run.round_size
+    count -= max(0, count // size - _ROUNDS) * size
+    return _find_most_kept(run.order.kind, count, par.vpp, par.pp, run.order_rules, tuple(blocks), at_end=at_end)
+
+
+_ROUNDS = 3
+"""Rounds of micro-batches after which a rank with several stages has been as full as it gets."""
+
+
+@lru_cache(maxsize=4096)
+def _find_most_kept(
+    kind: str, count: int, virtual: int, ranks: int, rules: OrderRules, blocks: tuple[int, ...], *, at_end: bool
+) -> int:
+    """Return the same of a rank with several stages, by its passes one after the other."""
+    schedule = Schedule.model_validate({"kind": kind, "microbatches": count, "virtual": virtual})
+    rank = ranks - 1 if at_end else 0
+    now = most = 0
+    for action in rank_order(schedule, rank, ranks, rules):
+        own = blocks[action.stage // ranks]
+        if action.kind is Pass.FORWARD:
+            now += own
+            most = max(most, now)
+        elif action.kind is not Pass.INPUTS:  # gradients of weights, or of both
+            now -= own
+    return most
 
 
 def logits_bytes(run: RunSpec) -> float:

@@ -16,9 +16,12 @@ from phalanx.auto.predict.run_parts import (
     Part,
     find_shape_conflict,
 )
+from phalanx.auto.predict.schedule_conflict import find_schedule_conflict
 from phalanx.auto.predict.stack import STACKS, Stack, StackName, recognise
 from phalanx.cluster.spec.devices import Device, find_preset
 from phalanx.i18n import tr
+from phalanx.plan.pipeline_order import OrderRules
+from phalanx.plan.value import Schedule
 
 
 class RunSpec(Part):
@@ -120,18 +123,59 @@ class RunSpec(Part):
 
     @property
     def micro_batches(self) -> float:
-        """Micro-batches of a replica in one step; not whole if the last one is smaller."""
+        """Micro-batches of a replica in one step; a fraction if the last one is smaller."""
         return self.replica_batch / self.micro
 
     @property
     def round_size(self) -> int:
-        """Micro-batches that a rank with several stages takes through one of them before the next: torch's rounds.
+        """Micro-batches that a rank with several stages takes through one of them before the next.
 
-        As many as stages, or more where they do not divide, all rounds alike. Megatron Core does the same where
-        `microbatch_group_size_per_vp_stage` is this number.
+        As many as stages, or more where they do not divide: in torch all rounds alike. In Megatron Core
+        (`microbatch_group_size_per_vp_stage`) the last round may have fewer, but not fewer than stages.
         """
-        count = ceil(self.micro_batches)
-        return count // max(1, count // self.parallel.pp)
+        count, stages = self.full_micro_batches, self.parallel.pp
+        if self.is_interleaved and self.habits.pipelines == "megatron-core":
+            fits = (size for size in range(stages, count + 1) if not 0 < count % size < stages)
+            return next(fits, count)
+        return count // max(1, count // stages)
+
+    @property
+    def full_micro_batches(self) -> int:
+        """Micro-batches of a replica in one step, the last one counted as a full one."""
+        return ceil(self.micro_batches)
+
+    @property
+    def all_forward_first(self) -> bool:
+        """Whether all micro-batches go forward before one goes back.
+
+        Megatron up to 2022 takes interleaved stages so if there are as many micro-batches as stages.
+        """
+        is_one_round = self.is_interleaved and self.full_micro_batches == self.parallel.pp
+        return self.schedule == "gpipe" or (is_one_round and self.habits.pipelines == "megatron")
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether ranks have several stages and do not split their backward passes."""
+        return self.parallel.vpp > 1 and self.parallel.pp > 1 and self.schedule in ("1f1b", "interleaved")
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule of its passes."""
+        virtual, kinds = self.parallel.vpp, {"gpipe": "gpipe", "zero-bubble": "zero_bubble"}
+        kind = kinds.get(self.schedule, "interleaved" if virtual > 1 else "1f1b")
+        return Schedule.model_validate({"kind": kind, "microbatches": self.full_micro_batches, "virtual": virtual})
+
+    @property
+    def order_rules(self) -> OrderRules:
+        """How its software orders them."""
+        size = 0 if self.is_v else self.round_size
+        return OrderRules(round_size=size, few_in_turn=True, all_forward_first=self.all_forward_first)
+
+    @property
+    def stage_blocks(self) -> list[int]:
+        """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
+        layers, stages = self.model.layers, self.parallel.pp * self.parallel.vpp
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
     @property
     def is_v(self) -> bool:
@@ -221,15 +265,6 @@ class RunSpec(Part):
         return 4 if self.precision == "fp32" or (self.precision == "bf16" and self.habits.adds_in_products) else 2
 
     @property
-    def reduced_bytes(self) -> float:
-        """Bytes of an element that replicas send to add up gradients, of the mean of both ways.
-
-        A sharded optimizer sends parameters in 16 bit on the way back.
-        """
-        there, back = self.accumulated_bytes, 4 if self.precision == "fp32" else 2
-        return float(there) if self.parallel.zero == 0 else (there + back) / 2
-
-    @property
     def measured_step_time_s(self) -> float | None:
         """Seconds of a step as measured, if something is stated that gives them."""
         if (seconds := self.measured.get("step_time_s")) is not None:
@@ -237,32 +272,3 @@ class RunSpec(Part):
         if (rate := self.measured.get("tokens_per_s_per_device")) is not None:
             return self.batch.whole * self.model.seq / self.parallel.ranks / float(rate)
         return None
-
-
-_ROUNDS_OF_STAGES: tuple[StackName, ...] = ("megatron-2021", "megatron-2022")
-
-
-def find_schedule_conflict(run: RunSpec) -> str | None:
-    """Return why a schedule does not take the micro-batches of a run; None if it does."""
-    par, count = run.parallel, ceil(run.micro_batches)
-    has_rounds = par.vpp > 1 or run.schedule == "zero-bubble"
-    if par.pp == 1 or not has_rounds or run.is_v:
-        return None
-    if par.vpp > 1 and run.stack_name in _ROUNDS_OF_STAGES and count % par.pp:
-        return tr(
-            "{count} micro-batches over {stages} stages with vpp={virtual}: Megatron-LM refuses to interleave them. "
-            "Choose a multiple of {stages}",
-            count=count,
-            stages=par.pp,
-            virtual=par.vpp,
-        )
-    if count % max(1, count // par.pp):
-        return tr(
-            "{count} micro-batches over {stages} stages do not make rounds of one size, of {stages} or more: PyTorch "
-            "and Megatron refuse them with vpp={virtual} and schedule {schedule}. Choose a multiple of {stages}",
-            count=count,
-            stages=par.pp,
-            virtual=par.vpp,
-            schedule=run.schedule,
-        )
-    return None

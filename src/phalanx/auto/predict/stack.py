@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -28,19 +28,38 @@ class Stack:
     """Whether products add to the gradients of earlier micro-batches, and collectives of a cut layer's gradients run
     beside the gradients of its weights: Megatron since the end of 2021."""
 
+    gathers_sends: bool = False
+    """Whether tensor-parallel ranks that all have an activation send a part each, which the next stage gathers:
+    Megatron up to 2022 and DeepSpeed. Megatron Core cuts sends with sequence parallel alone."""
+
+    pipelines: Literal["torch", "megatron", "megatron-core", "any"] = "any"
+    """Whose rules there are for micro-batches of stages (`RunSpec.order_rules`, `find_schedule_conflict`)."""
+
+    gathers_beside_forward: bool = False
+    """Whether parameters that a sharded optimizer updated are gathered beside the next forward pass; else before it.
+    Megatron Core's `overlap-param-gather`, which NeMo sets with the overlap of gradients."""
+
     stops_checkpoints: bool = False
     """Whether recomputation stops before a block's last product and selective recomputation is of every second one, as
     in PyTorch; else it is of whole blocks, and of the scores of attention."""
 
 
-_EARLY = Stack(attention="common", fuses=True, loss="megatron")
+_GENERIC = Stack(attention="common", fuses=True, loss="megatron", gathers_sends=True)
+_EARLY = replace(_GENERIC, pipelines="megatron")
 STACKS: dict[StackName, Stack] = {
     "megatron-2021": _EARLY,
-    "megatron-2022": Stack(attention="common", fuses=True, loss="megatron", adds_in_products=True),
-    "megatron-core": Stack(attention="native", fuses=True, loss="fused", adds_in_products=True),
-    "mosaicml": Stack(attention="first", fuses=False, loss="mosaicml", stops_checkpoints=True),
-    "pytorch": Stack(attention="common", fuses=False, loss="pytorch", stops_checkpoints=True),
-    "generic": _EARLY,
+    "megatron-2022": replace(_EARLY, adds_in_products=True),
+    "megatron-core": Stack(
+        attention="native",
+        fuses=True,
+        loss="fused",
+        adds_in_products=True,
+        pipelines="megatron-core",
+        gathers_beside_forward=True,
+    ),
+    "mosaicml": Stack(attention="first", fuses=False, loss="mosaicml", stops_checkpoints=True, pipelines="torch"),
+    "pytorch": Stack(attention="common", fuses=False, loss="pytorch", stops_checkpoints=True, pipelines="torch"),
+    "generic": _GENERIC,
 }
 """Stacks by name. `generic` is what runs get that name none: the kernels of Megatron that most others have too."""
 

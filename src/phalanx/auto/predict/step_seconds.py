@@ -9,8 +9,8 @@ from phalanx.auto.cost.collectives import ClusterLinks
 from phalanx.auto.cost.constants import Constants, constants_of
 from phalanx.auto.cost.kernels import Kernels
 from phalanx.auto.predict.block_collectives import BlockCollectives
-from phalanx.auto.predict.pipeline.gradient_exchange import GradientExchange
-from phalanx.auto.predict.pipeline.pipeline_seconds import PipelineSeconds
+from phalanx.auto.predict.pipeline.exchange_seconds import ExchangeSeconds
+from phalanx.auto.predict.pipeline.pipeline_seconds import MOST_PASSES, PipelineSeconds
 from phalanx.auto.predict.rank_groups import count_tables, group_topology
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.transformer import (
@@ -36,45 +36,45 @@ class StepSeconds:
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
         self.embedding_backward = embedding_backward(run, self.kernels)
         self.exchanges = BlockCollectives(run, self.links, self.block)
+        self.replica_exchange = ExchangeSeconds(self)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
-    def breakdown(self) -> dict[str, float]:
-        """Return the seconds of a step by cause."""
+    def breakdown(self, most_passes: int = MOST_PASSES) -> dict[str, float]:
+        """Return the seconds of a step by cause; pipelines of more passes take a formula of equal stages."""
         count = self.run.micro_batches
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
-        pipeline = PipelineSeconds(self)
+        pipeline = PipelineSeconds(self, most_passes)
         return {
             "compute_s": count * (alone + self.head_on_top + self.constants.micro_batch_s),
             "exposed_communication_s": count * (passes - alone + sum(self.table_waits)),
             "pipeline_send_s": pipeline.send,
             "pipeline_bubble_s": pipeline.waits - pipeline.send,
-            "gradients_s": self._gradients,
+            "gradients_s": self.replica_exchange.gradients,
             "optimizer_s": self.optimizer + self.constants.step_s,
         }
 
     @property
     def head_on_top(self) -> float:
         """Seconds by which embedding and projection make their stages slower than the fullest of the others."""
-        first, last = self.ends
+        embedding, projection = self.ends
         block = self.forward + self.backward
         if self.run.has_one_end:
             own = self.stage_blocks[0] + (self.stage_blocks[-1] if self.run.parallel.pp > 1 else 0)
-            return max(0.0, first + last - (self.layers - own) * block)
+            return max(0.0, embedding + projection - (self.layers - own) * block)
         fewer = self.layers - self.run.model.layers // self.run.parallel.pp
-        return max(first, last - fewer * block)
+        return max(embedding, projection - fewer * block)
 
     @cached_property
     def ends(self) -> tuple[float, float]:
         """Seconds of the embedding on the first stage, and of the projection and the loss on the last."""
-        last = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
-        return self.embedding_backward + self.exchanges.vocabulary_sum, last
+        projection = self.head.forward + self.head.backward + self.exchanges.vocabulary_sum
+        return self.embedding_backward + self.exchanges.vocabulary_sum, projection
 
     @cached_property
     def stage_blocks(self) -> list[int]:
         """Blocks of every stage: equal numbers, the first ones have one more where they do not divide."""
-        layers, stages = self.run.model.layers, self.run.parallel.pp * self.run.parallel.vpp
-        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        return self.run.stage_blocks
 
     # -- one block -------------------------------------------------------------------------------------------
 
@@ -85,16 +85,16 @@ class StepSeconds:
     @cached_property
     def recompute(self) -> KernelWork:
         """What the backward pass recomputes before it can begin."""
-        run, whole = self.run, self.block
+        run, passes = self.run, self.block
         if run.recompute == "full":
             # PyTorch's checkpoints stop as soon as everything that was kept is there again: before the last product.
-            left_out = whole.last if run.habits.stops_checkpoints else 0.0
-            return KernelWork(forward=whole.forward - left_out, backward=0.0, forward_launches=whole.forward_launches)
+            left_out = passes.closing_product if run.habits.stops_checkpoints else 0.0
+            return KernelWork(forward=passes.forward - left_out, backward=0.0, forward_launches=passes.forward_launches)
         if keeps_every_second_product(run):
-            half = (whole.forward - whole.attention - whole.plain) / 2
-            return KernelWork(forward=half + whole.plain, backward=0.0, forward_launches=whole.forward_launches / 2)
+            half = (passes.forward - passes.attention - passes.plain) / 2
+            return KernelWork(forward=half + passes.plain, backward=0.0, forward_launches=passes.forward_launches / 2)
         if run.recompute == "selective" and not run.model.flash:
-            return KernelWork(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
+            return KernelWork(forward=passes.attention, backward=0.0, forward_launches=passes.attention_launches)
         return KernelWork(forward=0.0, backward=0.0)
 
     @cached_property
@@ -118,9 +118,9 @@ class StepSeconds:
     @cached_property
     def forward(self) -> float:
         """Seconds of a block's forward pass."""
-        return self._forward_beside(self._gathers)
+        return self.forward_beside(self._gathers)
 
-    def _forward_beside(self, gathers: float, more: float = 0.0) -> float:
+    def forward_beside(self, gathers: float, more: float = 0.0) -> float:
         """Return the seconds of a block's forward pass, and of more computation, with gathers beside them."""
         device = self.block.forward + self.waits_forward + more
         return max(self._beside(device, self.exchanges.on_links_of_shards[0], gathers), self._issue_forward)
@@ -199,14 +199,14 @@ class StepSeconds:
         """
         gathers, scatters = self._table_collectives
         return (
-            self._forward_with_tables(self._gathers, gathers) - self._forward_with_tables(self._gathers, 0.0),
+            self.forward_with_tables(self._gathers, gathers) - self.forward_with_tables(self._gathers, 0.0),
             self._backward_with_tables(self._scatters, scatters) - self._backward_with_tables(self._scatters, 0.0),
         )
 
-    def _forward_with_tables(self, gathers: float, tables: float) -> float:
+    def forward_with_tables(self, gathers: float, tables: float) -> float:
         """Return the seconds of a block and the projection, with gathers of a block and of tables beside them."""
         head = self.head.forward
-        return max(self._forward_beside(gathers) + head, self._forward_beside(gathers + tables, head))
+        return max(self.forward_beside(gathers) + head, self.forward_beside(gathers + tables, head))
 
     def _backward_with_tables(self, scatters: float, tables: float) -> float:
         """Return the same of a backward pass, with scatters."""
@@ -224,10 +224,10 @@ class StepSeconds:
         if par.pp > 1:
             return exchanges.gather + table
         others = (count_tables(self.run) - 1) * table
-        usual = self._forward_with_tables(self._gathers, self._table_collectives[0])
-        first = exchanges.gather + table + self._forward_with_tables(0.0, others)
+        usual = self.forward_with_tables(self._gathers, self._table_collectives[0])
+        first = exchanges.gather + table + self.forward_with_tables(0.0, others)
         if par.zero == 2:
-            first += (self.layers - 1) * (self._forward_beside(exchanges.gather) - self.forward)
+            first += (self.layers - 1) * (self.forward_beside(exchanges.gather) - self.forward)
         return max(0.0, first - usual)
 
     @cached_property
@@ -239,8 +239,8 @@ class StepSeconds:
         exchanges = self.exchanges
         table = exchanges.scatter_of(exchanges.table)
         usual = self._backward_with_tables(self._scatters, self._table_collectives[1])
-        last = exchanges.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
-        return max(0.0, last - usual)
+        bare = exchanges.scatter + table + self._backward_with_tables(0.0, (count_tables(self.run) - 1) * table)
+        return max(0.0, bare - usual)
 
     @cached_property
     def _gathers(self) -> float:
@@ -258,57 +258,18 @@ class StepSeconds:
             return 0.0
         stride = par.stride("pp")
         across = stride * par.pp > run.cluster.per_node
-        whole = boundary_bytes(run)
-        # What all tensor-parallel ranks have, Megatron sends in parts and gathers there (D. Narayanan et al., 2021,
-        # section 4.1); of PyTorch every rank sends it.
-        size = whole if run.habits.stops_checkpoints and not par.sequence_parallel else whole / par.tp
+        activation = boundary_bytes(run)
+        # What all tensor-parallel ranks have, each sends, or a part that is gathered at the next stage (D. Narayanan et
+        # al., 2021, section 4.1).
+        gathers = run.habits.gathers_sends and not par.sequence_parallel
+        size = activation / par.tp if gathers or par.sequence_parallel else activation
         send = self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
-        if par.sequence_parallel or run.habits.stops_checkpoints:
-            return send
-        return send + self.links.all_gather(whole, group_topology(run, "tp"))
+        return send + (self.links.all_gather(activation, group_topology(run, "tp")) if gathers else 0.0)
 
     @cached_property
     def weights(self) -> float:
         """Seconds of the gradients of weights in a block's backward pass, which zero-bubble schedules compute apart."""
         return self.block.weights * self.compute_backward / (self.block.backward + self.recompute.forward)
-
-    @cached_property
-    def _gradients(self) -> float:
-        """Seconds of the gradients' collectives that nothing hides."""
-        run, par, exchanges = self.run, self.run.parallel, self.exchanges
-        if par.zero >= 2 and par.pp == 1:
-            return self.first_gathers + self.last_scatters
-        bare = exchanges.sum_of_tied_tables
-        if par.zero >= 2:  # stages gather and scatter once a step
-            bare += self.first_gathers
-            blocks = self.layers * (exchanges.gather + exchanges.scatter) - exchanges.gather
-            table = exchanges.scatter_of(exchanges.table)
-        else:
-            blocks = sum(exchanges.reduce_of(part, self.layers) for part in exchanges.block_parameters)
-            table = exchanges.reduce_of(exchanges.table)
-        if not run.overlap.dp:
-            return bare + blocks + count_tables(run) * table
-        return bare + self._exchange(blocks, table).seconds(self.constants.contention)
-
-    def _exchange(self, blocks: float, table: float) -> GradientExchange:
-        """Return the exchange of gradients of so many seconds of a rank's blocks, and of a table."""
-        run, par, tables = self.run, self.run.parallel, count_tables(self.run)
-        splits, own = run.schedule == "zero-bubble" and par.pp > 1, self.stage_blocks[0]
-        own_tables = tables if par.pp == 1 else 1
-        last_pass = own * (self.weights if splits else self.backward)
-        inputs = self.backward - (self.weights if splits else 0.0)
-        if not splits:
-            last_pass += self.embedding_backward + (self.head.backward if par.pp == 1 else 0.0)
-        return GradientExchange(
-            whole=blocks + tables * table,
-            own=blocks * own / self.layers + own_tables * table,
-            last_bucket=table,
-            buckets=own + own_tables,
-            last_pass=last_pass,
-            before=max(par.pp * inputs, run.round_size * self.backward) * (self.layers - own),
-            busy=min(1.0, run.micro_batches / par.pp),
-            passes_in_turn=1 if splits else par.pp,
-        )
 
     @cached_property
     def optimizer(self) -> float:

@@ -33,7 +33,7 @@ class KernelWork:
     plain: float = 0.0
     """The element-wise kernels' part of `forward`."""
 
-    last: float = 0.0
+    closing_product: float = 0.0
     """The last product's part of `forward`: nothing that is kept comes after it."""
 
 
@@ -71,7 +71,7 @@ def boundary_bytes(run: RunSpec) -> float:
 
 def block(run: RunSpec, kernels: Kernels) -> KernelWork:
     """Return the work of one block: attention, feed-forward, and what stands between them."""
-    products_f, products_b, last = _products(run, kernels)
+    products_f, products_b, closing = _products(run, kernels)
     attention = _attention(run, kernels.in_half())
     plain = _element_wise(run, kernels)
     return KernelWork(
@@ -84,7 +84,7 @@ def block(run: RunSpec, kernels: Kernels) -> KernelWork:
         attention_launches=attention.forward_launches,
         weights=products_b / 2,  # as many FLOP as the gradients of inputs
         plain=plain.forward,
-        last=last,
+        closing_product=closing,
     )
 
 

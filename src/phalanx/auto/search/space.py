@@ -34,7 +34,7 @@ def list_runs(request: SearchRequest) -> Iterator[RunSpec]:
         for micro, vpp, zero, recompute, order in itertools.product(sizes, virtual, zeros, RECOMPUTE, orders):
             if recompute == "selective" and not base.habits.stops_checkpoints and base.model.flash:
                 continue  # fused attention keeps no scores: the same as none
-            if not _runs(base.schedule, base.batch.whole // dp // micro, pp, vpp):
+            if not _runs(base, base.batch.whole // dp // micro, pp, vpp):
                 continue
             run = _build_run(
                 base, micro=micro, recompute=recompute, tp=tp, pp=pp, dp=dp, vpp=vpp, zero=zero, order=order
@@ -54,11 +54,13 @@ def _orders(request: SearchRequest, **sizes: int) -> list[Order]:
     return list(orders.values())
 
 
-def _runs(schedule: str, micro_batches: int, pp: int, vpp: int) -> bool:
-    """Return whether a schedule takes so many micro-batches."""
+def _runs(base: RunSpec, micro_batches: int, pp: int, vpp: int) -> bool:
+    """Return whether a schedule takes so many micro-batches (`find_schedule_conflict`)."""
     if vpp > 1:  # interleaved stages take them in groups of the number of stages
         return micro_batches % pp == 0
-    return schedule not in ("interleaved", "zero-bubble") or micro_batches % max(1, micro_batches // pp) == 0
+    if base.schedule == "zero-bubble":
+        return micro_batches % max(1, micro_batches // pp) == 0
+    return base.schedule == "gpipe" or micro_batches >= pp or base.habits.pipelines != "torch"
 
 
 def get_knobs(run: RunSpec) -> dict[str, int | str]:

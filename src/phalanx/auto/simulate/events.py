@@ -151,7 +151,7 @@ class _Step:
 
     def __init__(self, pipeline: PipelineSpec) -> None:
         self.pipeline = pipeline
-        self.order = order_of(pipeline.schedule, pipeline.ranks)
+        self.order = order_of(pipeline.schedule, pipeline.ranks, pipeline.rules)
         kinds = {(action.kind, action.stage) for actions in self.order for action in actions}
         self.moves = {(kind, stage): _build_pass(pipeline, kind, stage) for kind, stage in kinds}
         self.last = {a.stage: a for actions in self.order for a in actions if a.kind in (Pass.BACKWARD, Pass.WEIGHTS)}
@@ -192,7 +192,7 @@ class _Step:
                 self.reductions[rank].idle(start, ready)
                 start = ready
             start = self._receive(rank, start, action)
-        work = move.work
+        work = self._find_work(action)
         computed = self._compute(rank, start, action)
         end = start + computed + work.exposed
         self.slices.append(Slice(rank, "compute", kind, stage, microbatch, start, start + computed))
@@ -214,6 +214,12 @@ class _Step:
             self.changes[rank] += [(start, move.workspace_bytes), (end, -move.workspace_bytes)]
         self.free[rank] = end if move.target_stage is None else self._pass_on(rank, action, end)
         return True
+
+    def _find_work(self, action: Action) -> PassWork:
+        """Return the work of a pass: the first one forward through a stage may have more."""
+        work, more = self.moves[action.kind, action.stage].work, self.pipeline.stages[action.stage].added_to_first
+        is_first = action.kind is Pass.FORWARD and action.microbatch == 0
+        return replace(work, exposed=work.exposed + more) if is_first and more else work
 
     def _receive(self, rank: int, start: float, action: Action) -> float:
         """Take the input of a pass; return when that is done."""

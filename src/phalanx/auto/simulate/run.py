@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx.auto.cost.constants import DEFAULT, Constants
-from phalanx.auto.predict.memory_model import block_bytes, compute_stage_footprint, count_parameters, logits_bytes
+from phalanx.auto.predict.memory_model import (
+    block_bytes,
+    compute_stage_footprint,
+    count_parameters,
+    logits_bytes,
+    recomputed_bytes,
+)
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.run_spec import RunSpec
 from phalanx.auto.predict.step_seconds import StepSeconds
 from phalanx.auto.simulate.events import simulate
 from phalanx.auto.simulate.values import PassWork, PipelineSpec, SimulatedStep, StageWork
-from phalanx.plan.value import Schedule
 
 
 def simulate_run(run: RunSpec | Mapping[str, Any], constants: Constants = DEFAULT) -> SimulatedStep:
@@ -44,7 +48,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
     The embedding is on the first stage, the projection to the vocabulary and the loss are on the last.
     """
     par, seconds = run.parallel, StepSeconds(run, constants)
-    schedule = _schedule(run)
+    schedule = run.order
     count = par.pp * schedule.virtual
     blocks = seconds.stage_blocks
     mine = [[stage for stage in range(count) if schedule.holder(stage, par.pp) == rank] for rank in range(par.pp)]
@@ -54,6 +58,7 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
     return PipelineSpec(
         schedule=schedule,
         ranks=par.pp,
+        rules=run.order_rules,
         stages=tuple(_stage(run, seconds, blocks, stage) for stage in range(count)),
         persistent_bytes=tuple(
             by_weight * own / most
@@ -63,22 +68,14 @@ def build_pipeline(run: RunSpec, constants: Constants = DEFAULT) -> PipelineSpec
             for own, stages in zip(weights, mine, strict=True)
         ),
         optimizer=tuple(seconds.optimizer * own / most + constants.step_s for own in weights),
-        opening=seconds.first_gathers if par.zero >= 2 else 0.0,
+        opening=seconds.replica_exchange.opening,
         closing=_last_collectives(run, seconds),
         contention=constants.contention,
         overlaps_sends=run.overlap.pp,
-        overlaps_gradients=run.overlap.dp,
+        # torch scatters when all backward passes of a stage are through, and waits for it
+        overlaps_gradients=run.overlap.dp and par.zero < 2,
         copies=par.ranks // par.pp,
     )
-
-
-def _schedule(run: RunSpec) -> Schedule:
-    microbatches, virtual = math.ceil(run.micro_batches), run.parallel.vpp
-    if run.schedule == "gpipe":
-        return Schedule(kind="gpipe", microbatches=microbatches, virtual=virtual)
-    if run.schedule == "zero-bubble":
-        return Schedule(kind="zero_bubble", microbatches=microbatches, virtual=virtual)
-    return Schedule(kind="interleaved" if virtual > 1 else "1f1b", microbatches=microbatches, virtual=virtual)
 
 
 def _weights(run: RunSpec, seconds: StepSeconds, blocks: list[int], stages: Iterable[int]) -> float:
@@ -118,11 +115,10 @@ def _stage(run: RunSpec, seconds: StepSeconds, blocks: list[int], stage: int) ->
         ),
         weights=PassWork(compute=apart),
         activation_bytes=own * block_bytes(run),
-        workspace_bytes=block_bytes(run.model_copy(update={"recompute": "none"})) - block_bytes(run)
-        if run.recompute == "full" and own
-        else 0.0,
+        workspace_bytes=recomputed_bytes(run) if own else 0.0,
         send=seconds.send_once,
-        buckets=_buckets(run, seconds, own, stage, is_last),
+        added_to_first=seconds.replica_exchange.added_to_first_pass(stage),
+        buckets=_buckets(run, seconds, own, is_first=stage == 0, is_last=is_last),
     )
 
 
@@ -134,16 +130,12 @@ def _last_collectives(run: RunSpec, seconds: StepSeconds) -> tuple[float, ...]:
     return tuple(seconds.exchanges.sum_of_tied_tables if rank in (0, par.pp - 1) else 0.0 for rank in range(par.pp))
 
 
-def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, stage: int, is_last: bool) -> tuple[float, ...]:
+def _buckets(run: RunSpec, seconds: StepSeconds, blocks: int, *, is_first: bool, is_last: bool) -> tuple[float, ...]:
     """Return the seconds to reduce each bucket, a block's gradients or an embedding's, the last block's first."""
     par, exchanges = run.parallel, seconds.exchanges
     if par.dp * par.cp == 1 or (par.zero >= 2 and par.pp == 1):  # each backward pass scatters its own
         return ()
-    if par.zero >= 2:  # stages gather and scatter once a step, a rank's first block before all passes
-        first, edge = stage < par.pp, exchanges.scatter_of(exchanges.table)
-        whole = (exchanges.gather + exchanges.scatter,) * (blocks - first) + (exchanges.scatter,) * first
-        return (edge,) * is_last + whole + (edge,) * (stage == 0)
-    block = sum(exchanges.reduce_of(part) for part in exchanges.block_parameters)
-    edge = exchanges.reduce_of(exchanges.table)
+    reduce = exchanges.scatter_of if par.zero >= 2 else exchanges.reduce_of
+    block, edge = sum(map(reduce, exchanges.block_parameters)), reduce(exchanges.table)
     has_head = is_last and not (run.model.tied and run.has_one_end)
-    return (edge,) * has_head + (block,) * blocks + (edge,) * (stage == 0)
+    return (edge,) * has_head + (block,) * blocks + (edge,) * is_first

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from phalanx.errors import PlanError
+from phalanx.plan.pipeline_order import TORCH_RULES, OrderRules
 from phalanx.plan.value import Schedule
 
 
@@ -50,6 +51,9 @@ class StageWork:
     send: float = 0.0
     """Seconds to bring activations to the stage after this one, or their gradients back."""
 
+    added_to_first: float = 0.0
+    """Seconds by which the forward pass of the first micro-batch is longer: gathers of parameters beside it."""
+
     buckets: tuple[float, ...] = ()
     """Seconds to reduce each bucket of gradients over the copies of this stage, in the order they become ready."""
 
@@ -61,6 +65,9 @@ class PipelineSpec:
     schedule: Schedule
     ranks: int
     """Size of the stage axis."""
+
+    rules: OrderRules = TORCH_RULES
+    """How its software orders passes."""
 
     stages: tuple[StageWork, ...]
     """`ranks` x `schedule.virtual` of them, in the model's order."""

@@ -187,8 +187,8 @@ def _cdna3(form: _Form, tera: float, fp8_tera: float) -> Device:
 
 # Shares that large products sustain in training. Those of A100, H100 and B200 are fitted over published steps, between
 # what is known before (`auto/cost/priors`). A device without a published step has what its power leaves of a burst.
-A100, H100, B200 = 0.807, 0.631, 0.481
-H100_FP8 = 0.553
+A100, H100, B200 = 0.807, 0.631, 0.480
+H100_FP8 = 0.549
 B200_FP8 = B200
 """Published steps of B200 in 8 bit say 0.545, and those of 16 bit, which are of another machine, 0.47. By no measured
 product does a device sustain a larger share in 8 bit than in 16: H100 0.71 and 0.80 (bursts), MI300X 0.49 and 0.54."""

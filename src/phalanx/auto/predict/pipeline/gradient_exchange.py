@@ -12,8 +12,8 @@ class GradientExchange:
     A bucket travels once the last pass of its block is through: so the embedding's, the last, has nothing beside it.
     """
 
-    whole: float
-    """Seconds of all buckets."""
+    all_buckets: float
+    """Seconds of all."""
 
     own: float
     """Of those of the first stage; a rank with several has all gradients of the others before."""
@@ -38,8 +38,8 @@ class GradientExchange:
 
     def seconds(self, contention: float) -> float:
         """Return what it adds, where each second that it shares with passes costs `contention`."""
-        early = min(self.whole - self.own, self.before)
-        left = self.whole - self.own - early
-        begins = 0.0 if left else self.last_pass / self.buckets
+        early = min(self.all_buckets - self.own, self.before)
+        left = self.all_buckets - self.own - early
+        begins = max(0.0, self.last_pass / self.buckets - left)
         shared = min(left + self.own - self.last_bucket, self.last_pass - begins)
         return left + self.own - shared + contention * (self.busy * early + self.passes_in_turn * shared)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from phalanx.plan.pipeline_order import Action, Pass, order_of
+from phalanx.plan.pipeline_order import Action, OrderRules, Pass, order_of
 from phalanx.plan.value import Schedule
 
 _WHOLE_ROUNDS, _MOST_PASSES = 8, 4096
@@ -32,13 +33,20 @@ class StageSeconds:
 
 
 def interleaved_seconds(
-    stages: Sequence[StageSeconds], schedule: Schedule, *, contention: float | None, ranks: int, round_size: int
+    stages: Sequence[StageSeconds],
+    schedule: Schedule,
+    rules: OrderRules,
+    *,
+    contention: float | None,
+    ranks: int,
+    round_size: int,
 ) -> float:
     """Return the seconds of all passes and sends of a step.
 
     Args:
         stages: In the model's order.
         schedule: Which passes follow which.
+        rules: How software orders them.
         contention: Seconds that a send and a pass beside it cost each other, for each that they share; None where
             sends hold up ranks.
         ranks: Ranks, each with as many stages.
@@ -46,22 +54,24 @@ def interleaved_seconds(
     """
     moves = _build_moves(stages, schedule, contention, ranks)
     rounds, count = schedule.microbatches // round_size, schedule.microbatches
-    is_wave = schedule.kind == "interleaved" and round_size == ranks
-    find_end = _find_end_of_waves if is_wave else _find_end_one_by_one
+    is_wave = (
+        schedule.kind == "interleaved" and round_size == ranks and not count % ranks and not rules.all_forward_first
+    )
+    find_end = _find_end_of_waves if is_wave else partial(_find_end_one_by_one, rules)
     if is_wave:
-        whole = max(_WHOLE_ROUNDS, _MOST_PASSES // len(stages))
+        computed = max(_WHOLE_ROUNDS, _MOST_PASSES // len(stages))
     else:
-        whole = max(_LEAST_ROUNDS, min(_WHOLE_ROUNDS, _MANY_PASSES // (len(moves) * round_size)))
-    whole = min(rounds, whole)
-    count -= round_size * (rounds - whole)
+        computed = max(_LEAST_ROUNDS, min(_WHOLE_ROUNDS, _MANY_PASSES // (len(moves) * round_size)))
+    computed = min(rounds, computed)
+    count -= round_size * (rounds - computed)
     end = find_end(moves, _with_count(schedule, count), ranks)
-    if rounds == whole:
+    if rounds == computed:
         return end
     later = end - find_end(moves, _with_count(schedule, count - round_size), ranks)
     work = [0.0] * ranks
     for (_, stage), move in moves.items():
         work[schedule.holder(stage, ranks)] += move.seconds
-    return end + (rounds - whole) * max(later, round_size * max(work))
+    return end + (rounds - computed) * max(later, round_size * max(work))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +122,9 @@ def _find_end_of_waves(moves: _Moves, schedule: Schedule, ranks: int) -> float:
     return float(find_rank_ends(forward, backward, ranks, schedule.microbatches).max())
 
 
-def _find_end_one_by_one(moves: _Moves, schedule: Schedule, ranks: int) -> float:
+def _find_end_one_by_one(rules: OrderRules, moves: _Moves, schedule: Schedule, ranks: int) -> float:
     """Return the same of any order."""
-    orders = [iter(actions) for actions in order_of(schedule, ranks)]
+    orders = [iter(actions) for actions in order_of(schedule, ranks, rules)]
     free, port, stages = [0.0] * ranks, [0.0] * ranks, ranks * schedule.virtual
     arrival: dict[tuple[Pass, int, int], float] = {}
     waiting: dict[tuple[Pass, int, int], tuple[int, Action]] = {}

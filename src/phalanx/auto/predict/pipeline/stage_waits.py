@@ -29,9 +29,9 @@ def find_pipeline_seconds(stages: Sequence[StagePasses], micro_batches: float, *
         stages: In the model's order, one a rank.
         micro_batches: How many.
         in_turn: Whether a stage begins backward passes as soon as it can (1F1B, zero bubble); else after all forward
-            passes (GPipe), as it does too with fewer micro-batches than stages.
+            passes (GPipe).
     """
-    if not in_turn or (micro_batches < len(stages) and not any(own.weights for own in stages)):
+    if not in_turn:
         ways = [own.forward for own in stages], [own.backward for own in stages]
         return sum(sum(way) + max(0.0, micro_batches - 1) * max(way) for way in ways)
     longest, before_forward, before_backward = 0.0, 0.0, 0.0
