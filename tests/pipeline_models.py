@@ -192,11 +192,11 @@ def check(ranks: list[dict[str, Any]], case: Case) -> None:
         assert names == set(expected[kind]), kind
         for found in ranks:
             for name, value in found[kind].items():
-                assert _apart(value, expected[kind][name], largest[kind]) <= 1e-12, (kind, name)
+                assert _distance(value, expected[kind][name], largest[kind]) <= 1e-12, (kind, name)
     for found in ranks:
         assert found["keys"] == expected["keys"]
         assert max(abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True)) <= 1e-12
-        assert _apart(found["output"], expected["output"], _norm(expected["output"])) <= 1e-12
+        assert _distance(found["output"], expected["output"], _norm(expected["output"])) <= 1e-12
         assert len(found["parameters"]) < len(expected["parameters"])
         assert found["state"] == len(found["gradients"])
 
@@ -205,12 +205,12 @@ def _norm(tensor: Tensor) -> float:
     return tensor.double().norm().item()
 
 
-def _apart(found: Tensor, expected: Tensor, largest: float) -> float:
-    """Return how far two tensors are apart, relative to their norm, or a tenth of the largest of their kind.
+def _distance(value: Tensor, expected: Tensor, largest: float) -> float:
+    """Return the distance of two tensors, relative to their norm, or a tenth of the largest of their kind.
 
     The gradient of a bias before a batch norm is 0: a sum of terms that cancel, of which their rounding is left.
     """
-    return _norm(found - expected) / max(_norm(expected), largest / 10)
+    return _norm(value - expected) / max(_norm(expected), largest / 10)
 
 
 CHAIN2 = {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1, "5": 1}

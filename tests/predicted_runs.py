@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+
 from phalanx.auto.cost.constants import DEFAULT
 from phalanx.auto.predict.memory_model import Footprint, compute_footprint
 from phalanx.auto.predict.prediction import predict
 from phalanx.auto.predict.run_file import read_run
 from phalanx.auto.predict.step_seconds import StepSeconds
+from phalanx.auto.simulate.run import simulate_run
 
 DENSE = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": True, "seq": 4096}
 EXPERTS = {"experts": 8, "top_k": 2}
@@ -38,6 +41,27 @@ def alter(run: dict[str, Any], **changes: Any) -> dict[str, Any]:
     for name, value in changes.items():
         run[name] = {**run[name], **value} if isinstance(value, dict) else value
     return run
+
+
+def pipeline(schedule: str, pp: int, vpp: int, count: int, layers: int = 0, **changes: Any) -> dict[str, Any]:
+    """Return a run of as many micro-batches and equal stages, on a node a rank."""
+    run = describe(
+        per_node=1,
+        nodes=8,
+        parallel={"pp": pp, "vpp": vpp},
+        batch={"global": count, "micro": 1},
+        schedule=schedule,
+        model={"vocab": 1024, "layers": layers or 2 * pp * vpp},
+    )
+    if schedule == "interleaved" and count < pp:
+        run["stack"] = "generic"  # Megatron Core refuses
+    return alter(run, **changes)
+
+
+def assert_simulated(run: dict[str, Any], tolerance: float) -> None:
+    parts = predict(run, interval=False).breakdown
+    assert min(parts.values()) >= 0
+    assert seconds(run) == pytest.approx(simulate_run(run).simulation.step_time_s, rel=tolerance)
 
 
 def step(run: dict[str, Any]) -> StepSeconds:

@@ -24,9 +24,9 @@ import gc, os, sys, time
 import torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 try:
-    may_hurry = os.nice(-5) < 0
+    has_priority = os.nice(-10) < 0
 except PermissionError:
-    may_hurry = False
+    has_priority = False
 STEPS, WORK_S = 130, 0.004
 a, x = torch.ones(64, 64), torch.ones(1000)
 torch.set_num_threads(1)
@@ -90,9 +90,9 @@ os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
 hogs = []
 if rank == 1:
     # Where other jobs run too, they take as much of the other core: a hog that goes before rank 1 is felt there too.
-    hog = "import os; os.nice({})\\nwhile True: pass".format(5 if may_hurry else 0)
-    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(1 if may_hurry else 5)]
-    if may_hurry:
+    hog = "import os; os.nice({})\\nwhile True: pass".format(5 if has_priority else 0)
+    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(1 if has_priority else 5)]
+    if has_priority:
         os.nice(20)
 def fault(): pass
 import atexit

@@ -24,43 +24,43 @@ def in_both(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_in_float32_take_twice_the_memory(recompute: str) -> None:
-    half, whole = in_both(recompute=recompute)
-    assert footprint(whole).activations == 2 * footprint(half).activations
-    half, whole = in_both(model={"flash": False}, recompute=recompute)
-    assert footprint(half).activations < footprint(whole).activations < 2 * footprint(half).activations, "but masks"
+    bf16, fp32 = in_both(recompute=recompute)
+    assert footprint(fp32).activations == 2 * footprint(bf16).activations
+    bf16, fp32 = in_both(model={"flash": False}, recompute=recompute)
+    assert footprint(bf16).activations < footprint(fp32).activations < 2 * footprint(bf16).activations, "but masks"
 
 
 def test_logits_in_float32_are_no_copy_of_others() -> None:
-    half, whole = in_both(stack="megatron-2021")
-    assert footprint(whole).logits == 8 / 10 * footprint(half).logits
-    half, whole = in_both(stack="megatron-core")
-    assert footprint(whole).logits == 2 * footprint(half).logits
+    bf16, fp32 = in_both(stack="megatron-2021")
+    assert footprint(fp32).logits == 8 / 10 * footprint(bf16).logits
+    bf16, fp32 = in_both(stack="megatron-core")
+    assert footprint(fp32).logits == 2 * footprint(bf16).logits
 
 
 def test_collectives_carry_what_passes_compute_with() -> None:
     model, parallel = {**EXPERTS, "top_k": 4}, {"tp": 2, "dp": 4, "pp": 2, "ep": 4, "zero": 3}
-    half, whole = (step(run) for run in in_both(model=model, parallel=parallel, batch={"global": 16}))
-    part = half.exchanges.block_parameters[0]
-    start = half.links.ring_start(part.shards)
-    assert whole.exchanges.gather_of(part) - start == pytest.approx(2 * (half.exchanges.gather_of(part) - start))
-    assert whole.exchanges.scatter_of(part) == half.exchanges.scatter_of(part), "float32 in both"
+    bf16, fp32 = (step(run) for run in in_both(model=model, parallel=parallel, batch={"global": 16}))
+    part = bf16.exchanges.block_parameters[0]
+    start = bf16.links.ring_start(part.shards)
+    assert fp32.exchanges.gather_of(part) - start == pytest.approx(2 * (bf16.exchanges.gather_of(part) - start))
+    assert fp32.exchanges.scatter_of(part) == bf16.exchanges.scatter_of(part), "float32 in both"
     for name in ("dense_sum", "experts_forward"):
-        assert getattr(whole.exchanges, name) > 1.5 * getattr(half.exchanges, name)
-    assert whole.send_once > 1.5 * half.send_once
+        assert getattr(fp32.exchanges, name) > 1.5 * getattr(bf16.exchanges, name)
+    assert fp32.send_once > 1.5 * bf16.send_once
 
 
 def test_kernels_that_memory_bounds_take_twice_as_long_in_float32() -> None:
-    half, whole = (step(run) for run in in_both(stack="megatron-core"))
-    assert embedding_backward(whole.run, whole.kernels) == 2 * embedding_backward(half.run, half.kernels)
-    assert 1.8 * half.block.plain < whole.block.plain < 2 * half.block.plain
+    bf16, fp32 = (step(run) for run in in_both(stack="megatron-core"))
+    assert embedding_backward(fp32.run, fp32.kernels) == 2 * embedding_backward(bf16.run, bf16.kernels)
+    assert 1.8 * bf16.block.plain < fp32.block.plain < 2 * bf16.block.plain
     device = DEVICES["H100-80GB-SXM"]
     thin = [Kernels(device, DEFAULT, precision).matmul(1, 8192, 8192) for precision in ("bf16", "fp32")]
     assert thin[1] > 1.9 * thin[0]
 
 
 def test_plain_pytorch_casts_nothing_in_float32() -> None:
-    half, whole = (step(run) for run in in_both(stack="pytorch"))
-    assert whole.block.plain < 1.5 * half.block.plain
+    bf16, fp32 = (step(run) for run in in_both(stack="pytorch"))
+    assert fp32.block.plain < 1.5 * bf16.block.plain
 
 
 @pytest.mark.parametrize("device", ["H100", "B200", "MI300X", "L40S"])
@@ -86,7 +86,7 @@ def test_no_step_gains_more_from_8_bit_than_products_do(device: str) -> None:
 
 
 def test_attention_and_the_projection_stay_in_16_bit() -> None:
-    half = step(describe())
-    eight = step(alter(describe(), precision="fp8"))
-    assert (eight.block.attention, eight.head) == (half.block.attention, half.head)
-    assert block_bytes(eight.run) == block_bytes(half.run)
+    bf16 = step(describe())
+    fp8 = step(alter(describe(), precision="fp8"))
+    assert (fp8.block.attention, fp8.head) == (bf16.block.attention, bf16.head)
+    assert block_bytes(fp8.run) == block_bytes(bf16.run)
